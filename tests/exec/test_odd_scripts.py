@@ -68,6 +68,55 @@ torch.save(model, io.BytesIO())
 end(model)
 """
 
+SCRIPTED_BY_IMPORTED_NAMES = f"""{_BEGIN}
+from torch.jit import script, trace
+@script
+class Before:
+    def __init__(self, first: torch.Tensor):
+        self.first = first
+@script
+def first_of(pair: Before) -> torch.Tensor:
+    return pair.first.relu()
+{_LINEAR}
+inner = script(nn.Linear(4, 4))
+{_LOOP}
+def local():
+    @script
+    class After:
+        def __init__(self, first: torch.Tensor):
+            self.first = first
+    return After
+scripted, outer = script(model), script(nn.Sequential(inner, model))
+assert not scripted._forward_pre_hooks
+print(float(scripted(x).sum()), float(outer(x).sum()), float(trace(model, x)(x).sum()), scripted.code, trace(outer, x).code)
+print(float(first_of(Before(x)).sum()), local().__name__, torch.jit.script is script)
+{_LOOP}
+end(model)
+"""
+
+COMPILED_STEP = f"""{_BEGIN}
+from torch._dynamo.utils import counters
+graphs = []
+def backend(graph, inputs):
+    graphs.append(graph.code)
+    return graph
+{_LINEAR}
+step = torch.compile(optimizer.step, backend=backend)
+{_LOOP.replace("optimizer.step()", "step()").replace("range(8)", "range(30)")}
+@torch.compile(backend=backend)
+def train(x, y):
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.detach()
+for step in range(30):
+    losses.append(train(x, y).item())
+print(len(graphs), counters["stats"], graphs)
+end(model)
+"""
+
 COMPILED_LATER = f"""{_BEGIN}
 {_LINEAR}
 {_LOOP}
@@ -207,6 +256,8 @@ sys.meta_path.insert({place}, Finder())
 ODD = {
     "overridden_parameters": OVERRIDDEN_PARAMETERS,
     "scripted": SCRIPTED,
+    "scripted_by_imported_names": SCRIPTED_BY_IMPORTED_NAMES,
+    "compiled_step": COMPILED_STEP,
     "compiled_later": COMPILED_LATER,
     "logged_to_stdout": LOGGED_TO_STDOUT,
     "default_device": DEFAULT_DEVICE,
@@ -227,6 +278,7 @@ def test_odd_scripts(name: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ODD[name])
     alone, observed = executed_alone_and_observed(tmp_path)
     assert "Traceback" not in observed.stderr
+    assert "Dynamo does not know" not in observed.stderr
     run = RunFolder.read(tmp_path / "runs" / "a")
     expected = json.loads(alone.stdout.splitlines()[-2])
     assert (run.outcome, run.last_step, run.events[-1]["epoch"]) == ("finished", len(expected), 1), observed.stderr

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from threading import get_ident
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ logger = logging.getLogger("callsheet")
 
 Mode = Literal["train", "eval", "test", "predict"]
 """The purpose for which a model is called."""
+
+Function = TypeVar("Function", bound=Any)
 
 _ORIGINAL_BACKWARD: Callable[..., None] = Tensor.backward
 _watches: list[BackwardWatch] = []
@@ -103,15 +105,25 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or _is_tracing()
 
 
-def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a hook of optimizers: if a script compiles the optimizer's step, Dynamo traces neither the hook nor what it calls.
+def not_compiled(function: Function, *, recursive: bool = True) -> Function:
+    """Decorate a function, so that Dynamo does not compile it when code between two compiled regions of a script calls it.
 
     `torch.compiler.disable` does the same, but makes each call slower and imports Dynamo.
+
+    Args:
+        function: the function.
+        recursive: whether the functions that it calls are not compiled either.
     """
-    hook._torchdynamo_disable = True  # type: ignore[attr-defined]  # Dynamo reads it when a function that it traces calls the hook
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(hook.__code__, eval_frame._FrameExecStrategy(skip, skip))
-    return hook
+    action = eval_frame._FrameAction
+    strategy = eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if recursive else action.DEFAULT)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+def untraced(hook: Function) -> Function:
+    """Decorate a hook of optimizers, so that the graph of a compiled step ends where the hook is called, and does not contain it."""
+    hook._torchdynamo_disable = True
+    return not_compiled(hook)
 
 
 def start_forward(driver: LifecycleDriver, ctx: Context) -> None:
@@ -168,6 +180,7 @@ class ForwardHooks(NotCopied):
         self._before.install(has_listeners, self._begins)
         self._after.install(has_listeners, self._ends)
 
+    @not_compiled
     def _begins(self, model: nn.Module, inputs: Any) -> None:
         if is_traced():
             return
@@ -181,6 +194,7 @@ class ForwardHooks(NotCopied):
         except Exception as error:
             self._driver.give_up(error)
 
+    @not_compiled
     def _ends(self, model: nn.Module, inputs: Any, outputs: Any) -> Any:
         if is_traced():
             return outputs
@@ -573,6 +587,7 @@ def _install(is_wanted: bool) -> None:
         Tensor.backward, _is_installed = _backward, False  # type: ignore[method-assign]
 
 
+@not_compiled
 def _watched_backward(self: Tensor, *args: Any, **options: Any) -> None:
     for watch in reversed(_watches):
         if watch.is_on and watch.run(self, *args, **options):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from threading import get_ident
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from callsheet.bridges.giving_up import give_up
 from callsheet.bridges.support_check import SupportCheck
-from callsheet.bridges.torch_hooks import NotCopied, OptimizerHooks, is_traced, start_forward
+from callsheet.bridges.torch_hooks import NotCopied, OptimizerHooks, is_traced, not_compiled, start_forward
 from callsheet.core.callback import Callback
 from callsheet.core.lifecycle import EVENTS
 from callsheet.core.ranks import read_ranks
@@ -255,6 +256,7 @@ class BareLoop(NotCopied):
         if not self._is_over and not self.step.is_open:
             self._guarded(self._open_step)
 
+    @not_compiled
     def forward_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Report that the model is called. This is a forward pre-hook of the model."""
         # A copy that a script makes of the model's attributes shares its hooks.
@@ -277,6 +279,7 @@ class BareLoop(NotCopied):
         except (Exception, SystemExit) as error:
             self._leave(error)
 
+    @not_compiled
     def forward_ends(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
         """Report that a call of the model has returned. This is a forward hook of the model."""
         if is_traced() or self._is_over or get_ident() != self._thread:
@@ -307,12 +310,14 @@ class BareLoop(NotCopied):
         self.watch.total = None
         self.run.counted = (0, 0)
 
+    @not_compiled
     def scaler_has_stepped(self, scaler: Any) -> None:
         """Report that a loss scaler has called the optimizer or skipped it."""
         self.watch._scaler = scaler
         if not self._is_over and self.step.is_open:
             self._guarded(self.end_step)
 
+    @partial(not_compiled, recursive=False)
     def clip(self, clips: Callable[[], Any]) -> Any:
         """Clip the gradients with `clips()`, and fire the events around it. Return its result: the norm before clipping."""
         is_in_step = not self._is_over and self.step.is_open and get_ident() == self._thread
@@ -378,6 +383,7 @@ class BareLoop(NotCopied):
 
     # --- how that is handled ---
 
+    @not_compiled
     def _guarded(self, function: Callable[..., None], *args: Any) -> None:
         """Call `function(*args)`; an error ends the run.
 

@@ -6,7 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from callsheet.bridges.torch_hooks import untraced
+from callsheet.bridges.torch_hooks import not_compiled, untraced
 from callsheet.exec.messages import log_failure, warn
 from callsheet.run.copies import without_additions
 from callsheet.trainer.tasks import counts_of
@@ -122,6 +122,7 @@ class LoopFinder:
 
     # --- the wrappers: each is called with the function of torch and its arguments ---
 
+    @not_compiled
     def _backward(self, given: Callable[..., Any], loss: Tensor, *args: Any, **options: Any) -> Any:
         # Under a torch function mode, such as that of `torch.set_default_device`, torch calls `Tensor.backward` again.
         if self._is_over or self._is_in_backward or loss.numel() != 1:
@@ -205,6 +206,7 @@ class LoopFinder:
                 loop.other_fetched(loader, batch)
         return batch
 
+    @partial(not_compiled, recursive=False)
     def _scaled_step(self, given: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
         self._scaler = scaler
         found = given(scaler, optimizer, *args, **options)
@@ -212,6 +214,7 @@ class LoopFinder:
             self._loop.scaler_has_stepped(scaler)
         return found
 
+    @not_compiled
     def _zero_grad(self, given: Callable[..., Any], owner: Any, *args: Any, **options: Any) -> Any:
         loop = self._loop
         if loop is None:
@@ -220,6 +223,7 @@ class LoopFinder:
             loop.gradients_are_discarded()
         return given(owner, *args, **options)
 
+    @partial(not_compiled, recursive=False)
     def _clip(self, given: Callable[..., Any], parameters: Any, *args: Any, **options: Any) -> Any:
         if self._loop is None:
             return given(parameters, *args, **options)

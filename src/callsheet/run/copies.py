@@ -20,6 +20,9 @@ _ABSENT: Any = object()
 _BEFORE = "_callsheet_before"
 """The attribute of a function that replaces another: the value that the replaced attribute had before, or `_ABSENT`."""
 
+_reducers: dict[type, Any] = copyreg.dispatch_table
+_deepcopiers: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
+
 _hooks: set[int] = set()
 """The keys of the added hooks in the dictionaries in which torch stores hooks. torch uses each key once in a process."""
 
@@ -68,11 +71,11 @@ class _Reducer:
 
     def __init__(self, kind: type) -> None:
         self._kind = kind
-        self._before: Callable[[Any], Any] | None = copyreg.dispatch_table.get(kind)
+        self._before = _reducers.get(kind)
         self._additions = 0
-        copyreg.dispatch_table[kind] = self
+        _reducers[kind] = self
         if hasattr(kind, "__deepcopy__"):
-            copy._deepcopy_dispatch[kind] = _deepcopy  # type: ignore[attr-defined]
+            _deepcopiers[kind] = _deepcopy
 
     def __call__(self, thing: Any) -> Any:
         with without_additions(thing):
@@ -87,13 +90,13 @@ class _Reducer:
     def end(self) -> None:
         """Report that an addition was removed. After the last one, remove this reducer from the tables."""
         self._additions -= 1
-        if self._additions or copyreg.dispatch_table.get(self._kind) is not self:
+        if self._additions or _reducers.get(self._kind) is not self:
             return
         if self._before is not None:
-            copyreg.dispatch_table[self._kind] = self._before
+            _reducers[self._kind] = self._before
         else:
-            del copyreg.dispatch_table[self._kind]
-        copy._deepcopy_dispatch.pop(self._kind, None)  # type: ignore[attr-defined]
+            del _reducers[self._kind]
+        _deepcopiers.pop(self._kind, None)
 
 
 def _deepcopy(thing: Any, memo: dict[int, Any]) -> Any:
@@ -109,7 +112,7 @@ def _detached(made: Any, attributes: dict[str, Any]) -> Any:
 
 
 def _reducer_of(thing: Any) -> _Reducer:
-    found: Any = copyreg.dispatch_table.get(type(thing))
+    found = _reducers.get(type(thing))
     return found if isinstance(found, _Reducer) else _Reducer(type(thing))
 
 
