@@ -187,8 +187,8 @@ def _made(kind: type[nn.Module], attributes: dict[str, Any]) -> nn.Module:
     return made
 
 
-def _traced(*sizes: int) -> nn.Module:
-    return torch.fx.symbolic_trace(nn.Sequential(nn.Linear(*sizes)))
+def _traced(size: int, outputs: int) -> nn.Module:
+    return torch.fx.symbolic_trace(nn.Sequential(nn.Linear(size, outputs)))
 
 
 @pytest.mark.parametrize("kind", [Keeps, Copied, Counts, Reduced, _traced])

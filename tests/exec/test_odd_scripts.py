@@ -94,15 +94,21 @@ print(float(first_of(Before(x)).sum()), local().__name__, torch.jit.script is sc
 end(model)
 """
 
-COMPILED_STEP = f"""{_BEGIN}
-from torch._dynamo.utils import counters
+_GRAPHS = f"""{_BEGIN}
 graphs = []
 def backend(graph, inputs):
     graphs.append(graph.code)
     return graph
 {_LINEAR}
-step = torch.compile(optimizer.step, backend=backend)
-{_LOOP.replace("optimizer.step()", "step()").replace("range(8)", "range(30)")}
+"""
+COMPILED_STEP = f"""{_GRAPHS}
+compiled_step = torch.compile(optimizer.step, backend=backend)
+{_LOOP.replace("optimizer.step()", "compiled_step()").replace("range(8)", "range(30)")}
+print(graphs)
+end(model)
+"""
+
+COMPILED_TRAINING = f"""{_GRAPHS}
 @torch.compile(backend=backend)
 def train(x, y):
     optimizer.zero_grad()
@@ -113,7 +119,7 @@ def train(x, y):
     return loss.detach()
 for step in range(30):
     losses.append(train(x, y).item())
-print(len(graphs), counters["stats"], graphs)
+print(graphs)
 end(model)
 """
 
@@ -257,7 +263,6 @@ ODD = {
     "overridden_parameters": OVERRIDDEN_PARAMETERS,
     "scripted": SCRIPTED,
     "scripted_by_imported_names": SCRIPTED_BY_IMPORTED_NAMES,
-    "compiled_step": COMPILED_STEP,
     "compiled_later": COMPILED_LATER,
     "logged_to_stdout": LOGGED_TO_STDOUT,
     "default_device": DEFAULT_DEVICE,
@@ -278,7 +283,6 @@ def test_odd_scripts(name: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ODD[name])
     alone, observed = executed_alone_and_observed(tmp_path)
     assert "Traceback" not in observed.stderr
-    assert "Dynamo does not know" not in observed.stderr
     run = RunFolder.read(tmp_path / "runs" / "a")
     expected = json.loads(alone.stdout.splitlines()[-2])
     assert (run.outcome, run.last_step, run.events[-1]["epoch"]) == ("finished", len(expected), 1), observed.stderr
@@ -295,6 +299,16 @@ def test_odd_scripts(name: str, tmp_path: Path) -> None:
         clipped = [each.step for window in run.windows for each in window.slices if each.name == "clip_gradients"]
         assert clipped
         assert len(set(clipped)) == len(clipped)  # once in a step, for the model that is trained
+
+
+@pytest.mark.test_all
+@pytest.mark.parametrize("script", [COMPILED_STEP, COMPILED_TRAINING], ids=["step", "training"])
+def test_a_compiled_step_is_observed_and_has_the_same_graphs(script: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(script)
+    _, observed = executed_alone_and_observed(tmp_path)
+    assert "Dynamo does not know" not in observed.stderr  # how to trace a function of callsheet
+    run = RunFolder.read(tmp_path / "runs" / "a")
+    assert (run.outcome, run.last_step) == ("finished", 30), observed.stderr
 
 
 @pytest.mark.test_all
