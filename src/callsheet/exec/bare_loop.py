@@ -19,7 +19,7 @@ from callsheet.bridges.torch_hooks import NotCopied, OptimizerHooks, is_traced, 
 from callsheet.core.callback import Callback
 from callsheet.core.lifecycle import EVENTS
 from callsheet.core.ranks import read_ranks
-from callsheet.errors import text_of
+from callsheet.errors import is_from_signal_handler, text_of
 from callsheet.exec.log_pace import LogPace
 from callsheet.exec.lone_run import LoneRun
 from callsheet.exec.loop_batches import LoopBatches, batch_of
@@ -41,8 +41,8 @@ class BareLoop(NotCopied):
     Calls of the model in evaluation mode without gradients, between two steps, are an evaluation. An epoch ends when the dataloader
     is at its end, or begins again.
 
-    No method that a hook calls raises an error: after an error of callsheet or of a callback, the run ends as failed, all hooks are
-    removed, and the script continues.
+    No method that a hook calls raises an error, except one of the script's signal handlers: after an error of callsheet or of a
+    callback, the run ends as failed, all hooks are removed, and the script continues.
 
     Args:
         observers: the callbacks.
@@ -188,7 +188,12 @@ class BareLoop(NotCopied):
             self.release()
 
     def _leave(self, error: Exception | SystemExit) -> None:
-        """End the run because of an error of callsheet or a callback. The script continues."""
+        """End the run because of an error of callsheet or a callback. The script continues.
+
+        Raise the error if the script's own signal handler has raised it while callsheet was running.
+        """
+        if is_from_signal_handler(error):
+            raise error
         if not self._is_over:
             self.has_failed = True
             self.release()

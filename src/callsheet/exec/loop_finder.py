@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from callsheet.bridges.torch_hooks import not_compiled, untraced
+from callsheet.errors import is_from_signal_handler
 from callsheet.exec.messages import log_failure, warn
 from callsheet.run.copies import without_additions
 from callsheet.trainer.tasks import counts_of
@@ -145,8 +146,10 @@ class LoopFinder:
             samples, tokens = counts_of(self._batch)
             self._counted, self._counts = self._batch, (self._counts[0] + samples, self._counts[1] + tokens)
         except Exception as error:
-            log_failure("the loop cannot be observed", error)
             self._is_over = True
+            if is_from_signal_handler(error):
+                raise
+            log_failure("the loop cannot be observed", error)
 
     def batches(self, given: Callable[[Any], Any], loader: Any) -> Iterator[Any]:
         """Yield the batches of a framework's dataloader. Its iteration, `given(loader)`, uses a torch dataloader.
@@ -255,8 +258,10 @@ class LoopFinder:
             closure = args[1] if len(args) > 1 else kwargs.get("closure")
             self._recognize(optimizer, has_closure=closure is not None)
         except Exception as error:
-            log_failure("the loop cannot be observed", error)
             self._is_over = True
+            if is_from_signal_handler(error):
+                raise
+            log_failure("the loop cannot be observed", error)
         finally:
             self._lock.release()
 
