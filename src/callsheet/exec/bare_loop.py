@@ -20,7 +20,7 @@ from callsheet.core.callback import Callback
 from callsheet.core.lifecycle import EVENTS
 from callsheet.core.ranks import read_ranks
 from callsheet.errors import is_from_signal_handler, text_of
-from callsheet.exec.log_pace import LogPace
+from callsheet.exec.log_pace import FIRST_INTERVAL, LogPace
 from callsheet.exec.lone_run import LoneRun
 from callsheet.exec.loop_batches import LoopBatches, batch_of
 from callsheet.exec.loop_evaluations import LoopEvaluations
@@ -378,6 +378,8 @@ class BareLoop(NotCopied):
             run.driver.synthesized.clear()  # the first step was recognized only when the optimizer stepped
         elif steps == 2:
             self._support.after_first_step(run.driver)
+        elif not steps % FIRST_INTERVAL:
+            run.keep_pace()
         self.watch.total = None
         if self.evaluations.delayed:
             self.evaluations.fire_delayed()
