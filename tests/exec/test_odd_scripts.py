@@ -403,3 +403,42 @@ def test_new_dataloaders_in_each_epoch(last: int, tmp_path: Path) -> None:
     assert [record.values["time/epoch"] for record in run.records] == [epoch for epoch in range(3) for _ in range(steps)]
     assert [record.values["train/loss"] for record in run.records] == pytest.approx(losses)
     assert run.records[-1].values["time/sample"] == 8 * len(losses)
+
+
+EVALUATES_ON_ITS_LOADER = f"""{_BEGIN}
+from torch.utils.data import DataLoader, TensorDataset
+{_LINEAR}
+loader = DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True)
+def evaluate_without_gradients():
+    model.eval()
+    with torch.no_grad():
+        for inputs, targets in loader:
+            model(inputs)
+def evaluate_in_eval_mode():
+    model.eval()
+    for inputs, targets in loader:
+        with torch.no_grad():
+            model(inputs)
+evaluate_without_gradients()
+for epoch in range(3):
+    for place, (inputs, targets) in enumerate(loader):
+        model.train()
+        {indent(_STEP.replace("model(x), y", "model(inputs), targets"), "        ")}
+        if place == 2:
+            EVALUATE()
+    evaluate_in_eval_mode()
+    evaluate_without_gradients()
+end(model)
+"""
+
+
+@pytest.mark.parametrize("evaluate", ["evaluate_without_gradients", "evaluate_in_eval_mode"])
+def test_an_evaluation_on_the_dataloader_of_training_is_no_epoch(evaluate: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(EVALUATES_ON_ITS_LOADER.replace("EVALUATE", evaluate))
+    alone, observed = executed_alone_and_observed(tmp_path)
+    assert "does not expect" not in observed.stderr
+    run = RunFolder.read(tmp_path / "runs" / "a")
+    assert [record.values["time/epoch"] for record in run.records] == [epoch for epoch in range(3) for _ in range(6)]
+    assert [record.values["time/sample"] for record in run.records] == [16 * step for step in range(1, 19)]
+    assert [each["step"] for each in run.evaluations] == [3, 6, 9, 12, 15, 18]
+    assert run.events[-1]["epoch"] == 3

@@ -245,10 +245,10 @@ class BareLoop(NotCopied):
         return batch
 
     def is_of_training(self, loader: Any) -> bool:
-        """Return whether a batch from `loader` is now for training: the loop uses this loader, and no evaluator is running."""
-        if self._is_over or self.evaluations.dataset or get_ident() != self._thread:
+        """Return whether a batch from `loader` is now for training: the loop uses this loader, and does not evaluate on it."""
+        if self._is_over or self.evaluations.dataset or get_ident() != self._thread or not self._batches.come_from(loader):
             return False
-        return self._batches.come_from(loader)
+        return torch.is_grad_enabled() and (self.model.training or self._trains_in_eval_mode)
 
     def other_fetched(self, loader: Any, batch: Any) -> None:
         """Report that a batch was fetched from another loader. If a step of training begins next, it trains on this batch."""
