@@ -214,3 +214,19 @@ def mark_as_users(error: BaseException) -> None:
 def is_users(error: BaseException) -> bool:
     """Return whether the error was marked with `mark_as_users`."""
     return "_callsheet_users" in error.__dict__
+
+
+def is_from_signal_handler(error: BaseException) -> bool:
+    """Return whether a signal handler has raised the error. Python may call such a handler within any code of the main thread.
+
+    A handler is recognized by its argument: the frame that the signal has interrupted, which is also the frame that called it.
+    """
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        if frame.f_back is not None:
+            for value in frame.f_locals.values():
+                if value is frame.f_back or (type(value) is tuple and any(each is frame.f_back for each in value)):
+                    return True
+        trace = trace.tb_next
+    return False

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import io
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +101,7 @@ def test_a_copied_model_contains_nothing_of_callsheet(where: str, tmp_path: Path
     assert "on_train_step_end" in plain.events
     for one, other in zip(model.parameters(), without.parameters(), strict=True):
         assert torch.equal(one, other)
-    assert "__getstate__" not in vars(model)
+    assert not isinstance(copyreg.dispatch_table.get(type(model)), copies._Reducer)
 
 
 def loop(model: nn.Module, callbacks: list[Any], *, steps: int = 3) -> torch.optim.Optimizer:
@@ -164,19 +166,105 @@ class Copied(nn.Linear):
         return made
 
 
-@pytest.mark.parametrize("kind", [Keeps, Copied])
-def test_a_model_that_copies_itself_in_its_own_way(kind: type[nn.Linear]) -> None:
+class Counts(nn.Linear):
+    """A module whose pickled state is its own dictionary, in which it counts how often it was read."""
+
+    times = 0
+
+    def __getstate__(self) -> Any:
+        self.times += 1
+        return vars(self)
+
+
+class Reduced(nn.Linear):
+    def __reduce__(self) -> Any:
+        return _made, (type(self), vars(self))
+
+
+def _made(kind: type[nn.Module], attributes: dict[str, Any]) -> nn.Module:
+    made = kind.__new__(kind)
+    vars(made).update(attributes)
+    return made
+
+
+def _traced(size: int, outputs: int) -> nn.Module:
+    return torch.fx.symbolic_trace(nn.Sequential(nn.Linear(size, outputs)))
+
+
+@pytest.mark.parametrize("kind", [Keeps, Copied, Counts, Reduced, _traced])
+def test_a_model_that_copies_itself_in_its_own_way(kind: Callable[..., nn.Module]) -> None:
     copied: list[nn.Module] = []
     at = At(lambda ctx: copied.append(copy.deepcopy(ctx.model)))
+    written: list[bytes] = []
+    saves = At(lambda ctx: written.append(_saved(ctx.model)))
     model = kind(4, 4)
-    loop(model, [at])
-    assert at.times == 3
+    attributes = list(vars(model))
+    loop(model, [at, saves])
+    assert at.times == saves.times == 3
+    assert not any(b"callsheet" in each for each in written)
+    copied += [torch.load(io.BytesIO(each), weights_only=False) for each in written]
     for each in copied:
-        assert not {"__getstate__", "__deepcopy__"} & vars(each).keys()
         assert not each._forward_hooks
+        assert not each._forward_pre_hooks
         each(torch.ones(1, 4)).sum().backward()
     assert kind is not Keeps or vars(copied[0])["kept"] is True
-    assert not {"__getstate__", "__deepcopy__"} & vars(model).keys()
+    assert kind is not Counts or vars(model).pop("times") == 6
+    assert list(vars(model)) == attributes
+    assert type(model) not in copyreg.dispatch_table
+
+
+def test_a_copy_that_shares_the_attributes_has_its_own_weights() -> None:
+    """Some scripts copy a module by its dictionary of attributes, and then set other weights."""
+    found: list[float] = []
+
+    def share(ctx: Context) -> None:
+        model: Any = ctx.model
+        shared = nn.Linear.__new__(nn.Linear)
+        shared.__dict__ = {**vars(model), "_parameters": {"weight": nn.Parameter(torch.zeros(4, 4)), "bias": None}}
+        read: Any = torch.load(io.BytesIO(_saved(shared)), weights_only=False)
+        for each in (copy.copy(shared), copy.deepcopy(shared), read):
+            assert not each._forward_hooks
+            found.append(float(each.weight.detach().abs().sum()))
+
+    loop(nn.Linear(4, 4), [At(share)])
+    assert found == [0.0] * 9
+
+
+class Whole(torch.optim.SGD):
+    """An optimizer whose pickled state is its dictionary of attributes, with its hooks."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self)
+
+
+def test_an_optimizer_that_pickles_its_hooks() -> None:
+    written: list[bytes] = []
+    model = nn.Linear(4, 4)
+    optimizer = Whole(model.parameters(), lr=0.1)
+    at = At(lambda ctx: written.append(pickle.dumps(copy.deepcopy(ctx.optimizer))))
+    with attach(model=model, optimizer=optimizer, callbacks=[at]) as run:
+        for batch in run.steps([torch.ones(2, 4)] * 2):
+            model(batch).sum().backward()
+            optimizer.step()
+    assert len(written) == 2
+    assert not any(b"callsheet" in each for each in written)
+
+
+def test_a_reducer_of_the_user_s_is_used_and_restored() -> None:
+    class Own(nn.Linear):
+        pass
+
+    def reduce(model: Own) -> Any:
+        return _made, (nn.Linear, {**vars(model), "reduced": True})
+
+    copied: list[nn.Module] = []
+    copyreg.pickle(Own, reduce)
+    try:
+        loop(Own(4, 4), [At(lambda ctx: copied.append(copy.deepcopy(ctx.model)))])
+        assert copyreg.dispatch_table[Own] is reduce
+    finally:
+        del copyreg.dispatch_table[Own]
+    assert all(vars(each)["reduced"] and not each._forward_hooks for each in copied)
 
 
 def test_a_copy_is_not_observed_and_trains() -> None:

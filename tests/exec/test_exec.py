@@ -146,6 +146,67 @@ def test_signals_end_the_script_as_without_callsheet(name: str, tmp_path: Path) 
     assert alone.stderr in observed.stderr
 
 
+HANDLES_SIGNALS = """
+import signal, sys, torch
+
+class Handler:
+    def __call__(self, *given):
+        self.stop()
+    def stop(self):
+        raise TimeoutError("too slow")
+
+def stop(number, frame):
+    raise TimeoutError("too slow")
+
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+signal.signal(signal.SIGUSR1, HANDLER)
+caught = 0
+for step in range(8):
+    try:
+        optimizer.zero_grad()
+        model(torch.ones(4, 2)).mean().backward()
+        optimizer.step()
+    except TimeoutError:
+        caught += 1
+print(caught)
+"""
+SIGNALS = """
+import os, signal
+from callsheet import Callback
+
+class Signals(Callback):
+    def __init__(self, event, collective):
+        self.collective, self.has_signaled = collective, False
+        setattr(self, event, self.signal)
+
+    def signal(self, ctx):
+        if ctx.step == 4 and not self.has_signaled:
+            self.has_signaled = True
+            os.kill(os.getpid(), signal.SIGUSR1)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+@pytest.mark.test_all
+@pytest.mark.parametrize("handler", ["stop", "Handler()", "lambda *given: sys.exit(3)"])
+@pytest.mark.parametrize(
+    ("event", "collective"),  # the errors of the callback are isolated, or end the observation if it is collective
+    [("on_backward_end", False), ("on_train_step_start", True), ("on_optimizer_step_start", True)],
+)
+def test_an_error_of_the_script_s_signal_handler_reaches_the_script(
+    handler: str, event: str, collective: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(HANDLES_SIGNALS.replace("HANDLER", handler))
+    (tmp_path / "signals.py").write_text(SIGNALS)
+    options = f"{{event: {event}, collective: {collective}}}"
+    (tmp_path / "callbacks.yaml").write_text(f"- class_path: signals.Signals\n  init_args: {options}\n")
+    observed = executed(tmp_path, "train.py", exec_words=["--callbacks", "callbacks.yaml", "--run_name", "a"])
+    expected = (3, "") if "exit" in handler else (0, "1\n")
+    assert (observed.returncode, observed.stdout) == expected, observed.stderr
+    assert "TimeoutError" not in observed.stderr
+
+
 @pytest.mark.parametrize(
     ("collective", "message"),
     [(False, "training continues: RuntimeError: broken"), (True, "callsheet cannot follow this script after step 1")],

@@ -46,9 +46,35 @@ def test_the_interval_doubles_while_records_come_less_than_a_second_apart() -> N
     ]
 
 
+def test_the_interval_is_the_first_one_again_after_ten_seconds_without_a_record() -> None:
+    pace = LogPace(None)
+    for seconds in (0.1, 0.2, 0.3):
+        pace.adapt(seconds)
+    assert [(pace.shorten(seconds), pace.steps) for seconds in (9.9, 10.1, 10.1)] == [(False, 80), (True, 10), (False, 10)]
+
+
+BECOMES_SLOW = (
+    SCRIPT.replace("201", "1341")
+    .replace("sys.argv[1])", "sys.argv[1]) or step > 1285")
+    .replace('loss * float("nan")', "loss; time.sleep(1.1 if step < 1295 else 0.05)")
+)
+
+
+@pytest.mark.test_all
+def test_steps_that_become_slow_have_records_again(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import time\n" + BECOMES_SLOW)
+    done = executed(tmp_path, "train.py", "0", exec_words=["--run_name", "a"])
+    assert done.returncode == 0, done.stderr
+    records = {record.step: record for record in RunFolder.read(tmp_path / "runs" / "a").records}
+    later = [record.values for step, record in records.items() if 1300 < step < 1340]
+    assert later  # although the interval of the fast steps before is much longer
+    assert any("l2_norm/grad/global" in values for values in later)
+
+
 def test_an_interval_that_is_given_stays() -> None:
     pace = LogPace(7)
     assert not pace.adapt(0.01)
+    assert not pace.shorten(100.0)
     assert pace.steps == 7
 
 

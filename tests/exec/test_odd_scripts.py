@@ -68,6 +68,61 @@ torch.save(model, io.BytesIO())
 end(model)
 """
 
+SCRIPTED_BY_IMPORTED_NAMES = f"""{_BEGIN}
+from torch.jit import script, trace
+@script
+class Before:
+    def __init__(self, first: torch.Tensor):
+        self.first = first
+@script
+def first_of(pair: Before) -> torch.Tensor:
+    return pair.first.relu()
+{_LINEAR}
+inner = script(nn.Linear(4, 4))
+{_LOOP}
+def local():
+    @script
+    class After:
+        def __init__(self, first: torch.Tensor):
+            self.first = first
+    return After
+scripted, outer = script(model), script(nn.Sequential(inner, model))
+assert not scripted._forward_pre_hooks
+print(float(scripted(x).sum()), float(outer(x).sum()), float(trace(model, x)(x).sum()), scripted.code, trace(outer, x).code)
+print(float(first_of(Before(x)).sum()), local().__name__, torch.jit.script is script)
+{_LOOP}
+end(model)
+"""
+
+_GRAPHS = f"""{_BEGIN}
+graphs = []
+def backend(graph, inputs):
+    graphs.append(graph.code)
+    return graph
+{_LINEAR}
+"""
+COMPILED_STEP = f"""{_GRAPHS}
+compiled_step = torch.compile(optimizer.step, backend=backend)
+{_LOOP.replace("optimizer.step()", "compiled_step()").replace("range(8)", "range(30)")}
+print(graphs)
+end(model)
+"""
+
+COMPILED_TRAINING = f"""{_GRAPHS}
+@torch.compile(backend=backend)
+def train(x, y):
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.detach()
+for step in range(30):
+    losses.append(train(x, y).item())
+print(graphs)
+end(model)
+"""
+
 COMPILED_LATER = f"""{_BEGIN}
 {_LINEAR}
 {_LOOP}
@@ -207,6 +262,7 @@ sys.meta_path.insert({place}, Finder())
 ODD = {
     "overridden_parameters": OVERRIDDEN_PARAMETERS,
     "scripted": SCRIPTED,
+    "scripted_by_imported_names": SCRIPTED_BY_IMPORTED_NAMES,
     "compiled_later": COMPILED_LATER,
     "logged_to_stdout": LOGGED_TO_STDOUT,
     "default_device": DEFAULT_DEVICE,
@@ -243,6 +299,16 @@ def test_odd_scripts(name: str, tmp_path: Path) -> None:
         clipped = [each.step for window in run.windows for each in window.slices if each.name == "clip_gradients"]
         assert clipped
         assert len(set(clipped)) == len(clipped)  # once in a step, for the model that is trained
+
+
+@pytest.mark.test_all
+@pytest.mark.parametrize("script", [COMPILED_STEP, COMPILED_TRAINING], ids=["step", "training"])
+def test_a_compiled_step_is_observed_and_has_the_same_graphs(script: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(script)
+    _, observed = executed_alone_and_observed(tmp_path)
+    assert "Dynamo does not know" not in observed.stderr  # how to trace a function of callsheet
+    run = RunFolder.read(tmp_path / "runs" / "a")
+    assert (run.outcome, run.last_step) == ("finished", 30), observed.stderr
 
 
 @pytest.mark.test_all
@@ -337,3 +403,42 @@ def test_new_dataloaders_in_each_epoch(last: int, tmp_path: Path) -> None:
     assert [record.values["time/epoch"] for record in run.records] == [epoch for epoch in range(3) for _ in range(steps)]
     assert [record.values["train/loss"] for record in run.records] == pytest.approx(losses)
     assert run.records[-1].values["time/sample"] == 8 * len(losses)
+
+
+EVALUATES_ON_ITS_LOADER = f"""{_BEGIN}
+from torch.utils.data import DataLoader, TensorDataset
+{_LINEAR}
+loader = DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True)
+def evaluate_without_gradients():
+    model.eval()
+    with torch.no_grad():
+        for inputs, targets in loader:
+            model(inputs)
+def evaluate_in_eval_mode():
+    model.eval()
+    for inputs, targets in loader:
+        with torch.no_grad():
+            model(inputs)
+evaluate_without_gradients()
+for epoch in range(3):
+    for place, (inputs, targets) in enumerate(loader):
+        model.train()
+        {indent(_STEP.replace("model(x), y", "model(inputs), targets"), "        ")}
+        if place == 2:
+            EVALUATE()
+    evaluate_in_eval_mode()
+    evaluate_without_gradients()
+end(model)
+"""
+
+
+@pytest.mark.parametrize("evaluate", ["evaluate_without_gradients", "evaluate_in_eval_mode"])
+def test_an_evaluation_on_the_dataloader_of_training_is_no_epoch(evaluate: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(EVALUATES_ON_ITS_LOADER.replace("EVALUATE", evaluate))
+    alone, observed = executed_alone_and_observed(tmp_path)
+    assert "does not expect" not in observed.stderr
+    run = RunFolder.read(tmp_path / "runs" / "a")
+    assert [record.values["time/epoch"] for record in run.records] == [epoch for epoch in range(3) for _ in range(6)]
+    assert [record.values["time/sample"] for record in run.records] == [16 * step for step in range(1, 19)]
+    assert [each["step"] for each in run.evaluations] == [3, 6, 9, 12, 15, 18]
+    assert run.events[-1]["epoch"] == 3

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from callsheet.core.run_state import TrainState
-from callsheet.errors import CallsheetError, FieldNotAvailable, HostError, is_users, text_of
+from callsheet.errors import CallsheetError, FieldNotAvailable, HostError, is_from_signal_handler, is_users, text_of
 from callsheet.run.lifetime import Lifetime
 from callsheet.run.process_groups import HostGaveUp
 
@@ -38,13 +38,14 @@ def is_for_user(error: BaseException) -> bool:
     - an error that callsheet raises on purpose.
     - a file that cannot be read or written.
     - a `BaseException` that is not an `Exception`, such as `KeyboardInterrupt`.
+    - an error that the user's signal handler has raised while a host was running.
 
     A `HostGaveUp` is none of these, because training continues on the rank that has left the run, too.
     """
     if isinstance(error, HostGaveUp):
         return False
     is_on_purpose = isinstance(error, (CallsheetError, OSError)) and not isinstance(error, FieldNotAvailable)
-    return not isinstance(error, Exception) or is_users(error) or is_on_purpose
+    return not isinstance(error, Exception) or is_users(error) or is_on_purpose or is_from_signal_handler(error)
 
 
 def give_up(run: ObservedRun, error: BaseException, *, contained: bool = False) -> None:

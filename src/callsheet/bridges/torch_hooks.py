@@ -8,10 +8,11 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from threading import get_ident
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 from torch.optim import Optimizer
 
 from callsheet.bridges.giving_up import is_for_user
@@ -23,6 +24,8 @@ logger = logging.getLogger("callsheet")
 
 Mode = Literal["train", "eval", "test", "predict"]
 """The purpose for which a model is called."""
+
+Function = TypeVar("Function", bound=Any)
 
 _ORIGINAL_BACKWARD: Callable[..., None] = Tensor.backward
 _watches: list[BackwardWatch] = []
@@ -102,6 +105,27 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or _is_tracing()
 
 
+def not_compiled(function: Function, *, recursive: bool = True) -> Function:
+    """Decorate a function, so that Dynamo does not compile it when code between two compiled regions of a script calls it.
+
+    `torch.compiler.disable` does the same, but makes each call slower and imports Dynamo.
+
+    Args:
+        function: the function.
+        recursive: whether the functions that it calls are not compiled either.
+    """
+    action = eval_frame._FrameAction
+    strategy = eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if recursive else action.DEFAULT)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+def untraced(hook: Function) -> Function:
+    """Decorate a hook of optimizers, so that the graph of a compiled step ends where the hook is called, and does not contain it."""
+    hook._torchdynamo_disable = True
+    return not_compiled(hook)
+
+
 def start_forward(driver: LifecycleDriver, ctx: Context) -> None:
     """Fire the start of the forward pass. The host calls this when the loop calls the model within a microbatch.
 
@@ -156,6 +180,7 @@ class ForwardHooks(NotCopied):
         self._before.install(has_listeners, self._begins)
         self._after.install(has_listeners, self._ends)
 
+    @not_compiled
     def _begins(self, model: nn.Module, inputs: Any) -> None:
         if is_traced():
             return
@@ -169,6 +194,7 @@ class ForwardHooks(NotCopied):
         except Exception as error:
             self._driver.give_up(error)
 
+    @not_compiled
     def _ends(self, model: nn.Module, inputs: Any, outputs: Any) -> Any:
         if is_traced():
             return outputs
@@ -205,7 +231,7 @@ def with_closure(
     return ((args[0], given, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": given})
 
 
-class OptimizerHooks:
+class OptimizerHooks(NotCopied):
     """Reports when the optimizer's step begins, after all gradients have been computed, and when it ends.
 
     With a closure, `on_optimizer_step_start` is fired after the closure's first evaluation, so that the forward and backward pass
@@ -254,6 +280,7 @@ class OptimizerHooks:
         for hook in self._before:
             hook.install(True, self._begins)
 
+    @untraced
     def _begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             if self._step.is_open:
@@ -288,6 +315,7 @@ class OptimizerHooks:
             self._driver.give_up(error)
         return loss
 
+    @untraced
     def _ends(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
             if self._step.is_open:
@@ -379,6 +407,7 @@ class SteppedHooks:
         for hook in self._hooks:
             hook.install(is_read, self._stepped)
 
+    @untraced
     def _stepped(self, *_: Any) -> None:
         run = self._run
         try:
@@ -558,6 +587,7 @@ def _install(is_wanted: bool) -> None:
         Tensor.backward, _is_installed = _backward, False  # type: ignore[method-assign]
 
 
+@not_compiled
 def _watched_backward(self: Tensor, *args: Any, **options: Any) -> None:
     for watch in reversed(_watches):
         if watch.is_on and watch.run(self, *args, **options):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from callsheet.core.lifecycle import is_available
 from callsheet.core.randomness import random_state, restore_random_state, same_random_state
 from callsheet.core.time import Interval, Timestamp, TimeUnit
-from callsheet.errors import CallsheetError, FieldNotAvailable, text_of
+from callsheet.errors import CallsheetError, FieldNotAvailable, is_from_signal_handler, text_of
 
 if TYPE_CHECKING:
     from callsheet.core.call_sheet import HandlerEntry, Registration
@@ -112,6 +112,8 @@ def isolated(handler: Handler, registration: Registration, event: str, ctx: Cont
     try:
         handler(ctx)
     except Exception as error:
+        if is_from_signal_handler(error):
+            raise
         if not excused(registration, event, ctx, error):
             failed(registration, event, ctx, error)
     else:

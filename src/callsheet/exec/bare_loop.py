@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from threading import get_ident
 from typing import Any, Literal
@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from callsheet.bridges.giving_up import give_up
 from callsheet.bridges.support_check import SupportCheck
-from callsheet.bridges.torch_hooks import NotCopied, OptimizerHooks, is_traced, start_forward
+from callsheet.bridges.torch_hooks import NotCopied, OptimizerHooks, is_traced, not_compiled, start_forward
 from callsheet.core.callback import Callback
 from callsheet.core.lifecycle import EVENTS
 from callsheet.core.ranks import read_ranks
-from callsheet.errors import text_of
-from callsheet.exec.log_pace import LogPace
+from callsheet.errors import is_from_signal_handler, text_of
+from callsheet.exec.log_pace import FIRST_INTERVAL, LogPace
 from callsheet.exec.lone_run import LoneRun
 from callsheet.exec.loop_batches import LoopBatches, batch_of
 from callsheet.exec.loop_evaluations import LoopEvaluations
@@ -41,8 +41,8 @@ class BareLoop(NotCopied):
     Calls of the model in evaluation mode without gradients, between two steps, are an evaluation. An epoch ends when the dataloader
     is at its end, or begins again.
 
-    No method that a hook calls raises an error: after an error of callsheet or of a callback, the run ends as failed, all hooks are
-    removed, and the script continues.
+    No method that a hook calls raises an error, except one of the script's signal handlers: after an error of callsheet or of a
+    callback, the run ends as failed, all hooks are removed, and the script continues.
 
     Args:
         observers: the callbacks.
@@ -188,7 +188,12 @@ class BareLoop(NotCopied):
             self.release()
 
     def _leave(self, error: Exception | SystemExit) -> None:
-        """End the run because of an error of callsheet or a callback. The script continues."""
+        """End the run because of an error of callsheet or a callback. The script continues.
+
+        Raise the error if the script's own signal handler has raised it while callsheet was running.
+        """
+        if is_from_signal_handler(error):
+            raise error
         if not self._is_over:
             self.has_failed = True
             self.release()
@@ -213,15 +218,6 @@ class BareLoop(NotCopied):
     def trains(self, parameter: Any) -> bool:
         """Return whether the optimizer has this parameter."""
         return id(parameter) in self._parameters
-
-    @contextmanager
-    def without_forward_hooks(self) -> Iterator[None]:
-        """Remove callsheet's forward hooks from the model within this context."""
-        self._forward.remove()
-        try:
-            yield
-        finally:
-            self._install_forward_hooks()
 
     def fetch(self, fetches: Callable[[Any], Any], iterator: Any) -> Any:
         """Fetch the next batch for training with `fetches(iterator)`, whose errors are raised, and fire the events around it."""
@@ -249,10 +245,10 @@ class BareLoop(NotCopied):
         return batch
 
     def is_of_training(self, loader: Any) -> bool:
-        """Return whether a batch from `loader` is now for training: the loop uses this loader, and no evaluator is running."""
-        if self._is_over or self.evaluations.dataset or get_ident() != self._thread:
+        """Return whether a batch from `loader` is now for training: the loop uses this loader, and does not evaluate on it."""
+        if self._is_over or self.evaluations.dataset or get_ident() != self._thread or not self._batches.come_from(loader):
             return False
-        return self._batches.come_from(loader)
+        return torch.is_grad_enabled() and (self.model.training or self._trains_in_eval_mode)
 
     def other_fetched(self, loader: Any, batch: Any) -> None:
         """Report that a batch was fetched from another loader. If a step of training begins next, it trains on this batch."""
@@ -265,9 +261,11 @@ class BareLoop(NotCopied):
         if not self._is_over and not self.step.is_open:
             self._guarded(self._open_step)
 
+    @not_compiled
     def forward_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Report that the model is called. This is a forward pre-hook of the model."""
-        if is_traced() or self._is_over or get_ident() != self._thread:
+        # A copy that a script makes of the model's attributes shares its hooks.
+        if is_traced() or self._is_over or model is not self.model or get_ident() != self._thread:
             return
         try:
             is_training = model.training
@@ -286,6 +284,7 @@ class BareLoop(NotCopied):
         except (Exception, SystemExit) as error:
             self._leave(error)
 
+    @not_compiled
     def forward_ends(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
         """Report that a call of the model has returned. This is a forward hook of the model."""
         if is_traced() or self._is_over or get_ident() != self._thread:
@@ -316,12 +315,14 @@ class BareLoop(NotCopied):
         self.watch.total = None
         self.run.counted = (0, 0)
 
+    @not_compiled
     def scaler_has_stepped(self, scaler: Any) -> None:
         """Report that a loss scaler has called the optimizer or skipped it."""
         self.watch._scaler = scaler
         if not self._is_over and self.step.is_open:
             self._guarded(self.end_step)
 
+    @partial(not_compiled, recursive=False)
     def clip(self, clips: Callable[[], Any]) -> Any:
         """Clip the gradients with `clips()`, and fire the events around it. Return its result: the norm before clipping."""
         is_in_step = not self._is_over and self.step.is_open and get_ident() == self._thread
@@ -377,6 +378,8 @@ class BareLoop(NotCopied):
             run.driver.synthesized.clear()  # the first step was recognized only when the optimizer stepped
         elif steps == 2:
             self._support.after_first_step(run.driver)
+        elif not steps % FIRST_INTERVAL:
+            run.keep_pace()
         self.watch.total = None
         if self.evaluations.delayed:
             self.evaluations.fire_delayed()
@@ -387,6 +390,7 @@ class BareLoop(NotCopied):
 
     # --- how that is handled ---
 
+    @not_compiled
     def _guarded(self, function: Callable[..., None], *args: Any) -> None:
         """Call `function(*args)`; an error ends the run.
 

@@ -49,6 +49,12 @@ class GradientNorm(OptimizerMonitor):
         if not ctx.step % self._interval:
             ctx.mute(self, "on_forward_backward_end", until=ctx.step + self._interval)
 
+    def on_log(self, ctx: Context) -> None:
+        """Unmute the handler if records are made more often now than when it was muted."""
+        if self._pace.steps < self._interval:
+            self._interval = self._pace.steps
+            ctx.unmute(self, "on_forward_backward_end")
+
 
 class LossCheck(Callback):
     """Log an error, once, when the mean loss of a metrics record is NaN or infinite.

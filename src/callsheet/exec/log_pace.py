@@ -9,14 +9,16 @@ from callsheet.core.time import Interval
 FIRST_INTERVAL = 10
 """How many steps there are from one metrics record to the next, unless the user or the pace of the steps sets another number."""
 _MIN_SECONDS = 1.0  # of training, from one record to the next
+_MAX_SECONDS = 10.0
 
 
 class LogPace:
-    """The number of steps from one metrics record of a run to the next, which may grow during the run.
+    """The number of steps from one metrics record of a run to the next, which may change during the run.
 
     Args:
         steps: a fixed number of steps. None: ten steps at first, and twice as many whenever a record comes less than a second
-            after the one before, so that records take a small share of the time even if steps are short.
+            after the one before, so that records take a small share of the time even if steps are short. If there was no record for
+            ten seconds, it is ten steps again.
     """
 
     def __init__(self, steps: int | None) -> None:
@@ -31,6 +33,13 @@ class LogPace:
         if self._is_fixed or since >= _MIN_SECONDS:
             return False
         self.steps *= 2
+        return True
+
+    def shorten(self, seconds: float) -> bool:
+        """Report that there was no metrics record in the last `seconds` of training. Return whether `steps` was decreased as a result."""
+        if self._is_fixed or self.steps == FIRST_INTERVAL or seconds < _MAX_SECONDS:
+            return False
+        self.steps = FIRST_INTERVAL
         return True
 
 

@@ -10,6 +10,7 @@ from callsheet.core.background import inner
 from callsheet.core.callback import label_of
 from callsheet.core.context import Context
 from callsheet.core.ranks import read_ranks
+from callsheet.core.time import Interval
 from callsheet.errors import NotSupported
 from callsheet.exec.log_pace import PacedRecords
 
@@ -33,6 +34,13 @@ class LoneRun(HostedRun):
     CONTEXT = LoneContext
     RECORDS = PacedRecords
     records: PacedRecords
+
+    def keep_pace(self) -> None:
+        """Make the next metrics record earlier, if the steps have become so slow that there was none for a long time."""
+        records = self.records
+        if records.pace.shorten(records.tally.seconds_since_record()):
+            records.change_interval(Interval(records.pace.steps), self.ctx)
+            self._next_boundary = self.boundaries.next_step()
 
 
 def check_observers(run: LoneRun) -> None:

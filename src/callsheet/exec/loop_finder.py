@@ -6,7 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from callsheet.bridges.torch_hooks import not_compiled, untraced
+from callsheet.errors import is_from_signal_handler
 from callsheet.exec.messages import log_failure, warn
+from callsheet.run.copies import without_additions
 from callsheet.trainer.tasks import counts_of
 
 if TYPE_CHECKING:
@@ -42,8 +45,7 @@ class LoopFinder:
     """Wraps the functions of torch that every loop calls, and follows one loop at a time.
 
     Wrapped are `Tensor.backward` (only until the first optimizer steps), the dataloaders' iteration, `GradScaler.step`,
-    `clip_grad_norm_`, `zero_grad` and `torch.jit.script`. No wrapper raises an
-    error of its own.
+    `clip_grad_norm_`, `zero_grad` and the function in which TorchScript compiles a module. No wrapper raises an error of its own.
 
     Args:
         observation: makes the loops that are recognized. After an error of it, no loop is observed.
@@ -81,6 +83,8 @@ class LoopFinder:
         self._wrap(Optimizer, "zero_grad", self._zero_grad)
         self._wrap(nn.Module, "zero_grad", self._zero_grad)
         self._wrap(torch.nn.utils.clip_grad, "clip_grad_norm_", self._clip, also=torch.nn.utils)
+        # `torch.jit.script` and `torch.jit.trace` call this for modules. They look at their caller, so they are not wrapped themselves.
+        self._wrap(torch.jit._recursive, "create_script_module", self._script)
         self._undo.append(register_optimizer_step_pre_hook(self._steps).remove)
 
     def stop(self) -> None:
@@ -119,6 +123,7 @@ class LoopFinder:
 
     # --- the wrappers: each is called with the function of torch and its arguments ---
 
+    @not_compiled
     def _backward(self, given: Callable[..., Any], loss: Tensor, *args: Any, **options: Any) -> Any:
         # Under a torch function mode, such as that of `torch.set_default_device`, torch calls `Tensor.backward` again.
         if self._is_over or self._is_in_backward or loss.numel() != 1:
@@ -141,8 +146,10 @@ class LoopFinder:
             samples, tokens = counts_of(self._batch)
             self._counted, self._counts = self._batch, (self._counts[0] + samples, self._counts[1] + tokens)
         except Exception as error:
-            log_failure("the loop cannot be observed", error)
             self._is_over = True
+            if is_from_signal_handler(error):
+                raise
+            log_failure("the loop cannot be observed", error)
 
     def batches(self, given: Callable[[Any], Any], loader: Any) -> Iterator[Any]:
         """Yield the batches of a framework's dataloader. Its iteration, `given(loader)`, uses a torch dataloader.
@@ -202,6 +209,7 @@ class LoopFinder:
                 loop.other_fetched(loader, batch)
         return batch
 
+    @partial(not_compiled, recursive=False)
     def _scaled_step(self, given: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
         self._scaler = scaler
         found = given(scaler, optimizer, *args, **options)
@@ -209,6 +217,7 @@ class LoopFinder:
             self._loop.scaler_has_stepped(scaler)
         return found
 
+    @not_compiled
     def _zero_grad(self, given: Callable[..., Any], owner: Any, *args: Any, **options: Any) -> Any:
         loop = self._loop
         if loop is None:
@@ -217,6 +226,7 @@ class LoopFinder:
             loop.gradients_are_discarded()
         return given(owner, *args, **options)
 
+    @partial(not_compiled, recursive=False)
     def _clip(self, given: Callable[..., Any], parameters: Any, *args: Any, **options: Any) -> Any:
         if self._loop is None:
             return given(parameters, *args, **options)
@@ -227,16 +237,13 @@ class LoopFinder:
             return given(parameters, *args, **options)
         return self._loop.clip(lambda: given(parameters, *args, **options))
 
-    def _script(self, given: Callable[..., Any], obj: Any, *args: Any, **options: Any) -> Any:
-        if self._loop is not None and isinstance(obj, nn.Module):
-            with self._loop.without_forward_hooks():  # TorchScript would compile the hooks with the module
-                return given(obj, *args, **options)
-        if len(args) < 2:  # TorchScript looks names of a class up in the frame of the caller, which is two frames away now
-            options["_frames_up"] = options.get("_frames_up", 0) + 2
-        return given(obj, *args, **options)
+    def _script(self, given: Callable[..., Any], module: nn.Module, *args: Any, **options: Any) -> Any:
+        with without_additions(*nn.Module.modules(module)):  # TorchScript would compile the hooks with the module
+            return given(module, *args, **options)
 
     # --- recognizing a loop ---
 
+    @untraced
     def _steps(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Recognize a loop when its optimizer steps for the first time. Report later steps to the loop."""
         loop = self._loop
@@ -251,8 +258,10 @@ class LoopFinder:
             closure = args[1] if len(args) > 1 else kwargs.get("closure")
             self._recognize(optimizer, has_closure=closure is not None)
         except Exception as error:
-            log_failure("the loop cannot be observed", error)
             self._is_over = True
+            if is_from_signal_handler(error):
+                raise
+            log_failure("the loop cannot be observed", error)
         finally:
             self._lock.release()
 
@@ -277,7 +286,6 @@ class LoopFinder:
             return
         if before is None:
             self._restore_backward()
-            self._wrap(torch.jit, "script", self._script)
         else:
             warn(
                 f"other optimizers have stepped {STEPS_OF_A_NEW_LOOP} times since the observed one, so the loop of a new "

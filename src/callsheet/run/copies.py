@@ -1,86 +1,119 @@
 """Adds hooks and attributes to the user's objects, and leaves them out of copies of the objects.
 
 Hosts and callbacks register hooks on the model, and hosts replace some methods of other objects. A copy or pickle of such an
-object, as made by `torch.save(model)` or `copy.deepcopy(model)`, must not contain these. So the object gets a `__getstate__` of
-its own, which leaves out what was added; `copy` and `pickle` call it. The object keeps its class and the containers of its hooks.
+object, as made by `torch.save(model)` or `copy.deepcopy(model)`, must not contain these. So a function is registered for the
+object's class that `copy` and `pickle` call; it takes the additions out of the object while its state is read. The object itself
+keeps its class, its attributes and the containers of its hooks, because a script may copy or trace these in its own way.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping
+import copy
+import copyreg
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
-from torch import nn
-
 _ABSENT: Any = object()
+_BEFORE = "_callsheet_before"
+"""The attribute of a function that replaces another: the value that the replaced attribute had before, or `_ABSENT`."""
+
+_reducers: dict[type, Any] = copyreg.dispatch_table
+_deepcopiers: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
+
+_hooks: set[int] = set()
+"""The keys of the added hooks in the dictionaries in which torch stores hooks. torch uses each key once in a process."""
 
 
-class _Additions:
-    """Provides the `__getstate__` of an object to which callsheet has added hooks and attributes.
+@contextmanager
+def without_additions(*things: Any) -> Iterator[None]:
+    """Remove what was added from the objects within this context."""
+    changed = [
+        (vars(thing), name, value, without)
+        for thing in things
+        for name, value in vars(thing).items()
+        if (without := _without_addition(name, value)) is not value
+    ]
+    for attributes, name, _, without in changed:
+        _set(attributes, name, without)
+    try:
+        yield
+    finally:
+        for attributes, name, value, without in changed:
+            if attributes.get(name, _ABSENT) is without:  # otherwise the object has changed it meanwhile
+                attributes[name] = value
 
-    This `__getstate__` returns the object's state without the additions, so that copies and pickles do not have them.
+
+def _without_addition(name: str, value: Any) -> Any:
+    """Return the value that the attribute would have without callsheet."""
+    if isinstance(value, OrderedDict) and "hooks" in name and not _hooks.isdisjoint(value):
+        return type(value)((key, hook) for key, hook in value.items() if key not in _hooks)
+    while isinstance(value, FunctionType) and _BEFORE in vars(value):
+        value = vars(value)[_BEFORE]
+    return value
+
+
+def _set(attributes: dict[str, Any], name: str, value: Any) -> None:
+    if value is _ABSENT:
+        attributes.pop(name, None)
+    else:
+        attributes[name] = value
+
+
+class _Reducer:
+    """Reduces the objects of a class for `copy` and `pickle`, without what was added to them.
+
+    It is in `copyreg.dispatch_table` as long as an object of the class has additions. A class that defines `__deepcopy__` has an entry
+    in the table of `copy.deepcopy` too, which would otherwise call that method on the object as it is.
     """
 
-    def __init__(self, owner: Any) -> None:
-        self._owner = weakref.ref(owner)
-        self.hooks: dict[int, None] = {}
-        """The keys of the added hooks, in the dictionaries in which the object stores its hooks."""
-        self.replaced: dict[str, list[Any]] = {}
-        """For each replaced attribute, by name: its original value, and after it the values that replaced it, the latest last."""
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+        self._before = _reducers.get(kind)
+        self._additions = 0
+        _reducers[kind] = self
+        if hasattr(kind, "__deepcopy__"):
+            _deepcopiers[kind] = _deepcopy
 
-    def __call__(self) -> Any:
-        owner = self._owner()
-        getstate: Any = type(owner).__getstate__  # not the instance's `__getstate__`, which is this object
-        state = getstate(owner)
-        return self._without(state) if isinstance(state, dict) else state
+    def __call__(self, thing: Any) -> Any:
+        with without_additions(thing):
+            # Protocol 2 is the oldest one that `copy`, `pickle` and `torch.save` use, and its result is valid in the later ones.
+            made = self._before(thing) if self._before is not None else thing.__reduce_ex__(2)
+            return _detached(made, vars(thing))
 
-    def copied(self, memo: dict[int, Any]) -> Any:
-        """Copy the object with the `__deepcopy__` of its class, without the added attributes.
+    def begin(self) -> None:
+        """Report that an addition was made to an object of the class."""
+        self._additions += 1
 
-        The attributes are removed before the copy and put back after it, because that method might copy them too.
-        """
-        owner: Any = self._owner()
-        attributes, own = vars(owner), dict(vars(owner))
-        without = self._without(own)
-        try:
-            attributes.clear()
-            attributes.update(without)
-            return type(owner).__deepcopy__(owner, memo)
-        finally:
-            attributes.clear()
-            attributes.update(own)
-
-    def _without(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        state = {name: value for name, value in state.items() if name not in _OURS}
-        for name, (before, *_) in self.replaced.items():
-            if before is not _ABSENT:
-                state[name] = before
-            else:
-                state.pop(name, None)
-        for name, hooks in state.items():
-            if "hooks" in name and isinstance(hooks, dict) and self.hooks.keys() & hooks.keys():
-                state[name] = type(hooks)((key, hook) for key, hook in hooks.items() if key not in self.hooks)
-        return state
+    def end(self) -> None:
+        """Report that an addition was removed. After the last one, remove this reducer from the tables."""
+        self._additions -= 1
+        if self._additions or _reducers.get(self._kind) is not self:
+            return
+        if self._before is not None:
+            _reducers[self._kind] = self._before
+        else:
+            del _reducers[self._kind]
+        _deepcopiers.pop(self._kind, None)
 
 
-_OURS = ("__getstate__", "__deepcopy__")
+def _deepcopy(thing: Any, memo: dict[int, Any]) -> Any:
+    with without_additions(thing):
+        return thing.__deepcopy__(memo)
 
 
-def _additions(owner: Any) -> _Additions:
-    attributes = vars(owner)
-    found = attributes.get("__getstate__")
-    if not isinstance(found, _Additions) or found._owner() is not owner:
-        attributes["__getstate__"] = found = _Additions(owner)
-        if hasattr(type(owner), "__deepcopy__"):
-            attributes["__deepcopy__"] = found.copied
-    return found
+def _detached(made: Any, attributes: dict[str, Any]) -> Any:
+    """Copy the object's dictionary of attributes in its reduced value, because the additions are put back into this dictionary."""
+    if made is attributes:
+        return dict(made)
+    return tuple(_detached(each, attributes) for each in made) if type(made) is tuple else made
 
 
-def _clean(owner: Any, additions: _Additions) -> None:
-    if not additions.hooks and not additions.replaced:
-        for name in _OURS:
-            vars(owner).pop(name, None)
+def _reducer_of(thing: Any) -> _Reducer:
+    found = _reducers.get(type(thing))
+    return found if isinstance(found, _Reducer) else _Reducer(type(thing))
 
 
 def add_hook(register: Callable[..., Any], hook: Callable[..., Any]) -> Callable[[], None]:
@@ -91,36 +124,39 @@ def add_hook(register: Callable[..., Any], hook: Callable[..., Any]) -> Callable
     """
     handle = register(hook)
     method: Any = getattr(register, "func", register)
-    owner = method.__self__
-    if not isinstance(owner, nn.Module):  # nothing else is needed, because an optimizer leaves its hooks out of copies
-        return handle.remove  # type: ignore[no-any-return]
-    additions = _additions(owner)
-    additions.hooks[handle.id] = None
+    reducer = _reducer_of(method.__self__)
+    reducer.begin()
+    _hooks.add(handle.id)
 
     def remove() -> None:
         handle.remove()
-        additions.hooks.pop(handle.id, None)
-        _clean(owner, additions)
+        if handle.id in _hooks:
+            _hooks.discard(handle.id)
+            reducer.end()
 
     return remove
 
 
 def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute that is left out of copies of the object. Return the function that restores the earlier value."""
-    attributes, additions = vars(owner), _additions(owner)
-    values = additions.replaced.setdefault(name, [attributes.get(name, _ABSENT)])
-    values.append(value)
+    """Set an attribute to a function, which is left out of copies of the object. Return the function that restores the earlier value."""
+    attributes, reducer = vars(owner), _reducer_of(owner)
+    reducer.begin()
+    setattr(value, _BEFORE, attributes.get(name, _ABSENT))
     attributes[name] = value
 
     def restore() -> None:
-        values.remove(value)
-        # If the attribute has another value, another library has replaced it and may still call ours, so leave it in place.
-        if attributes.get(name) is value:
-            attributes[name] = values[-1]
-            if values[-1] is _ABSENT:
-                del attributes[name]
-        if len(values) == 1:
-            additions.replaced.pop(name, None)
-            _clean(owner, additions)
+        before = vars(value).pop(_BEFORE)
+        reducer.end()
+        now = attributes.get(name)
+        if now is value:
+            _set(attributes, name, before)
+            return
+        # Another library may have replaced the attribute and may still call ours, so leave it in place. A later replacement of ours
+        # must restore what was before this one.
+        while isinstance(now, FunctionType) and _BEFORE in vars(now):
+            if vars(now)[_BEFORE] is value:
+                setattr(now, _BEFORE, before)
+                return
+            now = vars(now)[_BEFORE]
 
     return restore

@@ -59,6 +59,11 @@ class Tally:
         record, self._record = self._record, (0, 0, 0.0)
         return record
 
+    def seconds_since_record(self) -> float:
+        """Return the seconds of training since the last metrics record, as measured in this process."""
+        running = time.perf_counter() - self._running_since if self._running_since is not None else 0.0
+        return self._record[2] + self._seconds + running
+
     def state_dict(self) -> dict[str, Any]:
         """Return the counts that are not in the timestamp yet, and those that are not in a metrics record yet.
 
