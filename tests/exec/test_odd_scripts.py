@@ -435,7 +435,7 @@ end(model)
 @pytest.mark.parametrize("evaluate", ["evaluate_without_gradients", "evaluate_in_eval_mode"])
 def test_an_evaluation_on_the_dataloader_of_training_is_no_epoch(evaluate: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(EVALUATES_ON_ITS_LOADER.replace("EVALUATE", evaluate))
-    alone, observed = executed_alone_and_observed(tmp_path)
+    _, observed = executed_alone_and_observed(tmp_path)
     assert "does not expect" not in observed.stderr
     run = RunFolder.read(tmp_path / "runs" / "a")
     assert [record.values["time/epoch"] for record in run.records] == [epoch for epoch in range(3) for _ in range(6)]
