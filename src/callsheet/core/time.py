@@ -45,7 +45,11 @@ def _unit(word: str) -> TimeUnit:
     try:
         return TimeUnit(word.lower())
     except ValueError:
-        meant = next((unit for name, unit in _SPELLED_OUT.items() if word.lower().startswith(name)), word.lower())
+        given = word.lower()
+        meant = next(
+            (unit for name, unit in _SPELLED_OUT.items() if given.startswith(name) or (given[1:] and name.startswith(given))),
+            given,
+        )
         units = [unit.value for unit in TimeUnit]
         near = did_you_mean(meant, units)
         raise ConfigError(f"unknown unit {word!r}{near} (one of {', '.join(units)}; or wall-clock: '1h30m')") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
 import math
 import os
@@ -428,7 +429,12 @@ class Checkpoints:
 
         Training continues only if at least one of them has changed.
         """
-        made = [(type(each).__qualname__, each._arguments) for each in self._manager.callbacks if label_of(each) == by]
+        made = [
+            # The signature has the defaults, which a user may change in the class.
+            (type(each).__qualname__, str(inspect.signature(type(each).__init__)), each._arguments)
+            for each in self._manager.callbacks
+            if label_of(each) == by
+        ]
         return {
             "max_duration": str(self._ctx.state.max_duration),
             # This is a digest because settings may hold secrets. The addresses of objects are removed first, because they differ

@@ -143,10 +143,11 @@ class Lifetime:
         ctx.close_all()
 
     def _log_early_end(self, outcome: Outcome) -> None:
-        """Log why the run ended before its time, unless a callback shows it."""
+        """Log why training ended before its time, unless a callback shows it, or this process has not trained."""
+        run, state = self._ctx.run, self._ctx.state
         is_shown = any(inner(each).shows_outcome for each in self._manager.callbacks)
-        if outcome in (Outcome.STOPPED, Outcome.PREEMPTED) and not is_shown:
-            run = self._ctx.run
+        has_trained = state.timestamp.batch > state.baseline.batch
+        if outcome in (Outcome.STOPPED, Outcome.PREEMPTED) and has_trained and not is_shown:
             logger.warning("%s: training ended at step %d, %s", run.name, self._ctx.step, run.outcome_reason)
 
     def _reason(self, outcome: Outcome) -> str:
