@@ -174,8 +174,9 @@ class Context:
         called later, such as the loggers, read them.
 
         Args:
-            values: numbers or scalar tensors by name, with names like `family/name`. A tuple of names stands for a
-                one-dimensional tensor with a number for each name; this is much cheaper for many numbers.
+            values: numbers or scalar tensors by name, with names like `family/name`. A tuple of names stands for a one-dimensional
+                tensor with a number for each name; this is much cheaper for many numbers.
+            *misplaced: not allowed; values that are given in this way raise the error that says how to log a number.
             over: how several values of one name are combined until the boundary: `last`, `mean` or `sum`.
             across: how the values of the data-parallel ranks are combined: `mean`, `sum`, `max`, or `same` if they are equal
                 already.
