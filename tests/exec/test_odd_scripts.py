@@ -442,3 +442,106 @@ def test_an_evaluation_on_the_dataloader_of_training_is_no_epoch(evaluate: str, 
     assert [record.values["time/sample"] for record in run.records] == [16 * step for step in range(1, 19)]
     assert [each["step"] for each in run.evaluations] == [3, 6, 9, 12, 15, 18]
     assert run.events[-1]["epoch"] == 3
+
+
+DISCARDS_GRADIENTS = f"""{_BEGIN}
+from torch.utils.data import DataLoader, TensorDataset
+{_LINEAR}
+def clear():
+    for parameter in model.parameters():
+        parameter.grad = None
+for inputs, targets in DataLoader(TensorDataset(x, y), batch_size=16):
+    loss = nn.functional.mse_loss(model(inputs), targets)
+    LOSSES
+    losses.append(loss.item())
+    optimizer.step()
+    CLEAR
+end(model)
+"""
+_AGAIN = "loss = nn.functional.mse_loss(model(inputs), targets)"
+
+
+@pytest.mark.test_all
+@pytest.mark.parametrize("clear", ["clear()", "optimizer.zero_grad(set_to_none=False)"])
+@pytest.mark.parametrize(
+    "losses",
+    [
+        "CLEAR; loss.backward()",
+        "loss.backward(); CLEAR; loss = loss * 1; loss.backward()",  # two losses of the same outputs
+        f"loss.backward(); {_AGAIN}; CLEAR; loss.backward()",
+        f"loss.backward(); CLEAR; {_AGAIN}; loss.backward()",  # as sharpness-aware minimization does
+    ],
+)
+def test_losses_whose_gradients_are_discarded_do_not_count(losses: str, clear: str, tmp_path: Path) -> None:
+    losses = losses.replace("loss.backward();", "loss.backward(retain_graph=True);", 1)
+    text = DISCARDS_GRADIENTS.replace("LOSSES", losses).replace("CLEAR", clear)
+    (tmp_path / "train.py").write_text(text)
+    alone, _ = executed_alone_and_observed(tmp_path)
+    run = RunFolder.read(tmp_path / "runs" / "a")
+    expected = json.loads(alone.stdout.splitlines()[-2])
+    assert [record.values["train/loss"] for record in run.records[1:]] == pytest.approx(expected[1:])
+    assert [record.values["time/sample"] for record in run.records] == [16 * step for step in range(1, 7)]
+
+
+FREES_BATCHES = f"""{_BEGIN}
+import weakref
+from torch.utils.data import DataLoader
+{_LINEAR}
+def step(inputs):
+    optimizer.zero_grad()
+    model(inputs).square().mean().backward()
+    optimizer.step()
+    return weakref.ref(inputs)
+def step_of_new_batch():
+    return step(torch.randn(8, 4))
+for epoch in range(2):
+    for place in range(4):
+        losses.append(step_of_new_batch()() is None)
+    batches = iter(DataLoader(x, batch_size=16))
+    batch = next(batches)
+    for place in range(5):
+        following = next(batches)  # fetched ahead
+        found = step(batch)
+        batch = following
+        losses.append(found() is None)
+assert all(losses)
+end(model)
+"""
+
+
+def test_a_batch_is_freed_after_its_step(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FREES_BATCHES)
+    executed_alone_and_observed(tmp_path)
+    assert RunFolder.read(tmp_path / "runs" / "a").last_step == 18
+
+
+TRAINS_IN_A_THREAD = f"""{_BEGIN}
+import threading
+{_LINEAR}
+goes_on = threading.Event()
+def train():
+    BEFORE
+    {_LOOP.replace(chr(10), chr(10) + "    ")}
+    BETWEEN
+    {_LOOP.replace(chr(10), chr(10) + "    ")}
+    end(model)
+thread = threading.Thread(target=train)
+thread.start()
+AFTER
+threading.Thread(target=lambda: (threading.main_thread().join(), goes_on.set())).start()
+raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize("waits", ["BEFORE", "BETWEEN"])
+def test_a_thread_that_trains_after_the_last_line_of_the_script(waits: str, tmp_path: Path) -> None:
+    text = TRAINS_IN_A_THREAD.replace(waits, "goes_on.wait()")
+    if waits == "BETWEEN":  # the script ends when the loop was recognized
+        text = text.replace("AFTER", "while len(losses) < 8: pass")
+    for name in ("BEFORE", "BETWEEN", "AFTER"):
+        text = text.replace(name, "pass")
+    (tmp_path / "train.py").write_text(text)
+    alone, observed = (executed(tmp_path, "train.py", exec_words=words) for words in (None, ["--run_name", "a"]))
+    assert (alone.returncode, observed.returncode) == (3, 3), observed.stderr
+    assert alone.stdout == observed.stdout
+    assert RunFolder.read(tmp_path / "runs" / "a").last_step == 16

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from threading import get_ident
+from threading import current_thread, get_ident
 from typing import Any, Literal
 
 import torch
@@ -107,11 +107,20 @@ class BareLoop(NotCopied):
         """Whether a framework calls `end_epoch`. Otherwise, an epoch ends with the data."""
         self.no_evaluator: Callable[[], Any] = lambda: None
         """Called if the optimizer steps while `evaluations.dataset` has a name. It returns the batch of the step."""
-        self._parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        self._parameters = {id(each) for each in parameters}
+        # The parameters whose gradients show whether the script has discarded them. FSDP keeps gradients elsewhere between microbatches.
+        self._with_gradients = [] if any(hasattr(each, "placements") for each in parameters) else parameters
+        self._of_microbatch = self._discarded = (
+            0,
+            0,
+        )  # samples and tokens of the latest microbatch, and those of a discarded loss
         self._was_called = False  # whether the model was called with gradients since the last step ended
         self._trains_in_eval_mode = not model.training  # such a script freezes the statistics of batch normalization
         self._in_forward: Literal["train", "eval", ""] = ""  # why the model is being called now; empty if it is not
         self._is_in_microbatch = False  # whether the model was called with gradients after the step's beginning and its last loss
+        self.thread = current_thread()
+        """The thread that trains."""
         self._thread = get_ident()
         run.fails_by(self._leave)
         self.watch = LoopBackwardWatch(self, scaler)
@@ -300,6 +309,11 @@ class BareLoop(NotCopied):
             self.begin_step()
             if not self._is_in_microbatch and not self._is_over:
                 self._guarded(self._begin_microbatch, (), {})
+        if self.watch.total is not None and self._with_gradients and all(each.grad is None for each in self._with_gradients):
+            self.gradients_are_discarded()
+        if not self._is_in_microbatch and any(self._discarded):  # another loss of the same outputs
+            self._add_counts(self._discarded)
+            self._discarded = (0, 0)
         self._is_in_microbatch = False
 
     def optimizer_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -313,7 +327,10 @@ class BareLoop(NotCopied):
         if self._is_over or self.watch.is_in_closure or get_ident() != self._thread:
             return
         self.watch.total = None
-        self.run.counted = (0, 0)
+        if self._is_in_microbatch:
+            self.run.counted = self._of_microbatch  # their loss is still to come
+        else:
+            self.run.counted, self._discarded = (0, 0), self._of_microbatch
 
     @not_compiled
     def scaler_has_stepped(self, scaler: Any) -> None:
@@ -381,6 +398,7 @@ class BareLoop(NotCopied):
         elif not steps % FIRST_INTERVAL:
             run.keep_pace()
         self.watch.total = None
+        self._batches.forget_used()
         if self.evaluations.delayed:
             self.evaluations.fire_delayed()
         if self._ends_epoch:
@@ -438,7 +456,7 @@ class BareLoop(NotCopied):
         if driver.seen_links != self._spans.links and driver.listen():
             self._listen()
         driver.start_step()
-        run.counted = (0, 0)
+        run.counted = self._of_microbatch = self._discarded = (0, 0)
         self._optimizer_hooks.has_stepped, self.watch.total = False, None
         self.watch.is_on, self._is_in_microbatch = True, False
 
@@ -476,11 +494,18 @@ class BareLoop(NotCopied):
                 driver.start("microbatch")
 
     def _count(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Count the samples and tokens of the latest batch, unless they were counted already."""
-        run = self.run
+        """Count the samples and tokens of the latest batch, unless they were counted already for a loss that was not discarded."""
         samples, tokens = self._batches.count(args, kwargs)
-        if not self.watch.is_in_closure or run.counted == (0, 0):  # otherwise the optimizer evaluates its closure again
-            run.counted = run.counted[0] + samples * self._ranks, run.counted[1] + tokens * self._ranks
+        is_new = samples > 0 or tokens > 0
+        if is_new:
+            self._of_microbatch = (samples * self._ranks, tokens * self._ranks)
+        if not self.watch.is_in_closure or self.run.counted == (0, 0):  # otherwise the optimizer evaluates its closure again
+            self._add_counts(self._of_microbatch if is_new else self._discarded)
+        self._discarded = (0, 0)
+
+    def _add_counts(self, counts: tuple[int, int]) -> None:
+        counted = self.run.counted
+        self.run.counted = counted[0] + counts[0], counted[1] + counts[1]
 
     def _begin_evaluated_batch(self, batch: Any) -> None:
         self._batches.forget_other()

@@ -21,7 +21,7 @@ class LoopBatches:
         self.other: tuple[weakref.ref[Any], Any] | None = None
         """Another dataloader and its latest batch, as long as it is unknown whether they are for training or for an evaluation."""
         self.latest: Any = None
-        """The latest batch, or None."""
+        """The latest batch, or None if its step has ended, so that it is not in memory longer than the script keeps it."""
         self._is_new = False  # whether the latest batch belongs to the next microbatch
         self._fetched = 0  # the batches since the dataloader's iteration began
 
@@ -43,9 +43,10 @@ class LoopBatches:
 
         Return whether that ends an epoch; see `begin`.
         """
-        if self.other is None or self._is_new:
+        other, self.other = self.other, None
+        if other is None or self._is_new:
             return False
-        (self._loader, batch), self.other = self.other, None
+        self._loader, batch = other
         is_over = self.begin()
         self.add(batch)
         return is_over
@@ -54,6 +55,11 @@ class LoopBatches:
         """Note that a batch was fetched."""
         self.latest, self._is_new = batch, True
         self._fetched += 1
+
+    def forget_used(self) -> None:
+        """At the end of a step, forget its latest batch. Keep a batch that was fetched ahead, for the next step."""
+        if not self._is_new:
+            self.latest = None
 
     def begin(self) -> bool:
         """Reset the count of batches at the beginning or end of an iteration. Return whether the count was at least two.

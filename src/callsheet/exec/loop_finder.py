@@ -221,7 +221,7 @@ class LoopFinder:
     def _zero_grad(self, given: Callable[..., Any], owner: Any, *args: Any, **options: Any) -> Any:
         loop = self._loop
         if loop is None:
-            self._loss, self._counts = None, (0, 0)
+            self._loss, self._counts, self._counted = None, (0, 0), None
         elif loop.watch.total is not None and (owner is loop.optimizer or loop.trains(_first_of(owner))):
             loop.gradients_are_discarded()
         return given(owner, *args, **options)

@@ -5,8 +5,10 @@ Nothing here imports torch before the script does, because a script may set vari
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -108,6 +110,19 @@ class Observation:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
+        if self._trains_in_thread():
+            atexit.register(self._end, error)  # Python first waits for threads that are not daemons
+        else:
+            self._end(error)
+
+    def _trains_in_thread(self) -> bool:
+        """Return whether another thread may still train, although the script has reached its last line."""
+        if self.loop is not None:
+            return self.loop.thread is not threading.current_thread() and self.loop.thread.is_alive()
+        return any(not each.daemon and each is not threading.current_thread() for each in threading.enumerate())
+
+    def _end(self, error: BaseException | None) -> None:
+        """End the observation, and write the reports."""
         if self._is_in_fork:
             return
         try:
