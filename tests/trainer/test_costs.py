@@ -160,6 +160,14 @@ def test_a_callback_that_takes_too_much_is_named_once(tmp_path: Path, caplog: py
     assert named[0].startswith("Callback Sleeps takes ")
 
 
+def test_a_callback_that_takes_most_of_a_short_run_is_named_at_its_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path, Sleeps(), Counts(), eval_interval=None, max_duration="12ba")
+    (named,) = [record.getMessage() for record in caplog.records if "of the step" in record.getMessage()]
+    assert named.startswith("Callback Sleeps takes ")
+
+
 @pytest.mark.test_all
 @pytest.mark.parametrize("share", [None, 1000.0])
 def test_no_callback_is_named_below_the_share(share: float | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -36,7 +36,9 @@ _MAX_PAUSE_SECONDS, _PAUSE_SHARE = 1.0, 0.25
 # Costs are published again when the run's time has grown by this factor, plus these seconds.
 _PUBLISH_GROWTH, _PUBLISH_SECONDS = (1.1, 2.0)
 _MAX_SLICES = 20_000  # how many timed slices are kept for one timing window; a long evaluation may have more
-_MIN_WARN_STEPS = 20  # how many steps must be timed before a warning
+_MIN_WARN_STEPS = 20  # how many steps must be timed before a warning during the run
+# At the end of a short run, fewer timed steps are enough if a callback takes this share and this time of a step.
+_CLEAR_SHARE, _CLEAR_SECONDS = 0.25, 1e-3
 _MIN_WARN_SECONDS = 50e-6  # a callback that takes less time per step than this causes no warning
 
 _STEP = ("fetch", "train_step")
@@ -286,6 +288,8 @@ class Costs:
         They are always sent at the run's end, unless the mode is `off`. During the run, they are sent less and less often.
         """
         now = perf_counter() - self._began
+        if is_last:
+            self._warn(is_last=True)
         if self.mode == "off" or (now < self._publish_at and not is_last):
             return False
         self._publish_at = now * _PUBLISH_GROWTH + _PUBLISH_SECONDS
@@ -315,17 +319,22 @@ class Costs:
     def _is_sampled(self, event: str) -> bool:
         return self.mode == "sampled" and event in PATH_EVENTS
 
-    def _warn(self) -> None:
-        """Warn once about each callback that takes more than `warn_share` of a step."""
-        if self._warn_share is None or self._window_steps < _MIN_WARN_STEPS:
+    def _warn(self, *, is_last: bool = False) -> None:
+        """Warn once about each callback that takes more than `warn_share` of a step, if enough steps were timed."""
+        if self._warn_share is None or not self._window_steps:
             return
+        least, least_seconds = self._warn_share, _MIN_WARN_SECONDS
+        if self._window_steps < _MIN_WARN_STEPS:
+            if not is_last:
+                return
+            least, least_seconds = max(least, _CLEAR_SHARE), _CLEAR_SECONDS
         taken: dict[str, float] = {}
         for cell in self._cells.values():
             if cell.event in PATH_EVENTS:
                 taken[cell.callback] = taken.get(cell.callback, 0.0) + (cell.window_seconds)
         for label, seconds in taken.items():
             share, each = seconds / self._window_seconds, seconds / self._window_steps
-            if share > self._warn_share and each > _MIN_WARN_SECONDS and label not in self._named:
+            if share > least and each > least_seconds and label not in self._named:
                 self._named.add(label)
                 logger.warning(
                     "Callback %s takes %.0f %% of the step, %.2g ms of %.2g ms; give it an interval, or make it do less at each step",
