@@ -157,9 +157,10 @@ def value_of(loss: Tensor) -> Tensor | None:
     """
     value = loss.detach()
     if type(value) is not Tensor and hasattr(value, "placements"):
-        if not all(each.is_replicate() for each in value.placements):
+        whole: Any = value
+        if not all(each.is_replicate() for each in whole.placements):
             return None
-        value = value.to_local()
+        value = whole.to_local()
     value = value.clone()
     return value.reshape(()) if value.dim() else value
 
