@@ -123,6 +123,22 @@ print(graphs)
 end(model)
 """
 
+SCRIPT_MODULE = f"""{_BEGIN}
+model = torch.jit.script(nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+{_LOOP}
+import copy, io
+torch.jit.save(copy.deepcopy(model), io.BytesIO())
+end(model)
+"""
+
+SPARSE_GRADIENTS = f"""{_BEGIN}
+model = nn.EmbeddingBag(96, 1, sparse=True)
+optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.1)
+{_LOOP.replace("model(x)", "model(torch.randint(96, (96, 3)))")}
+end(model)
+"""
+
 COMPILED_LATER = f"""{_BEGIN}
 {_LINEAR}
 {_LOOP}
@@ -263,6 +279,8 @@ ODD = {
     "overridden_parameters": OVERRIDDEN_PARAMETERS,
     "scripted": SCRIPTED,
     "scripted_by_imported_names": SCRIPTED_BY_IMPORTED_NAMES,
+    "script_module": SCRIPT_MODULE,
+    "sparse_gradients": SPARSE_GRADIENTS,
     "compiled_later": COMPILED_LATER,
     "logged_to_stdout": LOGGED_TO_STDOUT,
     "default_device": DEFAULT_DEVICE,
@@ -293,6 +311,12 @@ def test_odd_scripts(name: str, tmp_path: Path) -> None:
         assert list(losses) == list(range(3, 9))
     for step, value in losses.items():
         assert value == pytest.approx(expected[step - 1], rel=1e-6)
+    if name == "script_module":
+        assert observed.stderr.count("this script") == 1, observed.stderr
+        assert "trains a ScriptModule, so its forward passes and evaluations are not observed" in observed.stderr
+    if name == "sparse_gradients":
+        assert "failed" not in observed.stderr
+        assert all(record.values["l2_norm/grad/global"] > 0 for record in run.records[1:])
     if name == "loss_discarded":
         assert run.records[-1].values["time/sample"] == 7 * 96  # without a dataloader, those of the first step are unknown
     if name == "clips_another_model":
@@ -545,3 +569,43 @@ def test_a_thread_that_trains_after_the_last_line_of_the_script(waits: str, tmp_
     assert (alone.returncode, observed.returncode) == (3, 3), observed.stderr
     assert alone.stdout == observed.stdout
     assert RunFolder.read(tmp_path / "runs" / "a").last_step == 16
+
+
+SHARDED_LOSS = f"""{_BEGIN}
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+dist.init_process_group("gloo")
+mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+model = nn.Linear(4, 1)
+distribute_module(model, mesh)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+inputs = distribute_tensor(x, mesh, [Shard(0)])
+for step in range(8):
+    optimizer.zero_grad()
+    loss = model(inputs).square().mean()
+    if REPLICATED:
+        loss = loss.redistribute(mesh, [Replicate()])
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.full_tensor().item())
+if dist.get_rank() == 0:
+    print(losses)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.test_all
+@pytest.mark.parametrize("replicated", [False, True])
+def test_a_loss_of_which_each_rank_has_a_part(replicated: bool, tmp_path: Path) -> None:
+    """To read it on rank 0 alone would hang."""
+    (tmp_path / "train.py").write_text(SHARDED_LOSS.replace("REPLICATED", str(replicated)))
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    alone = executed(tmp_path, *command, "train.py")
+    observed = executed(tmp_path, *command, "-m", "callsheet.exec", "--run_name", "a", "--log_interval", "1", "train.py")
+    assert (alone.returncode, observed.returncode) == (0, 0), observed.stderr
+    assert alone.stdout == observed.stdout
+    run = RunFolder.read(tmp_path / "runs" / "a")
+    assert (run.outcome, run.last_step) == ("finished", 8), observed.stderr
+    recorded = [record.values["train/loss"] for record in run.records[1:] if "train/loss" in record.values]
+    assert recorded == pytest.approx(json.loads(alone.stdout)[1:] if replicated else [])
+    assert observed.stderr.count("only a part of the loss") == (0 if replicated else 1)

@@ -150,6 +150,21 @@ def start_forward(driver: LifecycleDriver, ctx: Context) -> None:
     driver.start("forward")
 
 
+def value_of(loss: Tensor) -> Tensor | None:
+    """Return a detached copy of a loss with one element, without dimensions. The copy is needed because a loop may change its loss.
+
+    If the loss is a DTensor, return the value on this rank without calling a collective, or None if this rank has not the whole value.
+    """
+    value = loss.detach()
+    if type(value) is not Tensor and hasattr(value, "placements"):
+        whole: Any = value
+        if not all(each.is_replicate() for each in whole.placements):
+            return None
+        value = whole.to_local()
+    value = value.clone()
+    return value.reshape(()) if value.dim() else value
+
+
 class SkipsSteps(Protocol):
     """Protocol of a run that `SteppedHooks` can report to: the run records whether the optimizer has skipped the step."""
 
@@ -549,10 +564,11 @@ class BackwardWatch:
                         given = unscaled if scale is None else unscaled * scale
                 elif not self.is_in_closure:
                     return False
-            value, before = unscaled.detach().clone(), self.total  # a copy, because the loop may change its loss in place
-            if value.dim():
-                value = value.reshape(())
-            self.total = value if before is None else before + value
+            value, before = value_of(unscaled), self.total
+            if value is None:
+                self._driver.warn_once("Each rank has only a part of the loss, which is a DTensor, so the loss is not recorded")
+            else:
+                self.total = value if before is None else before + value
         except Exception as error:
             self._driver.give_up(error)
             return False

@@ -120,6 +120,8 @@ def _norms(tensors: list[Tensor]) -> tuple[list[int], Tensor]:
                 tensors[place] = tensor = tensor.full_tensor()
             else:
                 layout = (tensor.device_mesh, tensor.placements)
+        elif tensor.layout is torch.sparse_coo:  # such as the gradient of an embedding; the elements that it leaves out are zero
+            tensors[place] = tensor.coalesce().values()
         by_layout.setdefault(layout, []).append(place)
     parts = []
     for layout, places in by_layout.items():

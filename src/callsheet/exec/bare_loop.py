@@ -130,6 +130,9 @@ class BareLoop(NotCopied):
         self._hooks: list[Any] = [self.watch, self._forward]
         # Hooks of a model that was compiled in place would be compiled with it.
         self._sees_forward = getattr(model, "_compiled_call_impl", None) is None
+        if isinstance(model, torch.jit.ScriptModule):  # torch allows no hooks on it
+            self._sees_forward = False
+            logger.warning("%s trains a ScriptModule, so its forward passes and evaluations are not observed", HOST)
 
     # --- beginning and end ---
 
@@ -394,6 +397,8 @@ class BareLoop(NotCopied):
         if (steps := run.state.timestamp.batch) == 1:
             run.driver.synthesized.clear()  # the first step was recognized only when the optimizer stepped
         elif steps == 2:
+            if not self._sees_forward:
+                run.driver.synthesized.clear()
             self._support.after_first_step(run.driver)
         elif not steps % FIRST_INTERVAL:
             run.keep_pace()

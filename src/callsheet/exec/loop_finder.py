@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from callsheet.bridges.torch_hooks import not_compiled, untraced
+from callsheet.bridges.torch_hooks import not_compiled, untraced, value_of
 from callsheet.errors import is_from_signal_handler
 from callsheet.exec.messages import log_failure, warn
 from callsheet.run.copies import without_additions
@@ -131,8 +131,8 @@ class LoopFinder:
         self._is_in_backward = True
         try:
             given(loss, *args, **options)
-            value = loss.detach().clone().reshape(())  # a copy, because the script may change its loss in place
-            self._loss = value if self._loss is None else self._loss + value
+            if (value := value_of(loss)) is not None:
+                self._loss = value if self._loss is None else self._loss + value
             self._count()
         finally:
             self._is_in_backward = False

@@ -213,11 +213,8 @@ def flops_reported_by(model: Any) -> Any:
         for name in _FLOPS_METHODS:
             if (reported := getattr(model, name, None)) is not None:
                 return reported
-        if isinstance(model, (DistributedDataParallel, DataParallel)):
-            model = model.module
-        else:
-            # Look at the module inside torch.compile's wrapper.
-            model = model._modules.get("_orig_mod") if isinstance(model, nn.Module) else None
+        is_parallel = isinstance(model, (DistributedDataParallel, DataParallel))
+        model = getattr(model, "module" if is_parallel else "_orig_mod", None)  # the second is inside torch.compile's wrapper
     return None
 
 
