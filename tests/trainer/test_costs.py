@@ -160,9 +160,7 @@ def test_a_callback_that_takes_too_much_is_named_once(tmp_path: Path, caplog: py
     assert named[0].startswith("Callback Sleeps takes ")
 
 
-def test_a_callback_that_takes_most_of_a_short_run_is_named_at_its_end(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_callback_that_takes_most_of_a_short_run_is_named_at_its_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(tmp_path, Sleeps(), Counts(), eval_interval=None, max_duration="12ba")
     (named,) = [record.getMessage() for record in caplog.records if "of the step" in record.getMessage()]
     assert named.startswith("Callback Sleeps takes ")
