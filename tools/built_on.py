@@ -31,13 +31,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 import composer_venv
 from built_on_programs import ACTS, CALLBACKS, OBSERVES, PROGRAMS, SCRIPTS, Ask, Program, Run, Way, prepare
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".venv-built-on"
 RESULTS = ROOT / "benchmarks" / "results" / "built_on.json"
-SECONDS = 900
+SECONDS = 600
 """The time limit of one training."""
 
 
@@ -84,7 +86,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [program.name for program in PROGRAMS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PROGRAM", help=f"of {', '.join(names)}")
-    parser.add_argument("--again", action="store_true", help="train again with programs that have a result in their present version")
+    parser.add_argument(
+        "--again", action="store_true", help="train again with programs that have a result in their present version"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the venvs and what the trainings wrote")
     given = parser.parse_args()
     results = read()
@@ -220,7 +224,7 @@ class Training:
         where.mkdir()
         run = Run(where, callbacks or [], saves, (*self.way.options, *options))
         if callbacks:
-            (where / CALLBACKS).write_text(json.dumps(callbacks))  # which is YAML too
+            (where / CALLBACKS).write_text(yaml.safe_dump(callbacks))
         try:
             done = subprocess.run(
                 [self.python, *self.way.command(run)],
@@ -233,7 +237,7 @@ class Training:
                 timeout=SECONDS,
                 check=False,
             )
-            output, is_error = done.stdout, done.returncode != 0
+            output, is_error = re.sub(r"^\[rank\d\]: ", "", done.stdout, flags=re.MULTILINE), done.returncode != 0
         except subprocess.TimeoutExpired:
             output, is_error = f"the training was not done after {SECONDS} seconds", True
         (where / "output.txt").write_text(output)
@@ -241,21 +245,28 @@ class Training:
 
     def asked(self, name: str, ask: Ask, known: list[str]) -> str:
         """Return the message with which callsheet rejects something, or nothing if it does not."""
-        ran = self.run(name, ask.callbacks, saves=False, options=ask.options)
-        return ran.rejection or " ".join(message for message in ran.messages if message not in known)
+        ran = self.run(name, ["watch.Watch", *ask.callbacks], saves=False, options=ask.options)
+        own = f"not tried, because the program itself fails: {ran.error}" if ran.error else ""
+        return ran.rejection or own or " ".join(message for message in ran.messages if message not in known)
 
     def _environment(self) -> dict[str, str]:
         paths = [ROOT / "src", SCRIPTS, self.folder / "empty"]
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
-            "HF_HOME": str(self.folder / "huggingface"), "ACCELERATE_USE_CPU": "1", "AXOLOTL_DO_NOT_TRACK": "1", "DS_ACCELERATOR": "cpu",
-            "TOKENIZERS_PARALLELISM": "false", "CALLSHEET_CALLBACKS": "",
+            "HF_HOME": str(self.folder / "huggingface"), "AXOLOTL_DO_NOT_TRACK": "1", "DS_ACCELERATOR": "cpu",
+            "TOKENIZERS_PARALLELISM": "false", "CALLSHEET_CALLBACKS": "", "TORCH_EXTENSIONS_DIR": str(self.folder.parent / "extensions"),
         }  # fmt: skip
         if self.program.is_distributed:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 port = free.getsockname()[1]
-            environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            environment |= {
+                "RANK": "0",
+                "LOCAL_RANK": "0",
+                "WORLD_SIZE": "1",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
         return environment
 
 
@@ -278,9 +289,11 @@ class Ran:
 
     @property
     def rejection(self) -> str:
-        """The error with which callsheet ended the run, or why `callsheet exec` did not observe it, or nothing."""
-        pattern = r"^callsheet\.errors\.\w+: (.*)$" if self.is_error else r"^callsheet: (.*)\. The script continues without callbacks$"
-        return next(iter(re.findall(pattern, self.output, re.MULTILINE)), "")
+        """The error with which callsheet ended the run, or what `callsheet exec` printed if it observed no training, or nothing."""
+        if self.is_error or self.watched is None:
+            pattern = r"^callsheet\.errors\.\w+: (.*)$" if self.is_error else r"^callsheet: (.*)$"
+            return next(iter(re.findall(pattern, self.output, re.MULTILINE)), "")
+        return ""
 
     @property
     def messages(self) -> list[str]:
@@ -303,7 +316,9 @@ class Ran:
 
     def states(self) -> list[Path]:
         """Return the files in which the program has recorded its training, the latest last."""
-        return sorted((self.folder / "out").rglob("trainer_state.json"), key=lambda file: json.loads(file.read_text())["global_step"])
+        return sorted(
+            (self.folder / "out").rglob("trainer_state.json"), key=lambda file: json.loads(file.read_text())["global_step"]
+        )
 
     def recorded(self) -> tuple[int, list[float]]:
         """Return the number of steps and the losses that the program itself has recorded."""

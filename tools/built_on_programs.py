@@ -19,7 +19,7 @@ OBSERVES = ["watch.Watch", "SpeedMonitor", "MemoryMonitor", "LRMonitor"]
 EMA = {"class_path": "EMA", "init_args": {"half_life": 2, "at_end": False}}
 SAVER = {"class_path": "CheckpointSaver", "init_args": {"save_interval": "2ba", "keep": None}}
 ACTS = ["watch.Watch", EMA, SAVER, "watch.Stops"]
-SCHEDULER = {"class_path": "GradientAccumulationScheduler", "init_args": {"schedule": {0: 2}}}
+SCHEDULER = {"class_path": "GradientAccumulationScheduler", "init_args": {"schedule": {1: 4}}}
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Ask:
-    """Something that callsheet is expected to reject: callbacks, and further options of the script."""
+    """Something that callsheet is expected to reject: callbacks besides `watch.Watch`, or options of the script."""
 
     callbacks: list[Any]
     options: tuple[str, ...] = ()
@@ -177,8 +177,8 @@ OF_HAND_WRITTEN_LOOPS = {"CheckpointSaver": Ask([SAVER]), "EMA": Ask([EMA])}
 OF_TRAINERS = {"GradientAccumulationScheduler": Ask([SCHEDULER])}
 OF_DEEPSPEED = {
     **OF_TRAINERS,
-    "fp16": Ask(OBSERVES, ("--fp16",)),
-    "ZeRO stage 3": Ask(OBSERVES, ("--stage", "3")),
+    "fp16": Ask([], ("--fp16",)),
+    "ZeRO stage 3": Ask([], ("--stage", "3")),
 }
 
 PROGRAMS = (
@@ -193,7 +193,7 @@ PROGRAMS = (
         ("fastai",),
         {
             "fastai": "2.8.12", "fastcore": "2.2.41", "fastprogress": "1.0.3", "fasttransform": "0.0.5", "fastdownload": "0.0.8",
-            "plum-dispatch": "2.9.0", "torchvision": "0.28.0", "matplotlib": "3.11.2", "pyparsing": "3.3.3", "cycler": "0.12.1",
+            "plum-dispatch": "2.9.0", "matplotlib": "3.11.2", "pyparsing": "3.3.3", "cycler": "0.12.1",
             "kiwisolver": "1.5.1", "fonttools": "4.68.0", "beartype": "0.23.1",
         },
         (Way("fastai", "exec", executed(script("with_fastai.py")), acts=False, asks=OF_HAND_WRITTEN_LOOPS),),
@@ -205,9 +205,14 @@ PROGRAMS = (
         (
             Way("DeepSpeed in the Hugging Face Trainer", "host", script("with_deepspeed_and_trainer.py"), asks=OF_DEEPSPEED),
             Way("DeepSpeed in a loop with Accelerate", "host", script("with_deepspeed_and_accelerate.py")),
+            Way("DeepSpeed in a loop with Accelerate", "exec", executed(script("with_deepspeed_and_accelerate.py"))),
             Way(
-                "DeepSpeed in a loop with Accelerate", "exec", executed(script("with_deepspeed_and_accelerate.py")), acts=False,
+                "DeepSpeed without ZeRO in a loop with Accelerate",
+                "exec",
+                executed(script("with_deepspeed_and_accelerate.py")),
+                acts=False,
                 asks=OF_HAND_WRITTEN_LOOPS,
+                options=("--stage", "0"),
             ),
         ),
         is_distributed=True,

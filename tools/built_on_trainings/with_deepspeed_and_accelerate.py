@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin
+from deepspeed.runtime.engine import DeepSpeedEngine
 from job import callbacks, options, write
 from torch.utils.data import DataLoader, TensorDataset
 
 config = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": options.stage}}
-accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+accelerator = Accelerator(
+    deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config)
+)  # without cpu=True, with which DeepSpeed is not used
 torch.manual_seed(0)
 inputs = torch.randn(48, 4)
 plain = torch.nn.Linear(4, 1)
@@ -17,6 +23,8 @@ model, optimizer, data = accelerator.prepare(
     torch.optim.Adam(plain.parameters(), lr=0.01),
     DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8),
 )
+if not isinstance(model, DeepSpeedEngine):
+    raise SystemExit("Accelerate has not used DeepSpeed")
 losses = []
 
 
