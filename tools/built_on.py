@@ -247,7 +247,8 @@ class Training:
         """Return the message with which callsheet rejects something, or nothing if it does not."""
         ran = self.run(name, ["watch.Watch", *ask.callbacks], saves=False, options=ask.options)
         own = f"not tried, because the program itself fails: {ran.error}" if ran.error else ""
-        return ran.rejection or own or " ".join(message for message in ran.messages if message not in known)
+        new = [message for message in ran.messages if message not in known]
+        return ran.rejection or own or "".join(new[-1:])
 
     def _environment(self) -> dict[str, str]:
         paths = [ROOT / "src", SCRIPTS, self.folder / "empty"]
