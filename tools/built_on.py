@@ -53,7 +53,8 @@ class Result:
     and logged, `own_steps` and `own_losses` what the program itself recorded in the same run. `weights` is whether the final weights
     are bitwise the same as without callsheet. `stops`, `saves` and `keeps` say whether requests of callbacks were carried out: training
     stopped at the requested step with the weights that training without callsheet has there, a checkpoint was written, and it contains
-    the callbacks' states. `rejected` has the message for each thing that was rejected.
+    the callbacks' states. `messages` are callsheet's warnings while callbacks observed. `rejected` has the message for each thing that
+    was rejected.
     """
 
     program: str
@@ -360,23 +361,29 @@ def markdown() -> list[str]:
     rows = list(read().values())
     if not rows:
         return ["(not tested yet: `make built-on`)"]
-    shown = {program.name: program for program in PROGRAMS}
+    programs = {program.name: program for program in PROGRAMS}
+    environments = " and ".join(sorted({f"Python {row.python} with torch {row.torch}" for row in rows}))
     lines = [
+        f"Tested on {environments}, on the CPU.",
+        "",
         "| program | tested | callsheet | events | steps | losses | weights | stop | save |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    reasons = []
+    reasons, rejected = [], dict[str, list[str]]()
     for row in rows:
-        program = shown[row.program]
-        versions = ", ".join(f"{name} {row.versions[name]}" for name in program.shown)
-        cells = [_order(row), _steps(row), _losses(row), *map(_sign, (row.weights, row.stops, row.saves))]
+        program, way = programs[row.program], f"{row.title}, {row.attached}"
+        tested = ", ".join(f"{name} {row.versions[name]}" for name in program.shown)
+        empty = "".join(f", and an empty module in place of {name}" for name in program.empty_modules)
+        saves = "without states" if row.saves and not row.keeps else _sign(row.saves)
+        cells = [_order(row), _steps(row), _losses(row), _sign(row.weights), _sign(row.stops), saves]
         if row.verdict != "trains":
             cells = [row.verdict, *[""] * 5]
-            reasons.append(f"- {row.title}, {row.attached}: {row.reason}")
-        reasons += [f"- {row.title}, {row.attached}: the events are not in lifecycle order: {row.order}"] if row.order else []
-        reasons += [f"- {row.title}, {row.attached}, {what}: {message}" for what, message in row.rejected.items()]
-        lines.append(" | ".join([f"| {row.title}", versions, row.attached, *cells]) + " |")
-    return [*lines, "", *reasons]
+            reasons.append(f"- {way}: {row.reason}")
+        reasons += [f"- {way}: the events are not in lifecycle order: {row.order}"] if row.order else []
+        for what, message in row.rejected.items():
+            rejected.setdefault(f"`{what}`: {message}", []).append(way)
+        lines.append(" | ".join([f"| {row.title}", tested + empty, row.attached, *cells]).replace("  ", " ") + " |")
+    return [*lines, "", *reasons, *(f"- {'; '.join(ways)}, {message}" for message, ways in rejected.items())]
 
 
 def _sign(holds: bool | None) -> str:

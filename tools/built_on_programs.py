@@ -237,7 +237,7 @@ PROGRAMS = (
             "axolotl": "0.19.0", "transformers": "5.16.1", "trl": "1.9.0", "peft": "0.20.0", "accelerate": "1.13.0",
             "datasets": "4.8.4", "huggingface_hub": "1.17.0", "fire": "0.7.1", "termcolor": "3.3.0", "addict": "2.4.0",
             "axolotl-contribs-lgpl": "0.0.7", "axolotl-contribs-mit": "0.0.6", "posthog": "6.7.11", "numba": "0.68.1",
-            "llvmlite": "0.50.0", "six": "1.17.0", "backoff": "2.2.1", "bitsandbytes": "0.50.2", "kernels": "0.16.2",
+            "llvmlite": "0.50.0", "six": "1.17.0", "backoff": "2.2.1", "bitsandbytes": "0.50.2", "kernels": "0.16.2", "kernels-data": "0.16.2",
             "fastcore": "2.2.41", "triton": "3.9.0",
         },
         (Way("axolotl", "plugin", axolotl, asks=OF_TRAINERS),),

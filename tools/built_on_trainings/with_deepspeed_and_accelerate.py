@@ -25,7 +25,7 @@ model, optimizer, data = accelerator.prepare(
 )
 if not isinstance(model, DeepSpeedEngine):
     raise SystemExit("Accelerate has not used DeepSpeed")
-losses = []
+losses: list[float] = []
 
 
 def step(batch: list[torch.Tensor]) -> None:
