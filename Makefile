@@ -9,7 +9,7 @@ TEST := $(VENV)/.ready-for-tests
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "callsheet needs Python 3.11 or later, this is " + sys.version)'
 
-.PHONY: setup demo test test-all slow matrix ranks oracle resume restarts versions behavior public-scripts test-gpu lint format generate docs docs-serve bench clean help
+.PHONY: setup demo test test-all slow matrix ranks oracle resume restarts versions built-on behavior public-scripts test-gpu lint format generate docs docs-serve bench clean help
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -78,6 +78,10 @@ restarts: $(READY)  ## runs whose ranks die and are restarted by torchrun and la
 versions: $(READY)  ## test the versions of torch and of each framework that have no result yet; about an hour; the table goes to docs/bridges/versions.md
 	$(BIN)/python tools/versions.py
 
+built-on: $(READY)  ## train with axolotl, ms-swift, Unsloth and other programs that have no result yet, each in a venv of its own; about half an hour
+	$(BIN)/python tools/built_on.py $(if $(ONLY),--only $(ONLY)) $(if $(AGAIN),--again) $(if $(KEEP),--keep)
+	$(BIN)/python tools/generate.py
+
 resume: $(READY)  ## random dataloaders, each stopped and resumed somewhere, in the Trainer and in attach; the tables go to benchmarks/results/resumed-data.md
 	cd tests && ../$(BIN)/python -W ignore -m trainer.resumed_data ../benchmarks/results/resumed-data.md --cases 200
 
@@ -116,4 +120,4 @@ bench: $(READY)  ## run all benchmarks; results go to benchmarks/results/, and `
 	$(BIN)/python benchmarks/run.py
 
 clean:  ## delete everything that the other targets made, except runs/
-	rm -rf $(VENV) .venv-composer .venv-ultralytics .venv-versions site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-composer .venv-ultralytics .venv-versions .venv-built-on site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -34,8 +34,16 @@ VERSIONS = {
 }
 
 
+class CannotInstallError(Exception):
+    """pip cannot install the packages."""
+
+
 def make(folder: Path = FOLDER, versions: Mapping[str, str] = VERSIONS) -> Path:
-    """Make the venv if it does not exist, and return its interpreter. Another venv has its own `folder` and `versions`."""
+    """Make the venv if it does not exist, and return its interpreter. Another venv has its own `folder` and `versions`.
+
+    Raises:
+        CannotInstallError: pip cannot install one of the packages; the message is pip's.
+    """
     python = folder / ("Scripts" if sys.platform == "win32" else "bin") / "python"
     wanted = "\n".join(["this one", sys.executable, *(f"{name}=={version}" for name, version in versions.items())])
     ready = folder / ".ready"
@@ -50,7 +58,11 @@ def make(folder: Path = FOLDER, versions: Mapping[str, str] = VERSIONS) -> Path:
         f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"  # reads its .pth files too; one has callsheet's path
     )
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", packages]
-    subprocess.run([*install, *(f"{name}=={version}" for name, version in versions.items())], check=True)
+    wanted_versions = [f"{name}=={version}" for name, version in versions.items()]
+    done = subprocess.run([*install, *wanted_versions], stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        raise CannotInstallError(f"pip: {(errors or ['no message'])[-1]}")
     ready.write_text(wanted)
     return python
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
+import built_on
 from callsheet.bridges import matrix
 from callsheet.cli.shipped import RECIPES
 from callsheet.core import lifecycle
@@ -189,6 +190,7 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
     **{f"api-{name}": partial(api, f"callsheet.{name}") for name in API},
     "matrix": matrix.markdown,
     "matrix-built-on": matrix.markdown_of_derived,
+    "programs-built-on": built_on.markdown,
     **{f"matrix-{bridge}": partial(matrix.markdown_of, bridge) for bridge in matrix.frameworks()},
     "public-scripts": public_scripts,
     **{f"figures-cuda-{name}": figures(f"cuda/{name}") for name in ("pretraining", "monitors", "trainer")},

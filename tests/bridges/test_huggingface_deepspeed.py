@@ -144,8 +144,9 @@ for name in ("ours", "plain"):
     recorder, starts, history = Recorder(), StepStarts(), History()
     saver = CheckpointSaver(save_interval="3ba", keep=None)
     callbacks = [host([recorder, starts, history, saver, EMA(half_life=2, at_end=False)])] if name == "ours" else []
-    trainer = adapter_tuning(folder / name, callbacks, deepspeed=config)
+    trainer = adapter_tuning(folder / name, callbacks, deepspeed=config, use_cpu=False)  # with use_cpu, DeepSpeed is not used
     trainer.train()
+    assert type(trainer.model_wrapped).__name__ == "DeepSpeedEngine", type(trainer.model_wrapped)
     found[name] = [tensor.detach().clone() for tensor in trainer.model.state_dict().values()]
     if name == "ours":
         check_events(recorder.events)
