@@ -96,7 +96,8 @@ class SupportCheck:
             is_scaled: whether a loss scaler may have skipped the optimizer's step, which is not an error.
             message: the error message, which says what is wrong and what to do.
         """
-        if is_scaled:  # this may be normal: the loss scaler skips steps until it has found its scale
+        # A first step without an optimizer step is no error here: the loss scaler skips steps while its scale is too large.
+        if is_scaled:
             driver.synthesized -= {"clip_gradients", "optimizer_step"}
         elif self.strict:
             raise NotSupported(message)

@@ -320,7 +320,7 @@ class Context:
         """
         if self.kept:
             for name, keeps in _CLOSED_BY.get(event, ()):
-                if not (keeps and name in self.kept):  # a field that a callback keeps stays until its `kept_until` event
+                if not (keeps and name in self.kept):  # a field in `keep_fields` is deleted later, at its event `kept_until`
                     setattr(self, name, None)
                     delattr(self, name)
         else:

@@ -330,7 +330,7 @@ class Timestamp(NamedTuple):
         return self._moved(other, 1)
 
     def __sub__(self, other: Time | str) -> Time:
-        """Return, in the unit of `other`, the time that is `other` before this timestamp."""
+        """Return, in the unit of `other`, the counter of this timestamp minus `other`: `timestamp - "100ba"`."""
         return self._moved(other, -1)
 
     def __mul__(self, other: object) -> NoReturn:

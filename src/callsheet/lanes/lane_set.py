@@ -34,7 +34,7 @@ logger = logging.getLogger("callsheet")
 T = TypeVar("T")
 
 _BEFORE_THE_END = 0.8  # fraction of a lane's deadline in which to handle the events before `on_run_end`
-_BEFORE_LOGGERS_END = 0.9  # fraction of the deadline after which the loggers handle `on_run_end`
+_BEFORE_LOGGERS_END = 0.9  # fraction of a lane's deadline after which the loggers' `on_run_end` no longer waits for the lane
 _SETTLE_SECONDS = 0.2  # how long the last metrics record waits for values that callbacks in lanes log
 _STATE_SECONDS = 1.0  # deadline for the state of a callback whose lane has hung before
 _MIN_STATE_SECONDS = 0.1  # deadline for a state even if a signal leaves no time

@@ -174,7 +174,7 @@ class Finetune(Recipe[FinetuneConfig]):
         return self._loader("train", train=True)
 
     def validation_data(self) -> Mapping[str, Iterable[Any]]:
-        """Return the examples of each validation dataset, in order."""
+        """Return the examples of each validation dataset, or packed rows of them, by dataset name. They are not shuffled."""
         return {name: self._loader(name, train=False) for name in self.rows if name not in ("train", "test")}
 
     def test_data(self) -> Iterable[Any] | None:

@@ -158,7 +158,7 @@ class ProcessGroups:
         return first.wait(), second.wait()
 
     def begin_max(self, values: Sequence[float]) -> Pending:
-        """Begin the reduction of `max`, and return without waiting for the result."""
+        """Begin to compute what `max` returns, and return at once. Calling `wait()` on the result returns the maxima."""
         return self._begin(values, distributed.ReduceOp.MAX)
 
     def gather(self, value: Any) -> list[Any]:

@@ -212,7 +212,7 @@ class Evaluation:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned. Evaluators that are added later receive their part of the state then."""
+        """Load what `state_dict` returned. `add` loads the schedule and random states of each evaluator that is added later."""
         self._resumed = state["schedules"]
         self.results = {name: dict(result) for name, result in state["results"].items()}
         self.undone = DueEvaluation.from_state(state["undone"]) if state["undone"] is not None else None

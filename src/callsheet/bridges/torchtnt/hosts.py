@@ -327,7 +327,8 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
     def _end_step(self, run: HostedRun, state: State) -> None:
         run.end_step()
         if not self._is_checked:
-            if self._scaler is not None:  # this may be normal: the loss scaler skips steps until it has found its scale
+            # A first step without an optimizer step is no error here: the loss scaler skips steps while its scale is too large.
+            if self._scaler is not None:
                 run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
             self._check_first_step(run)
         if run.control.pending or run.boundaries.is_preempted:

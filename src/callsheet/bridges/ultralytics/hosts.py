@@ -400,7 +400,8 @@ class UltralyticsHost(HostBase):
         run.other_losses = {name: each for name, each in losses.items() if name != "loss"} if isinstance(losses, Mapping) else {}
         run.end_step()
         if not self._is_checked:
-            if trainer.scaler.is_enabled():  # this may be normal: the loss scaler skips steps until it has found its scale
+            # A first step without an optimizer step is no error here: the loss scaler skips steps while its scale is too large.
+            if trainer.scaler.is_enabled():
                 run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
             self._check_first_step(run)
         if run.control.pending:

@@ -133,7 +133,8 @@ def _spread(row: Mapping[str, Any]) -> str:
 def _with_deviation(mean: float, deviation: float) -> str:
     if not deviation or not math.isfinite(deviation) or abs(mean) >= 100_000:
         return f"{_number(mean)} ± {_number(deviation)}"
-    places = min(12, max(0, 1 - math.floor(math.log10(deviation))))  # two digits of the deviation, and as many of the mean
+    # Show a deviation below 100 with two significant digits, and the mean with as many decimal places.
+    places = min(12, max(0, 1 - math.floor(math.log10(deviation))))
     return f"{mean:.{places}f} ± {deviation:.{places}f}"
 
 
