@@ -286,7 +286,7 @@ def show(sets: list[Set]) -> None:
             ratio_spread = ((spread / peer) ** 2 + (more / peer * peer_error / peer) ** 2) ** 0.5
             cells += [f"{more:+.0f} ± {spread:.0f}", f"{more / peer:.1f} ± {ratio_spread:.1f}"]
         print(f"| {' | '.join(cells)} |")
-    print(f"\nIn the mean of all sets of all hosts, Ignite adds {peer:.1f} ± {peer_error:.1f} µs to a bare step.")
+    print(f"\nOn average over the rows of this table, Ignite adds {peer:.1f} ± {peer_error:.1f} µs to a bare step.")
 
 
 def main() -> None:

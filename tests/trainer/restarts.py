@@ -228,7 +228,7 @@ def main(arguments: list[str]) -> int:
                     recorded = ", ".join(map(str, deaths))
                     rows.append(f"| {rendezvous} | {ranks} | {recorded} | {found.attempts} | {found.seconds:.0f} | {end} |")
                     print(rows[-1], flush=True)
-    summary = f"\n{len(rows)} runs with {restarts} restarts; {lost} runs did not end with the uninterrupted run's weights.\n"
+    summary = f"\nOf the {len(rows)} runs, which had {restarts} restarts in total, {len(rows) - lost} ended with the same weights as the uninterrupted run.\n"
     given.result.write_text(HEAD.format(steps=STEPS) + "\n".join(rows) + "\n" + summary)
     print(summary)
     return 1 if lost else 0

@@ -163,7 +163,7 @@ def markdown_of_derived() -> list[str]:
 def markdown_of(bridge: str) -> list[str]:
     """Return the Markdown for a framework's page: limits of callsheet's callbacks in it, and its own callbacks in callsheet."""
     found = frameworks()[bridge]
-    lines = [f"Tested with {found.name} {found.version}{f', {found.how}' if found.how else ''}.", ""]
+    lines = [f"The tests ran with {found.name} {found.version}{f', {found.how}' if found.how else ''}.", ""]
     marked = {name: cell for name, cell in sorted(found.callbacks.items()) if cell.verdict != "works"}
     if found.callbacks:
         working = sum(cell.verdict == "works" for cell in found.callbacks.values())
