@@ -369,9 +369,9 @@ def markdown() -> list[str]:
         "| program | tested | callsheet | events | steps | losses | weights | stop | save |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    reasons, rejected = [], dict[str, list[str]]()
+    reasons, rejected = [], dict[tuple[str, str], list[str]]()
     for row in rows:
-        program, way = programs[row.program], f"{row.title}, {row.attached}"
+        program, way = programs[row.program], f"{row.title} ({row.attached})"
         tested = ", ".join(f"{name} {row.versions[name]}" for name in program.shown)
         empty = "".join(f", and an empty module in place of {name}" for name in program.empty_modules)
         saves = "without states" if row.saves and not row.keeps else _sign(row.saves)
@@ -381,9 +381,13 @@ def markdown() -> list[str]:
             reasons.append(f"- {way}: {row.reason}")
         reasons += [f"- {way}: the events are not in lifecycle order: {row.order}"] if row.order else []
         for what, message in row.rejected.items():
-            rejected.setdefault(f"`{what}`: {message}", []).append(way)
+            rejected.setdefault((what, message.replace("|", r"\|")), []).append(way)
         lines.append(" | ".join([f"| {row.title}", tested + empty, row.attached, *cells]).replace("  ", " ") + " |")
-    return [*lines, "", *reasons, *(f"- {'; '.join(ways)}, {message}" for message, ways in rejected.items())]
+    lines += ["", *reasons] if reasons else []
+    if rejected:
+        lines += ["", "| what callsheet rejects | with | message |", "| --- | --- | --- |"]
+        lines += [f"| {what} | {', '.join(ways)} | {message} |" for (what, message), ways in rejected.items()]
+    return lines
 
 
 def _sign(holds: bool | None) -> str:

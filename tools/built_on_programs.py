@@ -259,8 +259,8 @@ PROGRAMS = (
             "huggingface_hub": "1.17.0",
         },
         (
-            Way("Unsloth, whole model", "host", script("with_unsloth.py"), asks=OF_TRAINERS),
-            Way("Unsloth, LoRA adapter", "host", script("with_unsloth.py"), asks=OF_TRAINERS, options=("--adapter",)),
+            Way("Unsloth on the whole model", "host", script("with_unsloth.py"), asks=OF_TRAINERS),
+            Way("Unsloth on a LoRA adapter", "host", script("with_unsloth.py"), asks=OF_TRAINERS, options=("--adapter",)),
         ),
     ),
     Program(
