@@ -119,9 +119,10 @@ def test_an_evaluator_that_was_not_due_does_not_count(tmp_path: Path, caplog: py
     data = {"validation": DATA[:1], "rare": Evaluator(DATA[:1], interval="2ep")}
     with caplog.at_level(logging.WARNING, "callsheet"):
         assert epochs(tmp_path, stopper(monitor="rare/score"), [1.0] * 8, data=data) == (6, "stopped")
-    (warning,) = caplog.messages
+    warning, ended = caplog.messages
     assert "'rare/score'" in warning
     assert "validation/score" in warning
+    assert "training ended at step" in ended
 
 
 @pytest.mark.parametrize("kind", ["validation/scores", "validation/x"])
