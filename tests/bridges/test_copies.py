@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from callsheet import Callback, Context, attach
+from callsheet.bridges import torch_hooks
 from callsheet.run import copies
 
 from .cells import loop_of
@@ -303,3 +304,12 @@ def test_two_additions_to_one_attribute_are_removed_in_any_order() -> None:
             removals[index]()
         assert thing.name() == "theirs"
         assert not vars(thing)
+
+
+def test_a_torch_without_the_private_names_leaves_a_function_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def function() -> int:
+        return 1
+
+    monkeypatch.delattr(torch._C._dynamo.eval_frame, "_FrameAction")
+    assert torch_hooks.not_compiled(function) is function
+    assert function() == 1

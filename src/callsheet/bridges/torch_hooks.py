@@ -12,7 +12,6 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo import eval_frame
 from torch.optim import Optimizer
 
 from callsheet.bridges.giving_up import is_for_user
@@ -108,15 +107,21 @@ def is_traced() -> bool:
 def not_compiled(function: Function, *, recursive: bool = True) -> Function:
     """Decorate a function, so that Dynamo does not compile it when code between two compiled regions of a script calls it.
 
-    `torch.compiler.disable` does the same, but makes each call slower and imports Dynamo.
+    `torch.compiler.disable` does the same, but makes each call slower and imports Dynamo. In a version of torch without the private
+    names that are used here, the function is returned unchanged, and a compiled step may have more graphs.
 
     Args:
         function: the function.
         recursive: whether the functions that it calls are not compiled either.
     """
-    action = eval_frame._FrameAction
-    strategy = eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if recursive else action.DEFAULT)
-    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    try:
+        from torch._C._dynamo import eval_frame
+
+        action = eval_frame._FrameAction
+        strategy = eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if recursive else action.DEFAULT)
+        eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    except (ImportError, AttributeError, TypeError):
+        logger.debug("functions cannot be left out of compilation in torch %s", torch.__version__)
     return function
 
 

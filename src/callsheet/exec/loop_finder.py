@@ -84,7 +84,8 @@ class LoopFinder:
         self._wrap(nn.Module, "zero_grad", self._zero_grad)
         self._wrap(torch.nn.utils.clip_grad, "clip_grad_norm_", self._clip, also=torch.nn.utils)
         # `torch.jit.script` and `torch.jit.trace` call this for modules. They look at their caller, so they are not wrapped themselves.
-        self._wrap(torch.jit._recursive, "create_script_module", self._script)
+        if hasattr(getattr(torch.jit, "_recursive", None), "create_script_module"):  # a private name of torch
+            self._wrap(torch.jit._recursive, "create_script_module", self._script)
         self._undo.append(register_optimizer_step_pre_hook(self._steps).remove)
 
     def stop(self) -> None:
