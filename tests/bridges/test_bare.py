@@ -354,7 +354,8 @@ def test_a_loop_that_counts_its_epochs_itself_is_told_once_what_to_write(
     run = loop_of_range(tmp_path, recorder := Recorder(), Stopper(BATCHES + 2))
     assert run.ctx.step == BATCHES + 2
     check_events(recorder.events)
-    (warning,) = caplog.messages
+    warning, ended = caplog.messages
+    assert ended == f"run: training ended at step {BATCHES + 2}, stopped by Stopper: enough"
     assert warning.startswith(f"training has ended at step {BATCHES + 2} (stopped by Stopper: enough)")
     assert "Write `for epoch in run.epochs(n):` instead of `for epoch in range(n):`" in warning
 

@@ -58,8 +58,11 @@ class Counts(Callback):
 
 
 class Sleeps(Callback):
+    def __init__(self, *, seconds: float = SLEEP) -> None:
+        self.seconds = seconds
+
     def on_train_step_end(self, ctx: Context) -> None:
-        time.sleep(SLEEP)
+        time.sleep(self.seconds)
 
 
 def run(folder: Path, *callbacks: Callback, costs: Any = "sampled", **changes: Any) -> CapturingLogger:
@@ -161,7 +164,7 @@ def test_a_callback_that_takes_too_much_is_named_once(tmp_path: Path, caplog: py
 
 
 def test_a_callback_that_takes_most_of_a_short_run_is_named_at_its_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run(tmp_path, Sleeps(), Counts(), eval_interval=None, max_duration="12ba")
+    run(tmp_path, Sleeps(seconds=0.02), Counts(), eval_interval=None, max_duration="12ba")
     (named,) = [record.getMessage() for record in caplog.records if "of the step" in record.getMessage()]
     assert named.startswith("Callback Sleeps takes ")
 

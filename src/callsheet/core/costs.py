@@ -38,7 +38,7 @@ _PUBLISH_GROWTH, _PUBLISH_SECONDS = (1.1, 2.0)
 _MAX_SLICES = 20_000  # how many timed slices are kept for one timing window; a long evaluation may have more
 _MIN_WARN_STEPS = 20  # how many steps must be timed before a warning during the run
 # At the end of a short run, fewer timed steps are enough if a callback takes this share and this time of a step.
-_CLEAR_SHARE, _CLEAR_SECONDS = 0.25, 1e-3
+_CLEAR_SHARE, _CLEAR_SECONDS = 0.25, 10e-3
 _MIN_WARN_SECONDS = 50e-6  # a callback that takes less time per step than this causes no warning
 
 _STEP = ("fetch", "train_step")
