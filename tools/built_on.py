@@ -34,7 +34,7 @@ from typing import Any
 import yaml
 
 import composer_venv
-from built_on_programs import ACTS, CALLBACKS, OBSERVES, PROGRAMS, SCRIPTS, Ask, Program, Run, Way, prepare
+from built_on_programs import ACTS, CALLBACKS, OBSERVES, PROGRAMS, SCRIPTS, STOP_AT, Ask, Program, Run, Way, prepare
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".venv-built-on"
@@ -198,10 +198,6 @@ def measured(training: Training, result: Result) -> Result:
         )
     messages = {name: training.asked(name, ask, known=ours.messages) for name, ask in way.asks.items()}
     return replace(result, rejected={name: message for name, message in messages.items() if message})
-
-
-STOP_AT = 4
-"""The step at which `watch.Stops` requests a stop."""
 
 
 @dataclass

@@ -18,7 +18,9 @@ CALLBACKS = "callbacks.yaml"
 OBSERVES = ["watch.Watch", "SpeedMonitor", "MemoryMonitor", "LRMonitor"]
 EMA = {"class_path": "EMA", "init_args": {"half_life": 2, "at_end": False}}
 SAVER = {"class_path": "CheckpointSaver", "init_args": {"save_interval": "2ba", "keep": None}}
-ACTS = ["watch.Watch", EMA, SAVER, "watch.Stops"]
+STOP_AT = 4
+"""The step at which a callback requests a stop."""
+ACTS = ["watch.Watch", EMA, SAVER, {"class_path": "watch.Stops", "init_args": {"at": STOP_AT}}]
 SCHEDULER = {"class_path": "GradientAccumulationScheduler", "init_args": {"schedule": {1: 4}}}
 
 

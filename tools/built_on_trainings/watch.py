@@ -14,8 +14,6 @@ from callsheet import Callback, Context
 from callsheet.testing import GrammarError, Recorder, check_events
 
 MESSAGES, WATCHED = "messages.jsonl", "watched.json"
-STOP_AT = 4
-"""The step at which `Stops` requests a stop."""
 
 
 class Watch(Recorder):
@@ -37,11 +35,14 @@ def _error_of(events: Iterable[str]) -> str:
 
 
 class Stops(Callback):
-    """Requests a stop."""
+    """Requests a stop at the end of a step."""
+
+    def __init__(self, *, at: int) -> None:
+        self.at = at
 
     def on_train_step_end(self, ctx: Context) -> None:
-        if ctx.step == STOP_AT:
-            ctx.control.stop(f"step {STOP_AT}")
+        if ctx.step == self.at:
+            ctx.control.stop(f"step {self.at}")
 
 
 class _MessageFile(logging.Handler):
