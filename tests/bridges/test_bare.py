@@ -348,7 +348,7 @@ def loop_of_range(folder: Path, *callbacks: Callback, epochs: int = 4, **options
     return run
 
 
-def test_a_loop_that_counts_its_epochs_itself_is_told_once_what_to_write(
+def test_a_loop_that_counts_its_epochs_itself_gets_one_message_that_says_what_to_write(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = loop_of_range(tmp_path, recorder := Recorder(), Stopper(BATCHES + 2))
@@ -360,7 +360,7 @@ def test_a_loop_that_counts_its_epochs_itself_is_told_once_what_to_write(
     assert "Write `for epoch in run.epochs(n):` instead of `for epoch in range(n):`" in warning
 
 
-def test_a_resumed_loop_that_counts_its_epochs_itself_is_told_that_it_trains_too_long(
+def test_a_resumed_loop_that_counts_its_epochs_itself_gets_a_message_that_it_trains_too_long(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     loop_of_range(tmp_path, CheckpointSaver(), epochs=2)
@@ -1210,7 +1210,7 @@ def test_a_callback_that_may_not_write_is_switched_off_with_one_line(
 ) -> None:
     assert train_in(read_only_folder, loop, [kind()], **options) == BATCHES
     (message,) = caplog.messages
-    assert message.startswith(f"Callback {kind.__name__} cannot write to {read_only_folder}/")
+    assert message.startswith(f"Callback {kind.__name__} may not use {read_only_folder}/")
     assert "(Permission denied), so it is switched off in this run; training continues. Make the folder writable" in message
     assert caplog.records[0].exc_info is None
 

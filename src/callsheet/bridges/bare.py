@@ -446,12 +446,12 @@ class AttachedRun:
         else:
             why = f"signal {received.name}" if received is not None else f"reached max_duration, {run.state.max_duration}"
         self._warn(
-            f"training has ended at step {run.ctx.step} ({why}), so run.steps() yields no more batches, but the loop around it goes on. Write "
+            f"training has ended at step {run.ctx.step} ({why}), so run.steps() yields no more batches, but the loop around it continues. Write "
             "`for epoch in run.epochs(n):` instead of `for epoch in range(n):`, or leave the loop if run.is_over"
         )
 
     def _reject_evaluation(self) -> None:
-        """Log that the results of an evaluation are ignored, unless the log already says that the loop goes on after the end."""
+        """Log that the results of an evaluation are ignored, unless the log already says that the loop continues after the end."""
         if not self._is_end_logged:
             self._warn(
                 "run.evaluated() was called a second time without a training step in between, so its results are ignored. Give the results of "

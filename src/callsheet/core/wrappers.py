@@ -147,7 +147,7 @@ def failed(registration: Registration, event: str, ctx: Context, error: Exceptio
     if isinstance(error, OSError) and error.errno in NOT_WRITABLE and error.filename is not None:
         registration.cannot_write = registration.is_off = True
         logger.error(
-            "Callback %s cannot write to %s (%s), so it is switched off in this run; training continues. Make the folder writable, or choose "
+            "Callback %s may not use %s (%s), so it is switched off in this run; training continues. Make the folder writable, or choose "
             "another one, for example with runs_folder",
             registration.label,
             error.filename,
