@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from callsheet import CallsheetError, CheckpointInfo, Context, MetricsRecord, RunInfo, TrainState
+from callsheet import CallbackManager, CallsheetError, CheckpointInfo, Context, MetricsRecord, RunInfo, TrainState
 from callsheet.core.events import Event
 from callsheet.core.lifecycle import ALWAYS, EVENTS, FIELDS
 from callsheet.core.ranks import Ranks
@@ -18,6 +18,12 @@ WINDOWED = [name for name in FIELDS if name not in ALWAYS]
 
 def context() -> Context:
     return Context(RunInfo("test"))
+
+
+def fires(ctx: Context, event: Event) -> None:
+    """Let the context belong to a manager that is firing this event."""
+    ctx.dispatcher = CallbackManager()
+    ctx.dispatcher.current = event
 
 
 @pytest.mark.parametrize("name", ALWAYS)
@@ -40,7 +46,7 @@ def test_an_unavailable_field_names_its_window(name: str) -> None:
 
 def test_the_message_names_the_event_at_which_it_was_read() -> None:
     ctx = context()
-    ctx.event = Event.TRAIN_START
+    fires(ctx, Event.TRAIN_START)
     with pytest.raises(FieldNotAvailable, match=r"^ctx.record is not available at on_train_start; it is available at on_log$"):
         _ = ctx.record
     with pytest.raises(FieldNotAvailable, match=r"it is available from on_clip_gradients_end to on_train_step_end$"):
@@ -263,7 +269,8 @@ def test_contexts_do_not_share_by_accident() -> None:
 def test_values_that_are_the_same_on_all_ranks_join_the_record_at_on_log() -> None:
     log = MetricLog()
     ctx = Context(RunInfo("test"), accumulator=log)
-    ctx.event, ctx.record = Event.LOG, MetricsRecord(3, {"train/loss": 1.0})
+    fires(ctx, Event.LOG)
+    ctx.record = MetricsRecord(3, {"train/loss": 1.0})
     earlier = ctx.record
     ctx.log({"speed/steps": 2, ("norm/a", "norm/b"): [3.0, 4.0]}, across="same")
     ctx.log({"later/mean": 5.0})
@@ -275,7 +282,8 @@ def test_values_that_are_the_same_on_all_ranks_join_the_record_at_on_log() -> No
 @pytest.mark.parametrize("value", ["fast", None, [1.0, 2.0]])
 def test_what_is_no_number_does_not_join_a_record(value: object) -> None:
     ctx = context()
-    ctx.event, ctx.record = Event.LOG, MetricsRecord(3, {})
+    fires(ctx, Event.LOG)
+    ctx.record = MetricsRecord(3, {})
     with pytest.raises(ConfigError, match=r"^speed/steps: .* is not one number a name"):
         ctx.log({"speed/steps": value}, across="same")
 

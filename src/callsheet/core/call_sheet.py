@@ -102,22 +102,25 @@ class CompositeHandler(ABC):
         """
 
 
-CompiledEvent = tuple[Handler | None, Handler | None, tuple[Handler, ...] | None, Event, tuple[HandlerEntry, ...]]
-"""A compiled event: its first, second and other handlers in order, its name, and the call sheet entries of all handlers.
+Call = tuple[Handler, HandlerEntry]
+"""A function to call, and its row of the call sheet."""
 
-The first three items are None if there is no such handler. It is a plain tuple because every dispatch unpacks it. Two handlers
-are separate because calling them costs less than a loop over one or two elements (`benchmarks/dispatch.py`).
+More = tuple[Handler, Handler | None, Handler | None, "More | None"]
+"""Up to three handlers, and those after them."""
+
+CompiledEvent = tuple[Handler | None, Handler | None, More | None, Event, tuple[Call, ...]]
+"""A compiled event: its first and second handler, the others in groups of three, its name, and all calls in order.
+
+The first three items are None if there is no such handler. It is a plain tuple because every dispatch unpacks it. Handlers are
+called one by one and in groups because a loop over a few elements costs more (`benchmarks/dispatch.py`).
 """
 
 
 class Dispatcher(Protocol):
-    """An object that fires events and stores the event that is being fired now.
-
-    When an event is fired inside another, the outer event is restored from this object and not from `ctx.event`, because a class
-    with a `__getattr__`, such as `Context`, reads attributes more slowly.
-    """
+    """An object that fires events and stores the event that is being fired now."""
 
     current: Event | None
+    """The event that is being fired, which `ctx.event` returns; None if no event is being fired."""
 
 
 class CallSheet:
@@ -189,22 +192,21 @@ def compiled(
             here += entry.handler.parts(entry, here)
         else:
             here.append(entry)
-    return compile_event([wrapped(entry, checking, in_lane, timed) for entry in here], as_event(event), here)
+    return compile_event([(wrapped(entry, checking, in_lane, timed), entry) for entry in here], as_event(event))
 
 
-def compile_event(handlers: Sequence[Handler], event: Event, entries: Sequence[HandlerEntry]) -> CompiledEvent:
-    """Pack the handlers of one event and their table entries into a `CompiledEvent`, the tuple that is read when it is fired."""
-    first, second = (*handlers[:2], None, None)[:2]
-    return first, second, tuple(handlers[2:]) or None, event, tuple(entries)
+def compile_event(calls: Sequence[Call], event: Event) -> CompiledEvent:
+    """Pack the calls of one event into a `CompiledEvent`, the tuple that is read when it is fired."""
+    first, second = (*(handler for handler, _ in calls[:2]), None, None)[:2]
+    more: More | None = None
+    for start in reversed(range(2, len(calls), 3)):
+        third, fourth, fifth = (*(handler for handler, _ in calls[start : start + 3]), None, None)[:3]
+        assert third is not None
+        more = third, fourth, fifth, more
+    return first, second, more, event, tuple(calls)
 
 
-def compiled_handlers(event: CompiledEvent) -> tuple[Handler, ...]:
-    """Return the handlers in a `CompiledEvent` as one tuple, in the order in which they are called."""
-    first, second, rest, _, _ = event
-    return tuple(each for each in (first, second, *(rest or ())) if each is not None)
-
-
-def recover(compiled_event: CompiledEvent, failed: Handler | None, error: BaseException, ctx: Context) -> None:
+def recover(compiled_event: CompiledEvent, failed: Handler, error: BaseException, ctx: Context) -> None:
     """Handle the `error` that the handler `failed` raised: call the later handlers that must always run, then raise the error.
 
     These are the later handlers of phases `report` and `restore`; at `on_exception` and `on_run_end` they are all later handlers.
@@ -213,9 +215,9 @@ def recover(compiled_event: CompiledEvent, failed: Handler | None, error: BaseEx
     In another framework's loop, a field that should be available but is missing is an error of the host (the adapter for that
     framework), not of the callback. The failed handler is then skipped with a warning, and all other handlers are called.
     """
-    handlers, (*_, event, entries) = compiled_handlers(compiled_event), compiled_event
-    place = next(i for i, handler in enumerate(handlers) if handler is failed)
-    registration = entries[place].registration
+    *_, event, calls = compiled_event
+    place = next(i for i, (handler, _) in enumerate(calls) if handler is failed)
+    registration = calls[place][1].registration
     if excused(registration, event, ctx, error):
         _call_rest(compiled_event, place + 1, ctx)
         return
@@ -223,7 +225,7 @@ def recover(compiled_event: CompiledEvent, failed: Handler | None, error: BaseEx
     error.add_note(
         f"raised by callback {registration.label} ({registration.source}) at {event}, step {ctx.step}, rank {ctx.run.rank}"
     )
-    for handler, entry in zip(handlers[place + 1 :], entries[place + 1 :], strict=True):
+    for handler, entry in calls[place + 1 :]:
         if event in _ENDING_EVENTS or entry.phase in _ALWAYS_CALLED:
             try:
                 handler(ctx)
@@ -236,13 +238,13 @@ def recover(compiled_event: CompiledEvent, failed: Handler | None, error: BaseEx
 
 
 def _call_rest(compiled_event: CompiledEvent, first: int, ctx: Context) -> None:
-    handler = None
-    try:
-        for handler in compiled_handlers(compiled_event)[first:]:
+    *_, calls = compiled_event
+    for handler, _ in calls[first:]:
+        try:
             handler(ctx)
-    except BaseException as error:
-        assert handler is not None
-        recover(compiled_event, handler, error, ctx)
+        except BaseException as error:
+            recover(compiled_event, handler, error, ctx)
+            return
 
 
 def marked(compiled_event: CompiledEvent, mark: HandlerEntry) -> CompiledEvent:
@@ -250,10 +252,9 @@ def marked(compiled_event: CompiledEvent, mark: HandlerEntry) -> CompiledEvent:
 
     The added handler is called last at the end of a span, and first at any other event.
     """
-    handlers, (*_, event, entries) = compiled_handlers(compiled_event), compiled_event
-    if event.endswith("_end"):
-        return compile_event((*handlers, mark.handler), event, (*entries, mark))
-    return compile_event((mark.handler, *handlers), event, (mark, *entries))
+    *_, event, calls = compiled_event
+    ours = (mark.handler, mark)
+    return compile_event((*calls, ours) if event.endswith("_end") else (ours, *calls), event)
 
 
 def all_entries(by_event: dict[str, list[HandlerEntry]]) -> CallSheet:

@@ -18,6 +18,7 @@ from callsheet.core.lifecycle import ALWAYS, FIELDS
 from callsheet.errors import ConfigError, FieldNotAvailable, RequestRejected, did_you_mean
 
 if TYPE_CHECKING:
+    from callsheet.core.call_sheet import Dispatcher
     from callsheet.core.callback import Callback
     from callsheet.core.run_state import CheckpointInfo, MetricsRecord, RunInfo, TrainState
 
@@ -77,9 +78,18 @@ class Context:
         FieldNotAvailable: on reading a field outside its window; the message names the window.
     """
 
-    __slots__ = (*FIELDS, "__weakref__", "_accumulator", "_loggers", "excuse", "kept", "loss_is_new", "muting")
+    __slots__ = (
+        *(name for name in FIELDS if name != "event"),
+        "__weakref__",
+        "_accumulator",
+        "_loggers",
+        "dispatcher",
+        "excuse",
+        "kept",
+        "loss_is_new",
+        "muting",
+    )
 
-    event: Event | None
     run: RunInfo
     state: TrainState
     step: int
@@ -118,7 +128,6 @@ class Context:
         accumulator: Accumulator | None = None,
         loggers: LoggerLine | None = None,
     ) -> None:
-        self.event = None
         self.run = run
         self.state = state if state is not None else _new_state()
         self.step = 0
@@ -141,6 +150,16 @@ class Context:
         """
         self.muting: Callable[[Callback, tuple[str, ...], bool, int | None], None] | None = None
         """The function that `mute` and `unmute` call. The manager sets it."""
+        self.dispatcher: Dispatcher | None = None
+        """The object that fires the events, normally the manager, which sets it."""
+
+    @property
+    def event(self) -> Event | None:
+        """The event that is being fired, or None.
+
+        It is read from the dispatcher, because writing a field of the context at every event would make each event slower.
+        """
+        return self.dispatcher.current if self.dispatcher is not None else None
 
     def sibling(self, accumulator: Accumulator | None = None) -> Context:
         """Return a context for another loop of the same run, such as an evaluation.
@@ -160,6 +179,7 @@ class Context:
             loggers=self._loggers,
         )
         other.step, other.epoch, other.muting, other.excuse = self.step, self.epoch, self.muting, self.excuse
+        other.dispatcher = self.dispatcher
         for name in ("optimizer", "scheduler"):
             if self.has(name):
                 setattr(other, name, getattr(self, name))

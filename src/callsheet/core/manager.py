@@ -72,8 +72,7 @@ class CallbackManager:
         warn_share: float | None = 0.05,
     ) -> None:
         self.user_state: dict[str, Any] = {}
-        self.current: Event | None = None
-        """The event that is being fired; None if no event is being fired."""
+        self.current: Event | None = None  # `ctx.event` returns it
         self.costs = Costs(costs, warn_share)
         self._table = DispatchTable(self.costs, checking=checking)
         self.has_listeners = self._table.has_listeners
@@ -298,27 +297,35 @@ class CallbackManager:
                 first.
         """
         try:
-            first, second, rest, named, entries = self._active[event]
+            first, second, more, named, calls = self._active[event]
         except KeyError:
-            first, second, rest, named, entries = self._table.lookup(as_event(event))
+            first, second, more, named, calls = self._table.lookup(as_event(event))
+            ctx.dispatcher = self  # also for a context that was never given to `open`
             self._is_over = False
         if first is not None:
-            outer = self.current
-            self.current = ctx.event = named
+            outer, self.current = self.current, named
+            rest = more
+            handler = first
             try:
                 first(ctx)
                 if second is not None:
                     handler = second
                     second(ctx)
-                    if rest is not None:
-                        for handler in rest:
-                            handler(ctx)
+                    while rest is not None:
+                        handler, fourth, fifth, rest = rest
+                        handler(ctx)
+                        if fourth is not None:
+                            handler = fourth
+                            fourth(ctx)
+                            if fifth is not None:
+                                handler = fifth
+                                fifth(ctx)
             except BaseException as error:
                 try:
-                    recover((first, second, rest, named, entries), locals().get("handler", first), error, ctx)
+                    recover((first, second, more, named, calls), handler, error, ctx)
                 finally:
-                    self.current = ctx.event = outer
-            self.current = ctx.event = outer
+                    self.current = outer
+            self.current = outer
 
     def spans(self, ctx: Context) -> Spans:
         """Return a context manager for each span, with which a loop fires the span's events on `ctx`."""
@@ -345,6 +352,7 @@ class CallbackManager:
         ctx.user_state = self.user_state
         ctx.kept = self._kept()
         ctx.muting = self._mute
+        ctx.dispatcher = self
         self._ctx = weakref.ref(ctx)
         for registration in self._registrations:
             registration.failures = registration.failures_in_a_row = 0

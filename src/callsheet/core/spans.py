@@ -57,25 +57,31 @@ class Span:
             self._fire(self.ends)
 
     def _fire(self, compiled: CompiledEvent) -> None:  # repeats the body of CallbackManager.fire to save one call per event
-        first, second, rest, event, _ = compiled
+        first, second, more, event, _ = compiled
         ctx, dispatcher = self._ctx, self._dispatcher
-        outer = dispatcher.current
-        dispatcher.current = ctx.event = event
+        outer, dispatcher.current = dispatcher.current, event
+        handler = first
         try:
             first(ctx)  # type: ignore[misc]  # `link` sets only events that have a handler
             if second is not None:
                 handler = second
                 second(ctx)
-                if rest is not None:
-                    for handler in rest:
-                        handler(ctx)
+                while more is not None:
+                    handler, fourth, fifth, more = more
+                    handler(ctx)
+                    if fourth is not None:
+                        handler = fourth
+                        fourth(ctx)
+                        if fifth is not None:
+                            handler = fifth
+                            fifth(ctx)
         except BaseException as error:
             note_span(error, self.name, ctx)
             try:
-                recover(compiled, locals().get("handler", first), error, ctx)
+                recover(compiled, handler, error, ctx)  # type: ignore[arg-type]
             finally:
-                dispatcher.current = ctx.event = outer
-        dispatcher.current = ctx.event = outer
+                dispatcher.current = outer
+        dispatcher.current = outer
 
 
 _EDGES: dict[str, tuple[tuple[str, str], ...]] = {}
@@ -123,6 +129,7 @@ class Spans:
 
     def __init__(self, ctx: Context, dispatcher: Dispatcher) -> None:
         self.ctx = ctx
+        ctx.dispatcher = dispatcher
         self.links = 0
         """How many times `link` was called, so that a loop can detect a change."""
         for name in SPANS:

@@ -14,7 +14,7 @@ from math import inf
 from typing import Any, TypeVar
 
 from callsheet.core.background import Background, inner
-from callsheet.core.call_sheet import CompiledEvent, HandlerEntry, Registration, compile_event, compiled_handlers, internal_entry
+from callsheet.core.call_sheet import CompiledEvent, HandlerEntry, Registration, compile_event, internal_entry
 from callsheet.core.callback import Callback
 from callsheet.core.context import Context
 from callsheet.core.lane_options import LaneOptions
@@ -153,11 +153,10 @@ class LaneSet:
 
         The loggers close their files at `on_run_end`, so what the lanes log must arrive before that.
         """
-        handlers, (*_, event, entries) = compiled_handlers(run_end), run_end
-        both = list(zip(handlers, entries, strict=True))
-        place = next((place for place, entry in enumerate(entries) if _is_logger(entry.registration)), len(both))
-        late = [each for each in both[place:] if each[1].lane != "inline" and not _is_logger(each[1].registration)]
-        before, after = both[:place] + late, [each for each in both[place:] if each not in late]
+        *_, event, calls = run_end
+        place = next((place for place, (_, entry) in enumerate(calls) if _is_logger(entry.registration)), len(calls))
+        late = [each for each in calls[place:] if each[1].lane != "inline" and not _is_logger(each[1].registration)]
+        before, after = [*calls[:place], *late], [each for each in calls[place:] if each not in late]
         registrations = {entry.registration for _, entry in before if entry.lane != "inline"}
         if not registrations:
             return run_end
@@ -170,8 +169,7 @@ class LaneSet:
             self.process_messages(ctx)
 
         ours = internal_entry(event, drain_lanes, "the wait for lanes", "lane_set.py")
-        both = [*before, (drain_lanes, ours), *after]
-        return compile_event([handler for handler, _ in both], event, [entry for _, entry in both])
+        return compile_event([*before, (drain_lanes, ours), *after], event)
 
     # --- waiting for the lanes ---
 

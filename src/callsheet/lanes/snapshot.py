@@ -215,8 +215,9 @@ class Snapshot(Context):
         FieldNotAvailable: on reading a field that it does not hold; the message says how to get it.
     """
 
-    __slots__ = ("_lane",)
+    __slots__ = ("_lane", "event")
 
+    event: Event | None
     _lane: LaneControl
     """The same object as `control`, typed as a `LaneControl`. Messages to the run go through it."""
 
