@@ -330,7 +330,7 @@ def _add_import(command: AddsCommand) -> None:
         action="append",
         default=[],
         metavar="OLD=NEW",
-        help="rename the metric OLD to NEW; if both end with /, rename the prefix of all such metrics; may be repeated",
+        help="rename the metric OLD to NEW; if OLD ends with /, rename all metrics that begin with OLD; may be repeated",
     )
 
 
@@ -414,7 +414,7 @@ def _recipe_missing(command: str, rest: list[str]) -> int:
     does = {
         "train": "Run a recipe.",
         "show": "Print the call sheet (which callback is called when) and the settings of a recipe, without training.\n"
-        "callsheet show RUN prints the same for an existing run.",
+        "callsheet show RUN prints the call sheet and the settings of an existing run.",
     }[command]
     print(
         f"usage: callsheet {command} RECIPE [--KEY VALUE ...]\n\n"

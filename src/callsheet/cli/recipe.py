@@ -237,6 +237,6 @@ def recipe_parser(kind: type[Recipe[Any]], path: Path, *, command: str, title: s
         default=[],
         help="a list of callbacks, each with `class_path`, and optionally with `init_args` and `name`",
     )
-    parser.add_argument("--loggers", type=list[Callback], default=[], help="a list of loggers in the same form")
+    parser.add_argument("--loggers", type=list[Callback], default=[], help="a list of loggers, in the same form as `callbacks`")
     parser.add_argument("--config", action="config", help="a further file, whose values override those of the recipe")
     return parser

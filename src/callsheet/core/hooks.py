@@ -54,13 +54,13 @@ class Hooks:
         """
 
     def on_epoch_start(self, ctx: Context) -> Awaitable[None] | None:
-        """Before a pass over the training data; fired again when a resumed run continues in the middle of one.
+        """Before a pass over the training data; fired again when a resumed run continues in the middle of an epoch.
 
         Available here: optimizer, scheduler.
         """
 
     def on_fetch_start(self, ctx: Context) -> Awaitable[None] | None:
-        """Before the next batch is requested from the dataloader; a step may take several.
+        """Before the next batch is requested from the dataloader; a step may use several batches.
 
         Available here: optimizer, scheduler.
         """
@@ -252,7 +252,7 @@ class Hooks:
         """
 
     def on_train_end(self, ctx: Context) -> Awaitable[None] | None:
-        """Training has finished, was stopped, or was preempted; not fired when it failed.
+        """Training has finished, was stopped, or was preempted; not fired if training failed.
 
         Available here: optimizer, scheduler.
         """

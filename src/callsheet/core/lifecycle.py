@@ -97,7 +97,7 @@ SPANS: dict[str, Span] = {
         Span(
             "train",
             "The model is in training mode; the first round follows.",
-            "Training has finished, was stopped, or was preempted; not fired when it failed.",
+            "Training has finished, was stopped, or was preempted; not fired if training failed.",
             f"((round {BOUNDARY})* | {BOUNDARY} (round {BOUNDARY})*)",
         ),
         Span(
@@ -108,13 +108,13 @@ SPANS: dict[str, Span] = {
         ),
         Span(
             "epoch",
-            "Before a pass over the training data; fired again when a resumed run continues in the middle of one.",
+            "Before a pass over the training data; fired again when a resumed run continues in the middle of an epoch.",
             "After one pass over the training data (an epoch), or when training stops within it.",
             f"((fetch+ train_step {BOUNDARY})* fetch* | {BOUNDARY} (fetch+ train_step {BOUNDARY})* fetch*)",
         ),
         Span(
             "fetch",
-            "Before the next batch is requested from the dataloader; a step may take several.",
+            "Before the next batch is requested from the dataloader; a step may use several batches.",
             "The batch is on the device and may be replaced; `ctx.batch` is None when the data has run out.",
         ),
         Span(
@@ -220,19 +220,29 @@ _CHECKPOINT = tuple((event, event) for event in ("on_checkpoint_load_end", "on_c
 FIELDS: dict[str, Field] = {
     field.name: field
     for field in (
-        Field("event", "Event | None", "the event being fired, restored after a nested one; None between events", "replicated"),
+        Field("event", "Event | None", "the event that is being fired; None between events", "replicated"),
         Field(
             "run",
             "RunInfo",
-            "name, folder, config, restart count, outcome and its reason; ranks and device, which are this process's",
+            "the run's name, folder, config, number of restarts, outcome and reason; the ranks and the device of this process",
             "local",
         ),
-        Field("state", "TrainState", "timestamps of the completed training, `max_duration`, elapsed fraction", "replicated"),
-        Field("step", "int", "the current optimizer step, from 1; between steps the last one; 0 before the first", "replicated"),
-        Field("epoch", "int", "the current epoch, from 1; 0 before the first", "replicated"),
+        Field(
+            "state",
+            "TrainState",
+            "how much training is completed (steps, epochs, samples, tokens, seconds), `max_duration`, and the completed fraction of it",
+            "replicated",
+        ),
+        Field(
+            "step",
+            "int",
+            "the number of the current optimizer step, from 1; between two steps, the number of the last step; 0 before the first step",
+            "replicated",
+        ),
+        Field("epoch", "int", "the number of the current epoch, from 1; 0 before the first epoch", "replicated"),
         Field("model", "Any", "the model; a list of chunks if the host has several", "local"),
-        Field("user_state", "dict[str, Any]", "shared between callbacks for the run; saved in checkpoints", "local"),
-        Field("control", "Control", "the requests that callbacks make of the loop", "agreed"),
+        Field("user_state", "dict[str, Any]", "a dictionary that all callbacks of the run share; saved in checkpoints", "local"),
+        Field("control", "Control", "the object with which callbacks request a stop, a save, an evaluation and so on", "agreed"),
         Field(
             "optimizer",
             "Any",
@@ -250,7 +260,7 @@ FIELDS: dict[str, Field] = {
         Field(
             "batch",
             "Any",
-            "this rank's batch as the dataloader returns it, on the device; if a step takes several, the current one; None when the data "
+            "this rank's batch as the dataloader returns it, on the device; if a step uses several batches, the current batch; None when the data "
             "has run out",
             "local",
             (("on_fetch_end", "on_train_step_end"), *_EVALUATION),
@@ -298,14 +308,14 @@ FIELDS: dict[str, Field] = {
         Field(
             "learning_rate",
             "float",
-            "the first parameter group's, as the step uses it; a scalar tensor if the optimizer keeps one, None if it has no rate",
+            "the learning rate of the first parameter group in this step; a scalar tensor if the optimizer keeps one, None if the optimizer has no learning rate",
             "replicated",
             (("on_optimizer_step_start", "on_train_step_end"),),
         ),
         Field(
             "step_skipped",
             "bool",
-            "the optimizer step was skipped (inf or NaN gradients under loss scaling)",
+            "whether the optimizer step was skipped (inf or NaN gradients under loss scaling)",
             "replicated",
             (("on_optimizer_step_end", "on_train_step_end"),),
         ),
@@ -319,7 +329,7 @@ FIELDS: dict[str, Field] = {
         Field(
             "boundary",
             "str",
-            "which boundary: `step`, `epoch`, `round` or `before_eval`",
+            "the boundary at which a checkpoint may be requested: `step`, `epoch`, `round` or `before_eval`",
             "replicated",
             (("on_checkpoint_due", "on_checkpoint_due"),),
         ),
@@ -333,21 +343,21 @@ FIELDS: dict[str, Field] = {
         Field(
             "standalone",
             "bool",
-            "the user called the evaluation, not the training loop",
+            "whether your program called the evaluation (`trainer.evaluate()`), not the training loop",
             "replicated",
             (("on_eval_all_start", "on_eval_all_end"),),
         ),
         Field(
             "eval_losses",
             "dict[str, Any]",
-            "aggregated losses of the dataset, scalar tensors",
+            "the mean losses on the dataset by name, scalar tensors",
             "reduced",
             (("on_eval_end", "on_eval_end"), ("on_test_end", "on_test_end")),
         ),
         Field(
             "eval_results",
             "dict[str, dict[str, float]]",
-            "metrics by dataset name",
+            "the losses and metrics by dataset name",
             "reduced",
             (("on_eval_all_end", "on_eval_all_end"),),
         ),
@@ -358,8 +368,14 @@ FIELDS: dict[str, Field] = {
             "replicated",
             (*_CHECKPOINT, ("on_checkpoint_published", "on_checkpoint_published")),
         ),
-        Field("exception", "BaseException", "what was raised", "local", (("on_exception", "on_exception"),)),
-        Field("span", "str", "the innermost span that was open when it was raised", "local", (("on_exception", "on_exception"),)),
+        Field("exception", "BaseException", "the exception that was raised", "local", (("on_exception", "on_exception"),)),
+        Field(
+            "span",
+            "str",
+            "the innermost span that was open when the exception was raised",
+            "local",
+            (("on_exception", "on_exception"),),
+        ),
     )
 }
 

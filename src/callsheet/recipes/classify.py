@@ -43,7 +43,8 @@ class ClassifyConfig(JobConfig):
         class_weights: the weight of a sample in the loss. `none`: all samples have the same weight. `balanced`: all classes have
             the same total weight. A list of numbers: the weight of each class.
         sequence_length: the maximum number of tokens of a text.
-        too_long: what happens to longer texts: `truncate` takes their beginning, `reject` ends with an error before training.
+        too_long: what happens to longer texts: `truncate` keeps only their beginning, `reject` ends with an error before
+            training.
     """
 
     run_name: str = "classify"

@@ -49,8 +49,8 @@ class DistillConfig(FinetuneConfig):
         teacher_duration: how long a teacher without a `path` is trained, such as `200ba`; `2dur` is twice `max_duration`.
         kd_temperature: the temperature by which the logits of student and teacher are divided before they are compared.
         mix: the fraction of the loss that comes from the labels, from 0 to 1; the rest comes from the teacher.
-        compare_with_hard_labels: whether another student is trained for the same time on the labels alone, as a comparison in the
-            results.
+        compare_with_hard_labels: whether a second student is trained for as many steps on the labels only, so that the results of
+            the two students can be compared.
     """
 
     run_name: str = "distill"

@@ -38,7 +38,7 @@ class FinetuneConfig(JobConfig):
 
     Args:
         model: the model to train.
-        lora: the low-rank adapters, which are then the only parameters that are trained; None trains all parameters except those
+        lora: settings of low-rank adapters. With adapters, only the adapters are trained. None trains all parameters except those
             that `model.freeze` names.
         train: rows to train on, with the columns `messages`, or `prompt` and `completion`, or `text`; None trains on `docstrings`.
         validation: rows to evaluate on, by the dataset's name.
@@ -48,12 +48,13 @@ class FinetuneConfig(JobConfig):
             template.
         completion_only: whether only the answers count in the loss, and not the prompts.
         sequence_length: the maximum number of tokens of an example, and of a packed row.
-        too_long: what happens to longer examples: `reject` ends with an error before training, `truncate` takes their beginning,
-            `drop` leaves them out.
+        too_long: what happens to longer examples: `reject` ends with an error before training, `truncate` keeps only their
+            beginning, `drop` leaves them out.
         packing: whether to put several examples into each row of `sequence_length` tokens; `batch_size` is then a number of rows.
         evaluate_first: whether the validation data is also evaluated before the first step.
         prompts: prompts that the trained model answers at the end of the run.
-        samples: how many prompts of each validation dataset the trained model also answers.
+        samples: how many rows of each validation dataset the trained model answers at the end of the run, in addition to
+            `prompts`.
         generated_tokens: the maximum number of tokens of an answer.
         temperature: the sampling temperature; 0 chooses the most likely token.
     """

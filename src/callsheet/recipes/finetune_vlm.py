@@ -40,7 +40,7 @@ class FinetuneVLMConfig(JobConfig):
         test: rows to test on once, after training.
         image_folder: the folder to which paths of images are relative; None is the folder of the row's file.
         sequence_length: the maximum number of tokens of a row, including those of its images.
-        too_long: what happens to longer rows: `reject` ends with an error, `truncate` takes their beginning.
+        too_long: what happens to longer rows: `reject` ends with an error, `truncate` keeps only their beginning.
         checked_rows: how many rows of each dataset are checked before training; None checks all.
         answered_rows: how many rows of each validation dataset, and of the test data, the trained model answers, so that its
             answers can be compared.

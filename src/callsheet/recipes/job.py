@@ -28,8 +28,8 @@ class JobConfig:
     Args:
         run_name: the name of the run, and of its folder in `runs_folder`.
         runs_folder: the folder that contains the runs' folders.
-        resume: `auto` resumes the run of this name if it exists. `new` renames that run's folder and starts a new run. The path
-            of a checkpoint resumes from this checkpoint.
+        resume: `auto` resumes the run with the name `run_name` if it exists. `new` renames the folder of this earlier run and
+            starts a new run. The path of a checkpoint resumes from this checkpoint.
         seed: the seed of the weights, the order of the data, and the generated text.
         max_duration: how long to train, such as `75s`, `1000ba` or `2ep`. It needs a unit.
         eval_interval: how often to evaluate, such as `200ba` or `1ep`; there is always an evaluation at the end. None: only at the
@@ -44,9 +44,9 @@ class JobConfig:
         optimizer: an optimizer class by `class_path`, with its `init_args`; None is torch's AdamW with its defaults.
         scheduler: a learning-rate scheduler class by `class_path`, with its `init_args`, stepped after every optimizer step; None
             keeps the rate constant.
-        precision: `fp32` is the type of the model's weights. `bf16` and `fp16` run the model under torch's autocast.
-        parallel: how several ranks share the work. `ddp` keeps the whole model on every rank, `fsdp` shards it, `single` is for one
-            process. `auto` is `ddp` if the model fits on a device, else `fsdp`.
+        precision: `bf16` and `fp16` run the model under torch's autocast; `fp32` runs the model without autocast.
+        parallel: how several ranks share the work. `ddp` keeps the whole model on every rank, `fsdp` shards the model, `single`
+            is for one process. `auto` is `ddp` if the model fits on a device, otherwise `fsdp`.
         compile: whether the model's forward pass is compiled.
         gradient_checkpointing: whether activations are recomputed in the backward pass, if the model supports it.
         save_in_background: whether checkpoints are written while training continues.

@@ -31,7 +31,7 @@ class ByteFiles:
     Args:
         folder: the folder of the files; None is the standard library of the running Python, without its tests.
         pattern: which files in the folder and below it, such as `*.py`.
-        sequence_length: the number of bytes in a window.
+        sequence_length: the number of bytes in a window; each window is one training sample.
         validation_percent: the percentage of files for validation. The name of a file decides whether the file is one of them, so
             the split is always the same.
         test_percent: the percentage of files for the test after training.

@@ -49,7 +49,7 @@ class Docstrings:
     Args:
         folder: the folder of Python files; None is the standard library of the running Python, without its tests.
         held_out_percent: the percentage of files for validation.
-        longest_signature: the maximum number of characters of a signature; functions with a longer one are left out.
+        longest_signature: the maximum number of characters of a signature; functions with a longer signature are left out.
     """
 
     folder: str | None = None

@@ -26,8 +26,8 @@ class TextRows:
         validation: rows to evaluate on, by the dataset's name.
         test: rows to test on once, after training.
         column: the name of the column with the texts.
-        sequence_length: the number of tokens in a window. Texts are concatenated, each followed by the end token, and cut into
-            windows.
+        sequence_length: the number of tokens in a window; each window is one training sample. Texts are concatenated, each
+            followed by the end token, and cut into windows.
 
     Raises:
         ConfigError: `sequence_length` is less than 2.
