@@ -95,13 +95,18 @@ class Hook:
             self.is_registered = False
 
 
-# This is what `torch.jit.is_tracing` calls, at the cost of two more calls in every forward pass.
+# These private names are what `torch.jit.is_tracing` and `torch.compiler.is_compiling` read, at the cost of four more calls in every
+# forward pass.
 _is_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", torch.jit.is_tracing)  # type: ignore[attr-defined]
+_HAS_FLAG = hasattr(torch.compiler, "_is_compiling_flag")
 
 
 def is_traced() -> bool:
-    """Return whether torch is compiling or tracing the code that calls this, so that hooks must leave no trace in the result."""
-    return torch.compiler.is_compiling() or _is_tracing()
+    """Return whether torch is exporting or tracing the model whose hook calls this, so that hooks must leave no trace in the result.
+
+    The hook must be decorated with `not_compiled`, so that Dynamo does not compile this function.
+    """
+    return (torch.compiler._is_compiling_flag if _HAS_FLAG else torch.compiler.is_compiling()) or _is_tracing()
 
 
 def not_compiled(function: Function, *, recursive: bool = True) -> Function:

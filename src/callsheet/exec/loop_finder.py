@@ -77,10 +77,10 @@ class LoopFinder:
     def install(self) -> None:
         """Wrap the functions of torch."""
         self._restore_backward = self._wrap(Tensor, "backward", self._backward)
-        self._wrap(DataLoader, "__iter__", self._iterate)
-        self._wrap(_BaseDataLoaderIter, "__next__", self._fetch)
+        self._wrap(DataLoader, "__iter__", self._iterate, is_compiled=False)
+        self._wrap(_BaseDataLoaderIter, "__next__", self._fetch, is_compiled=False)
         self._wrap(torch.amp.GradScaler, "step", self._scaled_step)
-        self._wrap(Optimizer, "zero_grad", self._zero_grad)
+        self._wrap(Optimizer, "zero_grad", self._zero_grad, is_compiled=False)
         self._wrap(nn.Module, "zero_grad", self._zero_grad)
         self._wrap(torch.nn.utils.clip_grad, "clip_grad_norm_", self._clip, also=torch.nn.utils)
         # `torch.jit.script` and `torch.jit.trace` call this for modules. They look at their caller, so they are not wrapped themselves.
@@ -98,10 +98,12 @@ class LoopFinder:
         while self._undo:
             self._undo.pop()()
 
-    def _wrap(self, owner: Any, name: str, around: Callable[..., Any], *, also: Any = None) -> Callable[[], None]:
+    def _wrap(
+        self, owner: Any, name: str, around: Callable[..., Any], *, also: Any = None, is_compiled: bool = True
+    ) -> Callable[[], None]:
         """Replace `owner.name` by a function that calls `around`. Return a function that restores it.
 
-        `also` is another object that has the same function under this name.
+        `also` is another object that has the same function under this name. `is_compiled` is whether Dynamo may compile the function.
         """
         given = getattr(owner, name)
         owners = (owner, also) if also is not None else (owner,)
@@ -112,13 +114,20 @@ class LoopFinder:
                 return given(*args, **options)
             return around(given, *args, **options)
 
+        @partial(not_compiled, recursive=False)
+        @wraps(given)
+        def faster_wrapper(*args: Any, **options: Any) -> Any:
+            return around(given, *args, **options)
+
+        ours = wrapper if is_compiled else faster_wrapper
+
         def restore() -> None:
             for each in owners:
-                if getattr(each, name) is wrapper:  # otherwise another library has wrapped it since
+                if getattr(each, name) is ours:  # otherwise another library has wrapped it since
                     setattr(each, name, given)
 
         for each in owners:
-            setattr(each, name, wrapper)
+            setattr(each, name, ours)
         self._undo.append(restore)
         return restore
 

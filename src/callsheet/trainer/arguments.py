@@ -22,6 +22,7 @@ from callsheet.core.time import Interval, Time, TimeUnit
 from callsheet.errors import ConfigError
 from callsheet.loggers import ConsoleLogger, ProgressBarLogger
 from callsheet.run.process_groups import ProcessGroups
+from callsheet.run.run_guard import checked_lock_timeout
 from callsheet.trainer.batches import Loader
 from callsheet.trainer.parallel import Parallel
 
@@ -208,6 +209,22 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
         enable(**{name.replace("enable", "kwargs"): {"use_reentrant": False}})
     except ValueError as error:  # a Hugging Face model that does not support gradient checkpointing
         raise ConfigError(f"gradient_checkpointing=True: {error}") from error
+
+
+def check_numbers(arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError if one of the Trainer's arguments that must be numbers is none, or is out of its range."""
+    for name in ("microbatch_size", "gradient_accumulation_steps", "epochs_per_round"):
+        positive(name, arguments[name], int)
+    for name in ("clip_grad_norm", "grace_seconds", "timeout_seconds"):
+        positive(name, arguments[name], float)
+    if arguments["gradient_accumulation_steps"] is None:
+        raise ConfigError("gradient_accumulation_steps=None: give 1 for one batch per step")
+    if arguments["timeout_seconds"] is None:
+        raise ConfigError("timeout_seconds=None: a rank that waits for ever reports nothing; give a number of seconds")
+    checked_lock_timeout(arguments["lock_timeout_seconds"])
+    seed = arguments["seed"]
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise ConfigError(f"seed={seed!r}: give a whole number, or None")
 
 
 def positive(name: str, value: Any, kind: type[int] | type[float]) -> Any:

@@ -32,11 +32,12 @@ from callsheet.run.log_ranks import LogRanks
 from callsheet.run.parts import Stateful
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.run.run import Run
-from callsheet.run.run_guard import LOCK_TIMEOUT_SECONDS, checked_lock_timeout
+from callsheet.run.run_guard import LOCK_TIMEOUT_SECONDS
 from callsheet.run.run_names import check_run_name, new_name
 from callsheet.run.signals import GRACE_SECONDS, SignalWatch
 from callsheet.trainer.arguments import (
     check_cuda_graphs,
+    check_numbers,
     check_same_on_all_ranks,
     checked_optimizer,
     checked_scheduler,
@@ -44,7 +45,6 @@ from callsheet.trainer.arguments import (
     enable_gradient_checkpointing,
     log_boundary,
     named_loaders,
-    positive,
     progress_shown,
     resolved_device,
     run_info,
@@ -187,6 +187,7 @@ class Trainer:
         ranks = read_ranks()
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model is {type(model).__name__}, not a torch.nn.Module")
+        check_numbers(arguments)
         self.device = resolved_device(device, ranks)
         self.model = model
         self.task = resolve_task(task, model, metrics)
@@ -194,14 +195,10 @@ class Trainer:
         self.scheduler: Any = None
         parallel = parallel if isinstance(parallel, Parallel) else Parallel(parallel)
         self._precision = Precision(precision, self.device)
-        microbatch_size = positive("microbatch_size", microbatch_size, int)
         self._microbatch_size, self._gradient_checkpointing = microbatch_size, gradient_checkpointing
-        clip_grad_norm = positive("clip_grad_norm", clip_grad_norm, float)
-        if positive("gradient_accumulation_steps", gradient_accumulation_steps, int) is None:
-            raise ConfigError("gradient_accumulation_steps=None: give 1 for one batch per step")
         has_microbatches = gradient_accumulation_steps > 1 or microbatch_size is not None
         check_cuda_graphs(compile, self.device, has_microbatches=has_microbatches)
-        self.epochs_per_round = positive("epochs_per_round", epochs_per_round, int)
+        self.epochs_per_round = epochs_per_round
         log_every = log_boundary(log_interval)
         eval_every = Interval.of("eval_interval", eval_interval) if eval_interval is not None else None
         check_run_name(run_name, resume)
@@ -211,17 +208,13 @@ class Trainer:
         self.state = TrainState(max_duration=duration(max_duration, self.epochs_per_round))
         self.control = Control(able={"stop", "save", "evaluate", "set_gradient_accumulation"}, is_shared=ranks.world_size > 1)
         preempt_signals = (preempt_signals,) if isinstance(preempt_signals, str) else tuple(preempt_signals)
-        self._signals = SignalWatch(("SIGINT", *preempt_signals), grace=positive("grace_seconds", grace_seconds, float))
+        self._signals = SignalWatch(("SIGINT", *preempt_signals), grace=grace_seconds)
         printing_ranks = LogRanks(log_ranks, ranks)
-        if positive("timeout_seconds", timeout_seconds, float) is None:
-            raise ConfigError("timeout_seconds=None: a rank that waits for ever reports nothing; give a number of seconds")
-        checked_lock_timeout(lock_timeout_seconds)
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-            raise ConfigError(f"seed={seed!r}: give a whole number, or None")
         self._activity = ""  # the name of the public method that is running
+        evaluators = named_evaluators(eval_dataloader)
         world = ProcessGroups(ranks, self.device, timeout_seconds)
         try:
-            check_same_on_all_ranks(world, arguments, named_evaluators(eval_dataloader), self.callbacks.callbacks)
+            check_same_on_all_ranks(world, arguments, evaluators, self.callbacks.callbacks)
             name = run_name or world.of_rank_zero(new_name())
             data_seed = seed if seed is not None else world.of_rank_zero(secrets.randbits(31))
         except BaseException:
@@ -296,7 +289,7 @@ class Trainer:
             run.load(*self._parts(), resume, {name: arguments[name] for name in _RECORDED})
             self.ctx.optimizer, self.ctx.scheduler = self.optimizer, self.scheduler
             with run.spans.data_init:
-                self._load_data(train_dataloader, named_evaluators(eval_dataloader))
+                self._load_data(train_dataloader, evaluators)
 
     def _prepared_model(self, parallel: Parallel, compile: bool | Mapping[str, Any]) -> ParallelModel:
         """Return the model, moved to its device, wrapped, sharded and compiled as requested."""
