@@ -42,7 +42,7 @@ def _parameters_of(kind: type[Callback]) -> Mapping[str, Parameter]:
 
 
 def _familiar_arguments(parameters: Mapping[str, Parameter]) -> dict[str, str]:
-    """Return which of these parameters to use instead of arguments that users know from other frameworks' callbacks."""
+    """Return, for arguments of other frameworks' callbacks, which of these parameters to use instead."""
     from callsheet.core.familiar_names import CALLBACK_ARGUMENTS
 
     return {name: f"{meant}=..." for name, meant in CALLBACK_ARGUMENTS.items() if meant in parameters}

@@ -381,7 +381,7 @@ def _field_hint(name: str) -> str:
 
 
 def _floats(values: Loggable) -> dict[str, float]:
-    """Return a float for each name. A tensor that was logged under several names is split into one float for each of them."""
+    """Return each logged metric as a float, by name. A tensor that was logged under several names becomes one float for each."""
     found: dict[str, float] = {}
     for name, value in values.items():
         try:

@@ -67,7 +67,7 @@ class RunInfo:
 
     @property
     def has_lost_folder(self) -> bool:
-        """Whether another process has taken over the folder."""
+        """Whether another process has taken over the run's folder."""
         return self._lost[0]
 
     @has_lost_folder.setter
@@ -75,7 +75,7 @@ class RunInfo:
         self._lost[0] = is_lost
 
     def may_write(self, path: str | os.PathLike[str]) -> bool:
-        """Return whether this process may still write to a path. Ask before each write.
+        """Return whether this process may still write to a path. Call this before each write.
 
         Args:
             path: the file or folder to be written.

@@ -144,7 +144,8 @@ class Time:
         return cls(value) if isinstance(value, str) else cls(value, default)
 
     def _with(self, other: object, how: Callable[[float, float], T]) -> T:
-        """Return `how(self.value, other.value)`, if both times have the same unit. The operators, such as `<` and `+`, use this.
+        """Return `how(self.value, other.value)`, for the operators, such as `<` and `+`. Raise MixedUnitsError if the units
+        differ.
 
         Return NotImplemented if `other` is not a time.
         """
@@ -396,7 +397,7 @@ class Interval:
 
     @classmethod
     def of(cls, argument: str, given: str | int | Time) -> Interval:
-        """Return the interval that a user passed as an argument, so that an error names the argument.
+        """Return the value of a user's argument as an Interval. If it is invalid, the error names the argument.
 
         Args:
             argument: the name of the argument, for the error message.
