@@ -1,4 +1,4 @@
-"""Leaves credentials out of settings and texts, and makes the one printable line that says why a run ended."""
+"""Removes credentials from settings and texts, and shortens the reason why a run ended to one printable line."""
 
 from __future__ import annotations
 
