@@ -75,9 +75,7 @@ class Agreement:
         self._pending = None
 
     def look(self, step: int) -> None:
-        """After training step `step`, read the other ranks' message and send the next one, if the step is one at which messages
-        are exchanged.
-        """
+        """After training step `step`, read the message of the other ranks and send the next one, if a message is due."""
         if self._world.size == 1:
             self.published = self.durable()
             return
