@@ -123,7 +123,7 @@ class ParallelModel:
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype is not None else None)
             options = {"mesh": mesh, "mp_policy": policy, **parallel.options}
             _shard(model, parallel.blocks, options)
-            # free the gathered weights of frozen modules after their forward pass, because no backward pass needs them
+            # Free the gathered weights of frozen modules after their forward pass, because no backward pass needs them.
             for beside in frozen:
                 _shard(beside, None, {**options, "reshard_after_forward": True})
             _share_statistics(model)

@@ -91,7 +91,7 @@ class Precision:
             self.scaler.load_state_dict(state["scaler"])
 
     def _note_step(self, optimizer: Any, *_: Any) -> None:
-        # a fused optimizer's `step` always runs, and itself skips the update after an overflow
+        # A fused optimizer's `step` always runs, and itself skips the update after an overflow.
         found = getattr(optimizer, "found_inf", None)
         self._stepped = found is None or not found.item()
 
