@@ -56,7 +56,7 @@ class DiskSpaceGuard(Callback):
         self._has_warned = self._has_stopped = False
 
     def on_train_start(self, ctx: Context) -> None:
-        """Reset the state of an earlier `fit`: allow another stop, and look up the disk of the checkpoints again."""
+        """Reset what an earlier call of `fit` has set: allow another stop, and look up the disk of the checkpoints again."""
         self._has_stopped, self._place = False, None
 
     def on_log(self, ctx: Context) -> None:
