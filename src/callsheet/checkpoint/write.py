@@ -118,7 +118,7 @@ class Writing:
         return self._draft.plan()
 
     def _assign(self, plans: Sequence[SavePlan]) -> list[tuple[Names, list[str]]]:
-        """On rank 0, choose the file names, and which tensors each rank writes.
+        """On rank 0, choose the file names and decide which tensors each rank writes.
 
         DCP divides among the ranks the tensors that several of them hold.
         """
@@ -134,7 +134,7 @@ class Writing:
         return [(names, [item.index.fqn for item in plan.items if _holds_any(item)]) for plan in assigned]
 
     def _write(self, names: Names, mine: list[str]) -> tuple[dict[str, FileSeal], bool]:
-        """Write this rank's files. Return their sizes and digests, and whether `is_good` accepted all tensors in them."""
+        """Write this rank's files. Return their sizes and digests, and whether `is_good` accepted every piece of their tensors."""
         rank, draft, folder = self._ranks.rank, self._draft, self._folder
         files = {names.local(rank): folder.write(names.local(rank), [dump(draft.local)])}
         if mine:
@@ -168,7 +168,7 @@ class Writing:
 
 
 def _fitting(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """Return the ranks' save plans, without those shared tensors that rank 0 does not have.
+    """Return the ranks' save plans without the shared tensors that rank 0 does not have.
 
     Raise `CheckpointError` if the shared states of the ranks differ.
 

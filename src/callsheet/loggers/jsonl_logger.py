@@ -219,8 +219,7 @@ class JSONLLogger(Logger):
         self._event(ctx, "file", name=name, path=path)
 
     def log_costs(self, ctx: Context, report: CostReport) -> None:
-        """Append the costs of this process's callbacks so far to `costs.jsonl`. Each line of a process replaces its earlier ones.
-        """
+        """Append the costs of this process's callbacks so far to `costs.jsonl`. Each line of a process replaces its earlier ones."""
         self._append("costs.jsonl", {**self._moment(ctx), **report.to_dict()})
 
     def log_timeline(self, ctx: Context, window: Window) -> None:
