@@ -197,8 +197,7 @@ def why_not(run: RunFolder) -> str:
 
 
 def trigger_of(run: RunFolder) -> Path:
-    """Return the file in which the run's `SaveOnTrigger` looks for requests. If there are several, prefer the one in the run's
-    folder.
+    """Return the file in which the run's `SaveOnTrigger` looks for requests. Of several, return the first in the run's folder.
 
     Raises:
         ConfigError: there is none, or it is outside the run's folder. The content of a folder must not make this process write to
