@@ -70,7 +70,7 @@ class ActivationMonitor(Callback):
         self._has_seen = self._has_warned = False
 
     def on_train_start(self, ctx: Context) -> None:
-        """Check that the patterns match the names of some modules."""
+        """Raise ConfigError if a pattern matches no module's name."""
         self._step = 0
         names = [name for name, _ in ctx.model.named_modules()]
         for pattern in self._patterns or ():

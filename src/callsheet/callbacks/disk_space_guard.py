@@ -21,7 +21,7 @@ _WARN_CHECKPOINTS, _STOP_CHECKPOINTS = 3.0, 1.1  # warn or stop if the free spac
 
 
 class DiskSpaceGuard(Callback):
-    """Warn when the disk that holds the checkpoints runs full, and stop while there is room for a last checkpoint.
+    """Warn when the disk that holds the checkpoints runs full, and stop training while there is room for a last checkpoint.
 
     One rank of each machine checks the disk when a metrics record is made and before a checkpoint; all ranks stop together. The
     limit for the warning is `warn_below` or the size of three checkpoints, and that for the stop is `stop_below` or the size of

@@ -53,7 +53,7 @@ class ModelSummary(Callback):
         self._counter: FlopCounterMode | None = None
 
     def on_run_start(self, ctx: Context) -> None:
-        """Reset the state of an earlier run, so that each run shows the table once."""
+        """Reset this object, which may have been used in an earlier run, so that each run shows the table once."""
         self._is_shown, self._forwards = False, 0
 
     def on_train_start(self, ctx: Context) -> None:

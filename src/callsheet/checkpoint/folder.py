@@ -21,7 +21,7 @@ logger = logging.getLogger("callsheet")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A committed checkpoint.
+    """A committed checkpoint, which is one whose manifest is written.
 
     Attributes:
         path: the path or URL of its folder.

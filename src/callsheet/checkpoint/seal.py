@@ -35,7 +35,7 @@ class Unsealed(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """The content of a manifest.
+    """The content of a checkpoint's manifest.
 
     Attributes:
         kind: what the folder holds; for checkpoints of callsheet always the same word.

@@ -1,4 +1,4 @@
-"""Writes checkpoints. All ranks write together."""
+"""Writes checkpoints, for which all ranks work together."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write_checkpoint(
     check_owner: Callable[[], None] | None = None,
     is_good: Check | None = None,
 ) -> Seal:
-    """Write a checkpoint, and seal it. This is a collective over `group`.
+    """Write a checkpoint and seal it with a manifest. This is a collective over `group`.
 
     What a killed writer left at `path` is removed first. With `overwrite`, the existing checkpoint can be read until the new one
     is sealed, and is then removed.
@@ -73,7 +73,7 @@ def write_checkpoint(
 
 
 class Writing:
-    """One rank's part of the work of writing one checkpoint."""
+    """One rank's work in writing one checkpoint."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Writing:
         self._is_to_clear = False
 
     def run(self, draft: Callable[[], Draft]) -> Seal:
-        """Write and seal the checkpoint. This is a collective.
+        """Write and seal the checkpoint (its manifest is the seal). This is a collective.
 
         An error that `draft` raises on one rank is raised on all ranks.
         """

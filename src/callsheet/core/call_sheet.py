@@ -117,7 +117,7 @@ called one by one and in groups because a loop over a few elements costs more (`
 
 
 class Dispatcher(Protocol):
-    """An object that fires events and stores the event that is being fired now."""
+    """An object that fires events and knows which event is being fired now."""
 
     current: Event | None
     """The event that is being fired, which `ctx.event` returns; None if no event is being fired."""

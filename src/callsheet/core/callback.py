@@ -37,7 +37,7 @@ foreign_hints: list[Callable[[object], str]] = []
 
 @cache
 def _parameters_of(kind: type[Callback]) -> Mapping[str, Parameter]:
-    """Return the parameters of the class's constructor by name, with `self`."""
+    """Return the parameters of the class's constructor by name, including `self`."""
     return signature(kind.__init__).parameters
 
 

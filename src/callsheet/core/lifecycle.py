@@ -47,7 +47,7 @@ class Point(NamedTuple):
 
 
 class Field(NamedTuple):
-    """A field of the context.
+    """A field of the context, which is the object that handlers receive.
 
     `windows` are pairs of events, both included, between which the field is available; no pairs mean that it is always available.
     `kind` says how the values on different ranks are related: `replicated` (the same on all), `local`, `reduced` (computed over

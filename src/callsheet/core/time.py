@@ -284,7 +284,7 @@ class Timestamp(NamedTuple):
         return Timestamp(rounds, epoch, batch, *more, nth_epoch, nth_batch, *more_in_epoch)
 
     def count(self, unit: TimeUnit) -> float:  # type: ignore[override]  # hides the method `tuple.count`, which is not needed
-        """Return the counter of a unit: an int, or a float for `sec`.
+        """Return the progress in a unit, such as the number of batches: an int, or a float for `sec`.
 
         Args:
             unit: the unit, such as `TimeUnit.BATCH`.
@@ -298,7 +298,7 @@ class Timestamp(NamedTuple):
             raise ConfigError(f"a timestamp does not count {str(unit)!r}; use elapsed_fraction() for 'dur'") from None
 
     def get(self, unit: TimeUnit) -> Time:
-        """Return the counter of a unit as a Time.
+        """Return the progress in a unit, such as batches, as a Time.
 
         Args:
             unit: the unit, such as `TimeUnit.BATCH`.
@@ -327,11 +327,11 @@ class Timestamp(NamedTuple):
         return self._against(other, lambda a, b: a >= b)
 
     def __add__(self, other: Time | str) -> Time:  # type: ignore[override]  # a tuple would concatenate
-        """Return, in the unit of `other`, the time that is `other` after this timestamp: `timestamp + "100ba"`."""
+        """Return `timestamp + other`, such as `timestamp + "100ba"`: the progress in the unit of `other`, plus `other`."""
         return self._moved(other, 1)
 
     def __sub__(self, other: Time | str) -> Time:
-        """Return, in the unit of `other`, the counter of this timestamp minus `other`: `timestamp - "100ba"`."""
+        """Return `timestamp - other`, such as `timestamp - "100ba"`: the progress in the unit of `other`, minus `other`."""
         return self._moved(other, -1)
 
     def __mul__(self, other: object) -> NoReturn:

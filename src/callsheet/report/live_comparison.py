@@ -67,7 +67,7 @@ class LiveComparison:
             return self._body
 
     def page(self, token: str, nonce: str) -> bytes:
-        """Return the whole page as HTML; `Live` describes the arguments."""
+        """Return the live page as HTML. The arguments are described in `Live`."""
         with self._lock:
             self._refresh()
             content = self._content

@@ -87,7 +87,7 @@ class LiveRun:
             return self._body
 
     def page(self, token: str, nonce: str) -> bytes:
-        """Return the whole page as HTML; `Live` describes the arguments."""
+        """Return the live page as HTML. The arguments are described in `Live`."""
         with self._lock:
             disabled_reason = self._refresh()
             return page(self._run, live=Live(token, disabled_reason=disabled_reason, nonce=nonce)).encode()

@@ -231,7 +231,7 @@ class Boundaries:
             self._lifetime.reasons[Outcome.STOPPED] = stop_reason(stop)
 
     def evaluate(self, loaders: Mapping[str, Any], *, standalone: bool) -> dict[str, dict[str, float]]:
-        """Run the evaluators of `loaders`, and fire `on_log` with what was logged during the evaluation."""
+        """Evaluate the datasets in `loaders`, and fire `on_log` with what was logged during the evaluation."""
         results = self._evaluation.evaluate(loaders, standalone=standalone)
         self._records.fire_evaluation(self._ctx, self._evaluation.take())
         return results
@@ -315,7 +315,7 @@ class Boundaries:
 
     @contextmanager
     def _training_stopped(self) -> Iterator[None]:
-        """Stop the clock that measures the seconds of training while the `with` block runs."""
+        """While the `with` block runs, stop the clock that measures the seconds of training."""
         self._records.tally.stop()
         yield
         self._records.tally.start()

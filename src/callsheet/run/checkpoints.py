@@ -109,7 +109,7 @@ class Typed:
 
 
 class Checkpoints:
-    """Saves and loads the run's checkpoints in `<run folder>/checkpoints`. Every method except `durable` is a collective.
+    """Saves and loads the run's checkpoints in `<run folder>/checkpoints`. All methods except `durable` are collectives.
 
     Args:
         in_background: whether to save a copy of the state while training continues.
@@ -457,7 +457,7 @@ class Checkpoints:
         return found
 
     def _listed(self, resume: str | os.PathLike[str] | None) -> list[str]:
-        """Return the path that `resume` names, in a list.
+        """Return the paths of the checkpoints that `resume` stands for: one path or, for `"auto"`, several.
 
         For `"auto"`, return the valid checkpoints, the newest first, and log why others are not used.
         """
@@ -551,7 +551,7 @@ class Checkpoints:
 
 
 def _is_good(parameters: frozenset[str], prefixes: tuple[str, ...], name: str, piece: Tensor) -> bool:
-    """Return whether this piece of a saved tensor has valid values, such as no NaN in a weight.
+    """Return whether the values in this piece of a saved tensor are valid. A weight, for example, must not be NaN.
 
     A weight must have no NaN or infinity, a buffer no NaN (masks contain infinities). Other tensors are not checked.
     """

@@ -1,4 +1,4 @@
-"""The run's process groups, and the small collectives through which the ranks agree."""
+"""The run's process groups, and small collectives with which the ranks exchange values."""
 
 from __future__ import annotations
 

@@ -343,7 +343,7 @@ class Evaluation:
 
     @contextmanager
     def _not_training(self) -> Iterator[None]:
-        """Set the model to evaluation mode and update the context while the `with` block runs.
+        """While the `with` block runs, set the model to evaluation mode and update the context.
 
         At the end, even after an exception, restore the modes of the modules and the random states.
         """

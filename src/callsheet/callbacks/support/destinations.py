@@ -146,7 +146,7 @@ class Destination(Protocol):
 
 
 class Webhook:
-    """A URL that receives JSON by POST: the facts and `text`, or only the text, in the format of Slack's incoming webhooks.
+    """Sends notifications to a URL, as JSON by POST: the facts and the text or, for Slack, only the text.
 
     Raises:
         ConfigError: the URL is not http or https.

@@ -54,7 +54,7 @@ class OperationCounter(TorchDispatchMode):
         self.error = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run and count the operation."""
+        """Run the operation and count its FLOPs."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         packet = getattr(func, "_overloadpacket", None)
