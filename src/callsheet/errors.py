@@ -128,9 +128,7 @@ def did_you_mean(name: str, valid: Iterable[str], *, cutoff: float = 0.5) -> str
 
 
 def unknown_arguments(strays: Sequence[str], options: Iterable[str]) -> str:
-    """Return an error message for arguments that a command does not have. It names the option that is most similar to the first
-    one.
-    """
+    """Return an error message for a command's unknown arguments. It names the option that is most similar to the first."""
     wrong = next((word.partition("=")[0] for word in strays if word.startswith("--")), None)
     return f"unknown arguments: {' '.join(strays)}{did_you_mean(wrong, options) if wrong is not None else ''}"
 

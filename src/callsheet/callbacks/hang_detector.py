@@ -1,6 +1,4 @@
-"""Detects hangs: if no step ends for a long time, writes the stacks of all threads, and warns, raises an error or ends the
-process.
-"""
+"""Detects hangs: if no step ends for a long time, writes the stacks of all threads, and warns, raises or ends the process."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ _OTHER_RANKS_SECONDS = 2.0  # time for the other ranks to notice the hang too an
 
 
 class HangDetector(Callback):
-    """When no step ends for much longer than usual, write the stacks of all threads of every rank; then warn, raise or end the
+    """Write all threads' stacks, on every rank, when no step ends for much longer than usual; then warn, raise or end the
     process.
 
     A background thread checks at least once a second whether a step has ended, and learns how long steps take. What it has

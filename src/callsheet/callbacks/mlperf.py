@@ -126,9 +126,7 @@ class MLPerfCallback(Callback):
     # --- the events of a run ---
 
     def on_run_start(self, ctx: Context) -> None:
-        """Record the time at which the run started. The result file is created later, when it is known whether the run is
-        resumed.
-        """
+        """Record when the run started. The result file is created later, when it is known whether the run is resumed."""
         self._forget()
         if not self._benchmark and ctx.run.is_world_process_zero:
             logger.warning("%s has nothing to do: give it a benchmark and a target", label_of(self))

@@ -72,9 +72,7 @@ class ThresholdStopper(Callback):
             self._stop_if_reached(ctx, self._reached)
 
     def on_log(self, ctx: Context) -> None:
-        """Compare the metric's value in the record with the threshold. If `records` is "epoch", only store it until the epoch's
-        end.
-        """
+        """Compare the metric's value with the threshold or, if `records` is "epoch", store it until the epoch's end."""
         value = ctx.record.values.get(self._monitor)
         self._note(ctx.record.values, value)
         if value is not None and self._is_training:

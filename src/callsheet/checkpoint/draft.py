@@ -93,9 +93,7 @@ class Staging:
         self._buffers: list[tuple[Kind, Tensor]] = []
 
     def prepare(self, kinds: Iterable[Kind]) -> None:
-        """Allocate the missing buffers. Also write to them, because the first write to memory takes several times as long as a
-        later copy.
-        """
+        """Allocate the missing buffers, and write to them, because the first write to memory takes longer than later ones."""
         missing = Counter(kinds)
         missing.subtract(kind for kind, _ in self._buffers)
         for kind in missing.elements():

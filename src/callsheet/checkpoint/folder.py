@@ -244,8 +244,7 @@ def remove(folder: Folder) -> None:
 
 
 def _is_draft(folder: Folder) -> bool:
-    """Return whether the folder is an unfinished checkpoint: without a manifest, and empty or with the marker file
-    `checkpoint.txt`.
+    """Return whether the folder is an unfinished checkpoint: it has no manifest, and is empty or has the file `checkpoint.txt`.
 
     Such a checkpoint was never committed, or its deletion has begun.
     """

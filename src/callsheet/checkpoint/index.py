@@ -52,8 +52,7 @@ class Index:
 
 
 def index_document(plans: Sequence[SavePlan], file_of: Callable[[int], str]) -> Json:
-    """Return the content of `index.json`, made from the save plans of all ranks. `file_of(rank)` is the file with the tensors of
-    a rank.
+    """Return the content of `index.json`, made from the save plans of all ranks. A rank's tensors are in `file_of(rank)`.
 
     Raise `CheckpointError` if a part of a tensor is missing.
     """

@@ -47,8 +47,8 @@ class RankGroup:
         self.size = 1 if group is None else distributed.get_world_size(group)
 
     def exchange(self, act: Callable[[], T], answer: Callable[[list[T]], list[R]]) -> R:
-        """Run `act` on all ranks and pass the list of results to `answer` on rank 0, which returns one item for each rank. Return
-        this rank's item.
+        """Run `act` on all ranks. Pass the results to `answer` on rank 0, which returns an item for each rank; return this
+        rank's.
 
         `answer` returns a list with one item for each rank.
 

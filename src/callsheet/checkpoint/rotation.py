@@ -20,8 +20,7 @@ _CLAIMS = "checkpoint_claims"
 
 
 def rotate(ctx: Context, by: str, keep: int | None) -> bool:
-    """Keep `ctx.checkpoint` for the callback named `by`, if it requested it, and release this callback's checkpoints beyond
-    `keep`.
+    """Keep `ctx.checkpoint` if the callback named `by` requested it, and release those of its checkpoints that exceed `keep`.
 
     Return whether the callback requested the checkpoint. A checkpoint that every callback has released is deleted.
 

@@ -125,8 +125,7 @@ def check_storable(name: str, tensor: Tensor) -> None:
 
 
 def read_header(file: BinaryIO, size_bytes: int, source: str) -> dict[str, Entry]:
-    """Return an `Entry` for each tensor in a safetensors file of `size_bytes`, by name. `source` is the file's name for error
-    messages.
+    """Return an `Entry` for each tensor in a safetensors file of `size_bytes`. `source` is the file's name for error messages.
 
     Raises `CheckpointError` unless the entries fill the file without gaps and each has as many bytes as its dtype and size need.
     """

@@ -17,9 +17,7 @@ class Part(dict[str, Any]):
 
 
 def split(key: str, value: Any) -> tuple[str, Any]:
-    """Split a key at its first dot: `("optimizer.lr", 1)` becomes `("optimizer", Part(lr=1))`. A key without a dot stays as it
-    is.
-    """
+    """Split a key at its first dot, if it has one: `("optimizer.lr", 1)` becomes `("optimizer", Part(lr=1))`."""
     first, dot, rest = key.partition(".")
     return (first, Part({rest: value})) if dot else (key, value)
 

@@ -129,9 +129,7 @@ def prepared(recipe: str, overrides: Sequence[str] = (), *, command: str) -> Pre
 
 @contextmanager
 def current_file(path: Path) -> Iterator[Path]:
-    """Yield the path of the recipe file. If an earlier version wrote the file, yield a temporary copy with the current keys
-    instead.
-    """
+    """Yield the path of the recipe file, or of a temporary copy with current keys if an earlier version wrote the file."""
     from callsheet.recipes.existing_run import with_current_names
 
     content = read_yaml(path) if path.name == CONFIG else None
@@ -150,9 +148,7 @@ def current_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def errors_on_first_rank() -> Iterator[None]:
-    """While the `with` block runs, let only the first rank of a machine report an error. The other ranks exit with the same
-    status.
-    """
+    """While the `with` block runs, only the first rank of a machine reports an error. The others exit with the same status."""
     try:
         yield
     except CallsheetError:
@@ -190,8 +186,7 @@ def values_of(
 
 
 def recipe_class(path: Path) -> type[Recipe[Any]]:
-    """Return the recipe class for the value of a file's key `recipe`: a shipped recipe's name, or the import path of a user's
-    class.
+    """Return the recipe class for a file's key `recipe`: the name of a shipped recipe, or the import path of a user's class.
 
     Raises:
         ConfigError: the file is not a YAML mapping, or names no recipe.

@@ -11,9 +11,7 @@ from callsheet.errors import NotSupported
 
 
 class _NotOffered(type):
-    """The metaclass of placeholders for unsupported names. Calling a placeholder, or reading a public attribute of it, raises
-    `NotSupported`.
-    """
+    """The metaclass of placeholders for unsupported names. Calling one, or reading a public attribute, raises `NotSupported`."""
 
     instead: str
     system: str

@@ -122,9 +122,7 @@ class CostReport(NamedTuple):
     failures: tuple[Failures, ...] = ()
 
     def share(self, cost: Cost) -> float:
-        """Return the callback's time at this event as a fraction of the timed steps or, for an event that is always timed, of the
-        run.
-        """
+        """Return the callback's time at this event as a fraction of the timed steps or, if every call is timed, of the run."""
         whole = self.window_seconds if cost.is_sampled else self.seconds
         return cost.seconds / whole if whole else 0.0
 

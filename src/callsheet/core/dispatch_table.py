@@ -25,9 +25,7 @@ class Lanes(Protocol):
         """
 
     def with_drain(self, run_end: CompiledEvent) -> CompiledEvent:
-        """Insert a handler into `on_run_end`, before the loggers, that waits for callbacks in lanes. Return the new compiled
-        event.
-        """
+        """Insert a handler that waits for callbacks in lanes into `on_run_end`, before the loggers. Return the compiled event."""
 
 
 class DispatchTable:

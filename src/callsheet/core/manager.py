@@ -399,9 +399,7 @@ class CallbackManager:
 
     @property
     def next_step(self) -> int:
-        """The step after which the loop must call `between_steps`. Read it again if `control.pending` is set, because it may have
-        changed.
-        """
+        """The step after which the loop must call `between_steps`. It may have changed if `control.pending` is set."""
         return int(min(self.costs.next_step, self._muting.next_step))
 
     def between_steps(self, step: int) -> None:

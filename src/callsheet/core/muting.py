@@ -36,8 +36,7 @@ class Muting:
         self._wakes = [wake for wake in self._wakes if wake[1] not in registrations]
 
     def is_worthwhile(self, until: int, step: int) -> bool:
-        """Return whether muting handlers from `step` until the step `until` saves time. Return False if the loop would not unmute
-        them.
+        """Return whether muting handlers from `step` until `until` saves time and the loop will unmute them then.
 
         Muting for only a few steps costs more than calling the handlers that often.
         """

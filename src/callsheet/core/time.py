@@ -144,8 +144,7 @@ class Time:
         return cls(value) if isinstance(value, str) else cls(value, default)
 
     def _with(self, other: object, how: Callable[[float, float], T]) -> T:
-        """Return `how(self.value, other.value)`, for the operators, such as `<` and `+`. Raise MixedUnitsError if the units
-        differ.
+        """Return `how(self.value, other.value)`, for operators such as `<` and `+`. Raise MixedUnitsError for different units.
 
         Return NotImplemented if `other` is not a time.
         """

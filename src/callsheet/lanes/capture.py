@@ -196,8 +196,7 @@ class SnapshotCapture:
                 delattr(made, name)
 
     def snapshot_class_for(self, ctx: Context) -> tuple[type[Snapshot], TrainState | None]:
-        """Return the snapshot class for this run. Also return the `TrainState` for which it stays valid, or None if it is used
-        only once.
+        """Return the snapshot class for this run, and the `TrainState` for which it stays valid, or None if it is used once.
 
         The class is valid as long as `ctx.state` is that object.
         """

@@ -46,9 +46,7 @@ class CallbackLane:
             self._process.begin()
 
     def end(self) -> None:
-        """End the callback's thread, and its process if it has one. A busy process is killed. Call `join` to wait for the
-        process.
-        """
+        """End the callback's thread, and its process if it has one; a busy one is killed. `join` waits for the process."""
         is_busy = not self.lane.is_idle
         close([self.lane])
         if self._process is not None:

@@ -149,8 +149,7 @@ class LaneSet:
         return None
 
     def with_drain(self, run_end: CompiledEvent) -> CompiledEvent:
-        """Insert a handler into `on_run_end`, before the loggers, that waits for callbacks in lanes. Return the new compiled
-        event.
+        """Insert a handler that waits for callbacks in lanes into `on_run_end`, before the loggers. Return the compiled event.
 
         The loggers close their files at `on_run_end`, so what the lanes log must arrive before that.
         """
@@ -203,8 +202,7 @@ class LaneSet:
         return [str(each) for each in left]
 
     def close(self) -> None:
-        """End the threads and processes of all callbacks. Wait for all of them at the same time, for each at most until its
-        deadline.
+        """End the threads and processes of all callbacks. Wait for all at the same time, for each at most until its deadline.
 
         Log which events were not delivered by then.
         """
@@ -224,8 +222,7 @@ class LaneSet:
     # --- saving and loading the callbacks' states ---
 
     def state_calls(self, calls: Mapping[Registration, Callable[[], T]]) -> dict[Registration, Callable[[], T]]:
-        """Start calls of `state_dict` or `load_state_dict` for callbacks in other threads and processes, each call on a thread of
-        its own.
+        """Start calls of `state_dict` or `load_state_dict` for callbacks in lanes, each call on a thread of its own.
 
         Return all `calls`, with those of callbacks in lanes replaced by functions that wait for the results.
         """

@@ -152,9 +152,7 @@ class Lane:
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
-        """Accept no more items, and end the thread after the current item. Waiting items are discarded, unless `drain` was called
-        before.
-        """
+        """Accept no more items, and end the thread after the current item. To keep waiting items, call `drain` before."""
         with _starting:
             self.is_inert, self.room = True, 0
         self.items.clear()
@@ -286,9 +284,7 @@ class Lane:
         self._in_hand = False
 
     def _warn_if_busy(self) -> None:
-        """Warn once if the lane's thread computes so much that it slows training down, because only one thread at a time runs
-        Python code.
-        """
+        """Warn once if the lane's thread computes so much that it slows training: only one thread at a time runs Python code."""
         if self._has_warned_busy:
             return
         (began, used), now = self._looked_at, (time.monotonic(), time.thread_time())

@@ -167,9 +167,7 @@ class LaneControl:
         self._ask(Request("evaluate", why, self.by), replicated)
 
     def set_gradient_accumulation(self, batches: int) -> NoReturn:
-        """Raise `RequestRejected`, because all ranks would have to make this request before the same step, which a lane cannot
-        ensure.
-        """
+        """Raise `RequestRejected`: all ranks must make this request before the same step, which a lane cannot ensure."""
         raise RequestRejected(
             f"control.set_gradient_accumulation({batches}) does not work in a lane, where ranks are at different steps; call it inline, on "
             "every rank"
@@ -211,8 +209,7 @@ def control_of(values: Mapping[str, Any]) -> Control:
 
 
 class Snapshot(Context):
-    """A context that does not change. Values logged on it appear in the next record; the loop carries out its requests after a
-    later step.
+    """A context that does not change. Values logged on it appear in the next record; its requests act after a later step.
 
     Raises:
         FieldNotAvailable: on reading a field that it does not hold; the message says how to get it.
@@ -226,9 +223,7 @@ class Snapshot(Context):
 
     @classmethod
     def of_run(cls, control: LaneControl, event: Event | None, run: RunInfo | None) -> type[Snapshot]:
-        """Return the snapshot class for one event of one run. Values that are the same in all its snapshots are attributes of the
-        class.
-        """
+        """Return the snapshot class for one event of a run. Values that all its snapshots share are attributes of the class."""
         same = {"__slots__": (), "__module__": cls.__module__, "_lane": control, "control": control}
         return type(cls.__name__, (cls,), same | {"event": event, "run": run})
 

@@ -228,9 +228,7 @@ class JSONLLogger(Logger):
     # --- state for checkpoints, and private methods ---
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the number of metrics records so far, so that a resumed run knows which records were logged after the
-        checkpoint.
-        """
+        """Return the number of metrics records so far. It tells a resumed run which records are later than the checkpoint."""
         return {"records": self._records}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -276,9 +274,7 @@ class JSONLLogger(Logger):
 
 
 def _process_and_versions() -> dict[str, Any]:
-    """Return facts for the `run_start` event: the process id, the machine's name, and the versions of callsheet, Python and
-    torch.
-    """
+    """Return facts for the event `run_start`: process id, machine name, and the versions of callsheet, Python and torch."""
     torch = sys.modules.get("torch")
     versions = {
         "callsheet": callsheet.__version__,

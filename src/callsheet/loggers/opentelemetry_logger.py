@@ -28,8 +28,7 @@ _PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
 class OpenTelemetryLogger(Tracker):
-    """Log a run as an OpenTelemetry trace with nested spans: `run`, `train`, `epoch`, `eval_all`, `eval`, `checkpoint_save` and
-    others.
+    """Log a run as an OpenTelemetry trace with nested spans: `run`, `train`, `epoch`, `eval_all`, `checkpoint_save` and others.
 
     A record is a span `log` of zero length, with the values as attributes. If the application has set a `MeterProvider`, each
     value is also a gauge. A span becomes visible when it has ended, so `run` is visible last. Hyperparameters are attributes of

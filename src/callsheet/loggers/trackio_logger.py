@@ -21,8 +21,7 @@ _LEVELS = {Outcome.FAILED: "ERROR", Outcome.INTERRUPTED: "WARN", Outcome.PREEMPT
 
 
 class TrackioLogger(Tracker):
-    """Log metrics records, hyperparameters, images, tables and files to Trackio: a local database, a server, or a Hugging Face
-    Space.
+    """Log metrics records, hyperparameters, images, tables and files to Trackio: a local database, a server, or a Space.
 
     Without `space_id` and `server_url`, data is stored in an SQLite database in `TRACKIO_DIR`, or in Trackio's cache folder;
     `trackio show` shows it. A thread of Trackio's writes twice a second; the end of the run waits for it for up to 30 seconds.

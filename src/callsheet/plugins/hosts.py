@@ -10,8 +10,7 @@ from callsheet.exec.observers import observers_of
 
 
 def host_of(file: str | os.PathLike[str] | None) -> HuggingFaceHost:
-    """Return a Hugging Face callback that runs the callbacks of a YAML file or, without a file, the observers of `callsheet
-    exec`.
+    """Return a Hugging Face callback that runs the callbacks in a YAML file or, without one, `callsheet exec`'s observers.
 
     What the Trainer does not support is a warning, not an error. With the default callbacks, no error of callsheet ends the
     training, and nothing is added to its checkpoints.

@@ -1,6 +1,4 @@
-"""Reads a run's folder, shows it as an HTML page and as a trace, imports runs of other tools, and sends requests to a running
-job.
-"""
+"""Reads a run's folder, shows it as an HTML page and as a trace, imports other tools' runs, and sends requests to a run."""
 
 from callsheet.callbacks.support.trigger_file import leave_request, withdraw_request
 from callsheet.report.imports import Imported, import_runs

@@ -18,8 +18,7 @@ from callsheet.report.run_folder import RunFolder
 
 
 class LiveComparison:
-    """Several runs for a live page that compares them. A run's folder is read again when it has changed. Threads may share this
-    object.
+    """Several runs for a live page that compares them. A run's folder is read when it has changed. Threads may share this.
 
     All runs share one `ReadingBudget`. A run keeps its number, which is its place in `runs`: new runs are added at the end, and a
     run whose folder is gone stays, with what was read before. `notice` says why the runs are not grouped, if they cannot be yet.

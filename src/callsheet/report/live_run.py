@@ -27,9 +27,7 @@ _PENDING_WARN_SECONDS = 30.0  # seconds after which the page mentions a pending 
 
 
 class ReadingBudget:
-    """Delays reading so that it takes at most a tenth of one core's time, because training may need the core. Runs may share a
-    budget.
-    """
+    """Delays reading so that it takes at most a tenth of one core's time, because training may need the core."""
 
     def __init__(self) -> None:
         self.not_before = 0.0

@@ -20,9 +20,7 @@ _RARE = 2_000  # a metric with at most this many values keeps all of them
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """One resume of a run from `step`. It made `dropped` records of later steps invalid, the last of them of step
-    `dropped_to_step`.
-    """
+    """One resume of a run from `step`. It made `dropped` records invalid, up to the one of step `dropped_to_step`."""
 
     step: int
     time: float

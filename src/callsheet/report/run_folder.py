@@ -179,9 +179,7 @@ class RunReader:
         self._begin()
 
     def version(self) -> str:
-        """Return a version of the folder's content without reading it. The version changes when the size or time of a file
-        changes.
-        """
+        """Return a version of the folder's content, which changes when the size or time of a file changes. No file is read."""
         with self._lock:
             return self._version(self._state())
 

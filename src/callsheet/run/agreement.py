@@ -1,6 +1,4 @@
-"""Agreement: if one rank makes a request, all ranks learn of it and carry it out at the same step. Training does not wait for
-this.
-"""
+"""Agreement: if one rank makes a request, all ranks learn of it and carry it out at the same step, without waiting."""
 
 from __future__ import annotations
 

@@ -196,8 +196,7 @@ class Boundaries:
         finish_deletions()
 
     def begin(self) -> None:
-        """Begin training. If a callback stopped the run before it was resumed, stop it again, unless the callback or the duration
-        has changed.
+        """Begin training. If a callback had stopped the run before its resume, stop again, unless settings have changed.
 
         Raises:
             CheckpointError: callbacks request regular checkpoints, and they cannot be written.

@@ -1,6 +1,4 @@
-"""The lifetime of a run: `on_run_start` is fired once, `on_exception` at most once, and `on_run_end` exactly once, however the
-run ends.
-"""
+"""The lifetime of a run: fires `on_run_start` once, `on_exception` at most once, and `on_run_end` exactly once."""
 
 from __future__ import annotations
 

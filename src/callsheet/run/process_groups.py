@@ -321,8 +321,7 @@ class _Notes:
         self._kinds: set[str] = set()
 
     def ask(self, act: Callable[[], str]) -> str:
-        """Return the result of `act()`, a call that uses the rendezvous store, or raise TimeoutError if the store does not
-        answer.
+        """Return the result of `act()`, which uses the rendezvous store. Raise TimeoutError if the store does not answer.
 
         Raises:
             TimeoutError: the store does not answer, or failed to answer an earlier call.
@@ -337,8 +336,7 @@ class _Notes:
             raise
 
     def leave(self, kind: str, word: str) -> None:
-        """Write to the rendezvous store why this rank ends. Later calls have no effect, because the first reason is closest to
-        the cause.
+        """Write to the rendezvous store why this rank ends. Only the first call has an effect, as it is closest to the cause.
 
         Errors of the store are ignored: this rank is ending in any case, and must report its own error.
         """

@@ -160,9 +160,7 @@ class RunLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether this run held the lock of its folder at the last check. Unlike `check`, this does not read the lock files
-        again.
-        """
+        """Whether this run held its folder's lock at the last check. Unlike `check`, this does not read the lock files again."""
         return self._ownership is not None and not self._lost
 
     @property

@@ -55,8 +55,7 @@ def keeper_of_store() -> str:
 
 
 def attempt_store(ranks: Ranks, timeout: float) -> Any:
-    """Return an empty rendezvous store that the ranks share. Keys from before a restart are not visible in it. This is a
-    collective.
+    """Return an empty rendezvous store that the ranks share, without keys from before a restart. This is a collective.
 
     A launcher keeps its store while it restarts the ranks, so the keys of dead ranks remain: addresses, counters, answers. Adding
     the restart count to the keys would not help, because each machine's launcher has its own count, and does not increase it when

@@ -141,9 +141,7 @@ def closes_twice(subject: Subject, folder: Path) -> None:
 
 
 def lets_errors_out(subject: Subject, folder: Path) -> None:
-    """Check that an exception in a run with the callback reaches the caller unchanged, and that the callback itself does not
-    fail.
-    """
+    """Check that an exception in a run with the callback reaches the caller unchanged, and that the callback does not fail."""
     _fails(subject, folder, "on_train_step_end", 3, KeyboardInterrupt())
     for event, step in (
         ("on_run_start", 0),

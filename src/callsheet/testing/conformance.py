@@ -28,9 +28,7 @@ class Check(Protocol):
     __name__: str
 
     def __call__(self, what: Factory | Subject, folder: str | os.PathLike[str]) -> None:
-        """Raise ConformanceError if the callback does not pass the check. Raise SkipTest, with the reason, if the check cannot
-        run.
-        """
+        """Raise ConformanceError if the callback does not pass. Raise SkipTest, with the reason, if the check cannot run."""
 
 
 @contextmanager

@@ -18,9 +18,7 @@ from callsheet.errors import CallsheetError, ConfigError, did_you_mean
 
 
 class GrammarError(CallsheetError, AssertionError):
-    """Raised for a sequence of events that the lifecycle does not allow. The message names the event, and those that it allows
-    there.
-    """
+    """Raised for a sequence of events that the lifecycle does not allow. The message names the event and the allowed ones."""
 
 
 @dataclass(frozen=True, slots=True)

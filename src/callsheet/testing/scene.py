@@ -31,8 +31,7 @@ Factory = Callable[[], Callback]
 
 
 class MakesTrainer(Hashable, Protocol):
-    """The type of a function that makes a trainer. Each call must make the same trainer, which trains for 10 steps or more and
-    evaluates.
+    """The type of a function that makes a trainer: the same at each call, which trains for 10 steps or more and evaluates.
 
     The function passes `folder` on as the trainer's `runs_folder`, and `resume`. The name of its run is always the same.
     """

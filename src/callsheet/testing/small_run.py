@@ -52,8 +52,7 @@ class SmallModel(nn.Module):
 
 
 def small_trainer(folder: Path, callbacks: CallbackManager, resume: str | None = None) -> Trainer:
-    """Return a trainer of a `SmallModel` on the CPU that uses microbatches, a scheduler, clipping, metrics records and
-    evaluation.
+    """Return a trainer of a `SmallModel` on the CPU that uses microbatches, a scheduler, clipping, records and evaluation.
 
     All trainers that it returns are equal.
 

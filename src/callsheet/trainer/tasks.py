@@ -74,8 +74,7 @@ class Task:
         return counts_of(batch)
 
     def weight(self, batch: Any) -> Any:
-        """Return the weight of a batch in a mean over the batches or microbatches of all ranks: a number, or a scalar tensor on the
-        device.
+        """Return the weight of a batch in a mean over all ranks: a number, or a scalar tensor on the device.
 
         By default it is the number of samples, or 1 if that cannot be read from the batch. If a task overrides this method, the
         ranks exchange their weights at every step.

@@ -334,8 +334,7 @@ class Trainer:
 
     @property
     def earlier_stop(self) -> Request | None:
-        """The stop request with which a callback ended this run before it was resumed with `resume="auto"`; None if there is
-        none.
+        """The stop request with which a callback ended this run before its resume with `resume="auto"`; None without one.
 
         With such a request, `fit` takes no further steps. It is None if `fit` continues training.
         """

@@ -360,9 +360,7 @@ def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def _pickler(cloudpickle: Any, file: io.BytesIO, reject: Callable[[object], None], note_script: Callable[[], None]) -> Any:
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no type annotations
-        """Pickles a class or function of the script as its import path, so that the receiving process uses its own and makes no
-        copy.
-        """
+        """Pickles a class or function of the script as its import path, so that the receiver uses its own and makes no copy."""
 
         def persistent_id(self, obj: Any) -> Any:
             reject(obj)

@@ -105,8 +105,7 @@ def written(
 
 @contextmanager
 def undisturbed(model: Any, seed: int) -> Iterator[bool]:
-    """While the `with` block runs, put the model into evaluation mode without gradients. Restore modes and random states
-    afterwards.
+    """While the `with` block runs, keep the model in evaluation mode without gradients. Then restore modes and random states.
 
     Yield whether the model is sharded.
     """

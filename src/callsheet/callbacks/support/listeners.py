@@ -32,9 +32,7 @@ def withdraw(folder: str | os.PathLike[str], name: str) -> None:
 
 
 def listeners_in(folder: str | os.PathLike[str]) -> dict[str, str]:
-    """Return the list in the run's folder: callback names and their trigger files. It may contain callbacks of jobs that were
-    killed.
-    """
+    """Return the list in the run's folder: callback names and their trigger files. It may contain callbacks of killed jobs."""
     try:
         descriptor = os.open(Path(folder, LISTENERS), os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
         with open(descriptor, "rb") as file:

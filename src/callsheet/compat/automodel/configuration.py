@@ -73,8 +73,7 @@ def load_yaml_config(path: str | Path) -> ConfigNode:
 
 
 def parse_args_and_load_config(default: str | Path | None = None, argv: Sequence[str] | None = None) -> ConfigNode:
-    """Read the configuration file that `--config` names on the command line, with overrides such as `--step_scheduler.num_epochs
-    2`.
+    """Read the file that `--config` names on the command line, with overrides such as `--step_scheduler.num_epochs 2`.
 
     Args:
         default: the file to read if the command line names none.
@@ -136,9 +135,7 @@ def configured(values: Mapping[str, Any], kind: type[JobConfig]) -> tuple[Any, S
 
 
 def _own(section: Section, kind: type[JobConfig]) -> dict[str, Any]:
-    """Return the values under the key `callsheet`, which are for fields of callsheet's configuration that AutoModel does not
-    have.
-    """
+    """Return the values under the key `callsheet`, for fields of callsheet's configuration that AutoModel does not have."""
     names = [each.name for each in fields(kind)]
     found = {name: section.take(name) for name in names if section.has(name)}
     section.ignore(*names)

@@ -41,9 +41,7 @@ class Section:
         return value
 
     def first(self, *names: str) -> Any:
-        """Return the value of the one of these equivalent keys that is given; None if none is. Raise ConfigError if several are
-        given.
-        """
+        """Return the value of whichever of these equivalent keys is given, or None. Raise ConfigError if several are given."""
         given = [(name, value) for name in names if (value := self.take(name)) is not None]
         if len(given) > 1:
             self.reject(given[1][0], f"{given[0][0]} says the same; give one of them")
@@ -55,8 +53,8 @@ class Section:
             self.take(name)
 
     def target(self, *allowed: str) -> str:
-        """Return the one of the `allowed` names with which the value of `_target_` ends; "" without that key. Raise ConfigError
-        for another name.
+        """Return the allowed name with which the value of `_target_` ends; "" without that key. Raise ConfigError for other
+        names.
         """
         value = self.take("_target_", _MISSING)
         if value is _MISSING:

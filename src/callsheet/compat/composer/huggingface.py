@@ -83,9 +83,7 @@ class HuggingFaceModel(ComposerModel):
         return loss
 
     def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
-        """Return the values with which metrics are updated: the logits if `use_logits` is set, otherwise all outputs of the
-        model.
-        """
+        """Return the values with which metrics are updated: the logits if `use_logits` is set, otherwise all outputs."""
         if batch.get("mode") is not None:
             raise NotSupported(
                 f"a batch with mode={batch['mode']!r} is not supported, unlike in Composer: generate in a callback, such as callsheet.callbacks.Generate"

@@ -43,8 +43,7 @@ class ComposerModel(nn.Module):
     """A model that takes a whole batch and defines its own loss and metrics. Override `forward`, `loss` and other methods."""
 
     def loss(self, outputs: Any, batch: Any) -> Any:
-        """Return the loss, several losses in a sequence, or losses by name. Training uses the loss named `total`, or else the
-        sum.
+        """Return the loss, a sequence of losses, or losses by name. Training uses the one named `total`, or else the sum.
 
         Args:
             outputs: what `forward` returned.
@@ -111,9 +110,7 @@ class ModelTask(Task):
         return sum(each.mean() for each in loss)
 
     def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
-        """Return the outputs and the whole batch, because `ModelMetric.update` takes these two instead of predictions and
-        targets.
-        """
+        """Return the outputs and the whole batch, which `ModelMetric.update` takes instead of predictions and targets."""
         return outputs, batch
 
 

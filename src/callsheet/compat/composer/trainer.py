@@ -316,9 +316,7 @@ class Trainer:
         self._trainer.__exit__(kind, error, frames)
 
     def _ours(self, given: Any) -> Callback:
-        """Return a callback of callsheet unchanged, and a callback of Composer inside a guest adapter, through which callsheet
-        can call it.
-        """
+        """Return a callback of callsheet unchanged, and one of Composer in a guest adapter, through which callsheet can call it."""
         if isinstance(given, Callback):
             return given
         kind = type(given).__name__

@@ -59,9 +59,7 @@ class ModelConfig:
 
 @_section
 class TrainingConfig:
-    """How long to train, with which batch size, and how often to evaluate. `eval_iters` counts global batches; 0 turns evaluation
-    and test off.
-    """
+    """The duration, the batch size and the evaluation interval. `eval_iters` counts global batches; 0 turns evaluation off."""
 
     train_iters: int = 300_000
     global_batch_size: int = 32
@@ -86,9 +84,7 @@ class OptimizerConfig:
 
 @_section
 class SchedulerConfig:
-    """The schedule of the learning rate: `cosine`, `linear` or `constant`. By default, `lr_decay_iters` is the length of
-    training.
-    """
+    """The schedule of the learning rate: `cosine`, `linear` or `constant`. By default, it is as long as training."""
 
     lr_decay_style: str = "cosine"
     lr_warmup_iters: int = 500

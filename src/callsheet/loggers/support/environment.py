@@ -27,8 +27,7 @@ _SECRET_FILES = (".env", ".pem", ".key", ".p12", ".netrc", ".npmrc", ".pypirc", 
 
 
 def record_environment(device: str, write: Callable[[dict[str, Any]], None]) -> threading.Thread:
-    """Start a thread that collects facts such as the git commit, the packages and the hardware, and passes them to `write`.
-    Return it.
+    """Start and return a thread that collects the git commit, the packages, the hardware and so on, and passes them to `write`.
 
     Only the current folder and the command are read on the caller's thread, because a program may change them later. What cannot
     be read is left out.
@@ -101,9 +100,7 @@ def _processor() -> str:
 
 
 def _git(folder: Path) -> dict[str, Any]:
-    """Return the commit, the branch and the uncommitted changes of the git repository that contains `folder`. Empty if there is
-    none.
-    """
+    """Return commit, branch and uncommitted changes of the git repository that contains `folder`; empty if there is none."""
     top = _asked(folder, "rev-parse", "--show-toplevel")
     commit = _asked(folder, "rev-parse", "HEAD")
     if not top or not commit:

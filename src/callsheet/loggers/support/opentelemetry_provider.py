@@ -39,9 +39,7 @@ class _Ids(RandomIdGenerator):  # type: ignore[misc]  # the package has no types
 
 
 class OwnProvider:
-    """An OpenTelemetry provider that sends spans to one collector from a thread, and whose `close` takes at most `timeout`
-    seconds.
-    """
+    """An OpenTelemetry provider that sends spans to one collector from a thread. `close` takes at most `timeout` seconds."""
 
     def __init__(self, endpoint: str | None, service_name: str | None, timeout: float) -> None:
         for name in _DRAWING:

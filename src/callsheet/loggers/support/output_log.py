@@ -56,9 +56,7 @@ class OutputLog:
                 self._append("".join(f"{line}\n" for line in shown).encode("utf-8", "backslashreplace"))
 
     def failure(self) -> OSError | None:
-        """Return the error of a failed write since the last call, or None. If several writes in a row failed, return only the
-        first error.
-        """
+        """Return the error of a failed write since the last call, or None. Of several failures in a row, return only the first."""
         failure, self._failure = self._failure, None
         return failure
 

@@ -13,8 +13,7 @@ Take = Callable[[str, str], None]
 
 
 class StreamTee:
-    """Takes the place of `sys.stdout` or `sys.stderr`, and passes the text that this process writes to the original stream and to
-    `take`.
+    """Replaces `sys.stdout` or `sys.stderr`. Passes text that this process writes to the original stream and to `take`.
 
     If another object wraps the tee when it is closed, the tee stays in place and only forwards. It removes itself as soon as it
     is again the stream in `sys`.

@@ -121,9 +121,7 @@ class Tracker(Logger):
                 self._close(ctx, ctx.run.outcome or Outcome.FINISHED)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the id of the tracker's run and the name of callsheet's run. The name shows whether a later run resumes this one
-        or is a fork.
-        """
+        """Return the tracker's run id, and the name of callsheet's run, which shows whether a run is resumed or forked."""
         return dict(self._saved) if self._saved.get("run_id") else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -147,9 +145,7 @@ class Tracker(Logger):
         raise NotImplementedError
 
     def _module(self) -> Any:
-        """Import and return the tracker's package. It is not stored in an attribute, because loggers are copied and modules
-        cannot be.
-        """
+        """Import and return the tracker's package. No attribute stores it, because loggers are copied and modules cannot be."""
         return load(self.package, extra=self.extra, wanted_by=type(self).__name__)
 
 

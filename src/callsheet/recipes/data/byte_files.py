@@ -97,9 +97,7 @@ class ByteFiles:
         return _read(self.files[1])
 
     def train(self) -> Windows:
-        """Return the windows of the training bytes. Each is a sample with `input_ids` and `labels`, int64, of shape
-        (sequence_length,).
-        """
+        """Return windows of the training bytes, with `input_ids` and `labels` as int64 of shape (sequence_length,)."""
         return Windows(self.train_bytes, self.sequence_length)
 
     def validation(self) -> Windows:

@@ -176,9 +176,7 @@ class Conversations:
         return text
 
     def _ids(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the token ids of a text. With `special`, add special tokens such as a start token, which rendered templates have
-        already.
-        """
+        """Return the token ids of a text. With `special`, add special tokens, which the text of a rendered template has already."""
         return list(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     def _ended(self, ids: list[int]) -> list[int]:

@@ -30,8 +30,7 @@ Sample = dict[str, Tensor]
 
 
 class Fit:
-    """Ensures that each example has at most `longest` tokens and at least one target token: it cuts, drops or rejects other
-    examples.
+    """Ensures that an example has at most `longest` tokens and a target token: it cuts, drops or rejects other examples.
 
     Attributes:
         truncated: how many examples were cut.

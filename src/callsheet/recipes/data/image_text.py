@@ -1,6 +1,4 @@
-"""Converts rows of images and text to the input of a processor: the rendered text, the parts of it that are targets, and the
-images.
-"""
+"""Converts rows of images and text to input for a processor: the rendered text, which parts of it are targets, and the images."""
 
 from __future__ import annotations
 
@@ -99,9 +97,7 @@ class ImageText:
         return Example(place, *self._answers(messages, place, images), _text_of(messages[-1]))
 
     def _messages(self, row: Mapping[str, Any], place: str, is_question: bool) -> tuple[list[dict[str, Any]], list[Any]]:
-        """Return the messages of a row, with their contents split into parts, and the row's images in the order of the image
-        parts.
-        """
+        """Return the messages of a row, with contents split into parts, and the row's images in the order of the image parts."""
         given = row.get("images") if row.get("images") is not None else row.get("image")
         loose = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
         if row.get("messages") is not None:

@@ -72,9 +72,7 @@ class Rows:
         return self._dataset(files, columns)
 
     def _of_folder(self) -> list[str]:
-        """Return the files of JSON lines in the folder `path`. If files are named after splits, return only those of the chosen
-        split.
-        """
+        """Return the files of JSON lines in the folder `path`; if files are named after splits, only those of the chosen split."""
         folder = Path(self.path)
         if not folder.is_dir() or (folder / "metadata.jsonl").exists() or (folder / "dataset_info.json").exists():
             return []

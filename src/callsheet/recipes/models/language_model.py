@@ -34,8 +34,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass
 class LanguageModel:
-    """A language model and the source of its weights, which are read only from safetensors. No code from a model's repository is
-    run.
+    """A language model and the source of its weights. Weights are read only from safetensors; no code from a repository is run.
 
     Args:
         path: a folder that `from_pretrained` loads, or a model's name on the hub; None makes a model with random weights.
@@ -191,9 +190,7 @@ class LanguageModel:
 
 
 def _is_of_new_head(name: str, model: Any) -> bool:
-    """Return whether the missing weight `name` belongs to a new classification head or its pooler, and so need not be in the
-    file.
-    """
+    """Return whether the missing weight `name` belongs to a new classification head or its pooler, so that it may be missing."""
     if not type(model).__name__.endswith(CLASSIFIES) or any(CLASSIFIES in kind for kind in model.config.architectures or ()):
         return False
     return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
@@ -253,9 +250,7 @@ def _copy_of(name: str, revision: str | None) -> str:
 
 @contextmanager
 def _quiet_hub() -> Iterator[None]:
-    """While the `with` block runs, suppress the hub client's log lines about retries. If the last retry fails, its error is
-    raised.
-    """
+    """While the `with` block runs, suppress the hub client's log lines about retries. An error of the last retry is raised."""
     hub = logging.getLogger("huggingface_hub")
     level = hub.level
     hub.setLevel(logging.ERROR)

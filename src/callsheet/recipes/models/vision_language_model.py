@@ -31,8 +31,7 @@ TOWERS = {
 
 @dataclass
 class VisionLanguageModel(LanguageModel):
-    """A model, its processor, and the source of the weights, which are read only from safetensors. No code from a repository is
-    run.
+    """A model, its processor, and the source of the weights. These are read only from safetensors; no code is run.
 
     Without `path` and `config` the model is a Llava: a vision tower like CLIP's, a projector of two layers, and a Llama.
     The arguments that are not described here are those of `LanguageModel`.

@@ -79,9 +79,7 @@ class Comparison:
         )
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one row for each metric and group, with the mean, the spread, the number of runs, and the difference from the
-        baseline.
-        """
+        """Return a row for each metric and group: mean, spread, number of runs, and difference from the baseline."""
         found = []
         for metric in self.metrics:
             baseline = [each.values[metric] for each in self.members(self.groups[0]) if metric in each.values]
@@ -97,18 +95,14 @@ class Comparison:
         return [sum(each.steps for each in group) for group in self._anatomies()]
 
     def anatomy(self) -> list[dict[str, Any]]:
-        """Return the table of times that the function `anatomy` makes, with a row for the whole step, each span and each
-        callback.
-        """
+        """Return the table of times from the function `anatomy`: a row for the whole step, each span and each callback."""
         return anatomy(self._anatomies())
 
     def _anatomies(self) -> list[list[Anatomy]]:
         return [[each.once("anatomy", anatomy_of) for each in self.members(group)] for group in self.groups]
 
     def problems(self) -> list[dict[str, Any]]:
-        """Return the problems of all runs, the most serious first, each with the indices of the runs that have it, and the
-        details.
-        """
+        """Return the problems of all runs, the most serious first, each with the indices of its runs, and the details."""
         found: dict[tuple[str, str], list[tuple[int, str]]] = {}
         for place, each in enumerate(self.runs):
             for problem in each.once("problems", problems)[:_PROBLEMS_OF_ONE]:

@@ -20,8 +20,7 @@ _COMPARES = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operat
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A limit for how much a metric may differ from the baseline's, such as `validation/loss > +0.01` or `tokens_per_second <
-    -5%`.
+    """A limit for how much a metric may differ from the baseline: `validation/loss > +0.01`, `tokens_per_second < -5%`.
 
     Args:
         text: the condition as the user wrote it.

@@ -185,9 +185,7 @@ def _curve(each: Compared, name: str, most: int) -> dict[str, Any]:
 
 
 def _values(comparison: Comparison, metrics: Sequence[str]) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows of the table of values, and how many rows are left out to limit the page's size. Rows of losses are kept
-    first.
-    """
+    """Return the rows of the table of values, and how many are left out to limit the page's size. Rows of losses stay."""
     rows = [row for row in comparison.rows() if not metrics or row["metric"] in metrics]
     kept = {id(row) for row in sorted(rows, key=_is_minor)[:_VALUE_ROWS]}
     found = []
@@ -284,9 +282,7 @@ def _tables(runs: Sequence[Compared]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _images(runs: Sequence[Compared]) -> dict[str, list[dict[str, Any]]]:
-    """Return the logged images by name: for each run, entries with a step and files. A file begins with the run's index, such as
-    `2/`.
-    """
+    """Return the logged images by name: for each run, entries with a step and files. `2/` before a file means run 2."""
     found: dict[str, list[dict[str, Any]]] = {}
     for place, each in enumerate(runs):
         for name, entries in images_by_name(each.run).items():

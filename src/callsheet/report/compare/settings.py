@@ -84,9 +84,7 @@ def differences(runs: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, di
 
 
 def _of_classes(specs: Sequence[Any]) -> list[tuple[str, str]]:
-    """Return settings for the listed classes: one for each class (`EarlyStopper: yes`) and for each option
-    (`EarlyStopper.patience`).
-    """
+    """Return settings for listed classes: one for each class (`EarlyStopper: yes`) and each option (`EarlyStopper.patience`)."""
     found: list[tuple[str, str]] = []
     for spec in specs:
         content = _mapping(spec)

@@ -95,9 +95,7 @@ def better(metric: str) -> Literal["lower", "higher"] | None:
 
 
 def values_of(run: RunFolder) -> dict[str, Value]:
-    """Return the run's values by metric. Besides logged metrics there are `step_seconds`, speed, memory, and times of the whole
-    run.
-    """
+    """Return the run's values by metric: logged metrics, `step_seconds`, speed, memory, and times of the whole run."""
     series: dict[str, list[tuple[int, float]]] = {}
     for record in run.records:  # keep this loop fast, because it visits every value of the run
         step = record.step
@@ -213,9 +211,7 @@ def _welch(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
 
 
 def _one_more(several: Sequence[float], absolute: float) -> tuple[float, float]:
-    """Return the confidence margin and the p-value of a t-test of one value against several, which are assumed to have the same
-    variance.
-    """
+    """Return the confidence margin and p-value of a t-test of one value against several, assuming the same variance."""
     error, freedom = math.sqrt(_variance(several) * (1 + 1 / len(several))), len(several) - 1
     if error == 0:
         return 0.0, 0.0 if absolute else 1.0

@@ -60,8 +60,7 @@ class Order:
         return {"first": first, "checksums": list(self._checksums[first:])} if self._is_checked else None
 
     def is_at(self, place: Mapping[str, Any] | None) -> bool:
-        """Return whether the batches drawn in this epoch equal those of the run before its resume, according to the checksums
-        from `place`.
+        """Return whether this epoch's batches equal those from before the resume, according to the checksums from `place`.
 
         Only batches that both have drawn are compared.
         """

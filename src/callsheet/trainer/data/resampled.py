@@ -23,8 +23,7 @@ from callsheet.trainer.data.strategies import SharedBatches
 
 
 class ResampledData:
-    """The strategy `split`: the samples of a DataLoader are split between the ranks. Their order depends only on `seed` and the
-    epoch.
+    """The strategy `split`: a DataLoader's samples are split between the ranks, in an order that depends on `seed` and epoch.
 
     The dataset is wrapped in a `SeededDataset`. The position in an epoch is the length of the part of the order that all ranks
     together have trained on. So any number of ranks can continue from the position, and a resume loads no samples to reach it.

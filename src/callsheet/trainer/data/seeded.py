@@ -224,8 +224,7 @@ class SeededDataset(Dataset[Any]):
 
 
 class SeededStream(IterableDataset[Any]):
-    """An iterable dataset that seeds the random states of its workers at each epoch's start, from `seed`, the epoch and the
-    worker.
+    """An iterable dataset that seeds its workers' random states at each epoch's start, from `seed`, the epoch and the worker.
 
     Without it, persistent workers keep their random states from one epoch to the next, and no checkpoint stores those. With a
     `SeededStream`, an epoch can be drawn again without drawing the epochs before it.

@@ -88,9 +88,7 @@ def shared(
 
 
 def _is_shared_already(loader: Any) -> bool:
-    """Return whether the data is already divided among the ranks, by a DistributedSampler or by Hugging Face's
-    `split_dataset_by_node`.
-    """
+    """Return whether a DistributedSampler or Hugging Face's `split_dataset_by_node` already divides the data among the ranks."""
     has_sampler = any(hasattr(sampler, "num_replicas") for sampler in samplers(loader))
     return has_sampler or any(getattr(dataset, "_distributed", None) is not None for dataset in datasets(loader))
 

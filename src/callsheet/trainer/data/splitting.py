@@ -1,6 +1,4 @@
-"""Splits the samples of an epoch into global batches (the batches of all n ranks together), and gives each rank every n-th
-sample.
-"""
+"""Splits an epoch's samples into global batches (the batches of all n ranks together). Each rank gets every n-th sample."""
 
 from __future__ import annotations
 
@@ -52,9 +50,7 @@ class Split:
 
     @property
     def global_size(self) -> int:
-        """The length of the part of the order that forms one global batch, counted in samples or, if `batch_size` is None, in
-        batches.
-        """
+        """The length of one global batch in the order: a number of samples or, if `batch_size` is None, of batches."""
         return (self.batch_size or 1) * self.world_size
 
     def count(self, length: int) -> int:
