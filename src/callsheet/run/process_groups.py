@@ -140,7 +140,7 @@ class ProcessGroups:
         mine = (os.urandom(8).hex(), socket.gethostname())
         each = [mine] * self.size if is_fake else self.gather(mine)
         self._machines = [machine for _, machine in each]
-        run_id = each[0][0]  # drawn by rank 0
+        run_id = each[0][0]  # the id that rank 0 has drawn
         self._notes = _Notes(f"callsheet/{run_id}", self.rank, self._answer_seconds)
         self._presence = _Presence(self._notes, min(LOOK_SECONDS, self._answer_seconds / 4))
 

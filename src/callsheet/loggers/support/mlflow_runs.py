@@ -20,7 +20,7 @@ LONGEST_NAME, LONGEST_PARAM, LONGEST_TAG = 250, 6000, 5000
 
 
 _lock = threading.Lock()
-_talking: list[int] = []  # the timeouts of all active `patience` contexts, in any thread
+_talking: list[int] = []  # the timeouts of all `with patience(...)` blocks that are running, in any thread
 _before: dict[Any, Any] = {}  # for each variable of MLflow, its original default, which is restored when no logger needs another
 
 
