@@ -45,7 +45,7 @@ class RequestRejected(CallsheetError, RuntimeError):
 
 
 class RunEndedError(CallsheetError, RuntimeError):
-    """A method would continue a run that has ended."""
+    """A method that would continue a run was called after the run's end."""
 
 
 class CheckpointError(CallsheetError, RuntimeError):

@@ -27,7 +27,7 @@ def result_name(rank: int, attempt: int) -> str:
 
 
 def main() -> None:
-    """Run the function on one rank of a launch. Return an exit code that says whether it failed."""
+    """Run the function on one rank of a launch. The exit code says whether it failed."""
     folder = Path(os.environ[PAYLOAD]).parent
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     (folder / f"{PID}{os.getpid()}").touch(mode=0o600)

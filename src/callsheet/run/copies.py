@@ -105,7 +105,7 @@ def _deepcopy(thing: Any, memo: dict[int, Any]) -> Any:
 
 
 def _detached(made: Any, attributes: dict[str, Any]) -> Any:
-    """Copy the attribute dictionary inside the reduced value, because the additions return to the original."""
+    """Copy the attribute dictionary in a reduced value, because callsheet's additions are put back into the original."""
     if made is attributes:
         return dict(made)
     return tuple(_detached(each, attributes) for each in made) if type(made) is tuple else made
