@@ -33,8 +33,7 @@ _OTHER_RANKS_SECONDS = 2.0  # time for the other ranks to notice the hang too an
 
 
 class HangDetector(Callback):
-    """Write all threads' stacks, on every rank, when no step ends for much longer than usual; then warn, raise or end the
-    process.
+    """Write the stacks of all threads when no step ends for much longer than usual; then warn, raise or end the process.
 
     A background thread checks at least once a second whether a step has ended, and learns how long steps take. What it has
     learned survives a resume. It adds no work to the steps themselves. If no step ends within `factor` times the learned step

@@ -53,9 +53,7 @@ class Section:
             self.take(name)
 
     def target(self, *allowed: str) -> str:
-        """Return the allowed name with which the value of `_target_` ends; "" without that key. Raise ConfigError for other
-        names.
-        """
+        """Return the allowed name with which the value of `_target_` ends; "" if the key is missing. Reject other names."""
         value = self.take("_target_", _MISSING)
         if value is _MISSING:
             return ""
