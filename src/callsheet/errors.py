@@ -21,11 +21,11 @@ class CallsheetError(Exception):
 
 
 class UnknownEventError(CallsheetError, ValueError):
-    """The lifecycle has no event of this name."""
+    """The name of an event is not in the lifecycle."""
 
 
 class RegistrationError(CallsheetError, ValueError):
-    """A callback cannot be added. The message names the callback and its source line, and has a hint."""
+    """A callback cannot be added. The message names the callback and its source line, and gives a hint."""
 
 
 class NotACallbackError(CallsheetError, TypeError):
@@ -41,11 +41,11 @@ class MixedUnitsError(CallsheetError, TypeError):
 
 
 class RequestRejected(CallsheetError, RuntimeError):
-    """A request or call was rejected, because the loop does not support it or does not allow it at this point."""
+    """The loop does not support a request or call, or does not allow it at this point."""
 
 
 class RunEndedError(CallsheetError, RuntimeError):
-    """A method was called that would continue a run, but the run has ended."""
+    """A method that would continue a run was called after the run's end."""
 
 
 class CheckpointError(CallsheetError, RuntimeError):
@@ -128,13 +128,13 @@ def did_you_mean(name: str, valid: Iterable[str], *, cutoff: float = 0.5) -> str
 
 
 def unknown_arguments(strays: Sequence[str], options: Iterable[str]) -> str:
-    """Return a message for arguments of a command that it does not have, with the option that is most similar to the first one."""
+    """Return an error message for a command's unknown arguments. It names the option that is most similar to the first."""
     wrong = next((word.partition("=")[0] for word in strays if word.startswith("--")), None)
     return f"unknown arguments: {' '.join(strays)}{did_you_mean(wrong, options) if wrong is not None else ''}"
 
 
 def names_unknown(familiar: Callable[[], Mapping[str, str]]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that makes a function raise `UnknownArgument`, with a hint, for an argument that the function does not have.
+    """Return a decorator. The decorated function raises `UnknownArgument`, with a hint, for an argument that it does not have.
 
     `familiar` returns hints by argument name, for arguments that other frameworks use.
     """
@@ -160,7 +160,7 @@ def check_arguments(
     kwargs: Mapping[str, Any],
     familiar: Callable[[], Mapping[str, str]],
 ) -> None:
-    """Raise `UnknownArgument`, with a hint, if a function does not have a given argument, or takes it only by its name.
+    """Raise `UnknownArgument`, with a hint, if a function does not have a given argument, or does not take it by position.
 
     Args:
         called: the function's name in the message.
@@ -187,7 +187,7 @@ def check_arguments(
 
 
 def where(thing: object) -> str:
-    """Return `file.py:12` for a function, method or class, or `<unknown source>` if it has no file (in a notebook, a builtin)."""
+    """Return `file.py:12` for a function, method or class, or `<unknown source>` if it has no source file, as in a notebook."""
     while isinstance(thing, functools.partial):
         thing = thing.func
     function = inspect.unwrap(thing) if callable(thing) else thing
@@ -207,7 +207,7 @@ def _where_class(kind: Any) -> str:
 
 
 def mark_as_users(error: BaseException) -> None:
-    """Mark an error as the user's (from a callback or the data, for example), so that a host raises it instead of logging it."""
+    """Mark an error as the user's, such as one from a callback or the data. A host raises such an error instead of logging it."""
     error.__dict__["_callsheet_users"] = True  # an exception that is a frozen dataclass would reject setattr
 
 
@@ -217,7 +217,7 @@ def is_users(error: BaseException) -> bool:
 
 
 def is_from_signal_handler(error: BaseException) -> bool:
-    """Return whether a signal handler has raised the error. Python may call such a handler within any code of the main thread.
+    """Return whether a signal handler raised the error. Python may call signal handlers at any place in the main thread.
 
     A handler is recognized by its argument: the frame that the signal has interrupted, which is also the frame that called it.
     """

@@ -1,4 +1,4 @@
-"""The public import path of `MetricLog`, for training loops that make their own metrics records (`examples/own_loop.py`)."""
+"""The public import path of `MetricLog`, with which a training loop can make its own metrics records (`examples/own_loop.py`)."""
 
 from callsheet.run.metrics import MetricLog
 

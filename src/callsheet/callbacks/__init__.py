@@ -1,4 +1,4 @@
-"""The built-in callbacks. Each file has one."""
+"""The built-in callbacks, one in each file."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Statistics of the outputs of the model's modules."""
+"""Logs statistics of the outputs of the model's modules."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ActivationMonitor(Callback):
         self._has_seen = self._has_warned = False
 
     def on_train_start(self, ctx: Context) -> None:
-        """Check that the patterns match the names of some modules."""
+        """Raise ConfigError if a pattern matches no module's name."""
         self._step = 0
         names = [name for name, _ in ctx.model.named_modules()]
         for pattern in self._patterns or ():
@@ -78,7 +78,7 @@ class ActivationMonitor(Callback):
                 raise ConfigError(f"no module's name matches {pattern!r}; this model has {', '.join(names[1:6])}, ...")
 
     def on_forward_start(self, ctx: Context) -> None:
-        """Register the hooks if this step is measured.
+        """Register the hooks if this is a step whose outputs are measured.
 
         The hooks last for one forward pass, so that recomputation in the backward pass is not counted.
         """
@@ -156,7 +156,7 @@ class ActivationMonitor(Callback):
 
 
 def _by_name(greatest: dict[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
-    """Convert maxima that are stored by groups of metric names into a dict from each name to its maximum.
+    """Convert maxima that are stored for groups of metrics into a dict of the maximum of each metric, by name.
 
     This is needed if microbatches used different modules, or if the modules are on several devices.
     """
@@ -168,7 +168,7 @@ def _by_name(greatest: dict[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
 
 
 class _Seen:
-    """The outputs of modules in one forward pass on one device, from which the statistics are computed.
+    """The outputs of modules in one forward pass on one device, with their statistics.
 
     Small tensors of one shape are kept and their statistics computed together.
     """
@@ -191,7 +191,7 @@ class _Seen:
         return place
 
     def sums(self) -> Tensor:
-        """Return one row of statistics (see the function `_sums`) for each output, module by module in the order of `places`."""
+        """Return one row of statistics (see the function `_sums`) for each output, in the order of `places`, module by module."""
         while self._waiting:
             self._look_at(self._waiting.popitem()[1])
         rows = torch.cat(self._sums).unbind()
@@ -206,7 +206,7 @@ class _Seen:
 
 @torch.no_grad()
 def _sums(tensors: Tensor) -> Tensor:
-    """Return seven statistics of each of `n` tensors of one shape: `[n, ...]` becomes `[n, 7]`.
+    """Return seven statistics of each of `n` tensors of the same shape: `[n, ...]` becomes `[n, 7]`.
 
     These are mean, second and fourth central moment, mean norm of the vectors along the last dimension, fraction of nonzeros,
     minimum, maximum.

@@ -78,7 +78,7 @@ class CheckpointSaver(Callback):
             self._passed = self._interval.index(ctx.state.timestamp, ctx.state.elapsed)
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """Check whether the monitored metric is the best so far."""
+        """Check whether the monitored metric has its best value so far."""
         if ctx.standalone:  # an evaluation that the user called directly may use other data
             return
         self._saved_at = -1  # no checkpoint contains these results yet
@@ -122,7 +122,7 @@ class CheckpointSaver(Callback):
         ctx.control.save("the run is preempted", kind="preempt", by=label_of(self), replicated=True)
 
     def on_checkpoint_published(self, ctx: Context) -> None:
-        """Register the checkpoint if this saver requested it, and delete this saver's old checkpoints.
+        """Count the checkpoint among this saver's checkpoints if this saver requested it, and delete this saver's old ones.
 
         The checkpoints of another framework's loop are left to the framework.
         """
@@ -141,7 +141,7 @@ class CheckpointSaver(Callback):
                 )
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Register the loaded checkpoint if this saver had requested it.
+        """Count the loaded checkpoint among this saver's checkpoints, if this saver had requested it.
 
         When it was saved, it was not published and so not registered yet. A checkpoint of another run is not registered.
         """

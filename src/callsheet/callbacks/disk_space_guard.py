@@ -21,7 +21,7 @@ _WARN_CHECKPOINTS, _STOP_CHECKPOINTS = 3.0, 1.1  # warn or stop if the free spac
 
 
 class DiskSpaceGuard(Callback):
-    """Warn when the disk that holds the checkpoints runs full, and stop while there is room for a last checkpoint.
+    """Warn when the disk that holds the checkpoints runs full, and stop training while there is room for a last checkpoint.
 
     One rank of each machine checks the disk when a metrics record is made and before a checkpoint; all ranks stop together. The
     limit for the warning is `warn_below` or the size of three checkpoints, and that for the stop is `stop_below` or the size of
@@ -56,7 +56,7 @@ class DiskSpaceGuard(Callback):
         self._has_warned = self._has_stopped = False
 
     def on_train_start(self, ctx: Context) -> None:
-        """Reset the state of an earlier `fit`: allow another stop, and look up the disk of the checkpoints again."""
+        """Reset what an earlier call of `fit` has set: allow another stop, and look up the disk of the checkpoints again."""
         self._has_stopped, self._place = False, None
 
     def on_log(self, ctx: Context) -> None:

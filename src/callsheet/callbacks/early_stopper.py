@@ -59,11 +59,11 @@ class EarlyStopper(Callback):
         self._is_warned = self._is_resumed = False
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Discard the values of an earlier run."""
+        """Reset this object, which may have been used in an earlier run."""
         self._begin()
 
     def on_train_start(self, ctx: Context) -> None:
-        """Stop again if the run was resumed after its patience ran out."""
+        """Stop again if the patience had run out before the run was resumed."""
         is_resumed, self._is_resumed = self._is_resumed, False
         if is_resumed and self._seen_at is not None and self._has_run_out(ctx):
             self._stop(ctx)
@@ -76,7 +76,7 @@ class EarlyStopper(Callback):
                 )
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """Compare the monitored value with the best so far, and stop when the patience has run out."""
+        """Compare the monitored value with the best so far, and stop if the patience has run out."""
         if ctx.standalone:  # an evaluation that the user called directly may use other data
             return
         value = evaluated(ctx, self._monitor)
@@ -159,7 +159,7 @@ def _checked_monitor(monitor: str) -> str:
 
 
 def _warn_of_absence(callback: Callback, ctx: Context, monitor: str) -> None:
-    """Warn that the evaluation did not produce the metric to watch.
+    """Warn that the evaluation did not produce the monitored metric.
 
     This is not an error, because an evaluator with a longer interval may have it.
     """

@@ -102,7 +102,7 @@ class EMA(Callback):
             del _OF[ctx.model]
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Discard the average of an earlier run."""
+        """Reset this object, which may have been used in an earlier run."""
         self._begin()
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
@@ -135,7 +135,7 @@ class EMA(Callback):
 
     @at("measure")
     def on_epoch_start(self, ctx: Context) -> None:
-        """Start averages of parameters that have been unfrozen."""
+        """Start averages for parameters that were unfrozen since the last epoch."""
         self._find_averaged(ctx)
 
     @torch.no_grad()
@@ -156,7 +156,7 @@ class EMA(Callback):
 
     @at("restore")
     def on_eval_all_end(self, ctx: Context) -> None:
-        """Restore the trained weights, after other callbacks have been called."""
+        """Swap the trained weights back into the model, after other callbacks have been called."""
         self._release(ctx)
 
     on_test_start = on_predict_start = on_checkpoint_save_start = on_eval_all_start
@@ -171,7 +171,7 @@ class EMA(Callback):
 
     @at("restore")
     def on_exception(self, ctx: Context) -> None:
-        """If training failed, restore the trained weights in the model."""
+        """If training failed, put the trained weights back into the model."""
         self._wanted = int(self._stays)
         if not self._stays:
             self._swap_out(ctx)
@@ -233,7 +233,7 @@ class EMA(Callback):
                 self._average[name] = trained.copy_(mean)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return tensors that the saved model does not contain: trained weights that the average replaces, and other averages."""
+        """For each averaged tensor, return the version that the saved model does not contain: the trained weights or the average."""
         if not self._average and not self._trained:
             return {}
         trained, average = (

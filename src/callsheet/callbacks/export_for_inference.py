@@ -1,4 +1,4 @@
-"""Export of the trained model to a file for inference."""
+"""Exports the trained model to a file for inference."""
 
 from __future__ import annotations
 
@@ -97,13 +97,13 @@ class ExportForInferenceCallback(Callback):
         self._is_leaving = False
 
     def on_run_start(self, ctx: Context) -> None:
-        """Discard the input and the state of an earlier run."""
+        """Reset this object, which may have been used in an earlier run."""
         self._sample, self._is_leaving = self._given, False
         if self._save_path is None and ctx.run.folder is None:
             raise ConfigError(f"the run has no folder to export to; give {label_of(self)} a save_path=")
 
     def on_train_start(self, ctx: Context) -> None:
-        """Check what the format needs, and wait for a sample of the input."""
+        """Check that the format can be written, and register a hook that records an example of the model's input."""
         if self._format == "onnx":
             for package in ("onnx", "onnxscript"):
                 load(package, extra="onnx", wanted_by=label_of(self))
@@ -124,7 +124,7 @@ class ExportForInferenceCallback(Callback):
         self._unhook()
 
     def on_log(self, ctx: Context) -> None:
-        """Raise ConfigError if steps were trained but no input was seen, because the model is compiled.
+        """Raise ConfigError if steps were trained but the hook saw no input, because the model is compiled.
 
         A compiled model runs no hooks, so there is no sample of its input, and the export at the end would fail.
         """
@@ -132,7 +132,7 @@ class ExportForInferenceCallback(Callback):
             raise ConfigError(f"{label_of(self)} cannot see what a compiled model is called with; give it a sample_input=")
 
     def on_preempt(self, ctx: Context) -> None:
-        """Skip the export at the end of this process, because the resumed run will export the model."""
+        """Skip the export when this process ends, because the resumed run will export the model."""
         self._is_leaving = True
 
     def on_exception(self, ctx: Context) -> None:

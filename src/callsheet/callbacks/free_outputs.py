@@ -1,4 +1,4 @@
-"""Releasing the model's outputs as soon as the loss is computed."""
+"""Releases the model's outputs as soon as the loss is computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Freezing modules for a part of training."""
+"""Freezes modules for a part of training."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class FreezeUnfreeze(Callback):
         self._in_eval_mode: list[nn.Module] = []
 
     def on_run_start(self, ctx: Context) -> None:
-        """Discard the state of an earlier run, which may have had another model."""
+        """Reset this object, which may have been used in an earlier run with another model."""
         self._forget()
 
     def on_train_start(self, ctx: Context) -> None:
@@ -81,13 +81,13 @@ class FreezeUnfreeze(Callback):
         logger.info("%s: %d parameters are frozen%s", label_of(self), count, f" until {self._until.every}" if self._until else "")
 
     def on_train_step_start(self, ctx: Context) -> None:
-        """Unfreeze the modules once the time for it has come."""
+        """Unfreeze the modules once the time `until` has come."""
         if self._until is not None and (self._frozen or self._in_eval_mode) and self._is_over(ctx):
             self._unfreeze()
             logger.info("%s: unfrozen at step %d", label_of(self), ctx.step)
 
     def on_forward_backward_end(self, ctx: Context) -> None:
-        """Discard the gradients of frozen parameters, which are computed if there are several ranks."""
+        """With several ranks, discard the gradients of frozen parameters, which are computed although they are not needed."""
         for parameter in self._frozen:
             parameter.grad = None
 

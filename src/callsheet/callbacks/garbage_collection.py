@@ -1,4 +1,4 @@
-"""Garbage collection between steps, at the same steps on all ranks."""
+"""Runs garbage collection between steps, at the same steps on all ranks."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Generate(Callback):
             logger.warning("%s has no prompts and generates nothing; give it prompts=", label_of(self))
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Discard the state of an earlier run, such as when it last generated texts."""
+        """Reset this object, which may have been used in an earlier run."""
         self._begin()
 
     def on_train_start(self, ctx: Context) -> None:
@@ -116,7 +116,7 @@ class Generate(Callback):
             self._prompts = Prompts(self._given, self._tokenizer)
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Generate texts if the interval since the last time has passed."""
+        """Generate texts if the interval is complete since texts were last generated."""
         if self._interval is None or self._seen is None:
             return
         state, before = ctx.state, self._seen
@@ -132,7 +132,7 @@ class Generate(Callback):
             self._draw(ctx)
 
     def on_preempt(self, ctx: Context) -> None:
-        """Skip the generation at the end of training, because a preempted run has no time for it."""
+        """Skip the texts at the end of training, because a preempted run has no time to generate them."""
         self._is_leaving = True
 
     def on_train_end(self, ctx: Context) -> None:
@@ -165,7 +165,7 @@ class Generate(Callback):
             ctx.log_table(self.name or "generations", ["prompt", "continuation"], rows)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the timestamp of the last check of the interval, and the last step at which texts were generated."""
+        """Return the timestamp at which the interval was last checked, and the last step at which texts were generated."""
         return {"seen": self._seen.to_dict() if self._seen is not None else None, "drawn_at": self._drawn_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

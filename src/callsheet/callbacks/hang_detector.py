@@ -1,4 +1,4 @@
-"""Detects hangs. When no step ends any more, it writes the stacks of all threads and acts."""
+"""Detects hangs: if no step ends for a long time, writes the stacks of all threads, and warns, raises or ends the process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OTHER_RANKS_SECONDS = 2.0  # time for the other ranks to notice the hang too an
 
 
 class HangDetector(Callback):
-    """When no step ends for much longer than a step takes, write the stacks of all threads of every rank, and act.
+    """Write the stacks of all threads when no step ends for much longer than usual; then warn, raise or end the process.
 
     A background thread checks at least once a second whether a step has ended, and learns how long steps take. What it has
     learned survives a resume. It adds no work to the steps themselves. If no step ends within `factor` times the learned step
@@ -105,7 +105,7 @@ class HangDetector(Callback):
         self._folder = self._given_folder or Path(ctx.run.folder or "", "hangs")
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Discard the step time of an earlier run."""
+        """Unless the run is resumed, discard the step times, which an earlier run may have measured."""
         if ctx.checkpoint is None:
             self._learned.clear()
 
@@ -123,7 +123,7 @@ class HangDetector(Callback):
         watch.start()
 
     def on_eval_step_end(self, ctx: Context) -> None:
-        """Record progress between training steps, such as a step of an evaluation or the end of a save."""
+        """Record progress outside training steps, such as the end of an evaluation step or of a save."""
         self._beat = time.monotonic()
         self._pausing_until = ctx.state.timestamp.batch + 1
 

@@ -53,7 +53,7 @@ class History(Callback):
         return [value for _, value in self._column(name)]
 
     def steps(self, name: str) -> list[int]:
-        """Return the steps of the records that have a metric.
+        """Return the steps of the metrics records that have a value of the metric `name`.
 
         Args:
             name: the full name of the metric, such as `train/loss`.
@@ -64,7 +64,7 @@ class History(Callback):
         return [step for step, _ in self._column(name)]
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Discard the history of an earlier run."""
+        """Reset this object, which may have been used in an earlier run."""
         self.records, self.evaluations = [], []
 
     def on_log(self, ctx: Context) -> None:

@@ -1,4 +1,4 @@
-"""Images of the model's inputs and of its segmentation."""
+"""Logs images of the model's inputs and of its segmentation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger("callsheet")
 
 
 class ImageVisualizer(Callback):
-    """Log images of the model's inputs, or of its segmentation: inputs, predictions and labels side by side.
+    """Log images of the model's inputs or, for a segmentation model, inputs, predictions and labels side by side.
 
     The images are the first ones in a step's first microbatch on rank 0, as the model received them. They are taken in the first
     step and in the step that completes each `interval`; for an interval in epochs, in the first step of the next epoch. They are
@@ -73,7 +73,7 @@ class ImageVisualizer(Callback):
         self._warnings: set[str] = set()
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Discard the state of an earlier run."""
+        """Reset this object, which may have been used in an earlier run."""
         self._begin()
 
     def on_train_step_start(self, ctx: Context) -> None:
@@ -84,7 +84,7 @@ class ImageVisualizer(Callback):
         self._taken = max(index, self._taken)
 
     def on_forward_end(self, ctx: Context) -> None:
-        """Keep images of the step's first microbatch."""
+        """Copy images of the step's first microbatch, to log them later."""
         if self._is_due:
             self._keep(f"{self.name or 'images'}/train", ctx.microbatch, ctx.outputs)
 
@@ -93,11 +93,11 @@ class ImageVisualizer(Callback):
         self._logged = self._taken
 
     def on_eval_start(self, ctx: Context) -> None:
-        """Collect images of the dataset's first batch, which comes next."""
+        """Arrange that images of the dataset's first batch are collected."""
         self._is_due = True
 
     def on_eval_forward_end(self, ctx: Context) -> None:
-        """Keep images of the dataset's first batch."""
+        """Copy images of the dataset's first batch, to log them later."""
         if self._is_due:
             self._keep(f"{self.name or 'images'}/{ctx.eval_name}", ctx.batch, ctx.outputs)
 

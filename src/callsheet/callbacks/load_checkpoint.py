@@ -1,4 +1,4 @@
-"""Starting a new run from the weights of a checkpoint."""
+"""Starts a new run from the weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class LoadCheckpoint(Callback):
             logger.info("%s: %s", label_of(self), summary)
 
     def _load(self, here: Mapping[str, Any]) -> str:
-        """Load the chosen weights from the checkpoint into `here`, the model's tensors by name. Return a summary for the log."""
+        """Load the chosen weights from the checkpoint into `here`, the model's tensors by name. Return a summary as text."""
         wanted = {name: tensor for name, tensor in here.items() if isinstance(tensor, Tensor) and self._wants(name)}
         if not wanted:
             raise CheckpointError(
@@ -132,7 +132,7 @@ class LoadCheckpoint(Callback):
 
 
 class _Scratch:
-    """A destination for tensors that the checkpoint reader must read but that are not needed, such as the optimizer's state.
+    """A destination for tensors that are read from the checkpoint but not used, such as the optimizer's state.
 
     All are read into the same memory, so that it stays small.
     """

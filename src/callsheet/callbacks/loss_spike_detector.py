@@ -1,4 +1,4 @@
-"""Detection of sudden jumps of the loss."""
+"""Detects sudden jumps of the loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MIN_RELATIVE_SPREAD = 0.001  # lower bound of spread / median, so that a tiny c
 
 
 class LossSpikeDetector(Callback):
-    """Detect a loss far above its recent values, and warn, save or stop. It changes nothing else.
+    """Detect a loss far above its recent values, and then warn, save a checkpoint or stop. The weights are not changed.
 
     The loss of every record, which is the mean since the record before, is compared with the last `window` records. It is a spike
     if it is more than `threshold` robust standard deviations above their median. A robust standard deviation is 1.4826 times the
@@ -60,12 +60,12 @@ class LossSpikeDetector(Callback):
         self._count = 0
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Discard the losses of an earlier run."""
+        """Reset this object, which may have been used in an earlier run."""
         self._window.clear()
         self._count = 0
 
     def on_log(self, ctx: Context) -> None:
-        """Compare the loss with its recent values. At a spike, warn, save or stop."""
+        """Compare the loss with its recent values. If it is far above them, warn, save or stop."""
         loss = ctx.record.values.get(self._monitor)
         if loss is None:
             return

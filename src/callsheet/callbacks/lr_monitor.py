@@ -1,4 +1,4 @@
-"""The learning rate of every parameter group."""
+"""Logs the learning rate of every parameter group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory that training uses."""
+"""Logs the memory that training uses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DEVICE = {
 
 
 class MemoryMonitor(Callback):
-    """Add the memory that training uses to every metrics record, on the rank where it is largest.
+    """Add the memory that training uses to every metrics record. Each value is the maximum over the ranks.
 
     All values are in bytes, except for the counts. On every device it adds `memory/resident` and `memory/peak_resident`, the
     resident memory of the process. On CUDA it also adds `memory/allocated` (by tensors), `memory/active` (including memory that

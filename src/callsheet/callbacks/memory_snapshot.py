@@ -1,4 +1,4 @@
-"""A snapshot of every allocation on the device during a few steps."""
+"""Writes a snapshot of every allocation on the device during a few steps."""
 
 from __future__ import annotations
 

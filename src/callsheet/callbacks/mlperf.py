@@ -1,4 +1,4 @@
-"""Results for the MLPerf Training benchmarks."""
+"""Writes results for the MLPerf Training benchmarks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CHECK_SECONDS = 300.0  # time limit of the command `cache_clear_cmd`
 
 
 class MLPerfCallback(Callback):
-    """Write a result that MLPerf's compliance checker accepts, and stop, on all ranks together, when the target is reached.
+    """Write a result that MLPerf's compliance checker accepts. When the target is reached, stop on all ranks together.
 
     Rank 0 writes `<root_folder>/results/<system_name>/<benchmark>/result_<index>.txt`. `run_start` is written before the data is
     built. `run_stop` has the status `success` at the evaluation that reaches the target, or `aborted` at the end of a run that
@@ -126,7 +126,7 @@ class MLPerfCallback(Callback):
     # --- the events of a run ---
 
     def on_run_start(self, ctx: Context) -> None:
-        """Record the time at which the run started. Nothing is written before it is known whether the run is resumed."""
+        """Record when the run started. The result file is created later, when it is known whether the run is resumed."""
         self._forget()
         if not self._benchmark and ctx.run.is_world_process_zero:
             logger.warning("%s has nothing to do: give it a benchmark and a target", label_of(self))

@@ -1,4 +1,4 @@
-"""A table of the model's modules and parameters, before training."""
+"""Prints a table of the model's modules and parameters before training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Row = list[Any]
 
 
 class ModelSummary(Callback):
-    """Print the model's modules with their parameters, once, on rank 0, and log the table as `model/summary`.
+    """Print a table of the model's modules and their parameters, once, on rank 0, and log it as `model/summary`.
 
     The columns are `module`, `type`, `parameters` and `trainable`; with `flops`, there are also the FLOPs of a forward pass (of
     one microbatch, on rank 0; a multiplication and an addition are two). A row counts a parameter of its module
@@ -53,7 +53,7 @@ class ModelSummary(Callback):
         self._counter: FlopCounterMode | None = None
 
     def on_run_start(self, ctx: Context) -> None:
-        """Reset the state of an earlier run, so that each run shows the table once."""
+        """Reset this object, which may have been used in an earlier run, so that each run shows the table once."""
         self._is_shown, self._forwards = False, 0
 
     def on_train_start(self, ctx: Context) -> None:

@@ -1,4 +1,4 @@
-"""Ending the run when a loss is NaN or infinite."""
+"""Ends the run when a loss is NaN or infinite."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class NaNMonitor(Callback):
         self._folded: list[torch.Tensor] = []
 
     def on_train_start(self, ctx: Context) -> None:
-        """Discard the losses of an earlier run."""
+        """Reset this object, which may have been used in an earlier run."""
         self._forget()
         self._has_warned = False
 
@@ -58,7 +58,7 @@ class NaNMonitor(Callback):
             losses.clear()
 
     def on_log(self, ctx: Context) -> None:
-        """Check the losses since the last record, unless their mean in this record is finite."""
+        """Check each loss since the last record, unless their mean in this record is finite."""
         mean = ctx.record.values.get("train/loss")
         if mean is not None and math.isfinite(mean):
             self._forget()

@@ -1,4 +1,4 @@
-"""Notifications about a run by webhook, Slack or mail."""
+"""Sends notifications about a run by webhook, Slack or mail."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Notify(Callback):
             logger.warning("%s has no address to send to; give it to= or url_env=", label_of(self))
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Discard the state of an earlier run."""
+        """Reset this object, which may have been used in an earlier run."""
         self._begin()
 
     def on_train_start(self, ctx: Context) -> None:

@@ -1,4 +1,4 @@
-"""A memory snapshot when the device runs out of memory."""
+"""Writes a memory snapshot when the device runs out of memory."""
 
 from __future__ import annotations
 

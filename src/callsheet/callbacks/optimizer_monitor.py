@@ -1,4 +1,4 @@
-"""Norms of gradients and weights, and the optimizer's own metrics."""
+"""Logs norms of gradients and weights, and the optimizer's own metrics."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class OptimizerMonitor(Callback):
         (ctx.mute if self._report(ctx) is None else ctx.unmute)(self, "on_train_step_end")
 
     def on_epoch_start(self, ctx: Context) -> None:
-        """Forget the list of parameters, because some may have been frozen or unfrozen.
+        """Forget the list of trainable parameters, because some may have been frozen or unfrozen since.
 
         The list is kept during an epoch because finding the parameters takes longer than computing their norms.
         """

@@ -1,4 +1,4 @@
-"""An estimate of the remaining training time."""
+"""Estimates the remaining training time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RuntimeEstimator(Callback):
         self._paused: tuple[str, float] | None = None  # kind ("evaluation" or "save") and start of the current pause
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Discard the measurements of an earlier run."""
+        """Unless the run is resumed, discard the measurements, which may be from an earlier run."""
         if ctx.checkpoint is None:
             self._counts = ""
 
@@ -88,7 +88,7 @@ class RuntimeEstimator(Callback):
             self._pause("evaluation", ctx.state)
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """Record the duration of the evaluation, and continue to measure training time."""
+        """Record how long the evaluations took, and continue to measure training time."""
         self._unpause(ctx.state)
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
@@ -96,7 +96,7 @@ class RuntimeEstimator(Callback):
         self._pause("save", ctx.state)
 
     def on_checkpoint_save_end(self, ctx: Context) -> None:
-        """Record the duration of the save, and continue to measure training time."""
+        """Record how long the save took, and continue to measure training time."""
         self._unpause(ctx.state)
 
     def state_dict(self) -> Mapping[str, Any]:

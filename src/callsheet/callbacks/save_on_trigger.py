@@ -20,7 +20,7 @@ _SETTLED_SECONDS = 1.0  # a file without a final newline counts as complete if i
 
 
 class SaveOnTrigger(Callback):
-    """Carry out the requests in a file: `echo "save before the maintenance" > runs/<run>/trigger`.
+    """Carry out requests that a user writes to a file, as in `echo "save before the maintenance" > runs/<run>/trigger`.
 
     Each line is one request: `save`, `evaluate` or `stop`, and optionally a reason. An empty file, as from `touch`, requests a save.
     The file is removed when it is read, before any request is made, so that each request is made once. Its text is never executed or
@@ -52,7 +52,7 @@ class SaveOnTrigger(Callback):
         self._next = 0.0
 
     def on_run_start(self, ctx: Context) -> None:
-        """Determine the path of the trigger file."""
+        """Determine the path of the file with requests."""
         if self._file is None and ctx.run.folder is None:
             raise ConfigError("the run has no folder for the trigger; give it a file=")
         self._path = self._file or Path(ctx.run.folder or "", "trigger")

@@ -1,4 +1,4 @@
-"""Detection of ranks that are slower than the others."""
+"""Detects ranks that are slower than the others."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class SlowRankDetector(Callback):
             self._compare(ctx, stage, [rank[i] for rank in there])
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return, for each stage and rank, in how many consecutive records it has been slow."""
+        """Return, for each stage and rank, in how many consecutive records the rank has been slow."""
         return {"in_a_row": dict(self._in_a_row)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Training speed: batches, samples, tokens and FLOPs per second, and the device's utilization."""
+"""Logs the training speed: batches, samples, tokens and FLOPs per second, and the device's utilization."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class SpeedMonitor(Callback):
         self._logged: set[str] = set()
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Discard the measurements of an earlier run."""
+        """Unless the run is resumed, discard the measurements, which may be from an earlier run."""
         self._logged.clear()
         if ctx.checkpoint is None:
             self._window = SpeedWindow(self._window_size)
@@ -97,7 +97,7 @@ class SpeedMonitor(Callback):
             self._flops.fetched(ctx.batch)
 
     def on_forward_backward_start(self, ctx: Context) -> None:
-        """Tell the FLOP counter that a step begins; it counts the operations of one step."""
+        """Tell the FLOP counter, which counts the operations of one step, that a step begins."""
         self._flops.begin_step()
 
     def on_forward_end(self, ctx: Context) -> None:

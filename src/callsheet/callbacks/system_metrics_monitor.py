@@ -1,4 +1,4 @@
-"""Metrics of the machine: processors, memory, disk, network and GPUs."""
+"""Logs metrics of the machine: processors, memory, disk, network and GPUs."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class ThresholdStopper(Callback):
         self._other_metrics: set[str] | None = set()
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Discard the values of an earlier run."""
+        """Reset this object, which may have been used in an earlier run."""
         self._begin()
 
     def on_train_start(self, ctx: Context) -> None:
@@ -72,7 +72,7 @@ class ThresholdStopper(Callback):
             self._stop_if_reached(ctx, self._reached)
 
     def on_log(self, ctx: Context) -> None:
-        """Compare the monitored value in the metrics record with the threshold, unless only one record per epoch is compared."""
+        """Compare the metric's value with the threshold or, if `records` is "epoch", store it until the epoch's end."""
         value = ctx.record.values.get(self._monitor)
         self._note(ctx.record.values, value)
         if value is not None and self._is_training:
@@ -105,7 +105,7 @@ class ThresholdStopper(Callback):
             self._other_metrics = None
 
     def on_train_end(self, ctx: Context) -> None:
-        """Ignore later evaluations, which are not part of training."""
+        """Record that training has ended, so that later evaluations are ignored."""
         self._is_training = False
 
     def _note(self, names: Any, value: float | None) -> None:
@@ -122,7 +122,7 @@ class ThresholdStopper(Callback):
         ctx.control.stop(f"{self._monitor} is {value:g}, {side} the threshold {self._threshold:g}", replicated=True)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the metric's value in the last record, and the one that stopped the run."""
+        """Return the metric's value in the last record, and the value that stopped the run."""
         return {"last": self._last, "reached": self._reached}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Traces of a few steps from torch's profiler."""
+"""Writes traces of a few steps with torch's profiler."""
 
 from __future__ import annotations
 

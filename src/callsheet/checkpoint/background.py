@@ -43,7 +43,7 @@ class AsyncWriter:
         self._is_reported = True
 
     def prepare(self, tensors: Iterable[Tensor]) -> None:
-        """Start to allocate buffers on the thread, so that `begin` is faster. This does not wait.
+        """Start to allocate buffers on the thread, so that `begin` is faster. This returns at once.
 
         Args:
             tensors: tensors of the sizes and dtypes that `begin` will copy. For a DTensor, a buffer of this rank's shard is
@@ -63,7 +63,7 @@ class AsyncWriter:
         check_owner: Callable[[], None] | None = None,
         is_good: Check | None = None,
     ) -> None:
-        """Copy the state, and start to write it on the thread. If copying or writing fails, `result` raises the error.
+        """Copy the state, and start to write the copy on the thread. If this fails, `result` raises the error.
 
         The arguments are those of `write_checkpoint`.
 
@@ -92,7 +92,7 @@ class AsyncWriter:
         return self._written is None or self._written.done()
 
     def result(self, timeout: float | None = None) -> Seal:
-        """Wait for the checkpoint that was begun last.
+        """Wait until the checkpoint that was begun last is written, and return its seal.
 
         Args:
             timeout: how many seconds to wait at most; None: without a limit.

@@ -27,7 +27,7 @@ def disk_thread(name: str) -> ThreadPoolExecutor:
 
 
 def begin_deletion(delete: Callable[[], None]) -> None:
-    """Call `delete` in a thread, so that the caller need not wait: deleting a large file takes longer than copying it."""
+    """Call `delete` in a thread, so that the caller does not wait. Deleting a large file may take longer than copying it."""
     global _deleter  # the thread is made at the first use
     if _deleter is None:
         _deleter = disk_thread("callsheet-deletion")
@@ -36,7 +36,7 @@ def begin_deletion(delete: Callable[[], None]) -> None:
 
 
 def finish_deletions() -> None:
-    """Wait for the deletions that `begin_deletion` started. Call this before reusing the space or names of those files."""
+    """Wait for the deletions that `begin_deletion` started. Call this before using the space or the names of the deleted files."""
     for each in tuple(_deletions):  # iterate over a copy, since another thread may begin a deletion
         each.result()
 

@@ -1,4 +1,4 @@
-"""The data that one rank writes to a checkpoint.
+"""What one rank writes to a checkpoint.
 
 The training thread collects the data. If a background thread writes it, the training thread also copies it.
 """
@@ -25,7 +25,7 @@ from callsheet.errors import CheckpointError
 
 @dataclass(slots=True)
 class Draft:
-    """What one rank saves: JSON documents, the tensors by their names in the checkpoint, and the part of each on this rank."""
+    """What one rank saves: JSON documents, and tensors by their names in the checkpoint, with this rank's part of each."""
 
     state: Json
     local: Json
@@ -67,7 +67,7 @@ class Draft:
 
 
 class Kind(NamedTuple):
-    """The dtype, size and other properties that a host buffer shares with the tensors that can be copied into it.
+    """The properties, such as dtype and size, that a tensor and the host buffer for its copy have in common.
 
     The buffer for a tensor on a GPU is page-locked.
     """
@@ -87,13 +87,13 @@ class Kind(NamedTuple):
 
 
 class Staging:
-    """Host buffers into which tensors are copied, and which are reused. A copy is valid until the next one is made."""
+    """Host buffers into which tensors are copied. They are reused, so a copy is valid only until the next one is made."""
 
     def __init__(self) -> None:
         self._buffers: list[tuple[Kind, Tensor]] = []
 
     def prepare(self, kinds: Iterable[Kind]) -> None:
-        """Allocate the buffers that are missing, and touch their memory pages, which takes several times as long as a copy."""
+        """Allocate the missing buffers, and write to them, because the first write to memory takes longer than later ones."""
         missing = Counter(kinds)
         missing.subtract(kind for kind, _ in self._buffers)
         for kind in missing.elements():
@@ -101,7 +101,7 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy the tensors to host buffers, which are page-locked for tensors on a GPU, and return the copies by name.
+        """Copy the tensors to host buffers, and return the copies by name.
 
         Buffers that are not needed are released.
         """

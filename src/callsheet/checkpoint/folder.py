@@ -21,7 +21,7 @@ logger = logging.getLogger("callsheet")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A committed checkpoint.
+    """A committed checkpoint, which is one whose manifest is written.
 
     Attributes:
         path: the path or URL of its folder.
@@ -49,7 +49,7 @@ class Checkpoint:
 
 
 class Found(NamedTuple):
-    """The content of a root folder.
+    """What was found in a folder of checkpoints.
 
     Attributes:
         checkpoints: the committed checkpoints, newest first.
@@ -63,7 +63,7 @@ class Found(NamedTuple):
 
 
 def open_folder(path: str | os.PathLike[str]) -> Folder:
-    """Return an object to access a folder.
+    """Return a `Folder` object through which the folder is accessed.
 
     Args:
         path: a local path, or a URL such as `s3://bucket/run`. The folder need not exist.
@@ -120,7 +120,7 @@ def newest(root: str | os.PathLike[str]) -> Checkpoint | None:
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Seal:
-    """Return the manifest of a checkpoint. Only the manifest's own digest is checked, not the files.
+    """Return the manifest of a checkpoint. The manifest's own digest is checked, but not the files that it lists.
 
     Args:
         path: the path or URL of the checkpoint's folder.
@@ -133,7 +133,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Seal:
 
 
 def delete_checkpoint(path: str | os.PathLike[str]) -> None:
-    """Delete a checkpoint, or what is left of one because its writer or deleter was killed.
+    """Delete a checkpoint, or the rest of one whose writing or deletion was interrupted.
 
     The manifest is deleted first, so that a process that is killed in the middle leaves no checkpoint.
 
@@ -150,7 +150,7 @@ def delete_checkpoint(path: str | os.PathLike[str]) -> None:
 
 
 def delete_abandoned(path: str | os.PathLike[str]) -> None:
-    """Delete a checkpoint folder that is unfinished because its writer or deleter was killed.
+    """Delete a checkpoint folder that is incomplete, because the process that wrote or deleted it was killed.
 
     Call this only if no other process can be writing to the folder.
 
@@ -199,7 +199,7 @@ def point_latest(path: str | os.PathLike[str]) -> None:
 
 
 def cleared(folder: Folder, overwrite: bool) -> Seal | None:
-    """Create the folder if needed, and remove everything from it except a committed checkpoint.
+    """Create the folder if needed, and remove everything from it. A committed checkpoint in it is kept.
 
     Return the seal (manifest) of that checkpoint, or None.
 
@@ -244,7 +244,7 @@ def remove(folder: Folder) -> None:
 
 
 def _is_draft(folder: Folder) -> bool:
-    """Return whether the folder has no manifest, and is empty or has the marker file `checkpoint.txt`.
+    """Return whether the folder is an unfinished checkpoint: it has no manifest, and is empty or has the file `checkpoint.txt`.
 
     Such a checkpoint was never committed, or its deletion has begun.
     """

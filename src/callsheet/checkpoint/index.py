@@ -38,7 +38,7 @@ class ShardLocation:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The content of `index.json`: a description of each tensor in DCP's form, and the file that holds each chunk (part) of it.
+    """The content of `index.json`: a description of each tensor, and the file that holds each chunk (a part of a tensor).
 
     A chunk is identified by the tensor's name and the chunk's offsets.
     """
@@ -52,7 +52,7 @@ class Index:
 
 
 def index_document(plans: Sequence[SavePlan], file_of: Callable[[int], str]) -> Json:
-    """Return the content of `index.json`, made from the save plans of all ranks. A rank writes its tensors to `file_of(rank)`.
+    """Return the content of `index.json`, made from the save plans of all ranks. A rank's tensors are in `file_of(rank)`.
 
     Raise `CheckpointError` if a part of a tensor is missing.
     """
@@ -74,7 +74,7 @@ def index_document(plans: Sequence[SavePlan], file_of: Callable[[int], str]) -> 
 
 
 def read_index(content: bytes, files: Mapping[str, FileSeal], source: str) -> Index:
-    """Parse `content`, the bytes of an index file. `source` is its name for messages; `files` are those that the manifest lists.
+    """Parse `content`, the bytes of an index file named `source`. `files` are the files that the manifest lists.
 
     Raises `CheckpointError` if the chunks of a tensor do not cover it exactly or do not fit into those files. The message names
     the first such tensor.

@@ -23,7 +23,7 @@ LATEST = "latest"
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The file names of a checkpoint. There are two sets of names, so that a folder can hold a checkpoint and its replacement."""
+    """The file names of a checkpoint. There are two sets of names, so that one folder can hold an old checkpoint and a new one."""
 
     infix: str
 
@@ -50,7 +50,7 @@ NAMES = (Names(""), Names(".2"))
 
 
 def names_in(files: Container[str]) -> Names | None:
-    """Return which naming scheme of `NAMES` these files of a checkpoint follow, or None if they are not a checkpoint."""
+    """Return the set of names (one of `NAMES`) that these files of a checkpoint have, or None if they are not a checkpoint."""
     return next((names for names in NAMES if names.state in files and names.index in files), None)
 
 
@@ -59,5 +59,5 @@ SHARED = "state."
 
 
 def own(rank: int) -> str:
-    """Return the prefix of tensor names for the state that only rank `rank` has."""
+    """Return the prefix of the names of tensors that only rank `rank` has."""
     return f"local-{rank:05d}."

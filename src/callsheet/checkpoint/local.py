@@ -135,7 +135,7 @@ def _size(found: os.stat_result) -> int | None:
 
 
 def _sync(path: Path) -> None:
-    """Make the entries of a folder durable (fsync). Do nothing on systems that cannot do this (Windows, some network disks)."""
+    """Make the names of a folder's files durable (fsync). Do nothing where that is impossible (Windows, some network disks)."""
     if os.name == "nt":
         return
     fd = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""Converts nested plain data with tensors to JSON and a list of tensors, and back. Reading runs no code from the data.
+"""Converts nested plain data with tensors to JSON and a list of tensors, and back. Reading never executes code from the data.
 
 JSON values are stored unchanged. A value that JSON lacks becomes an object with one key, which starts with `$`:
 
@@ -79,7 +79,7 @@ def dump(document: Json) -> bytes:
 
 
 def parse(content: bytes, source: str) -> Json:
-    """Return the JSON value in `content`, the bytes of `source`. Raise `CheckpointError` if they are not strict JSON."""
+    """Return the JSON value in `content`, the bytes of the file `source`. Raise `CheckpointError` if they are not strict JSON."""
     try:
         return json.loads(content, parse_constant=_reject)
     except (ValueError, RecursionError) as error:
@@ -87,7 +87,7 @@ def parse(content: bytes, source: str) -> Json:
 
 
 def unflatten(document: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the state that `flatten` split. Tied tensors become one tensor again.
+    """Return the state from which `flatten` made the document and the tensors. Tied tensors become one tensor again.
 
     Args:
         document: the JSON document.
@@ -100,7 +100,7 @@ def unflatten(document: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 class _Flattening:
-    """The work of one call of `flatten`: it walks over a state tree, and collects the JSON document and the tensors.
+    """The work of one call of `flatten`: it collects the JSON document and the tensors from a nested state.
 
     It holds the tensors found so far, and the containers that enclose the current value.
     """

@@ -17,12 +17,12 @@ R = TypeVar("R")
 
 
 class RankLost(CheckpointError):
-    """A rank died, or did not answer within the group's timeout. It is not known how far the other ranks have come."""
+    """A rank died, or did not answer within the group's timeout. The other ranks may have stopped at different places."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """The errors of the ranks that failed in `RankGroup.exchange`, by rank."""
+    """What `RankGroup.exchange` sends if ranks failed: the reason for each of these ranks."""
 
     reasons: dict[int, str]
 
@@ -47,7 +47,7 @@ class RankGroup:
         self.size = 1 if group is None else distributed.get_world_size(group)
 
     def exchange(self, act: Callable[[], T], answer: Callable[[list[T]], list[R]]) -> R:
-        """Run `act` on all ranks, pass the list of results to `answer` on rank 0, and return this rank's item of the answer.
+        """Run `act` on all ranks, and `answer` with the list of results on rank 0. Return this rank's item of the answer.
 
         `answer` returns a list with one item for each rank.
 

@@ -95,7 +95,7 @@ def read_checkpoint(
 
 
 def _verified(folder: Folder, ranks: RankGroup) -> Seal:
-    """Return the manifest (the seal), after checking the digests of those files that this rank must check."""
+    """Return the manifest, after checking the digests of this rank's part of the files."""
     seal = seal_of(folder)
     if seal.kind != KIND or names_in(seal.files) is None:
         raise CheckpointError(
@@ -114,7 +114,7 @@ def _the_same(seals: list[Seal]) -> list[Seal]:
 
 
 class _Reading:
-    """The parts of a checkpoint that one rank reads. They are first planned and checked against the files, and then read."""
+    """The tensors and JSON documents of a checkpoint that one rank reads. They are planned and checked first, and then read."""
 
     def __init__(self, folder: Folder, seal: Seal, rank: int, target: Target | None, device: torch.device) -> None:
         names = names_in(seal.files)
@@ -141,7 +141,7 @@ class _Reading:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Read the planned parts from the files into the tensors."""
+        """Read the planned parts of tensors from the files."""
         for name, items in self._items.items():
             with self._folder.open(name) as file:
                 for item, entry in sorted(items, key=lambda found: found[1].start):
@@ -160,7 +160,7 @@ class _Reading:
             raise CheckpointError(f"{self._folder.path}/{name}: {error}") from error
 
     def _planned(self, index: Index) -> dict[str, list[tuple[ReadItem, Entry]]]:
-        """Return the parts that this rank must read, for each file.
+        """Return which parts of tensors this rank must read from each file.
 
         DCP's planner derives the parts from the saved chunks. They are checked against the headers of the files.
         """
@@ -182,7 +182,7 @@ class _Reading:
 
 
 def _fill(file: BinaryIO, entry: Entry, item: ReadItem, destination: Tensor) -> None:
-    """Read the part `item` of a tensor from the file into `destination`.
+    """Read the part of a tensor that `item` describes from the file into `destination`.
 
     Whole rows are read: directly into `destination` if possible, otherwise into a buffer from which the part is copied.
     """

@@ -1,4 +1,4 @@
-"""Checkpoint rotation: which checkpoints to keep.
+"""Checkpoint rotation: decides which checkpoints to keep, and deletes the others.
 
 Every callback that requested a checkpoint has a claim on it, under its own name, and keeps only its newest claims. A checkpoint
 is deleted when its last claim is dropped. So a checkpoint that was also requested by a callback which never drops claims is never
@@ -20,7 +20,7 @@ _CLAIMS = "checkpoint_claims"
 
 
 def rotate(ctx: Context, by: str, keep: int | None) -> bool:
-    """Keep `ctx.checkpoint` if the callback named `by` requested it, and release this callback's checkpoints beyond `keep`.
+    """Keep `ctx.checkpoint` if the callback named `by` requested it, and release those of its checkpoints that exceed `keep`.
 
     Return whether the callback requested the checkpoint. A checkpoint that every callback has released is deleted.
 
@@ -53,7 +53,7 @@ def held_by(ctx: Context, by: str) -> list[str]:
 
 
 def forget(ctx: Context) -> None:
-    """Forget which callbacks keep which checkpoints, because the loaded checkpoint is not one of this run."""
+    """Forget which callbacks keep which checkpoints, because the loaded checkpoint belongs to another run."""
     ctx.user_state.pop(_CLAIMS, None)
 
 
@@ -63,7 +63,7 @@ def is_of_run(ctx: Context, path: str) -> bool:
 
 
 def _name(ctx: Context, path: str) -> str:
-    """Return the path relative to the run's checkpoint folder, so that it stays valid if that folder moves.
+    """Return the path relative to the run's checkpoint folder, so that it remains valid if the folder is moved.
 
     A path outside the folder is returned as absolute.
     """

@@ -1,4 +1,4 @@
-"""The seal of a checkpoint: the file `manifest.json`, which is written last. A folder without it is not a checkpoint.
+"""The seal of a checkpoint: the file `manifest.json`, which is written last. A folder without a valid one is not a checkpoint.
 
 The manifest lists every file with its size and SHA-256, the format version, the kind, the number of ranks, and a free `info`. It
 begins with a digest of all bytes that follow, so that any change is detected. It is written in place after all other files are
@@ -35,7 +35,7 @@ class Unsealed(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """The content of a manifest.
+    """The content of a checkpoint's manifest.
 
     Attributes:
         kind: what the folder holds; for checkpoints of callsheet always the same word.
@@ -58,7 +58,7 @@ class Seal:
 
 
 def plain_info(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `info` as it would be read back from a manifest.
+    """Return a copy of `info` with the values that it will have when it is read from a manifest.
 
     Raise `CheckpointError` if it is not plain data or contains a tensor.
     """

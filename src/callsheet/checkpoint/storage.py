@@ -29,7 +29,7 @@ class FileSeal:
 
 
 class Folder(Protocol):
-    """A folder, and the files directly in it.
+    """The interface of a folder, through which the files directly in it are read and written.
 
     Errors are `CheckpointError`s that name the file and give the reason and a hint.
     """
@@ -88,7 +88,7 @@ class Folder(Protocol):
         """
 
     def open(self, name: str) -> contextlib.AbstractContextManager[BinaryIO]:
-        """Open a regular file for reading. Links are not followed, and a pipe does not make this wait.
+        """Open a regular file for reading. Links are not followed, and a named pipe does not block the call.
 
         Args:
             name: the name of the file.
@@ -119,7 +119,7 @@ def plain_name(folder: str, name: str) -> str:
 
 
 def digested(chunks: Iterable[Chunk], seal: list[FileSeal]) -> Iterator[Chunk]:
-    """Yield the chunks unchanged. After the last one, append the size and digest of all chunks together to the list `seal`."""
+    """Yield the chunks unchanged. At the end, append their total size and their digest to the list `seal`."""
     digest, size = hashlib.sha256(), 0
     for chunk in chunks:
         digest.update(chunk)
@@ -138,7 +138,7 @@ def measure(folder: Folder, name: str) -> FileSeal:
 
 
 def verify(folder: Folder, name: str, expected: FileSeal) -> None:
-    """Check that a file has the size and digest in the manifest, by reading it piece by piece. Raise `CheckpointError` if not."""
+    """Raise `CheckpointError` unless a file has the size and digest that the manifest lists. The file is read piece by piece."""
     _compare(folder, name, measure(folder, name), expected)
 
 

@@ -1,4 +1,4 @@
-"""Tensor files in the safetensors format. They are written one tensor at a time, and can be read in parts.
+"""Tensor files in the safetensors format. They are written one tensor at a time, and parts of them can be read.
 
 The library's `save_file` and `safe_open` are not used. `save_file` needs all tensors in host memory at once, reports a full disk
 only as text, makes files that only their owner can read, renames files, and writes dtypes (F8_E8M0, F4) that its own reader
@@ -101,7 +101,7 @@ def write_tensors(
 
 
 def file_order(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names in the order in which a file holds the tensors: by the size of their dtypes, largest first.
+    """Return the names of the tensors in the order in which a file holds them: by the size of their dtypes, the largest first.
 
     In this order, each tensor is aligned in a memory-mapped file.
     """
@@ -109,8 +109,7 @@ def file_order(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def check_storable(name: str, tensor: Tensor) -> None:
-    """Raise `CheckpointError` for a tensor that a file cannot hold: one that is sparse, quantized, meta, complex128, or of a
-    subclass.
+    """Raise `CheckpointError` for a tensor that cannot be stored: if it is sparse, quantized, meta, complex128 or of a subclass.
 
     For a DTensor, pass the local part.
     """
@@ -126,7 +125,7 @@ def check_storable(name: str, tensor: Tensor) -> None:
 
 
 def read_header(file: BinaryIO, size_bytes: int, source: str) -> dict[str, Entry]:
-    """Return an `Entry` for each tensor name in a safetensors file of `size_bytes`. `source` is the file's name for messages.
+    """Return an `Entry` for each tensor in a safetensors file of `size_bytes`. `source` is the file's name for error messages.
 
     Raises `CheckpointError` unless the entries fill the file without gaps and each has as many bytes as its dtype and size need.
     """
@@ -153,7 +152,7 @@ def read_header(file: BinaryIO, size_bytes: int, source: str) -> dict[str, Entry
 
 
 def read_rows(file: BinaryIO, entry: Entry, start: int, rows: Tensor) -> None:
-    """Fill `rows` with the rows of a tensor in a file, from row `start` on. `rows` must be contiguous and on the CPU.
+    """Fill `rows` with rows of a tensor in a file, beginning at row `start`. `rows` must be contiguous and on the CPU.
 
     A tensor without dimensions is read whole.
     """
@@ -167,7 +166,7 @@ def read_rows(file: BinaryIO, entry: Entry, start: int, rows: Tensor) -> None:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor as bytes. The tensor must be kept alive as long as the memory is used."""
+    """Return the bytes of a contiguous CPU tensor without copying them. Keep the tensor alive as long as the result is used."""
     size = tensor.numel() * tensor.itemsize
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
 
@@ -197,7 +196,7 @@ def all_finite(tensors: Iterable[Tensor], group: ProcessGroup | None = None) -> 
 
 
 def _are_finite(parts: list[Tensor]) -> bool:
-    """Return whether all elements of these tensors are finite. All must be on one device.
+    """Return whether all elements of these tensors, which must be on one device, are finite.
 
     If the sum is finite, all elements are, and computing it takes a tenth of the time of `isfinite`. The sum of finite numbers
     can overflow, so if the sum is not finite, `isfinite` decides.

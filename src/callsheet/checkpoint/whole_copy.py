@@ -1,4 +1,4 @@
-"""Copies a model to host memory. The model may be sharded over the ranks."""
+"""Copies a model, which may be sharded over the ranks, to host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes checkpoints. All ranks write together."""
+"""Writes checkpoints, for which all ranks work together."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write_checkpoint(
     check_owner: Callable[[], None] | None = None,
     is_good: Check | None = None,
 ) -> Seal:
-    """Write a checkpoint, and seal it. This is a collective over `group`.
+    """Write a checkpoint and seal it with a manifest. This is a collective over `group`.
 
     What a killed writer left at `path` is removed first. With `overwrite`, the existing checkpoint can be read until the new one
     is sealed, and is then removed.
@@ -73,7 +73,7 @@ def write_checkpoint(
 
 
 class Writing:
-    """One rank's part of the work of writing one checkpoint."""
+    """One rank's work in writing one checkpoint."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Writing:
         self._is_to_clear = False
 
     def run(self, draft: Callable[[], Draft]) -> Seal:
-        """Write and seal the checkpoint. This is a collective.
+        """Write and seal the checkpoint (its manifest is the seal). This is a collective.
 
         An error that `draft` raises on one rank is raised on all ranks.
         """
@@ -118,7 +118,7 @@ class Writing:
         return self._draft.plan()
 
     def _assign(self, plans: Sequence[SavePlan]) -> list[tuple[Names, list[str]]]:
-        """On rank 0, choose the file names, and which tensors each rank writes.
+        """On rank 0, choose the file names and decide which tensors each rank writes.
 
         DCP divides among the ranks the tensors that several of them hold.
         """
@@ -134,7 +134,7 @@ class Writing:
         return [(names, [item.index.fqn for item in plan.items if _holds_any(item)]) for plan in assigned]
 
     def _write(self, names: Names, mine: list[str]) -> tuple[dict[str, FileSeal], bool]:
-        """Write this rank's files. Return their sizes and digests, and whether `is_good` accepted all tensors in them."""
+        """Write this rank's files. Return their sizes and digests, and whether `is_good` accepted every piece of their tensors."""
         rank, draft, folder = self._ranks.rank, self._draft, self._folder
         files = {names.local(rank): folder.write(names.local(rank), [dump(draft.local)])}
         if mine:
@@ -168,7 +168,7 @@ class Writing:
 
 
 def _fitting(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """Return the ranks' save plans, without those shared tensors that rank 0 does not have.
+    """Return the ranks' save plans without the shared tensors that rank 0 does not have.
 
     Raise `CheckpointError` if the shared states of the ranks differ.
 

@@ -1,1 +1,1 @@
-"""The command line `callsheet`: a file for each command, and what the commands share."""
+"""The command line `callsheet`: one file for each command, and code that the commands share."""

@@ -7,7 +7,7 @@ from callsheet.errors import ConfigError, did_you_mean
 
 
 def bridges(name: str | None = None) -> str:
-    """Return a table of which callback works in which framework's loop, or the details of one framework.
+    """Return a table that says which callback works in which framework's loop, or the details of one framework.
 
     Raises:
         ConfigError: no such bridge.

@@ -39,13 +39,13 @@ _Errors = Iterator[tuple[str, str]]
 
 
 def first_error(parser: ArgumentParser, sources: Iterable[Source]) -> str:
-    """Return the first error in the values, with its place; an empty string if every value has the type of its key."""
+    """Return the first error in the values, with the place of the value; an empty string if every value has the type of its key."""
     return next(_Check().errors(typed_keys(parser) | {"config": None}, sources), "")
 
 
 @dataclass(slots=True)
 class _Made:
-    """A class or function whose import path was given for a key, and the names of its arguments that were given so far."""
+    """A class or function whose import path was given for a key, and the names of the arguments that were given for it so far."""
 
     at: str
     owner: Any
@@ -56,7 +56,7 @@ class _Made:
 
 
 class _Check:
-    """Checks the values of all sources (file, environment, command line), in order."""
+    """Checks the values for a recipe's keys from all sources (file, environment, command line), in order."""
 
     def __init__(self) -> None:
         self._source = Source({})
@@ -74,7 +74,7 @@ class _Check:
                     yield f"{made.source.place(made.at)}{made.at}: {made.owner.__name__} needs {name!r}{where}"
 
     def _group(self, kinds: Mapping[str, Any], given: Mapping[str, Any], at: str, owner: Any = None) -> _Errors:
-        """Check the values given for the keys in `kinds`, which may be dotted. `owner` is the class that takes them, if any."""
+        """Check the values for the keys in `kinds`. `owner` is the class that has these keys as arguments, or None."""
         for word, value in (split(str(word), value) for word, value in given.items()):
             name = word.removesuffix("+")
             key = f"{at}.{name}" if at else name
@@ -128,7 +128,7 @@ class _Check:
             yield from self._spec(kind, content, at)
 
     def _spec(self, kind: Any, spec: Any, at: str) -> _Errors:
-        """Check a class's import path and its arguments; arguments without a path are for the class given last for this key."""
+        """Check a class's import path and arguments. Without a path, the arguments are for the class given last for this key."""
         base = base_of(kind)
         spec = {"class_path": spec} if isinstance(spec, str) else spec
         if not isinstance(spec, Mapping):
@@ -155,7 +155,7 @@ class _Check:
             yield from self._group(_arguments(made.owner, made.later), arguments, at, made.owner)
 
     def _class(self, path: str, at: str, base: type | None) -> Generator[tuple[str, str], None, Any]:
-        """Yield the errors of a class's import path, and return the class or function at this path, or None."""
+        """Check a class's import path: yield what is wrong with it, and return the class or function at this path, or None."""
         found = None
         try:
             found = import_path(path) if "." in path else _subclasses(base).get(path)
@@ -175,12 +175,12 @@ class _Check:
         return self._made[-1]
 
     def _last(self, at: str) -> _Made | None:
-        """Return the class that was given last for the key `at` or, if the key takes a list, for an item of it; None if there is none."""
+        """Return the class that was given last for the key `at`, or for an item of its list; None if there is none."""
         return next((made for made in reversed(self._made) if re.sub(r"\[\d+\]$", "", made.at) == at), None)
 
 
 def _arguments(owner: Any, later: int) -> dict[str, Any]:
-    """Return the arguments of a class or function, including those that a class passes to its bases, with their types."""
+    """Return the types of the arguments of a class or function by name, including the arguments that a class passes to its bases."""
     parser = probe()
     add = parser.add_class_arguments if inspect.isclass(owner) else parser.add_function_arguments
     add(owner, None, skip={later} if later else None, fail_untyped=False)
@@ -198,7 +198,7 @@ def _takes_any(owner: Any) -> bool:
 
 
 def _subclasses(base: type | None) -> dict[str, type]:
-    """Return all subclasses of `base` that are imported so far, by name."""
+    """Return all subclasses of `base` that have been imported so far, by name."""
     found: dict[str, type] = {}
     kinds: list[type] = base.__subclasses__() if base is not None else []
     for kind in kinds:
@@ -207,7 +207,7 @@ def _subclasses(base: type | None) -> dict[str, type]:
 
 
 def fits(kind: Any, value: Any) -> bool:
-    """Return whether jsonargparse accepts a value for the type `kind`."""
+    """Return whether jsonargparse accepts the value for the type `kind`."""
     parser = probe()
     parser.add_argument("--value", type=kind)
     try:
@@ -218,7 +218,7 @@ def fits(kind: Any, value: Any) -> bool:
 
 
 def probe() -> ArgumentParser:
-    """Return an empty parser that reads values as a recipe's parser does."""
+    """Return a parser without keys that reads values in the way a recipe's parser does."""
     from jsonargparse import ArgumentParser
 
     names.register()

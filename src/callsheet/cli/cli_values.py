@@ -1,4 +1,4 @@
-"""The sources of values for a recipe's keys (file, environment, command line), in the order in which they apply."""
+"""The sources of values for a recipe's keys: the file, the environment and the command line, in the order in which they apply."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from callsheet.recipes.yaml_file import line_of, read_yaml, reject_deep
 
 
 class Part(dict[str, Any]):
-    """A partial value for a key, given by a dotted key: `--optimizer.lr 1` gives `optimizer` the value `Part(lr="1")`."""
+    """A value for only a part of a key, given by a dotted key: `--optimizer.lr 1` gives `optimizer` the value `Part(lr="1")`."""
 
 
 def split(key: str, value: Any) -> tuple[str, Any]:
-    """Split a key at its first dot: `("optimizer.lr", 1)` becomes `("optimizer", Part(lr=1))`. Without a dot, nothing changes."""
+    """Split a key at its first dot, if it has one: `("optimizer.lr", 1)` becomes `("optimizer", Part(lr=1))`."""
     first, dot, rest = key.partition(".")
     return (first, Part({rest: value})) if dot else (key, value)
 

@@ -1,4 +1,4 @@
-"""`callsheet compare`: print what differs between runs, write it as a page, or fail where they differ too much."""
+"""`callsheet compare`: print what differs between runs, write it as a page, or fail if a metric has become worse than a limit."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _verdicts(comparison: Comparison, conditions: Sequence[Condition]) -> Iterat
 
 
 def _steps(comparison: Comparison, group: str) -> str:
-    """Return the numbers of steps of the baseline and the group as text, if they differ."""
+    """Return a text with the numbers of steps of the baseline and of the group, or an empty text if they are the same."""
     first, other = (sorted({each.run.last_step for each in comparison.members(name)}) for name in (comparison.groups[0], group))
     return "" if first == other else f"; after {_listed(other)} steps, the baseline after {_listed(first)}"
 

@@ -1,4 +1,4 @@
-"""`callsheet evaluate`: compute the losses and metrics of a trained model on all datasets that its recipe evaluates."""
+"""`callsheet evaluate`: compute a trained model's losses and metrics on every dataset that its recipe evaluates."""
 
 from __future__ import annotations
 

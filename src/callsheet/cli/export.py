@@ -10,7 +10,7 @@ from callsheet.errors import ConfigError
 
 
 def export(run: str, overrides: Sequence[str], *, folder: str, checkpoint: str | None = None) -> str:
-    """Write a run's model, with its tokenizer or processor, as a Hugging Face folder. Return a summary. Only rank 0 writes.
+    """Write a run's model, with its tokenizer or processor, as a Hugging Face folder, on rank 0 only. Return a summary.
 
     Raises:
         ConfigError: there is no such run or checkpoint, or the folder is not empty.

@@ -16,7 +16,7 @@ from callsheet.report.lines import printable
 def import_runs(
     sources: Sequence[str], *, to: str = "runs", kind: str | None = None, name: str | None = None, rename: Sequence[str] = ()
 ) -> None:
-    """Import runs of other tools, and print a line for each as soon as its folder is complete.
+    """Import runs of other tools. Print a line for each run as soon as its folder is complete.
 
     Raises:
         ConfigError: an argument is invalid, nothing is recognised, or a folder would be overwritten.

@@ -12,7 +12,7 @@ from callsheet.cli.key_types import names_code
 
 
 class KeyHelp(DefaultHelpFormatter):
-    """jsonargparse's help formatter, except that keys whose values are classes show only the class names.
+    """jsonargparse's help formatter, except that keys whose values are classes show only class names.
 
     All arguments and subclasses would hide the other keys.
     """

@@ -1,4 +1,4 @@
-"""Describes the types of a recipe's keys in words, and finds out whether their values name code."""
+"""Describes the types of a recipe's keys in words, and determines whether their values are import paths of code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def typed_keys(parser: ArgumentParser) -> dict[str, Any]:
 
 
 def names_code(kind: Any) -> bool:
-    """Return whether values of this type name a class or function to import, or contain such values."""
+    """Return whether values of this type are, or contain, import paths of classes or functions."""
     if kind is Any or get_origin(kind) is Literal:
         return False
     if get_origin(kind) in (Callable, type) or kind in (Callable, type):
@@ -43,7 +43,7 @@ def names_code(kind: Any) -> bool:
 
 
 def base_of(kind: Any) -> type | None:
-    """Return the base class that imported classes must have if values of this type are import paths; otherwise None.
+    """Return the base class of the classes that values of this type may name; None if such values are not import paths.
 
     For a callable type this is its return type, for a class the class itself.
     """
@@ -56,14 +56,14 @@ def base_of(kind: Any) -> type | None:
 
 
 def parts_of(kind: Any) -> type | None:
-    """Return the type itself if it is a dataclass, or the first dataclass inside a mapping, list or union; otherwise None."""
+    """Return the type if it is a dataclass, or the first dataclass inside a mapping, list or union; otherwise None."""
     if inspect.isclass(kind) and is_dataclass(kind):
         return kind
     return next(filter(None, map(parts_of, get_args(kind))), None)
 
 
 def item_of(kind: Any, container: type) -> Any:
-    """Return the type of the items if `kind` is a `container` such as `list`, or a union that includes one; otherwise None."""
+    """Return the type of the items of a `container` such as `list`, also inside a union; None if `kind` has no such container."""
     if get_origin(kind) is container:
         return get_args(kind)[-1]
     is_union = get_origin(kind) in (Union, types.UnionType)
@@ -71,7 +71,7 @@ def item_of(kind: Any, container: type) -> Any:
 
 
 def partial_arguments(kind: Any) -> int:
-    """Return the number of constructor arguments that are not keys of a recipe, because the recipe's code passes them.
+    """Return how many positional arguments of a class are not keys of a recipe, because the recipe's code passes them.
 
     An example is the model's parameters, which are passed to an optimizer.
     """

@@ -543,7 +543,7 @@ def _recipes(given: argparse.Namespace, _: list[str]) -> int:
 
 
 def _without_a_key(rest: list[str]) -> list[str]:
-    """Return the command line's arguments that are neither a `--key` nor the value of such a key."""
+    """Return the arguments on the command line that are neither a `--key` nor a key's value."""
     strays, wants_value = [], False
     for word in rest:
         if not word.startswith("--") and not wants_value:
@@ -553,12 +553,12 @@ def _without_a_key(rest: list[str]) -> list[str]:
 
 
 def _split(columns: str) -> list[str]:
-    """Return the names in a list that is separated by commas, except for commas inside parentheses."""
+    """Return the names in a comma-separated list. Commas inside parentheses do not separate names."""
     return re.split(r",(?![^(]*\))", columns)
 
 
 def _which_rank() -> str:
-    """Return a text such as ` (rank 1)` for messages if there are several ranks, otherwise an empty string."""
+    """Return a text such as ` (rank 1)` for messages, or an empty string if there is only one rank."""
     ranks = read_ranks()
     return f" (rank {ranks.rank})" if ranks.world_size > 1 else ""
 

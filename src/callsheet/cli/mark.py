@@ -26,7 +26,7 @@ def mark(
     note: str | None = None,
     is_archived: bool | None = None,
 ) -> str:
-    """Change the notes (tags, note, archived) of runs, and return them as text, one line for each run.
+    """Change the notes about runs (tags, note, archived), and return the new notes as text, one line for each run.
 
     Raises:
         ConfigError: there is no such run, a tag is not possible, or a file cannot be written.
@@ -39,7 +39,7 @@ def mark(
 
 
 def delete(given: Sequence[str], *, folder: str = "runs", is_confirmed: bool = False) -> Iterator[str]:
-    """Delete the folders of runs, after asking on the terminal. Yield a line of text for each deleted run.
+    """Delete the folders of runs after a confirmation on the terminal. Yield a line of text for each deleted run.
 
     A run is first renamed, so that an interruption leaves no run with a part of its files.
 

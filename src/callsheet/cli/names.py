@@ -34,7 +34,7 @@ def register() -> None:
 
 
 def with_calls(content: Any) -> Any:
-    """Return the content of a recipe file with each callback that has the key `name` replaced by a call of `named`."""
+    """Replace each callback with the key `name` in a recipe file's content by a call of `named`. Return the changed content."""
     if isinstance(content, list):
         return [with_calls(each) for each in content]
     if not isinstance(content, dict):
@@ -47,7 +47,7 @@ def with_calls(content: Any) -> Any:
 
 
 def with_names(content: Any) -> Any:
-    """Return the content with each call of `named` replaced by the key `name`; the reverse of `with_calls`."""
+    """Replace each call of `named` in the content by the key `name`; the reverse of `with_calls`. Return the changed content."""
     if isinstance(content, list):
         return [with_names(each) for each in content]
     if not isinstance(content, dict):

@@ -27,7 +27,7 @@ _UNCLAIMED = "the checkpoint holds the state of callbacks that are not here"
 def opened(
     run: str, overrides: Sequence[str], *, command: str, checkpoint: str | None = None, with_changes: bool = False
 ) -> Recipe[Any]:
-    """Return the job of an existing run, with the run's weights loaded. The caller must close its trainer.
+    """Return the recipe of an existing run, with the run's weights loaded. The caller must close its trainer.
 
     Args:
         run: a run's folder, its name in `runs/`, or the file or name of a recipe with a run.
@@ -63,7 +63,7 @@ def name_of(job: Recipe[Any]) -> str:
 
 
 def _described(run: str) -> tuple[Path, Path | None]:
-    """Return the recipe file that `run` names, and the run's folder if `run` names a folder."""
+    """Return the path of the recipe file that `run` stands for, and the run's folder if `run` is a folder or the name of one."""
     for folder in [RUNS / run, Path(run)] if Path(run).name == run else [Path(run)]:
         if (folder / CONFIG).is_file():
             return folder / CONFIG, folder.resolve() if folder.name in ("", "..") else folder
@@ -98,7 +98,7 @@ def _changes_weights(spec: Any) -> bool:
 
 @contextmanager
 def _without_warning_of_unused_states() -> Iterator[None]:
-    """Within this context, suppress the warning about unused callback states in the checkpoint.
+    """While the `with` block runs, suppress the warning about callback states in the checkpoint that no callback uses.
 
     Some callbacks of the run are left out on purpose, so their states are unused.
     """

@@ -1,4 +1,4 @@
-"""`callsheet predict`: a trained model's predictions for rows of data, as JSON lines."""
+"""`callsheet predict`: write a trained model's predictions for rows of data as JSON lines."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def predict(run: str, overrides: Sequence[str], *, rows: str, checkpoint: str | 
 
 @contextmanager
 def _places(table: Table, path: str) -> Iterator[None]:
-    """If an error message within this context names a row by its number, such as `row 3`, name its place in the file."""
+    """While the `with` block runs, replace a row number in an error message, such as `row 3`, by the row's place in its file."""
     try:
         yield
     except ConfigError as error:

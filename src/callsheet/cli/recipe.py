@@ -1,4 +1,4 @@
-"""Reads a recipe file with overriding values, and makes the job from it."""
+"""Reads a recipe file and the values that override it, and makes the recipe object from them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CONFIG = "config.yaml"
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """The checked values of a recipe file and its overrides, before any objects are made from them.
+    """The checked values of a recipe file and its overrides, from which no objects are made yet.
 
     `given` has a value for every key. It may be changed before `made()` is called.
     """
@@ -57,7 +57,7 @@ class Values:
         return text
 
     def made(self) -> Prepared:
-        """Make the job that the values describe, with its callbacks and loggers.
+        """Make the recipe object from the values, with its callbacks and loggers.
 
         Raises:
             ConfigError: a class rejects a value.
@@ -89,12 +89,12 @@ class Values:
         return self._source_of(key).place(key) if is_key else ""
 
     def _source_of(self, key: str) -> Source:
-        """Return the source whose value for a key is used, or the recipe file if no source has a value."""
+        """Return the source whose value for a key is used. If no source has a value, return the recipe file."""
         return next((source for source in reversed(self.sources) if source.gives(key)), self.sources[0])
 
 
 def _rejects(spec: Any, error: ConfigError) -> bool:
-    """Return whether `error` comes from the callback that `spec` describes: constructing it alone raises the same error."""
+    """Return whether constructing the callback that `spec` describes raises `error`."""
     from jsonargparse import Namespace
 
     parser = probe()
@@ -108,7 +108,7 @@ def _rejects(spec: Any, error: ConfigError) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A recipe that is ready for set-up: its file, its job with callbacks and loggers, and the whole configuration as YAML."""
+    """A recipe file that was read: the recipe object with its callbacks and loggers, and its whole configuration as YAML."""
 
     path: Path
     job: Recipe[Any]
@@ -116,7 +116,7 @@ class Prepared:
 
 
 def prepared(recipe: str, overrides: Sequence[str] = (), *, command: str) -> Prepared:
-    """Read a recipe with these overrides, and make its job. No model is made and no data are read.
+    """Read a recipe file with these overrides, and make the recipe object. No model is made and no data is read.
 
     Raises:
         ConfigError: there is no such recipe, a key is unknown, a value has a wrong type, or a package is missing; the message has a hint.
@@ -129,7 +129,7 @@ def prepared(recipe: str, overrides: Sequence[str] = (), *, command: str) -> Pre
 
 @contextmanager
 def current_file(path: Path) -> Iterator[Path]:
-    """Yield the path of the recipe file, or of a temporary copy with the current keys if an earlier version wrote the file."""
+    """Yield the path of the recipe file, or of a temporary copy with current keys if an earlier version wrote the file."""
     from callsheet.recipes.existing_run import with_current_names
 
     content = read_yaml(path) if path.name == CONFIG else None
@@ -148,7 +148,7 @@ def current_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def errors_on_first_rank() -> Iterator[None]:
-    """Within this context, let only the first rank of a machine report an error. The other ranks exit with the same status."""
+    """While the `with` block runs, only the first rank of a machine reports an error. The others exit with the same status."""
     try:
         yield
     except CallsheetError:
@@ -160,7 +160,7 @@ def errors_on_first_rank() -> Iterator[None]:
 def values_of(
     path: Path, overrides: Sequence[str] = (), *, command: str, variables: Mapping[str, str] | None = None, title: str = ""
 ) -> Values:
-    """Return the values of a recipe file, overridden first by environment variables and then by `overrides`.
+    """Return the values of a recipe file. Environment variables override them, and `overrides` override both.
 
     Args:
         path: the recipe file.
@@ -186,7 +186,7 @@ def values_of(
 
 
 def recipe_class(path: Path) -> type[Recipe[Any]]:
-    """Return the recipe class that a file's key `recipe` names: a shipped recipe's name, or a user class's import path.
+    """Return the recipe class for a file's key `recipe`: the name of a shipped recipe, or the import path of a user's class.
 
     Raises:
         ConfigError: the file is not a YAML mapping, or names no recipe.

@@ -11,7 +11,7 @@ _RECORDS = ("metrics.jsonl", "events.jsonl")
 
 
 def report(run: str, *, out: str | None = None) -> str:
-    """Write a run's page and trace, and return the page's path and size as text.
+    """Write a run's page and its trace, and return the page's path and size as text.
 
     Raises:
         ConfigError: there is no such run.

@@ -145,7 +145,7 @@ def runs(
 
 
 def _column(name: str, metric: str) -> Column:
-    """Return the column called `name`: one of `COLUMNS`, `lowest(METRIC)` and the like, a metric's last value, or a setting."""
+    """Return the column `name`: one of `_COLUMNS`, a value such as `lowest(METRIC)`, a metric's last value, or a setting."""
     if name in _COLUMNS:
         return _COLUMNS[name]
     if name in _SHORT:
@@ -203,7 +203,7 @@ def _condition(text: str) -> tuple[str, str, str]:
 
 
 def _fulfils(column: Column, row: RunRow, compared: str, wanted: str) -> bool:
-    """Return whether the run fulfils a condition of `--where`. A run without the value fulfils no condition."""
+    """Return whether the run fulfils a condition of `--where`. Without a value for the condition, it does not."""
     value = column.value(row)
     if compared == "~":
         return wanted.lower() in str(value).lower()
@@ -226,12 +226,12 @@ def _is_equal(column: Column, row: RunRow, value: Value, wanted: str) -> bool:
 
 
 def _is_known(value: Value) -> bool:
-    """Return whether a run has this value, that is, whether it is neither empty text nor NaN."""
+    """Return whether a run's value is known: it is neither an empty text nor NaN."""
     return value != "" and value == value
 
 
 def _number_of(column: Column, text: str) -> float | None:
-    """Convert text to the column's number: a date for `started`; `90`, `90s`, `2m`, `3h` or `1d` for `duration`."""
+    """Convert text to a number for comparison with the column, such as a date for `started`, or `90s` or `2m` for `duration`."""
     if column is _COLUMNS["started"]:
         return _date(text)
     unit = _SECONDS.get(text[-1:]) if column is _COLUMNS["duration"] else None
@@ -258,7 +258,7 @@ def _date(text: str) -> float | None:
 
 
 def _sorted(rows: Sequence[RunRow], column: Column, is_reversed: bool) -> list[RunRow]:
-    """Sort the rows by a column, numbers before text. Rows without a value come last in both directions."""
+    """Sort the rows by a column, numbers before text. Rows without a value come last, in both directions."""
 
     def key(row: RunRow) -> tuple[bool, Value]:
         value = column.value(row)

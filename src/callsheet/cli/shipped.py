@@ -18,7 +18,7 @@ RECIPES = {
 
 
 def recipe_path(recipe: str, *, is_shipped: bool = False) -> Path:
-    """Return the path of the recipe file that `recipe` names: a shipped recipe's name or, unless `is_shipped`, a path.
+    """Return the path of the recipe file for `recipe`, which is a shipped recipe's name or, unless `is_shipped`, a path.
 
     Raises:
         ConfigError: there is no such file.

@@ -20,7 +20,7 @@ _APART = frozenset({"recipe", "callbacks", "loggers", "config"})
 
 
 def show(recipe: str, overrides: list[str]) -> str:
-    """Return the call sheet and the settings of a recipe or run as text. No model is made, and no data are read.
+    """Return a recipe's or run's call sheet and settings as text. No model is made, and no data is read.
 
     Raises:
         ConfigError: `callsheet train` would reject the recipe too.
@@ -46,7 +46,7 @@ def show(recipe: str, overrides: list[str]) -> str:
 
 
 def _near(name: str) -> str:
-    """Return a hint such as `; did you mean 'x'?` with the recipe or run (or both) whose name is most similar."""
+    """Return a hint such as `; did you mean 'x'?` with the recipe, the run, or both, whose name is most similar."""
     recipe, run = did_you_mean(name, RECIPES), nearest(name)
     return f"{recipe.removesuffix('?')}, or the run{run.removeprefix('; did you mean')}" if recipe and run else recipe or run
 

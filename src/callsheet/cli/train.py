@@ -1,4 +1,4 @@
-"""`callsheet train`: set up the job of a recipe, and train."""
+"""`callsheet train`: set up a recipe, and train."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _summary(callbacks: CallbackManager, recipe: str, overrides: list[str]) -> s
 
 
 def _reported(run: RunInfo) -> str:
-    """Write the run's report if its folder has records. Return a line with the report's path, or why there is no report."""
+    """Write the run's report if its folder has metrics records. Return the report's path or why there is none, as text."""
     folder = run.folder
     if run.has_lost_folder:
         return "There is no report: another process has taken over the run's folder."

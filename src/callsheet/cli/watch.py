@@ -63,7 +63,7 @@ def watch(
 
 
 def _waited_for(run: str, folder: Path) -> Path:
-    """Wait until the run exists, and return its folder."""
+    """Wait until the run's folder exists, and return it."""
     place = folder / run if Path(run).name == run and not is_run(Path(run)) else Path(run)
     if not is_run(place):
         if place.is_dir() and any(place.iterdir()):
@@ -95,7 +95,7 @@ def _comparison(given: Sequence[str], folder: Path, last: int | None, group_by: 
 
 
 class NewRuns:
-    """Finds runs that begin after this object is made, among the runs, folders and patterns in `words`."""
+    """Finds runs that have begun since this object was made, among the runs, folders and patterns in `words`."""
 
     def __init__(self, words: Sequence[str], folder: Path) -> None:
         self._folder = folder
@@ -112,13 +112,13 @@ class NewRuns:
 
 
 def _holds_runs(word: str, folder: Path) -> bool:
-    """Return whether an argument is a pattern or a folder of runs, and not the name of one run."""
+    """Return whether an argument stands for several runs, as a pattern or a folder of runs."""
     is_name = Path(word).name == word and is_run(folder / word)
     return glob.has_magic(word) or (not is_name and not is_run(Path(word)) and bool(run_names(word)))
 
 
 def _naming_existing_runs(words: Iterable[str], folder: Path) -> list[str]:
-    """Return those arguments that name at least one existing run."""
+    """Return the arguments that name at least one existing run."""
     return [word for word in words if _runs_of([word], folder)]
 
 

@@ -19,7 +19,7 @@ def write_whole(path: Path, content: str) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[TextIO]:
-    """Open a file that replaces the file at `path` atomically when the `with` block ends without an error.
+    """Open a new file. If the `with` block ends without an error, the file replaces the one at `path` atomically.
 
     Raises:
         CallsheetError: the file cannot be written.

@@ -1,1 +1,1 @@
-"""Packages that mirror the APIs of other training systems, so that code for these runs on callsheet with changed imports."""
+"""Packages with the APIs of other training systems: code for these systems runs on callsheet after changing its import lines."""

@@ -1,4 +1,4 @@
-"""Placeholders for names of other training systems that callsheet does not offer.
+"""Placeholders for names of other training systems that callsheet does not support.
 
 They can be imported, and using one raises an error that says what to do instead.
 """
@@ -11,7 +11,7 @@ from callsheet.errors import NotSupported
 
 
 class _NotOffered(type):
-    """The metaclass of placeholders for unsupported names: calling one or reading a public attribute raises `NotSupported`."""
+    """The metaclass of placeholders for unsupported names. Calling one, or reading a public attribute, raises `NotSupported`."""
 
     instead: str
     system: str

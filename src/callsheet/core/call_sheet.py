@@ -6,7 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from callsheet.core.callback import PHASES, Callback, Lane, OnError, Phase
 from callsheet.core.events import Event, as_event
@@ -96,7 +96,7 @@ class CompositeHandler(ABC):
 
     @abstractmethod
     def parts(self, entry: HandlerEntry, earlier: Sequence[HandlerEntry]) -> Iterable[HandlerEntry]:
-        """Return one table entry for each part of this handler. The table then contains these instead of `entry`.
+        """Return one table entry for each part. These take the place of `entry`, which is this handler's own row.
 
         `earlier` are the entries of the handlers that are called before `entry`.
         """
@@ -117,7 +117,7 @@ called one by one and in groups because a loop over a few elements costs more (`
 
 
 class Dispatcher(Protocol):
-    """An object that fires events and stores the event that is being fired now."""
+    """An object that fires events and knows which event is being fired now."""
 
     current: Event | None
     """The event that is being fired, which `ctx.event` returns; None if no event is being fired."""
@@ -146,7 +146,7 @@ class CallSheet:
 
 
 def internal_entry(event: str, handler: Handler, label: str, source: str) -> HandlerEntry:
-    """Return an entry of the table of handlers, for a function of callsheet itself rather than of a callback.
+    """Return a call-sheet row for a function that belongs to callsheet itself and not to a callback.
 
     Its phase is `report`, so that it is called even after a callback has failed.
     """
@@ -196,18 +196,18 @@ def compiled(
 
 
 def compile_event(calls: Sequence[Call], event: Event) -> CompiledEvent:
-    """Pack the calls of one event into a `CompiledEvent`, the tuple that is read when it is fired."""
-    first, second = (*(handler for handler, _ in calls[:2]), None, None)[:2]
+    """Pack the calls of one event into a `CompiledEvent`, the tuple that the manager reads when it fires the event."""
+    handlers: list[Any] = [handler for handler, _ in calls]
     more: More | None = None
     for start in reversed(range(2, len(calls), 3)):
-        third, fourth, fifth = (*(handler for handler, _ in calls[start : start + 3]), None, None)[:3]
-        assert third is not None
+        third, fourth, fifth = (*handlers[start : start + 3], None, None)[:3]
         more = third, fourth, fifth, more
+    first, second = (*handlers[:2], None, None)[:2]
     return first, second, more, event, tuple(calls)
 
 
 def recover(compiled_event: CompiledEvent, failed: Handler, error: BaseException, ctx: Context) -> None:
-    """Handle the `error` that the handler `failed` raised: call the later handlers that must always run, then raise the error.
+    """After the handler `failed` raised `error`, call the later handlers that must always run, then raise the error again.
 
     These are the later handlers of phases `report` and `restore`; at `on_exception` and `on_run_end` they are all later handlers.
     Their own errors are logged, so that they do not hide the first error.
@@ -248,7 +248,7 @@ def _call_rest(compiled_event: CompiledEvent, first: int, ctx: Context) -> None:
 
 
 def marked(compiled_event: CompiledEvent, mark: HandlerEntry) -> CompiledEvent:
-    """Return the compiled event with the handler of `mark` added. That handler notes the time at which the event is fired.
+    """Return the compiled event with one more handler, `mark`, which records the time at which the event is fired.
 
     The added handler is called last at the end of a span, and first at any other event.
     """

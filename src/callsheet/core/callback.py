@@ -37,12 +37,12 @@ foreign_hints: list[Callable[[object], str]] = []
 
 @cache
 def _parameters_of(kind: type[Callback]) -> Mapping[str, Parameter]:
-    """Return the parameters of the class's constructor by name, with `self`."""
+    """Return the parameters of the class's constructor by name, including `self`."""
     return signature(kind.__init__).parameters
 
 
 def _familiar_arguments(parameters: Mapping[str, Parameter]) -> dict[str, str]:
-    """Return which of these parameters to use instead of arguments that users know from other frameworks' callbacks."""
+    """Return, for arguments of other frameworks' callbacks, which of these parameters to use instead."""
     from callsheet.core.familiar_names import CALLBACK_ARGUMENTS
 
     return {name: f"{meant}=..." for name, meant in CALLBACK_ARGUMENTS.items() if meant in parameters}

@@ -213,7 +213,7 @@ class Context:
             self._accumulator.log(values, over=over, across=across, weight=weight)
 
     def logged(self, family: str) -> dict[str, Any]:
-        """Return the last value of each metric of a family that this rank logged since the last metrics record.
+        """Return the last value of each metric in a family that this rank has logged since the last metrics record.
 
         Values that the loop logs, such as `train/loss`, are included only if `on_log` has a handler.
 
@@ -381,7 +381,7 @@ def _field_hint(name: str) -> str:
 
 
 def _floats(values: Loggable) -> dict[str, float]:
-    """Return a float for each name. A tensor that was logged under several names is split into one float for each of them."""
+    """Return each logged metric as a float, by name. A tensor that was logged under several names becomes one float for each."""
     found: dict[str, float] = {}
     for name, value in values.items():
         try:

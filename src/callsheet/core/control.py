@@ -133,12 +133,12 @@ class Control:
 
     @property
     def save_requested(self) -> Request | None:
-        """Of the pending save requests, the one whose kind the next checkpoint gets (see `SAVE_KINDS`); None if there is none."""
+        """The pending save request that decides the kind of the next checkpoint (see `SAVE_KINDS`); None if no save is requested."""
         return max(self._saves, key=lambda request: SAVE_KINDS.index(request.kind), default=None)
 
     @property
     def save_requests(self) -> tuple[Request, ...]:
-        """All save requests that the next checkpoint, after the current step, epoch or round, will satisfy."""
+        """All pending save requests. The next checkpoint satisfies all of them."""
         return tuple(self._saves)
 
     @property

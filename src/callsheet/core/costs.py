@@ -78,7 +78,7 @@ class Cost(NamedTuple):
 
 
 class Failures(NamedTuple):
-    """How often a callback whose errors are logged instead of raised has failed in this process, and what became of its events.
+    """How often a callback has failed in this process, and how many of its events were not delivered.
 
     `last` is the message of the last error. `is_off` is True if the callback was disabled. `dropped` counts the events that its
     lane dropped, and `undelivered` those that were still in the lane's queue at the run's end.
@@ -95,7 +95,7 @@ class Failures(NamedTuple):
 def failures_of(
     registrations: Iterable[Registration], dropped: Mapping[Registration, int], undelivered: Mapping[Registration, int]
 ) -> tuple[Failures, ...]:
-    """Return the failures of these callbacks, and of removed callbacks whose events were dropped from a full queue.
+    """Return the failures and lost events of these callbacks, and the lost events of callbacks that were removed.
 
     Callbacks without failures are left out.
     """
@@ -122,7 +122,7 @@ class CostReport(NamedTuple):
     failures: tuple[Failures, ...] = ()
 
     def share(self, cost: Cost) -> float:
-        """Return how much of a step the callback takes at this event, as a fraction. If the event is not sampled: how much of the run."""
+        """Return the callback's time at this event as a fraction of the timed steps or, if every call is timed, of the run."""
         whole = self.window_seconds if cost.is_sampled else self.seconds
         return cost.seconds / whole if whole else 0.0
 

@@ -16,7 +16,7 @@ from callsheet.core.wrappers import Handler
 
 
 class Lanes(Protocol):
-    """What the dispatch table needs of the lanes. A lane is a thread or a process in which a callback runs."""
+    """The methods of the lanes that the dispatch table calls. A lane is a thread or process in which a callback runs."""
 
     def enqueuer(self, entry: HandlerEntry) -> Handler:
         """Return the function that the training thread calls in place of a handler that runs in another thread or process.
@@ -25,7 +25,7 @@ class Lanes(Protocol):
         """
 
     def with_drain(self, run_end: CompiledEvent) -> CompiledEvent:
-        """Return the compiled `on_run_end` with a handler inserted before the loggers, which waits for callbacks in lanes."""
+        """Insert a handler that waits for callbacks in lanes into `on_run_end`, before the loggers. Return the compiled event."""
 
 
 class DispatchTable:

@@ -1,4 +1,4 @@
-"""The events of the lifecycle as an enumeration; every member is also the plain string."""
+"""The events of the lifecycle as an enumeration. Each member equals its name as a string."""
 
 from __future__ import annotations
 

@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 
 
 class Hooks:
-    """The methods of the lifecycle's events."""
+    """One empty method for each event of a run."""
 
     # generated: hooks
     def on_run_start(self, ctx: Context) -> Awaitable[None] | None:
         """The first event, fired by the trainer's constructor: the run's name, folder and ranks are known."""
 
     def on_checkpoint_load_start(self, ctx: Context) -> Awaitable[None] | None:
-        """Before a checkpoint is searched for; `ctx.control.load(path)` may name one."""
+        """Before the loop looks for a checkpoint to load; a callback may name one with `ctx.control.load(path)`."""
 
     def on_checkpoint_load_end(self, ctx: Context) -> Awaitable[None] | None:
-        """Everything but the random states is restored, or there was nothing to load (`ctx.checkpoint` is None).
+        """The checkpoint is loaded, except for the random states; `ctx.checkpoint` is None if there was none to load.
 
         Available here: checkpoint.
         """
 
     def on_data_init_start(self, ctx: Context) -> Awaitable[None] | None:
-        """Model, optimizer and checkpoint are ready; data may be read from here on, not before.
+        """Model and optimizer are ready, and the checkpoint is loaded; no data has been read yet.
 
         Available here: optimizer, scheduler.
         """
@@ -42,25 +42,25 @@ class Hooks:
         """
 
     def on_train_start(self, ctx: Context) -> Awaitable[None] | None:
-        """The model is in training mode; the first round follows.
+        """Training begins; the model is in training mode.
 
         Available here: optimizer, scheduler.
         """
 
     def on_round_start(self, ctx: Context) -> Awaitable[None] | None:
-        """Before a group of epochs; most runs have one round.
+        """Before a round (a group of epochs); most runs have one round.
 
         Available here: optimizer, scheduler.
         """
 
     def on_epoch_start(self, ctx: Context) -> Awaitable[None] | None:
-        """Before a pass over the training data; fired again when a resumed run continues in the middle of an epoch.
+        """Before an epoch (a pass over the training data); fired again when a run resumes in the middle of an epoch.
 
         Available here: optimizer, scheduler.
         """
 
     def on_fetch_start(self, ctx: Context) -> Awaitable[None] | None:
-        """Before the next batch is requested from the dataloader; a step may use several batches.
+        """Before the next batch is requested from the dataloader; a step may take several batches.
 
         Available here: optimizer, scheduler.
         """
@@ -132,7 +132,7 @@ class Hooks:
         """
 
     def on_forward_backward_end(self, ctx: Context) -> Awaitable[None] | None:
-        """All microbatches are done; gradients are complete and unscaled; `ctx.loss` is the step's mean.
+        """After the step's last microbatch; gradients are complete and unscaled; `ctx.loss` is the step's mean loss.
 
         Available here: optimizer, scheduler, batch, loss.
         """
@@ -144,13 +144,13 @@ class Hooks:
         """
 
     def on_clip_gradients_end(self, ctx: Context) -> Awaitable[None] | None:
-        """Gradients are clipped; their total norm before clipping is known, if it was computed.
+        """Gradients are clipped; `ctx.grad_norm` is their total norm before clipping, or None if it was not computed.
 
         Available here: optimizer, scheduler, batch, loss, grad_norm.
         """
 
     def on_optimizer_step_start(self, ctx: Context) -> Awaitable[None] | None:
-        """Before `optimizer.step()`; the learning rate of this step is known.
+        """Before `optimizer.step()`; `ctx.learning_rate` is the rate that this step uses.
 
         Available here: optimizer, scheduler, batch, loss, grad_norm, learning_rate.
         """
@@ -174,7 +174,7 @@ class Hooks:
         """
 
     def on_eval_all_start(self, ctx: Context) -> Awaitable[None] | None:
-        """The model is in evaluation mode; the evaluators that are due follow.
+        """Before the evaluations that are due; the model is in evaluation mode.
 
         Available here: optimizer, scheduler, standalone.
         """
@@ -210,19 +210,19 @@ class Hooks:
         """
 
     def on_eval_end(self, ctx: Context) -> Awaitable[None] | None:
-        """The losses and metrics of one dataset are aggregated.
+        """After one named dataset is evaluated; its losses and metrics are aggregated.
 
         Available here: optimizer, scheduler, eval_name, standalone, eval_losses.
         """
 
     def on_eval_all_end(self, ctx: Context) -> Awaitable[None] | None:
-        """All evaluators are done; the model is still in evaluation mode.
+        """After all evaluations that were due; the model is still in evaluation mode.
 
         Available here: optimizer, scheduler, standalone, eval_results.
         """
 
     def on_checkpoint_due(self, ctx: Context) -> Awaitable[None] | None:
-        """After a step, an epoch or a round, and before an evaluation: a checkpoint may be requested; `ctx.boundary` says which.
+        """After a step, epoch or round, and before an evaluation (`ctx.boundary` says which): callbacks may request a checkpoint.
 
         Available here: optimizer, scheduler, boundary.
         """
@@ -234,13 +234,13 @@ class Hooks:
         """
 
     def on_checkpoint_save_end(self, ctx: Context) -> Awaitable[None] | None:
-        """The training thread continues: everything is written, or copied if saving is asynchronous.
+        """The checkpoint is written, or, if saving is asynchronous, copied to be written in the background.
 
         Available here: optimizer, scheduler, checkpoint.
         """
 
     def on_epoch_end(self, ctx: Context) -> Awaitable[None] | None:
-        """After one pass over the training data (an epoch), or when training stops within it.
+        """After an epoch (a pass over the training data), or when training stops within it.
 
         Available here: optimizer, scheduler.
         """
@@ -252,13 +252,13 @@ class Hooks:
         """
 
     def on_train_end(self, ctx: Context) -> Awaitable[None] | None:
-        """Training has finished, was stopped, or was preempted; not fired if training failed.
+        """Training has finished, was stopped, or was preempted; not fired when it failed.
 
         Available here: optimizer, scheduler.
         """
 
     def on_test_start(self, ctx: Context) -> Awaitable[None] | None:
-        """The model is in evaluation mode; the first test batch follows.
+        """Before the first test batch; the model is in evaluation mode.
 
         Available here: optimizer, scheduler.
         """
@@ -288,13 +288,13 @@ class Hooks:
         """
 
     def on_test_end(self, ctx: Context) -> Awaitable[None] | None:
-        """The test losses are aggregated.
+        """After the last test batch; the test losses are aggregated.
 
         Available here: optimizer, scheduler, eval_losses.
         """
 
     def on_predict_start(self, ctx: Context) -> Awaitable[None] | None:
-        """The model is in evaluation mode; the first batch of prediction follows.
+        """Before the first prediction batch; the model is in evaluation mode.
 
         Available here: optimizer, scheduler.
         """
@@ -324,7 +324,7 @@ class Hooks:
         """
 
     def on_predict_end(self, ctx: Context) -> Awaitable[None] | None:
-        """All predictions are made.
+        """After the last prediction batch.
 
         Available here: optimizer, scheduler.
         """
@@ -336,10 +336,10 @@ class Hooks:
         """
 
     def on_preempt(self, ctx: Context) -> Awaitable[None] | None:
-        """The run is preempted by a signal: a checkpoint follows, then the end."""
+        """A signal has preempted the run: a checkpoint is saved next, then the run ends."""
 
     def on_exception(self, ctx: Context) -> Awaitable[None] | None:
-        """Once, when an exception leaves the trainer; `ctx.span` names the innermost span that was open.
+        """Fired once, when an exception leaves the trainer; `ctx.span` names the innermost span that was open.
 
         Available here: exception, span.
         """

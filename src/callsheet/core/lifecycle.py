@@ -47,7 +47,7 @@ class Point(NamedTuple):
 
 
 class Field(NamedTuple):
-    """A field of the context.
+    """A field of the context, which is the object that handlers receive.
 
     `windows` are pairs of events, both included, between which the field is available; no pairs mean that it is always available.
     `kind` says how the values on different ranks are related: `replicated` (the same on all), `local`, `reduced` (computed over
@@ -86,35 +86,35 @@ SPANS: dict[str, Span] = {
         ),
         Span(
             "checkpoint_load",
-            "Before a checkpoint is searched for; `ctx.control.load(path)` may name one.",
-            "Everything but the random states is restored, or there was nothing to load (`ctx.checkpoint` is None).",
+            "Before the loop looks for a checkpoint to load; a callback may name one with `ctx.control.load(path)`.",
+            "The checkpoint is loaded, except for the random states; `ctx.checkpoint` is None if there was none to load.",
         ),
         Span(
             "data_init",
-            "Model, optimizer and checkpoint are ready; data may be read from here on, not before.",
+            "Model and optimizer are ready, and the checkpoint is loaded; no data has been read yet.",
             "The dataloaders exist.",
         ),
         Span(
             "train",
-            "The model is in training mode; the first round follows.",
-            "Training has finished, was stopped, or was preempted; not fired if training failed.",
+            "Training begins; the model is in training mode.",
+            "Training has finished, was stopped, or was preempted; not fired when it failed.",
             f"((round {BOUNDARY})* | {BOUNDARY} (round {BOUNDARY})*)",
         ),
         Span(
             "round",
-            "Before a group of epochs; most runs have one round.",
+            "Before a round (a group of epochs); most runs have one round.",
             "After the last epoch of a round, or when training stops within it.",
             f"((epoch {BOUNDARY})* | {BOUNDARY} (epoch {BOUNDARY})*)",
         ),
         Span(
             "epoch",
-            "Before a pass over the training data; fired again when a resumed run continues in the middle of an epoch.",
-            "After one pass over the training data (an epoch), or when training stops within it.",
+            "Before an epoch (a pass over the training data); fired again when a run resumes in the middle of an epoch.",
+            "After an epoch (a pass over the training data), or when training stops within it.",
             f"((fetch+ train_step {BOUNDARY})* fetch* | {BOUNDARY} (fetch+ train_step {BOUNDARY})* fetch*)",
         ),
         Span(
             "fetch",
-            "Before the next batch is requested from the dataloader; a step may use several batches.",
+            "Before the next batch is requested from the dataloader; a step may take several batches.",
             "The batch is on the device and may be replaced; `ctx.batch` is None when the data has run out.",
         ),
         Span(
@@ -126,7 +126,7 @@ SPANS: dict[str, Span] = {
         Span(
             "forward_backward",
             "Before the step's first microbatch.",
-            "All microbatches are done; gradients are complete and unscaled; `ctx.loss` is the step's mean.",
+            "After the step's last microbatch; gradients are complete and unscaled; `ctx.loss` is the step's mean loss.",
             "microbatch+",
         ),
         Span(
@@ -143,23 +143,23 @@ SPANS: dict[str, Span] = {
         Span(
             "clip_gradients",
             "Before gradients are clipped; fired also if clipping is off.",
-            "Gradients are clipped; their total norm before clipping is known, if it was computed.",
+            "Gradients are clipped; `ctx.grad_norm` is their total norm before clipping, or None if it was not computed.",
         ),
         Span(
             "optimizer_step",
-            "Before `optimizer.step()`; the learning rate of this step is known.",
+            "Before `optimizer.step()`; `ctx.learning_rate` is the rate that this step uses.",
             "After `optimizer.step()` and before the scheduler steps; `ctx.step_skipped` says whether the step was skipped.",
         ),
         Span(
             "eval_all",
-            "The model is in evaluation mode; the evaluators that are due follow.",
-            "All evaluators are done; the model is still in evaluation mode.",
+            "Before the evaluations that are due; the model is in evaluation mode.",
+            "After all evaluations that were due; the model is still in evaluation mode.",
             "eval+",
         ),
         Span(
             "eval",
             "Before one named dataset is evaluated.",
-            "The losses and metrics of one dataset are aggregated.",
+            "After one named dataset is evaluated; its losses and metrics are aggregated.",
             "eval_step*",
         ),
         Span("eval_step", "Before an evaluation batch.", "After an evaluation batch.", "eval_forward"),
@@ -170,16 +170,16 @@ SPANS: dict[str, Span] = {
         ),
         Span(
             "test",
-            "The model is in evaluation mode; the first test batch follows.",
-            "The test losses are aggregated.",
+            "Before the first test batch; the model is in evaluation mode.",
+            "After the last test batch; the test losses are aggregated.",
             "test_step*",
         ),
         Span("test_step", "Before a test batch.", "After a test batch.", "test_forward"),
         Span("test_forward", "Before the model is called on a test batch.", "The model has returned its outputs."),
         Span(
             "predict",
-            "The model is in evaluation mode; the first batch of prediction follows.",
-            "All predictions are made.",
+            "Before the first prediction batch; the model is in evaluation mode.",
+            "After the last prediction batch.",
             "predict_step*",
         ),
         Span("predict_step", "Before a prediction batch.", "After a prediction batch.", "predict_forward"),
@@ -187,7 +187,7 @@ SPANS: dict[str, Span] = {
         Span(
             "checkpoint_save",
             "Before a checkpoint is written; its kind and path are known.",
-            "The training thread continues: everything is written, or copied if saving is asynchronous.",
+            "The checkpoint is written, or, if saving is asynchronous, copied to be written in the background.",
         ),
     )
 }
@@ -201,11 +201,13 @@ POINTS: dict[str, Point] = {
         ),
         Point(
             "on_checkpoint_due",
-            "After a step, an epoch or a round, and before an evaluation: a checkpoint may be requested; `ctx.boundary` says which.",
+            "After a step, epoch or round, and before an evaluation (`ctx.boundary` says which): callbacks may request a checkpoint.",
         ),
         Point("on_checkpoint_published", "A checkpoint is durable and visible, perhaps many steps after it was saved."),
-        Point("on_preempt", "The run is preempted by a signal: a checkpoint follows, then the end."),
-        Point("on_exception", "Once, when an exception leaves the trainer; `ctx.span` names the innermost span that was open."),
+        Point("on_preempt", "A signal has preempted the run: a checkpoint is saved next, then the run ends."),
+        Point(
+            "on_exception", "Fired once, when an exception leaves the trainer; `ctx.span` names the innermost span that was open."
+        ),
     )
 }
 
@@ -381,7 +383,7 @@ FIELDS: dict[str, Field] = {
 
 
 def names_in(order: str) -> list[str]:
-    """Return the names of the spans and single events in an `order`, each once, as they first appear."""
+    """Return the names of the spans and single events in an `order`. Each name is returned once, at its first place."""
     return list(dict.fromkeys(re.findall(r"[a-z_]+", order)))
 
 
@@ -435,7 +437,7 @@ def description(event: str) -> str:
 
 
 def fields_available(event: str) -> tuple[str, ...]:
-    """Return the fields that are available at `event` but not at every event, in the table's order.
+    """Return the names of the fields that are available at `event` but not at every event, in the order of `FIELDS`.
 
     At a point of `ANYWHERE`, the fields of the surrounding span are available too, but are not in the result.
     """

@@ -368,7 +368,7 @@ class CallbackManager:
         self._table.compile()
 
     def notify_loggers(self, method: str, ctx: Context, /, **payload: Any) -> None:
-        """Call a method on every callback that has it. Errors are logged and do not end the run.
+        """Call a logger method, such as `log_table`, on every callback that has it. Errors are logged and do not end the run.
 
         Tables, images and files reach the loggers this way.
 
@@ -399,7 +399,7 @@ class CallbackManager:
 
     @property
     def next_step(self) -> int:
-        """The step after which the loop must call `between_steps`. If `control.pending` is set, it may have changed."""
+        """The step after which the loop must call `between_steps`. It may have changed if `control.pending` is set."""
         return int(min(self.costs.next_step, self._muting.next_step))
 
     def between_steps(self, step: int) -> None:
@@ -484,7 +484,7 @@ class CallbackManager:
             self._lanes.limit_waits(seconds)
 
     def drain(self, ctx: Context) -> None:
-        """Wait until callbacks in other threads have handled all events fired so far. For each, wait less than its deadline.
+        """Wait until callbacks in other threads have handled all events fired so far, but at most for 0.8 of their deadlines.
 
         Called before `on_run_end` is fired.
         """
@@ -589,7 +589,7 @@ class CallbackManager:
 
 
 def normalize_callbacks(callbacks: CallbackManager | Callback | Iterable[Callback] | None) -> CallbackManager | None:
-    """Return a manager of callbacks.
+    """Return the argument `callbacks` of a loop as a `CallbackManager`.
 
     Args:
         callbacks: a manager, one callback, an iterable of callbacks, or None.

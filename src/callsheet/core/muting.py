@@ -36,7 +36,7 @@ class Muting:
         self._wakes = [wake for wake in self._wakes if wake[1] not in registrations]
 
     def is_worthwhile(self, until: int, step: int) -> bool:
-        """Return whether it saves time to mute handlers from `step` until the step `until`, and the loop will unmute them then.
+        """Return whether muting handlers from `step` until `until` saves time and the loop will unmute them then.
 
         Muting for only a few steps costs more than calling the handlers that often.
         """
@@ -67,7 +67,7 @@ class Muting:
         return frozenset[str]().union(*(events for _, each, events in self._wakes if each is registration))
 
     def _forget_wakes(self, registration: Registration, events: frozenset[str]) -> None:
-        """Forget until which step the callback was muted for these events, because a new call of `mute` or `unmute` replaces it."""
+        """Forget until which step the callback was muted for these events. A new call of `mute` or `unmute` decides this instead."""
         left = [(step, each, named - events if each is registration else named) for step, each, named in self._wakes]
         self._wakes = [wake for wake in left if wake[2]]
 

@@ -89,7 +89,7 @@ def need(*modules: str, extra: str, wanted_by: str) -> None:
 
 @contextmanager
 def needed_by(name: str) -> Iterator[None]:
-    """Turn an import error of an optional package inside the block into MissingPackage, which says what to install for `name`.
+    """While the `with` block runs, convert an import error of an optional package to MissingPackage, with the hint for `name`.
 
     In nested blocks the outermost `name` is used. An import error of a module that callsheet does not use itself is raised
     unchanged.

@@ -67,7 +67,7 @@ class RunInfo:
 
     @property
     def has_lost_folder(self) -> bool:
-        """Whether another process has taken over the folder."""
+        """Whether another process has taken over the run's folder."""
         return self._lost[0]
 
     @has_lost_folder.setter
@@ -75,7 +75,7 @@ class RunInfo:
         self._lost[0] = is_lost
 
     def may_write(self, path: str | os.PathLike[str]) -> bool:
-        """Return whether this process may still write to a path. Ask before each write.
+        """Return whether this process may still write to a path. Call this before each write.
 
         Args:
             path: the file or folder to be written.
@@ -139,7 +139,7 @@ def _course_property(name: str) -> Any:
 
 @dataclass(init=False, slots=True)
 class TrainState:
-    """The progress of training.
+    """The progress of training, such as the completed steps and epochs.
 
     `timestamp` and `previous_timestamp` count the samples, tokens and seconds only up to the last log boundary.
 
@@ -177,11 +177,11 @@ class TrainState:
         max_duration, baseline, epoch_batches, evaluators = map(_course_property, RunConstants._fields)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the progress as plain data."""
+        """Return the progress of training as plain data."""
         return {"timestamp": self.timestamp.to_dict(), "previous_timestamp": self.previous_timestamp.to_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the progress that `state_dict` returned.
+        """Restore the progress of training that `state_dict` returned.
 
         Raises:
             ConfigError: a timestamp in `state` is invalid.

@@ -145,7 +145,7 @@ class Spans:
 
 
 class HasListeners:
-    """Whether each event has a handler, as an attribute named after the event.
+    """A boolean attribute for each event, named after it: whether the event has a handler.
 
     `if has_listeners.on_log:` costs no more than reading a flag.
     """
@@ -217,6 +217,6 @@ class HasListeners:
             setattr(self, event, False)
 
     def link(self, table: Mapping[str, CompiledEvent], events: Iterable[str]) -> None:
-        """Set the attribute of each of these events to whether `table` now contains a handler for it."""
+        """Set the attribute of each of these events: True if `table` now contains a handler for the event."""
         for event in events:
             setattr(self, event, table[event][0] is not None)

@@ -23,7 +23,7 @@ def keeps_state(callback: Callback) -> bool:
 
 
 def state_of(callback: Callback, copied: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> dict[str, Any]:
-    """Return the callback's state, after copying it with the function `copied`."""
+    """Return a copy of the callback's state, made with the function `copied`."""
     return copied(dict(callback.state_dict()))
 
 

@@ -144,7 +144,7 @@ class Time:
         return cls(value) if isinstance(value, str) else cls(value, default)
 
     def _with(self, other: object, how: Callable[[float, float], T]) -> T:
-        """Return `how(self.value, other.value)`, if both times have the same unit. The operators, such as `<` and `+`, use this.
+        """Return `how(self.value, other.value)`, for operators such as `<` and `+`. Raise MixedUnitsError for different units.
 
         Return NotImplemented if `other` is not a time.
         """
@@ -283,7 +283,7 @@ class Timestamp(NamedTuple):
         return Timestamp(rounds, epoch, batch, *more, nth_epoch, nth_batch, *more_in_epoch)
 
     def count(self, unit: TimeUnit) -> float:  # type: ignore[override]  # hides the method `tuple.count`, which is not needed
-        """Return the counter of a unit: an int, or a float for `sec`.
+        """Return the progress in a unit, such as the number of batches: an int, or a float for `sec`.
 
         Args:
             unit: the unit, such as `TimeUnit.BATCH`.
@@ -297,7 +297,7 @@ class Timestamp(NamedTuple):
             raise ConfigError(f"a timestamp does not count {str(unit)!r}; use elapsed_fraction() for 'dur'") from None
 
     def get(self, unit: TimeUnit) -> Time:
-        """Return the counter of a unit as a Time.
+        """Return the progress in a unit, such as batches, as a Time.
 
         Args:
             unit: the unit, such as `TimeUnit.BATCH`.
@@ -326,11 +326,11 @@ class Timestamp(NamedTuple):
         return self._against(other, lambda a, b: a >= b)
 
     def __add__(self, other: Time | str) -> Time:  # type: ignore[override]  # a tuple would concatenate
-        """Return, in the unit of `other`, the time that is `other` after this timestamp: `timestamp + "100ba"`."""
+        """Return `timestamp + other`, such as `timestamp + "100ba"`: the progress in the unit of `other`, plus `other`."""
         return self._moved(other, 1)
 
     def __sub__(self, other: Time | str) -> Time:
-        """Return, in the unit of `other`, the counter of this timestamp minus `other`: `timestamp - "100ba"`."""
+        """Return `timestamp - other`, such as `timestamp - "100ba"`: the progress in the unit of `other`, minus `other`."""
         return self._moved(other, -1)
 
     def __mul__(self, other: object) -> NoReturn:
@@ -396,7 +396,7 @@ class Interval:
 
     @classmethod
     def of(cls, argument: str, given: str | int | Time) -> Interval:
-        """Return the interval that a user passed as an argument, so that an error names the argument.
+        """Return the value of a user's argument as an Interval. If it is invalid, the error names the argument.
 
         Args:
             argument: the name of the argument, for the error message.

@@ -14,7 +14,7 @@ _FIRST_SECONDS, _NEXT_SECONDS = 5.0, 30.0  # times between status lines where th
 
 @contextmanager
 def working(what: str, *, is_shown: bool = True) -> Iterator[None]:
-    """Show on standard error that `what` is in progress while the block runs.
+    """While the `with` block runs, show on standard error that `what` is in progress.
 
     On a terminal, one line counts the seconds and is erased at the end. Elsewhere, a line is written after five seconds and then
     every thirty seconds. Work that takes less time shows nothing.

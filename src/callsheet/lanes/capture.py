@@ -60,7 +60,7 @@ class DeviceNumbers:
         self._copies: dict[int, Any] = {}
 
     def of(self, ctx: Context) -> dict[int, Any]:
-        """Return CPU copies of the scalar tensors in the available fields, as a dict whose keys are the `id` of each original.
+        """Return CPU copies of the scalar tensors in the available fields, by the `id` of each original.
 
         For a scalar on an accelerator, the copy is a `Pending`.
         """
@@ -111,7 +111,7 @@ def _copies(tensors: list[Any]) -> list[Any]:
 
 
 class SnapshotCapture:
-    """Captures the context's fields when one event is fired, so that a lane can build a snapshot for its callback from them.
+    """Captures the context's fields when one event is fired. A lane later builds its callback's snapshot from them.
 
     Args:
         event: the event's name; None outside events.
@@ -134,7 +134,7 @@ class SnapshotCapture:
         self._names = tuple(name for name in wanted if name in available or name in ALWAYS)
         self._changing = tuple(place for place, name in enumerate(self._names, _BEFORE_FIELDS) if name not in _STILL_FIELDS)
         numbers.names.update(name for name in self._names if name not in _STILL_FIELDS)
-        self._state: TrainState | None = None  # the state of the run for which `_kind` was made; None if it was not made yet
+        self._state: TrainState | None = None  # the state of the run for which `_kind` was made; None if `_kind` was not made yet
         self._kind: type[Snapshot] = Snapshot
         new = tuple(place for place, name in enumerate(self._names, _BEFORE_FIELDS) if name in _NEW_FIELDS)
         self._functions = _compiled_functions(self._names, self._changing, new)
@@ -142,7 +142,7 @@ class SnapshotCapture:
     def enqueuer(
         self, deliver: Deliver, registration: Registration, queue: Lane, otherwise: Callable[[Context], object]
     ) -> Callable[[Context], None]:
-        """Return a function that puts the event into the queue of the callback's lane (thread). The training thread calls it.
+        """Return the function with which the training thread puts the event into the queue of the callback's lane (thread).
 
         Args:
             deliver: the first item of what is put; the lane calls it with the whole item.
@@ -196,7 +196,7 @@ class SnapshotCapture:
                 delattr(made, name)
 
     def snapshot_class_for(self, ctx: Context) -> tuple[type[Snapshot], TrainState | None]:
-        """Return the snapshot class for this run, and the `TrainState` with which the class may be used again, or None.
+        """Return the snapshot class for this run, and the `TrainState` for which it stays valid, or None if it is used once.
 
         The class is valid as long as `ctx.state` is that object.
         """
@@ -210,7 +210,7 @@ class SnapshotCapture:
 
 @functools.cache
 def _compiled_functions(names: tuple[str, ...], changing: tuple[int, ...], new: tuple[int, ...]) -> dict[str, Callable[..., Any]]:
-    """Compile the functions that `enqueuer` and `deliverer` return, for these fields.
+    """Compile the functions that `SnapshotCapture.enqueuer` and `SnapshotCapture.deliverer` return, for these fields.
 
     Args:
         names: the fields to capture.
@@ -277,7 +277,7 @@ def deliverer(capture, event, registration, handler, answered, fails):
 
 
 def _is_lone(value: Any) -> bool:
-    """Return whether the tensor is on the CPU and has no autograd graph, so that a snapshot can hold it without a copy."""
+    """Return whether a snapshot can hold the tensor without a copy, because it is on the CPU and has no autograd graph."""
     return value.is_cpu and not value.requires_grad
 
 

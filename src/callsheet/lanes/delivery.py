@@ -1,4 +1,4 @@
-"""Delivers events to callbacks in lanes (threads, processes): the training thread copies the fields into a snapshot for them."""
+"""Delivers events to callbacks in lanes (threads, processes), with snapshots instead of the context."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class LaneExit(Exception):
-    """Stands for SystemExit, or another error that would end the program, which a callback in another thread raised.
+    """Replaces SystemExit, or another error that would end the program, if a callback in another thread raised it.
 
     It is not raised, but logged and counted as a failure of the callback.
     """
@@ -46,7 +46,7 @@ class CallbackLane:
             self._process.begin()
 
     def end(self) -> None:
-        """End the callback's thread, and its process if it has one. A busy process is killed. `join` waits for its exit."""
+        """End the callback's thread, and its process if it has one; a busy one is killed. `join` waits for the process."""
         is_busy = not self.lane.is_idle
         close([self.lane])
         if self._process is not None:
@@ -58,13 +58,13 @@ class CallbackLane:
             self._process.join(seconds)
 
     def bound(self, method: Callable[..., Any], /, **payload: Any) -> Callable[[Snapshot], Any]:
-        """Return a function that calls `method(snapshot, **payload)` on the callback's thread or in its process."""
+        """Return a function that calls the callback's method on the callback's thread or in its process."""
         if (process := self._process) is not None:
             return lambda snapshot: process.call(method.__name__, snapshot, payload)
         return partial(method, **payload) if payload else method
 
     def answered(self, answer: Any) -> None:
-        """Run the awaitable that an `async def` handler returned until it is done."""
+        """Run the awaitable that an `async def` handler returned, until it is done."""
         if inspect.isawaitable(answer):
             self._await(answer)
 
@@ -155,7 +155,7 @@ class LaneDelivery:
             self._lane.lane.put(values)
 
     def _fails(self, ctx: Snapshot, error: BaseException) -> None:
-        """Count and log an error that the callback has raised, instead of raising it.
+        """Put the event into the queue of the callback's thread.
 
         This runs on the lane's thread. It also handles errors that would end a program, such as SystemExit.
         """
@@ -167,7 +167,7 @@ def _kind(values: Values) -> object:
 
 
 def as_failure(error: BaseException) -> LaneExit:
-    """Return a `LaneExit` in place of an error that would have ended a program, such as SystemExit."""
+    """Return a `LaneExit` to use in place of an error that would end the program, such as SystemExit."""
     failure = LaneExit(f"{type(error).__name__}: {text_of(error)}")
     failure.__cause__ = error
     return failure

@@ -34,10 +34,10 @@ logger = logging.getLogger("callsheet")
 T = TypeVar("T")
 
 _BEFORE_THE_END = 0.8  # fraction of a lane's deadline in which to handle the events before `on_run_end`
-_BEFORE_LOGGERS_END = 0.9  # fraction of a lane's deadline after which the loggers' `on_run_end` no longer waits for the lane
+_BEFORE_LOGGERS_END = 0.9  # after this fraction of a lane's deadline, the loggers' `on_run_end` no longer waits for the lane
 _SETTLE_SECONDS = 0.2  # how long the last metrics record waits for values that callbacks in lanes log
 _STATE_SECONDS = 1.0  # deadline for the state of a callback whose lane has hung before
-_MIN_STATE_SECONDS = 0.1  # deadline for a state even if a signal leaves no time
+_MIN_STATE_SECONDS = 0.1  # the shortest time that a callback gets for its state, even if a signal leaves no time
 _GRACE_SHARE = 1 / 3  # after a signal, lanes may delay a checkpoint for this fraction of the time left
 _LOGGER_METHODS = ("log_table", "log_images", "log_file", "log_hyperparameters")
 
@@ -55,14 +55,14 @@ class LaneSet:
         self._lanes: dict[Registration, CallbackLane] = {}
         self._enqueuers: dict[HandlerEntry, Handler] = {}
         self._numbers_of = {event: DeviceNumbers() for event in EVENTS}
-        self._dropped: dict[Registration, int] = {}  # for each callback, how many events its lane dropped before the lane ended
+        self._dropped: dict[Registration, int] = {}  # how many events the lanes that have ended had dropped, by callback
         self.undelivered: dict[Registration, int] = {}
         """How many events each callback's lane had not delivered when the run ended.
 
         The counts are kept until another run begins.
         """
-        # For each lane that hung when its state was read: how many items it had processed by then. As long as this number is the
-        # same, nothing waits for the lane again. `_slow` holds the numbers of lanes that were too slow for a metrics record.
+        # For each lane that hung when its state was read: how many items it had processed by then. No later call waits for the
+        # lane until this number has changed. `_slow` holds the same for lanes that were too slow for a metrics record.
         self._behind: dict[Registration, int] = {}
         self._slow: dict[Registration, int] = {}
         self._until = inf  # when the process will be killed, in seconds of `time.monotonic()`
@@ -76,15 +76,15 @@ class LaneSet:
 
     @property
     def dropped(self) -> dict[Registration, int]:
-        """How many events each callback's lane (thread or process) has dropped in this run, also if the lane has ended."""
+        """How many events each callback's lane (thread or process) has dropped in this run, including lanes that have ended."""
         return self._dropped | {registration: each.lane.dropped for registration, each in self._lanes.items()}
 
     def reset(self) -> None:
-        """When a run begins, forget how many events callbacks had not received at the end of the previous run."""
+        """At the start of a run, reset the counts of events that were dropped or not delivered in the previous run."""
         self.undelivered, self._dropped, self._until = {}, {}, inf
 
     def forget(self, registrations: list[Registration]) -> None:
-        """Forget the handlers of callbacks that were removed. Their threads still handle the events that are in the queue."""
+        """Forget the handlers of callbacks that were removed. Their threads still handle the events that are in their queues."""
         self._enqueuers = {
             entry: enqueue for entry, enqueue in self._enqueuers.items() if entry.registration not in registrations
         }
@@ -121,7 +121,7 @@ class LaneSet:
         return self._lanes[registration]
 
     def _left_lane(self, registration: Registration) -> CallbackLane | None:
-        """Return the thread or process (lane) that a callback had before it was removed, if the callback is now added again.
+        """Return the lane (thread or process) that a callback had before it was removed, if the same callback is now added again.
 
         Return None if there is none.
 
@@ -149,7 +149,7 @@ class LaneSet:
         return None
 
     def with_drain(self, run_end: CompiledEvent) -> CompiledEvent:
-        """Return the compiled `on_run_end` with a handler inserted before the loggers, which waits for callbacks in lanes.
+        """Insert a handler that waits for callbacks in lanes into `on_run_end`, before the loggers. Return the compiled event.
 
         The loggers close their files at `on_run_end`, so what the lanes log must arrive before that.
         """
@@ -192,7 +192,7 @@ class LaneSet:
         self._until = time.monotonic() + seconds
 
     def drain(self, share: float = _BEFORE_THE_END) -> list[str]:
-        """Wait until all callbacks in lanes have handled the events fired so far, or until `share` of their deadlines is over.
+        """Wait until all callbacks in lanes have handled the events fired so far, but for each at most `share` of its deadline.
 
         Return a description of the events that were not delivered.
         """
@@ -202,7 +202,7 @@ class LaneSet:
         return [str(each) for each in left]
 
     def close(self) -> None:
-        """End the threads and processes of all callbacks, and wait for all at the same time, for each until its deadline.
+        """End the threads and processes of all callbacks. Wait for all at the same time, for each at most until its deadline.
 
         Log which events were not delivered by then.
         """
@@ -222,7 +222,7 @@ class LaneSet:
     # --- saving and loading the callbacks' states ---
 
     def state_calls(self, calls: Mapping[Registration, Callable[[], T]]) -> dict[Registration, Callable[[], T]]:
-        """Start calls of `state_dict` or `load_state_dict` for callbacks in other threads and processes, each on a new thread.
+        """Start calls of `state_dict` or `load_state_dict` for callbacks in lanes, each call on a thread of its own.
 
         Return all `calls`, with those of callbacks in lanes replaced by functions that wait for the results.
         """
@@ -241,7 +241,7 @@ class LaneSet:
             ready = self._ready(stateful)
             stateful = {registration: lane for registration, lane in stateful.items() if registration not in ready}
         moving = [lane for registration, lane in stateful.items() if self._behind.get(registration) != lane.done]
-        # Wait for all lanes at once, so that several lanes that hang take no longer than one.
+        # Wait for all lanes at the same time, so that several hanging lanes take no longer than one.
         drain(moving, lambda lane: min(lane.options.deadline, most))
         self._behind = {registration: lane.done for registration, lane in stateful.items() if not lane.is_idle}
         for registration in self._behind:
@@ -267,7 +267,7 @@ class LaneSet:
         return ready | {each for each, answer in answers.items() if answer}
 
     def _move_state(self, old: Registration, source: Callback, new: Registration, target: Callback) -> None:
-        """Copy the state of a callback that was removed and added again from its old thread or process to the new one."""
+        """Copy the state of a callback that was removed and added again, from its old thread or process to the new one."""
         states = results_of(self.state_calls({old: lambda: state_of(source)}), starts_without)
         if old in states:
             results_of(self.state_calls({new: lambda: target.load_state_dict(states[old])}), starts_without)
@@ -290,7 +290,7 @@ class LaneSet:
 
 
 def _is_same(one: Callback | Handler, other: Callback | Handler) -> bool:
-    """Return whether both are the same function, or the same callback even if wrapped to run in different threads."""
+    """Return whether both are the same function or the same callback. A `Background` around a callback is ignored."""
     if isinstance(one, Callback) and isinstance(other, Callback):
         return inner(one) is inner(other)
     return one == other

@@ -1,4 +1,4 @@
-"""`Process(callback)`: a callback in its own process, for code that holds the interpreter lock or may crash."""
+"""`Process(callback)`: a callback in its own process, for code that holds Python's interpreter lock (GIL) or may crash."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Process(Background):
             self._ask(("load_state_dict", state), seconds=self.lane_options.deadline)
 
     def begin(self) -> None:
-        """Allow the callback's process to start, because a run begins."""
+        """At the start of a run, allow the callback's process to start."""
         self._is_over = False
 
     @property
@@ -124,7 +124,7 @@ class Process(Background):
         return child.pid if child is not None else None
 
     def end(self, *, at_once: bool = False) -> None:
-        """End the callback's process. `join` waits for its exit.
+        """End the callback's process, without waiting for its exit, for which `join` waits.
 
         Args:
             at_once: whether to kill the process. Otherwise the connection to it is closed, after which it ends by itself.
@@ -156,14 +156,15 @@ class Process(Background):
         connection, self._connection = self._connection, None
         if connection is not None:
             with contextlib.suppress(OSError), socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as line:
-                # `close` is not enough, since a process forked meanwhile holds the socket open too.
+                # Use `shutdown`, because a process that was forked meanwhile may hold the socket open, so that `close` would not
+                # end the connection.
                 line.shutdown(socket.SHUT_RDWR)
             connection.close()
 
     def _disown(self) -> None:
-        """In a forked child, forget the callback's process and the connection, because they belong to the parent."""
+        """In a forked child, forget the callback's process and its connection, because both belong to the parent."""
         if self._child is not None:
-            # Only the parent can wait for the process. With a return code, Popen gives no ResourceWarning.
+            # Only the parent can wait for the process. A return code keeps Popen from giving a ResourceWarning.
             self._child.returncode = 0
         for end in (self._connection, self._theirs):
             if end is not None:
@@ -194,7 +195,7 @@ class Process(Background):
             self._end_child()
             ended = f"exit code {child.returncode}" if child is not None else "killed at the run's end"
             raise ProcessDied(f"the process of {self.name} died, {ended}") from None
-        except BaseException:  # end the process: a late answer would be taken for the answer to the next message
+        except BaseException:  # end the process, because a late answer would be mistaken for the answer to the next message
             self._end_child(at_once=True)
             raise
         finally:

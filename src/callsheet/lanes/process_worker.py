@@ -1,4 +1,4 @@
-"""The program that runs in the process of a callback: `python -m callsheet.lanes.process_worker FD`.
+"""The program that runs in a callback's own process: `python -m callsheet.lanes.process_worker FD`.
 
 It unpickles what it receives. That is safe, because only the run's process and this one can use the pair of sockets.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _RemoteInbox(Inbox):
-    """Receives the messages of the callback in this process, and sends them to the process of the run."""
+    """Receives the messages of the callback in this process, such as logged values, and sends them to the process of the run."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class _RemoteInbox(Inbox):
 
 
 def serve(connection: Connection) -> None:
-    """Build the callback, and carry out the calls that arrive on the connection until it is closed."""
+    """Construct the callback and carry out the calls that arrive on the connection, until the connection is closed."""
     callback: Callback | None = None
     runner: asyncio.Runner | None = None
     while True:

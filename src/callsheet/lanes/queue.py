@@ -25,14 +25,14 @@ from callsheet.errors import text_of
 logger = logging.getLogger("callsheet")
 
 _starting = threading.RLock()  # held while a lane's thread is started
-_LOOK_SECONDS = 0.1  # time between checks of a queue; each thread that wakes up costs the training thread about 0.2 ms
+_LOOK_SECONDS = 0.1  # time between checks of a queue; each thread that wakes up delays the training thread by about 0.2 ms
 _IDLE_LOOK_SECONDS = 0.4  # the longest time between the dispatcher's checks, while all lanes are idle
 _WAIT_SECONDS = 0.002  # time between checks of a lane while the training thread waits for it
-_BUSY_SHARE = 0.02  # fraction of the time for which a lane may compute without a warning
-_BUSY_AFTER_SECONDS = 5.0  # how long a lane must exist before it is warned of for computing too much
-_BUSY_SECONDS = 0.5  # a lane that has used this much processor time is checked earlier than that
+_BUSY_SHARE = 0.02  # the largest fraction of the time for which a lane may compute without a warning
+_BUSY_AFTER_SECONDS = 5.0  # how old a lane must be before a warning that it computes too much
+_BUSY_SECONDS = 0.5  # a lane that has used this much processor time is checked even if it is younger
 _BLOCKED_SECONDS = 0.5  # time that training waits for a full queue before a warning
-_LOOK_EVERY = 64  # items between two checks of the processor time, in a lane that is never empty
+_LOOK_EVERY = 64  # in a lane that is never empty, the number of items between two checks of its processor time
 
 
 class Undelivered(NamedTuple):
@@ -91,7 +91,7 @@ class Lane:
         The lane's thread does so as long as it finds items.
         """
         self._limit = self.options.queue
-        # From this queue length on, `put` calls `look`. It is half of the limit, but 0 until the thread has started.
+        # The queue length from which on `put` calls `look`: 0 until the thread has started, then half of the limit.
         self._looked_from = 0
         self.items: deque[Any] = deque()
         """The items in the queue. With `overflow="latest"`, each is wrapped in a `_Waiting`."""
@@ -111,7 +111,7 @@ class Lane:
         self._looked_at = time.monotonic(), 0.0  # the wall clock and the thread's processor time at the last check
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
-        self._helping = threading.Lock()  # held by a caller that processes the items because the lane has no thread
+        self._helping = threading.Lock()  # held by a caller that processes the items itself, because the lane has no thread
         _dispatcher.take(self)
 
     def put(self, item: Any) -> None:
@@ -121,7 +121,7 @@ class Lane:
         """
         waiting = len(self.items)
         if waiting >= self._looked_from:
-            if self._thread is None:  # start the thread now, since no thread can start once the interpreter shuts down
+            if self._thread is None:  # start the thread now, because that is impossible while the interpreter shuts down
                 self._begin()
             self.look()  # wake the thread now: the queue may overflow before the dispatcher's next check
             if waiting >= self._limit and not self._make_room(item):
@@ -152,14 +152,14 @@ class Lane:
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
-        """Accept no more items, and end the thread after the current one. Waiting items are discarded, so call `drain` first."""
+        """Accept no more items, and end the thread after the current item. To keep waiting items, call `drain` before."""
         with _starting:
             self.is_inert, self.room = True, 0
         self.items.clear()
         self._wake.set()
 
     def look(self) -> None:
-        """Wake the queue's thread if it sleeps and there are items. Called by the dispatcher thread and by callers that wait."""
+        """Wake the queue's thread if it sleeps and there are items. The dispatcher thread and waiting callers call this."""
         if not self.items or self._in_hand:
             return
         if self._thread is None and not self._begin():
@@ -197,7 +197,7 @@ class Lane:
                 if (kind := self._kind(waiting.item)) in newer:
                     self._forget(waiting)
                 newer.add(kind)
-            return True  # the queue may exceed its limit, because it keeps the latest item of each kind
+            return True  # the queue may exceed its limit, because it holds only the latest item of each kind
         if self.options.overflow == "block" and not self._has_given_up and not self.is_own_thread:
             if self._waited_for_room():
                 return True
@@ -233,7 +233,7 @@ class Lane:
         return True
 
     def _warn_if_blocked(self, now: float) -> None:
-        """Warn once that training waits for a slow lane, the thread that processes this queue."""
+        """Warn once that training waits because this queue is full and its thread is slow."""
         if self._has_warned_blocked or self._blocked < _BLOCKED_SECONDS:
             return
         self._has_warned_blocked = True
@@ -265,7 +265,7 @@ class Lane:
 
     def _run_waiting_items(self) -> None:
         items, popleft, run = self.items, self.items.popleft, self._run
-        self._in_hand = True  # set before an item leaves the queue, so that `left` always counts it
+        self._in_hand = True  # set before the item leaves the queue, so that `left` counts it at any time
         while items:
             for _ in range(_LOOK_EVERY):
                 try:
@@ -279,12 +279,12 @@ class Lane:
                         "An error in the lane of %s: %s: %s", self.name, type(error).__name__, text_of(error), exc_info=error
                     )
                 self.done += 1
-            item = None  # the lane must not keep an item alive while it waits
+            item = None  # release the item, so that it does not stay in memory while the lane waits
             self._warn_if_busy()
         self._in_hand = False
 
     def _warn_if_busy(self) -> None:
-        """Warn once if the lane computes so much that training has to wait for the interpreter lock."""
+        """Warn once if the lane's thread computes so much that it slows training: only one thread at a time runs Python code."""
         if self._has_warned_busy:
             return
         (began, used), now = self._looked_at, (time.monotonic(), time.thread_time())
@@ -306,7 +306,7 @@ class Lane:
 
 
 class _Waiting:
-    """A wrapper of one item in a queue. It is equal only to itself, so that `remove` removes this item and not an equal one."""
+    """One item in a queue. It is equal only to itself, so that `remove` does not remove an equal item instead."""
 
     __slots__ = ("item",)
 
@@ -323,14 +323,14 @@ class _Dispatcher:
         self._thread: threading.Thread | None = None
 
     def take(self, lane: Lane) -> None:
-        """Start to check the queue of this lane."""
+        """Start to check the queue of this lane regularly."""
         with self._lock:
             self._lanes.add(lane)
             if self._thread is None:
                 thread = threading.Thread(target=self._look, name="callsheet-lanes", daemon=True)
                 try:
                     thread.start()
-                except RuntimeError:  # no thread can start because the interpreter is shutting down; `drain` then checks the lane
+                except RuntimeError:  # the interpreter is shutting down, so no thread can start; `drain` then checks the lane
                     return
                 self._thread = thread
 
@@ -381,7 +381,7 @@ if hasattr(os, "register_at_fork"):
 def drain(
     lanes: Iterable[Lane], deadline: float | Callable[[Lane], float] | None = None, *, share: float = 1.0
 ) -> list[Undelivered]:
-    """Wait until the lanes' threads have processed all items. Return what is left in those that ran out of time.
+    """Wait until the lanes' threads have processed all items. Return the items that were left at the deadlines.
 
     Args:
         lanes: all are waited for at the same time.

@@ -70,7 +70,7 @@ class Inbox:
                 logger.error("The message %r from the lane of %s failed: %s", message.what, message.by, text_of(error))
 
     def log_lost(self) -> None:
-        """Log how many messages of each callback arrived after the run's end, when they have no effect.
+        """Log how many messages of each callback arrived after the run's end and had no effect.
 
         Requests are not counted, because there is nothing left to stop.
         """
@@ -82,7 +82,7 @@ class Inbox:
 
 
 class LaneControl:
-    """The `ctx.control` of a callback in a lane, with which it makes requests to the loop.
+    """The `ctx.control` of a callback in a lane (another thread or process), through which it makes requests to the loop.
 
     The requests are those of this rank alone, and take effect after the training thread has read them.
 
@@ -146,7 +146,7 @@ class LaneControl:
         }
 
     def request_boundary(self) -> None:
-        """Make the loop process the messages of lanes after the current step, and carry out the requests in them."""
+        """Ask the loop to process the messages of lanes after the current step, and to carry out the requests in them."""
         self._control.is_boundary_requested = True
         self._control.pending = True
 
@@ -167,7 +167,7 @@ class LaneControl:
         self._ask(Request("evaluate", why, self.by), replicated)
 
     def set_gradient_accumulation(self, batches: int) -> NoReturn:
-        """Raise `RequestRejected`, because every rank would have to make this request before the same step."""
+        """Raise `RequestRejected`: all ranks must make this request before the same step, which a lane cannot ensure."""
         raise RequestRejected(
             f"control.set_gradient_accumulation({batches}) does not work in a lane, where ranks are at different steps; call it inline, on "
             "every rank"
@@ -200,7 +200,7 @@ class LaneControl:
 
 
 def control_of(values: Mapping[str, Any]) -> Control:
-    """Return a `ctx.control` that shows the requests in `values`, which `LaneControl.values` returned in another process."""
+    """Return a `ctx.control` with the requests in `values`, which `LaneControl.values` returned in another process."""
     control = Control(values["able"], is_shared=values["is_shared"], host=values["host"])
     for request in values["requests"]:
         control.agree(request)
@@ -209,7 +209,7 @@ def control_of(values: Mapping[str, Any]) -> Control:
 
 
 class Snapshot(Context):
-    """A context that does not change. Values logged on it appear in the next record; requests made on it act after a later step.
+    """A context that does not change. Values logged on it appear in the next record; its requests act after a later step.
 
     Raises:
         FieldNotAvailable: on reading a field that it does not hold; the message says how to get it.
@@ -223,7 +223,7 @@ class Snapshot(Context):
 
     @classmethod
     def of_run(cls, control: LaneControl, event: Event | None, run: RunInfo | None) -> type[Snapshot]:
-        """Return the snapshot class for one event of one run. Values that all its snapshots share are attributes of the class."""
+        """Return the snapshot class for one event of a run. Values that all its snapshots share are attributes of the class."""
         same = {"__slots__": (), "__module__": cls.__module__, "_lane": control, "control": control}
         return type(cls.__name__, (cls,), same | {"event": event, "run": run})
 
@@ -251,11 +251,11 @@ class Snapshot(Context):
         return name in _SAME or super().has(name)
 
     def control_values(self) -> dict[str, Any]:
-        """Return the requests that can be read from `control`, to send them to a callback in another process."""
+        """Return the requests of `control` as plain data, to send them to a callback in another process."""
         return self._lane.values()
 
     def forward(self, message: LaneMessage) -> None:
-        """Pass on a message that a callback in another process has sent."""
+        """Pass on a message from a callback in another process."""
         self._lane.inbox.put(message)
         if message.what == "ask":
             self._lane.request_boundary()

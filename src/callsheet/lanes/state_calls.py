@@ -52,7 +52,7 @@ def _still_running() -> Any:
 
 
 class _Attempt(threading.Thread):
-    """One call on a daemon thread, which keeps the result. A daemon thread that hangs does not keep the program alive."""
+    """One call, on a daemon thread. If the call hangs, a daemon thread does not keep the program alive."""
 
     def __init__(self, label: str, call: Callable[[], Any]) -> None:
         super().__init__(name=f"callsheet-state-{label}", daemon=True)

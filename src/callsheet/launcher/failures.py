@@ -1,4 +1,4 @@
-"""The failures of the ranks in a launch, which `launch` reports in the process that called it."""
+"""The failures of ranks, which `launch` reports in the process that called it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RankFailure:
 
     @property
     def order(self) -> tuple[int, float, int]:
-        """The key by which the failures of a launch are sorted, so that the probable cause comes first.
+        """The sort key for a launch's failures, which puts the probable cause first.
 
         The order is: ranks that failed, ranks that could not reach others, ranks that were terminated.
 
@@ -79,8 +79,9 @@ class LaunchError(CallsheetError, RuntimeError):
 
 
 def report_of(error: BaseException) -> dict[str, Any]:
-    """Return a description of `error` as plain data, which the worker sends to the launching process. Called in the worker."""
-    frames = error.__traceback__.tb_next if error.__traceback__ is not None else None  # the first frame is the worker's own
+    """Return a description of `error` as plain data. A worker sends it to the process that called `launch`."""
+    # Leave out the first frame, which is the worker's own.
+    frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
     return {
         "error": "".join(traceback.format_exception_only(error)).strip().splitlines()[0],
         "traceback": "".join(traceback.format_exception(type(error), error, frames)),
@@ -90,7 +91,7 @@ def report_of(error: BaseException) -> dict[str, Any]:
 
 
 def failure_of(rank: int, exitcode: int, report: dict[str, Any]) -> RankFailure:
-    """Return the `RankFailure` for a report that a worker made with `report_of`. Called in the launching process.
+    """Return the `RankFailure` for the data that a worker made with `report_of`.
 
     Source lines of code that was defined in a notebook are added.
     """
@@ -114,7 +115,7 @@ def _is_of_others(error: BaseException) -> bool:
 
 
 def _with_source(text: str) -> str:
-    """Add source lines to a traceback, for code that the worker could not read, such as that of a notebook."""
+    """Add source lines to a traceback where the worker could not read the source, such as that of a notebook."""
     lines = text.splitlines()
     found = []
     for line, after in zip(lines, [*lines[1:], ""], strict=True):

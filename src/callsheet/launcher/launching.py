@@ -166,7 +166,7 @@ def launch(
 
 
 class _Specs(DefaultLogsSpecs):
-    """Tells torch's elastic launcher the files for the workers' output, and the environment of each rank."""
+    """Tells torch's elastic launcher the files for the workers' output, and each rank's environment variables."""
 
     def __init__(self, folder: Path, variables: Mapping[str, str], *, prefix: bool) -> None:
         super().__init__(str(folder / "logs"), tee=Std.ALL if prefix else Std.NONE)
@@ -178,7 +178,7 @@ class _Specs(DefaultLogsSpecs):
             self._variables["PYTHONUNBUFFERED"] = "1"  # print the workers' lines at once
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Set the environment variables of the ranks. Torch calls this before each attempt to start them.
+        """Set the environment variables of the ranks. torch calls this before each attempt to start them.
 
         Each attempt has its own store. Torch's launcher would give all attempts the same store, which contains the addresses of
         dead ranks. New ranks would then fail to connect if the function makes a process group itself.
@@ -218,7 +218,7 @@ def _config(specs: _Specs, ranks: int, *, max_restarts: int, grace: float) -> La
 def _collected(
     specs: _Specs, key: Key, ranks: Iterable[int], failed: Mapping[int, ProcessFailure]
 ) -> tuple[list[Any], list[RankFailure]]:
-    """Return the results that the ranks wrote to their files, and the failures of the ranks without a result."""
+    """Return the results that the ranks wrote to files, and the failures of the ranks that wrote none."""
     results, failures = [], []
     for rank in ranks:
         path = specs.folder / result_name(rank, specs.attempt)
@@ -236,7 +236,7 @@ def _collected(
 
 
 def _kill_remaining_workers(folder: Path) -> None:
-    """Kill workers that torch's launcher has lost track of, because a signal came while it started or ended them."""
+    """Kill workers that torch's launcher no longer knows, because a signal came while it started or ended them."""
     for file in folder.glob(f"{PID}*"):
         pid = int(file.name.removeprefix(PID))
         with suppress(ChildProcessError, ProcessLookupError):  # the worker has ended, and its process id may be in use again
@@ -246,7 +246,7 @@ def _kill_remaining_workers(folder: Path) -> None:
 
 @contextmanager
 def _restored_signals() -> Iterator[None]:
-    """Restore the signal handlers of this process after the `with` block.
+    """After the `with` block, restore the signal handlers that this process had before.
 
     Torch's launcher does not restore them, so they would stay in a notebook.
     """

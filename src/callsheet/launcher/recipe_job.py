@@ -1,4 +1,4 @@
-"""Converts a recipe to a function, its arguments and callbacks, which `launch` can send to the ranks.
+"""Converts a recipe to a function, its arguments and its callbacks, which `launch` can send to the ranks.
 
 Recipes and the command line are higher layers than this module, so they are imported only when a recipe is launched.
 """
@@ -62,7 +62,7 @@ def job_of(recipe: str | os.PathLike[str] | Launchable, overrides: Sequence[str]
 
 
 def run_resolved(resolved: str, title: str, callbacks: list[Callback]) -> dict[str, float]:
-    """Construct a recipe from its resolved configuration (the text of a YAML file), and run it. Called on each rank.
+    """On a rank, construct a recipe from its resolved configuration (the text of a YAML file), and run it.
 
     Environment variables do not override the configuration.
     """
@@ -77,7 +77,7 @@ def run_resolved(resolved: str, title: str, callbacks: list[Callback]) -> dict[s
 
 
 def run_made(kind: Callable[..., Any], config: Any, arguments: dict[str, Any], callbacks: list[Callback]) -> dict[str, float]:
-    """Construct again the recipe that the user made in Python in the launching process, and run it. Called on each rank."""
+    """On a rank, construct again a recipe that the user made in Python in the launching process, and run it."""
     return _run(kind(config, callbacks, **arguments))
 
 
@@ -87,7 +87,7 @@ def _run(job: Any) -> dict[str, float]:
 
 
 def _own_arguments(kind: type) -> list[str]:
-    """Return the names of this recipe class's constructor arguments, without those that every recipe has.
+    """Return the names of the constructor arguments that this recipe class has in addition to those of every recipe.
 
     The values are read from the recipe's attributes of the same names.
     """

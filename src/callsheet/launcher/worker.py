@@ -1,4 +1,4 @@
-"""A worker process of a launch: unpacks its payload, calls the function, and writes the result or error."""
+"""A worker process of a launch: reads its payload, calls the function, and writes the result or error."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def main() -> None:
     folder = Path(os.environ[PAYLOAD]).parent
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     (folder / f"{PID}{os.getpid()}").touch(mode=0o600)
-    key = Key.read(os.environ.get(KEY, ""))  # read the key now, since `open_payload` removes it from the environment
+    key = Key.read(os.environ.get(KEY, ""))  # read the key before `open_payload` removes it from the environment
     code, content = _answer(folder, rank)
-    if content and folder.exists():  # without the folder, no process waits for the result
+    if content and folder.exists():  # if the folder is gone, no process waits for the result
         write_private(folder / result_name(rank, attempt), seal(key, "result", content))
     sys.exit(code)
 
 
 def _answer(folder: Path, rank: int) -> tuple[int, bytes]:
-    """Rebuild the payload and call the function. Return the exit code, and the encoded result or error."""
+    """Read the payload and call the function. Return the exit code, and the encoded result or error."""
     try:
         unpacked = open_payload(os.environ, is_ours=True)  # this imports the script and creates the callbacks
     except KeyboardInterrupt:
         return 128 + signal.SIGINT, b""
-    except BaseException as error:  # SystemExit is an error too, because the script must not exit before the function is called
+    except BaseException as error:  # catch SystemExit too, because the script must not exit before the function is called
         return 1, encode({"rank": rank, "report": report_of(error)}, allow_pickle=False)
     _Watch(folder, unpacked.launcher, unpacked.extra["grace_seconds"]).start()
     return _called(unpacked, rank)
@@ -71,7 +71,7 @@ def _called(unpacked: Unpacked, rank: int) -> tuple[int, bytes]:
 
 
 class _Watch(threading.Thread):
-    """A thread that ends this worker if the process that launched it has ended or has abandoned it.
+    """A thread that ends this worker process if the process that launched it has ended or has given up on it.
 
     The worker first gets SIGTERM, so that it can save a checkpoint.
 
@@ -84,11 +84,12 @@ class _Watch(threading.Thread):
         self._never_set = threading.Event()
 
     def run(self) -> None:
-        """Wait until the launching process has ended, then end this process."""
+        """Wait until the launching process has ended, and then end this process."""
         parent = os.getppid()
         while os.getppid() == parent and _is_there(self._launcher) and self._folder.exists():
             self._never_set.wait(_LOOK_SECONDS)
-        shutil.rmtree(self._folder, ignore_errors=True)  # the process that should have removed the folder was killed
+        # Remove the folder here, because the process that should have done so was killed.
+        shutil.rmtree(self._folder, ignore_errors=True)
         os.kill(os.getpid(), signal.SIGTERM)
         self._never_set.wait(self._grace)
         if os.getpgrp() == os.getpid():  # torch starts each worker in its own session

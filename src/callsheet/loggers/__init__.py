@@ -1,4 +1,4 @@
-"""Loggers: callbacks that write metrics records to a destination, such as a file or W&B. Each file has one logger."""
+"""Loggers: callbacks that write metrics records to a destination, such as a file or W&B. Each file contains one logger."""
 
 from typing import TYPE_CHECKING
 

@@ -15,11 +15,11 @@ from callsheet.loggers.logger import Logger
 from callsheet.loggers.support.figures import outcome, place, results, speeds
 
 STREAMS = ("stdout", "stderr")
-_CELL = 60  # longer texts of table cells are truncated to this many characters
+_CELL = 60  # the most characters of a table cell that are printed
 
 
 class ConsoleLogger(Logger):
-    """Print metrics records, evaluation results, tables and how the run ended, in plain lines.
+    """Print metrics records, evaluation results, tables and the run's outcome as plain lines.
 
     A record is `epoch 2  step 120  train/loss 0.1234  1,234 samples/s`: its metrics in four digits, and its speeds.
 
@@ -56,9 +56,9 @@ class ConsoleLogger(Logger):
         self._metrics, self._leave_out = tuple(metrics), tuple(leave_out)
         self._table_rows = table_rows
         self._printed_at: tuple[Timestamp, float | None] | None = None
-        # Metrics that the last evaluation's line has shown, and that the evaluation's own metrics record need not repeat.
+        # Metrics that the line of the last evaluation has shown. The evaluation's own metrics record need not show them again.
         self._evaluated: set[str] = set()
-        self._pending = ""  # the line for the last metrics record, if it was not printed
+        self._pending = ""  # the line for the last metrics record, if it is not printed yet
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
         """Print from which checkpoint and step the run resumes."""
@@ -67,7 +67,7 @@ class ConsoleLogger(Logger):
             self._print(f"resumed from {ctx.checkpoint.path}, step {ctx.checkpoint.step}")
 
     def on_train_start(self, ctx: Context) -> None:
-        """Start counting the print intervals from the run's current step."""
+        """Count the intervals between printed records from the run's current step."""
         self._printed_at = self._printed_at or (ctx.state.timestamp, ctx.state.elapsed)
 
     def on_log(self, ctx: Context) -> None:
@@ -76,7 +76,7 @@ class ConsoleLogger(Logger):
         shown = {name: value for name, value in ctx.record.values.items() if name not in known and self._is_wanted(name)}
         figures = [*(f"{_plain(name)} {value:.4g}" for name, value in shown.items()), *speeds(ctx)]
         line = "  ".join([place(ctx), *figures]) if figures else ""
-        if known:  # print this record of an evaluation now, below the evaluation's results, which are not repeated
+        if known:  # an evaluation's record: print it now, below the evaluation's results and without repeating them
             self._print(line)
         elif self._is_time(ctx):
             self._print(line)

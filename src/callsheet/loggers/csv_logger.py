@@ -21,7 +21,7 @@ _FIELDS = ("step", "time", *(field.name for field in fields(MetricsRecord) if fi
 
 
 class CSVLogger(Logger):
-    """Write `metrics.csv` in the run's folder, with one row per record.
+    """Write the metrics records to `metrics.csv` in the run's folder, one row for each.
 
     The first columns are `step`, `time` (seconds since 1970) and the other fields of `MetricsRecord`. Then comes a column for
     each metric, in the order in which they appeared. If a record does not have a metric, its cell is empty. A new metric adds a
@@ -43,14 +43,14 @@ class CSVLogger(Logger):
         self._columns: dict[str, None] = {}  # a dict used as an ordered set
         self._rows = 0
         self._resumed_rows: int | None = None  # number of rows when the loaded checkpoint was saved
-        self._valid = ValidRecords()  # which rows are still valid after a resume; needed until the next row is written
+        self._valid = ValidRecords()  # how many rows are still valid after a resume; needed until the next row is written
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Clear the row count of an earlier run with this logger, before the checkpoint of the present run is loaded."""
+        """Reset the row count, which may be from an earlier run with this logger."""
         self._resumed_rows = None
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Begin the table, or remove the rows after the loaded checkpoint and continue it."""
+        """Create the CSV file or, in a resumed run, remove the rows that were written after the loaded checkpoint."""
         self._close()
         path = folder_of(self, ctx) / "metrics.csv"
         columns, rows = _read(path)
@@ -78,20 +78,20 @@ class CSVLogger(Logger):
         self._close()
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the number of rows so far, by which a resumed run finds the rows that were written after the checkpoint."""
+        """Return the number of rows so far. A resumed run keeps this many rows and removes those after them."""
         return {"rows": self._rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._resumed_rows = state["rows"]
 
     def _rewrite(self, path: Path, columns: list[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Rewrite the table with `columns` and `rows`. Rows shorter than `columns` are filled up with empty cells."""
+        """Rewrite the CSV file with `columns` and `rows`. Rows with fewer cells are filled up with empty ones."""
         self._close_file()
         replace_file(path, _text([columns, *([*row, *[""] * (len(columns) - len(row))] for row in rows)]))
         self._columns = dict.fromkeys(columns)
 
     def _append(self, row: bytes) -> None:
-        """Append a row to the file. If writing fails, remove the incomplete row."""
+        """Append a row to the CSV file. If writing fails, remove the incomplete row."""
         assert self._path is not None
         if self._file is None:
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - closed by `_close_file`
@@ -115,7 +115,7 @@ class CSVLogger(Logger):
 
 
 def _read(path: Path) -> tuple[list[str], list[list[str]]]:
-    """Return the column names and the complete rows of the table at `path`.
+    """Return the column names and the complete rows of the CSV file at `path`.
 
     If there is no file, or no CSVLogger wrote it, return the names of the first columns and no rows.
     """

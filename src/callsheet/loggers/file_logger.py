@@ -23,12 +23,12 @@ from callsheet.loggers.support.stream_tee import StreamTee
 
 CAPTURES = ("python", "fd")
 
-_MAX_EARLY = 10_000  # most pieces of output to keep in memory until the run may write to its folder
+_MAX_EARLY = 10_000  # the most pieces of output to keep in memory before the run may write to its folder
 _written: set[Path | None] = set()
 
 
 class FileLogger(Logger):
-    """Copy what each rank prints to `logs/rank-<rank>.log` in the run's folder. The output still appears where it did before.
+    """Copy what each rank prints to `logs/rank-<rank>.log` in the run's folder. The output still appears in its usual place.
 
     The copy has everything that goes through `sys.stdout` and `sys.stderr`: `print`, warnings, `logging` handlers that write to
     these streams, and progress bars. It also has the traceback of an exception that ends the run. Every start adds a line with
@@ -63,15 +63,15 @@ class FileLogger(Logger):
         self._early: deque[tuple[str, str]] = deque(maxlen=_MAX_EARLY)
         self._tees: list[StreamTee] = []
 
-    @at("change")  # run in the first phase, before other callbacks print
+    @at("change")  # run in the first phase, so that what other callbacks print is captured
     def on_run_start(self, ctx: Context) -> None:
-        """Start to capture output. Until `on_checkpoint_load_end`, keep it in memory: the run may not write to its folder yet."""
+        """Start to capture output, in memory until `on_checkpoint_load_end`, before which the run may not write to its folder."""
         self._end()
         self._capture_streams(list(DESCRIPTORS))
 
     @at("change")
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Open the log file, and write the output that was kept in memory."""
+        """Open the log file, and write the output that was captured so far."""
         try:
             log = self._opened(folder_of(self, ctx) / "logs" / f"rank-{ctx.run.rank}.log")
         except BaseException:
@@ -116,7 +116,7 @@ class FileLogger(Logger):
             self._capture_streams([name for name, number in DESCRIPTORS.items() if _descriptor_of(getattr(sys, name)) != number])
         else:
             log = OutputLog(path, self._max_bytes)
-            if not self._tees:  # if `on_run_start` was not fired, capturing has not begun yet
+            if not self._tees:  # true if `on_run_start` was not fired, so that capturing has not begun yet
                 self._capture_streams(list(DESCRIPTORS))
         _written.add(path)
         self._path = path

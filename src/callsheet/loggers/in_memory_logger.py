@@ -67,7 +67,7 @@ class InMemoryLogger(Logger):
         return [step for step, _ in found], [value for _, value in found]
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Discard what an earlier run logged with this logger."""
+        """Discard what was logged in an earlier run with this logger."""
         self._forget()
 
     def on_log(self, ctx: Context) -> None:

@@ -35,7 +35,7 @@ _FIELDS = tuple(field.name for field in fields(MetricsRecord))
 
 
 class JSONLLogger(Logger):
-    """Write what is logged and what happens to files in the run's folder. Lines are appended and never changed.
+    """Write what is logged and what happens to files in the run's folder. Lines are only appended and never changed.
 
     - `metrics.jsonl` has one line per record: the fields of `MetricsRecord` and `time`, in seconds since 1970. A resume adds a
       line with `resumed_from_step` and `records`, the number of earlier records that are still valid. `read_metrics` reads the
@@ -76,9 +76,9 @@ class JSONLLogger(Logger):
         self._writer: LineWriter | None = None  # writes lines; None until the run may write to its folder
         self._images: ImageWriter | None = None  # writes images; None until the first images are logged
         self._process = ""
-        self._records = 0  # number of valid metrics records; a resume invalidates those after its checkpoint
+        self._records = 0  # number of valid metrics records; those that were logged after a loaded checkpoint are not valid
         self._resumed_records: int | None = None  # number of records when the loaded checkpoint was saved
-        self._valid = ValidRecords()  # which records are still valid after a resume; needed until the next record is logged
+        self._valid = ValidRecords()  # how many records are still valid after a resume; needed until the next record is logged
         self._eval_began = self._save_began = self._save_seconds = 0.0
         self._environment: threading.Thread | None = None  # reads git commit, packages and hardware
         self._pictures: dict[str, tuple[int, int]] = {}  # images' name -> last step, and how many images were logged at that step
@@ -86,11 +86,11 @@ class JSONLLogger(Logger):
     # --- handlers of events ---
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
-        """Clear the record count of an earlier run with this logger, before the checkpoint of the present run is loaded."""
+        """Reset the record count, which may be from an earlier run with this logger."""
         self._resumed_records = None
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Begin the run's log files, or continue those of the run that is resumed."""
+        """Create the run's log files, or continue those of a run that is resumed."""
         self._close()
         self._folder = folder_of(self, ctx)
         resumed, there = ctx.checkpoint, read_metrics(self._folder)
@@ -144,7 +144,7 @@ class JSONLLogger(Logger):
         self._event(ctx, "evaluation", flush=True, standalone=ctx.standalone, results=ctx.eval_results, seconds=seconds)
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
-        """Write all queued lines, because the checkpoint's number of records includes them. Store the save's start time."""
+        """Write all queued lines, because the checkpoint contains their number. Store the time at which the save starts."""
         self._flush()
         self._save_began = time.monotonic()
 
@@ -184,7 +184,7 @@ class JSONLLogger(Logger):
             try:
                 known = json.loads(path.read_text(encoding="utf-8"))
             except (FileNotFoundError, ValueError, RecursionError):
-                # There is no such file, it is damaged, or callsheet did not write it.
+                # The file does not exist, is damaged, or was not written by callsheet.
                 known = {}
             replace_file(path, f"{json_text({**known, **values}, indent=1)}\n".encode())
 
@@ -193,7 +193,7 @@ class JSONLLogger(Logger):
             replace_file(self._folder / "call_sheet.txt", f"{sheet}\n".encode())
 
     def log_settings(self, ctx: Context, settings: Mapping[str, Any]) -> None:
-        """Write the run's settings to `settings.json`. The next start of the run replaces the file."""
+        """Write the run's settings to `settings.json`, in place of those from an earlier start of the run."""
         if self._writer is not None and not ctx.run.has_lost_folder:
             replace_file(self._folder / "settings.json", f"{json_text(settings, indent=1)}\n".encode())
 
@@ -203,7 +203,7 @@ class JSONLLogger(Logger):
         self._append(f"tables/{path_from(name)}.jsonl", line)
 
     def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
-        """Write each image to a PNG file, and add a line with the names of the files to `images.jsonl`."""
+        """Write each image to a PNG file, and add a line with the file names to `images.jsonl`."""
         if self._writer is not None:
             step, before = self._pictures.get(name, (ctx.step, 0))
             first = before if step == ctx.step else 0
@@ -219,7 +219,7 @@ class JSONLLogger(Logger):
         self._event(ctx, "file", name=name, path=path)
 
     def log_costs(self, ctx: Context, report: CostReport) -> None:
-        """Append the costs of this process's callbacks so far to `costs.jsonl`. Of each process, only the last line is needed."""
+        """Append the costs of this process's callbacks so far to `costs.jsonl`. Each line of a process replaces its earlier ones."""
         self._append("costs.jsonl", {**self._moment(ctx), **report.to_dict()})
 
     def log_timeline(self, ctx: Context, window: Window) -> None:
@@ -228,7 +228,7 @@ class JSONLLogger(Logger):
     # --- state for checkpoints, and private methods ---
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the number of records so far, by which a resumed run finds the records that were logged after the checkpoint."""
+        """Return the number of metrics records so far. It tells a resumed run which records are later than the checkpoint."""
         return {"records": self._records}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -274,7 +274,7 @@ class JSONLLogger(Logger):
 
 
 def _process_and_versions() -> dict[str, Any]:
-    """Return the process id, the machine's name, and the versions of callsheet, Python and torch, for the `run_start` event."""
+    """Return facts for the event `run_start`: process id, machine name, and the versions of callsheet, Python and torch."""
     torch = sys.modules.get("torch")
     versions = {
         "callsheet": callsheet.__version__,

@@ -79,7 +79,7 @@ class Logger(Callback):
         """
 
     def log_costs(self, ctx: Context, report: CostReport) -> None:
-        """Log the time that the callbacks in this process have taken so far. Each report replaces the previous one.
+        """Log how much time the callbacks in this process have taken so far. Each report replaces the previous one.
 
         Args:
             ctx: the context.
@@ -87,7 +87,7 @@ class Logger(Callback):
         """
 
     def log_timeline(self, ctx: Context, window: Window) -> None:
-        """Log when each span and each callback ran.
+        """Log a timeline: when each span and each callback ran in a few steps.
 
         Args:
             ctx: the context.

@@ -29,12 +29,12 @@ from callsheet.loggers.support.retry_queue import RetryQueue
 from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret, plain
 
 _STATUS = {Outcome.PREEMPTED: "KILLED", Outcome.INTERRUPTED: "KILLED", Outcome.FAILED: "FAILED"}
-_REQUESTS_AT_END = 4  # requests that may time out at the run's end: last records and end of run, each tried twice
-_AT_ONCE = 100  # most params or tags that MLflow accepts in one request
+_REQUESTS_AT_END = 4  # two requests, each tried twice, may time out at the run's end: the last records, and the end of the run
+_AT_ONCE = 100  # the most params or tags that MLflow accepts in one request
 
 
 class MLflowLogger(Tracker):
-    """Log records, hyperparameters, images, tables and files to MLflow, on a server or in a local database.
+    """Log metrics records, hyperparameters, images, tables and files to MLflow, on a server or in a local database.
 
     A resume continues the same MLflow run; steps that are trained again appear twice in a metric's history. If the program has an active
     run (`mlflow.start_run()`) that no logger opened, the logger uses it and leaves it running. The logger does not make its run active:
@@ -92,7 +92,7 @@ class MLflowLogger(Tracker):
         self._params: dict[str, str] = {}  # params (MLflow's name for hyperparameters) that were already sent
 
     def on_run_end(self, ctx: Context) -> None:
-        """Send the remaining records to MLflow, and close the MLflow run."""
+        """Send the remaining metrics records to MLflow, and close the MLflow run."""
         try:
             if self.is_open:
                 self._queue.flush()

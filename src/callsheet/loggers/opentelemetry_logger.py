@@ -23,12 +23,12 @@ STEPS = ("none", "sampled", "all")
 
 _ALWAYS = ("data_init", "train", "epoch", "eval_all", "eval", "test", "predict", "checkpoint_save")
 _STEP = tuple(name for name in SPANS if name not in {*_ALWAYS, "run", "checkpoint_load", "round"})
-_SLICES = 1000  # most spans for a group of sampled steps, since the SDK's queue holds only 2048
+_SLICES = 1000  # the most spans of a timeline, because the SDK's queue holds only 2048
 _PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
 class OpenTelemetryLogger(Tracker):
-    """Log a run as a trace: the span `run`, and in it `train`, `epoch`, `eval_all`, `eval`, `test`, `predict`, `checkpoint_save` and others.
+    """Log a run as an OpenTelemetry trace with nested spans: `run`, `train`, `epoch`, `eval_all`, `checkpoint_save` and others.
 
     A record is a span `log` of zero length, with the values as attributes. If the application has set a `MeterProvider`, each
     value is also a gauge. A span becomes visible when it has ended, so `run` is visible last. Hyperparameters are attributes of
@@ -54,7 +54,8 @@ class OpenTelemetryLogger(Tracker):
         MissingPackage: the SDK or its OTLP exporter is not installed.
     """
 
-    lane = "inline"  # spans need this thread's times and current span; the SDK sends spans from its own thread
+    # Spans need the times and the current span of the training thread; the SDK sends them from a thread of its own.
+    lane = "inline"
     package = "opentelemetry"
     extra = "opentelemetry"
 
@@ -78,12 +79,12 @@ class OpenTelemetryLogger(Tracker):
         self._open_spans: list[tuple[str, Any]] = []  # the OpenTelemetry spans that have not ended, outermost first
         self._gauges: dict[str, Any] = {}
         self._run_began = self._load_began = 0
-        for name in (*_ALWAYS, *(_STEP if steps == "all" else ())):  # handle the events of steps only if every step is logged
+        for name in (*_ALWAYS, *(_STEP if steps == "all" else ())):  # handle the events of steps only if all steps are logged
             setattr(self, SPANS[name].start_event, partial(self._begin, name))
             setattr(self, SPANS[name].end_event, partial(self._end, name))
 
     def on_run_start(self, ctx: Context) -> None:
-        """Store the run's start time. The trace begins once the checkpoint is loaded, which may have a trace to continue."""
+        """Store the run's start time. The trace begins later, because the checkpoint may name an earlier trace to continue."""
         self._run_began = time.time_ns()
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
@@ -95,14 +96,14 @@ class OpenTelemetryLogger(Tracker):
         self._span("checkpoint_load", about(ctx), self._load_began).end()
 
     def on_checkpoint_published(self, ctx: Context) -> None:
-        """Log the publication of a checkpoint, which may come long after the save."""
+        """Log that a checkpoint was published, which may be long after it was saved."""
         self._point("checkpoint_published", about(ctx))
 
     def on_preempt(self, ctx: Context) -> None:
         self._point("preempt", about(ctx))
 
     def on_exception(self, ctx: Context) -> None:
-        """Log the exception in the span where it was raised, and set the status of all open spans to ERROR."""
+        """Log the exception in the span in which it was raised, and set the status of all open spans to ERROR."""
         if self.is_open and (error := ctx.exception) is not None:
             self._open_spans[-1][1].record_exception(error, attributes={"callsheet.span": ctx.span})
             self._status("ERROR", f"{type(error).__name__}: {text_of(error)}"[:5000])
@@ -111,7 +112,7 @@ class OpenTelemetryLogger(Tracker):
         self._point("file", {**about(ctx), "callsheet.file": name, "callsheet.path": str(path)})
 
     def log_timeline(self, ctx: Context, window: Window) -> None:
-        """Log some consecutive steps as nested spans."""
+        """Log a timeline of a few consecutive steps as nested spans."""
         if not self.is_open or self.steps != "sampled":
             return
         began, ended = round(window.began * 1e9), round((window.began + window.seconds) * 1e9)

@@ -21,7 +21,7 @@ _SILENT_SECONDS = 2.0
 
 
 class ProgressBarLogger(Logger):
-    """Show how far training is, on standard error: a bar on a terminal, lines elsewhere.
+    """Show the progress of training on standard error: as a bar on a terminal, otherwise as lines.
 
     The bar is redrawn at most four times a second. Without a bar, a line is written for a record, at most every five seconds.
     Both show the epoch, the step, the loss, the speed and the time left, estimated from `ctx.state.elapsed`. Every evaluation and
@@ -46,13 +46,13 @@ class ProgressBarLogger(Logger):
         self._shown = -math.inf
         self._status = ""
         self._watch: SilenceWatch | None = None  # shows the running handler if the bar has not changed for a while
-        self._began = (0.0, 0.0)  # time at which this process started to train, and the fraction of the run completed before
+        self._began = (0.0, 0.0)  # when this process started to train, and the fraction of the run that was complete then
         self._figures = ""
         self._counted = ("", 0)  # what is being evaluated or tested, and how many of its batches are completed
         self._is_bar_of_evaluation = False
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Write from which checkpoint and step the run resumes."""
+        """Print from which checkpoint and step the run resumes."""
         if ctx.checkpoint is not None:
             self._write(f"resumed from {ctx.checkpoint.path}, step {ctx.checkpoint.step}")
 
@@ -68,7 +68,7 @@ class ProgressBarLogger(Logger):
             self._show(ctx)
 
     def on_log(self, ctx: Context) -> None:
-        """Store the loss and speed of the metrics record for the bar. Without a bar, write them as a line."""
+        """Store the metrics record's loss and speed, which the bar shows. If there is no bar, print them as a line."""
         record = ctx.record
         if "train/loss" not in record.values and not record.samples_per_second:
             return  # skip the metrics record of an evaluation, whose results have their own line
@@ -78,7 +78,7 @@ class ProgressBarLogger(Logger):
             self._show(ctx)
 
     def on_eval_all_start(self, ctx: Context) -> None:
-        """Begin to count the batches of an evaluation. If there is no bar for training, show a bar for the evaluation."""
+        """Begin to count the batches of an evaluation. Show a bar for them if there is no bar for training."""
         self._begin_counting(ctx)
 
     def on_eval_step_end(self, ctx: Context) -> None:
@@ -102,7 +102,7 @@ class ProgressBarLogger(Logger):
             self._write(f"checkpoint ({ctx.checkpoint.kind}): {ctx.checkpoint.path}")
 
     def on_train_end(self, ctx: Context) -> None:
-        """Remove the bar, after showing the last step."""
+        """Show the last step, and remove the bar."""
         if self._bar is not None:
             self._show(ctx)
         self._stop()
@@ -166,14 +166,14 @@ class ProgressBarLogger(Logger):
     def _draw(self, draw: Callable[[], None]) -> None:
         try:
             draw()
-        except BaseException:  # remove the bar, because this callback may be disabled after an error
+        except BaseException:  # remove the bar, because after an error this callback may be disabled
             self._stop()
             raise
 
     def _start(self, name: str, *, total: float | None = 1.0) -> None:
         self._bar = bar = _new_bar(name, total=total)
         self._status = ""
-        began = time.perf_counter()  # used while `_shown` is -inf, that is until the first step is shown
+        began = time.perf_counter()  # the time from which to count while no step has been shown
         self._watch = SilenceWatch(
             lambda: max(self._shown, began),
             lambda text: bar.update(0, status=f"{self._status}  {text}".lstrip(), refresh=True),

@@ -19,7 +19,7 @@ _QUEUE = 1000  # size of the writer's queue; if it is full, the logger's thread 
 
 
 class TensorboardLogger(Tracker):
-    """Log records, hyperparameters, images and tables to event files, which `tensorboard --logdir runs` shows.
+    """Log metrics records, hyperparameters, images and tables to event files, which `tensorboard --logdir runs` shows.
 
     A resume writes a new file in the same folder, which hides the steps after the checkpoint. A run that starts from the
     beginning in its old folder hides everything that was there. (TensorBoard's fast loader hides only steps of metrics that are
@@ -56,11 +56,11 @@ class TensorboardLogger(Tracker):
         self._has_hparams = False  # whether the event for the HParams page was written; the page reads only the first
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
-        """Write all queued records to the files, because the checkpoint stores the number of records so far."""
+        """Write all queued metrics records to the files, because the checkpoint contains their number."""
         self._flush()
 
     def on_preempt(self, ctx: Context) -> None:
-        """Write all queued records to the files, because the run may be killed soon."""
+        """Write all queued metrics records to the files, because the process may be killed soon."""
         self._flush()
 
     def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -89,15 +89,15 @@ class TensorboardLogger(Tracker):
             int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*") if path.name.split(".")[3].isdigit()
         ]
         pause = max(begun, default=0) + 1 - time.time()
-        if 0 < pause <= 1:  # wait for a new second: TensorBoard sorts files by their names, which contain whole seconds
+        if 0 < pause <= 1:  # wait for the next second, because TensorBoard sorts files by names that contain whole seconds
             time.sleep(pause)
         self._writer = import_module("tensorboard.summary.writer.event_file_writer").EventFileWriter(
             str(folder), _QUEUE, self.flush_seconds
         )
         is_resumed = run_id is not None and ctx.checkpoint is not None
         log = import_module("tensorboard.compat.proto.event_pb2").SessionLog
-        # A start event makes TensorBoard hide the old values from its step on, but TensorBoard ignores the first start event.
-        # The first process therefore writes a start event too, so that the start event of a resume takes effect.
+        # A start event makes TensorBoard hide the values from its step on, so that a resumed run can replace them. TensorBoard
+        # ignores the first start event of a run, so the run's first process writes one too.
         self._add(ctx.checkpoint.step + 1 if is_resumed and ctx.checkpoint else 0, session_log=log(status=log.START))
         self._hyperparameters, self._has_hparams = {}, False
         return Opened(ctx.run.name)
@@ -131,7 +131,7 @@ class TensorboardLogger(Tracker):
         return place / path_from(self.name) if self.name else place
 
     def _write_hparams(self, ctx: Context) -> None:
-        """Write the hyperparameters for TensorBoard's HParams page, unless they were written already."""
+        """Write the hyperparameters for TensorBoard's HParams page once."""
         if self._hyperparameters and not self._has_hparams:
             self._has_hparams = True
             values = self._hyperparameters.items()

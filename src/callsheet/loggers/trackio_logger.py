@@ -21,7 +21,7 @@ _LEVELS = {Outcome.FAILED: "ERROR", Outcome.INTERRUPTED: "WARN", Outcome.PREEMPT
 
 
 class TrackioLogger(Tracker):
-    """Log records, hyperparameters, images, tables and files to Trackio: a local database, a server, or a Hugging Face Space.
+    """Log metrics records, hyperparameters, images, tables and files to Trackio: a local database, a server, or a Space.
 
     Without `space_id` and `server_url`, data is stored in an SQLite database in `TRACKIO_DIR`, or in Trackio's cache folder;
     `trackio show` shows it. A thread of Trackio's writes twice a second; the end of the run waits for it for up to 30 seconds.
@@ -68,7 +68,7 @@ class TrackioLogger(Tracker):
         self.run: Any = None  # the open Trackio run; None if there is none
         self._where = {"group": group, "space_id": space_id, "private": private, "server_url": server_url}
         self._system_metrics = system_metrics
-        # Whether some hyperparameters are not sent yet, and the earliest time to send them.
+        # Whether some hyperparameters are not sent yet, and the earliest time at which to send them.
         self._has_unsent, self._send_at = False, 0.0
 
     def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -97,7 +97,7 @@ class TrackioLogger(Tracker):
         if there is not None and there.id not in self._opened:
             self.run = there
             return Opened(there.id, is_ours=False)
-        current.set(None)  # hide another logger's current run, which `init` would end
+        current.set(None)  # hide the current run of another logger, which `init` would end
         try:
             self.run = trackio.init(
                 self.project,
@@ -111,7 +111,8 @@ class TrackioLogger(Tracker):
         finally:
             if there is not None:
                 current.set(there)
-        if run_id not in (None, self.run.id):  # Trackio looks up runs by name only, so it may have opened a run with another id
+        # Trackio finds runs by name only, so it may have opened another run of the same name.
+        if run_id not in (None, self.run.id):
             logger.warning(
                 "Trackio's latest run %r does not have the id %s of the checkpoint; the logger continues it anyway",
                 self.run.name,
@@ -128,7 +129,7 @@ class TrackioLogger(Tracker):
         self._has_unsent = True
 
     def _log(self, values: dict[str, Any], step: int) -> None:
-        """Log values to Trackio, together with hyperparameters that are not sent yet.
+        """Log values to Trackio, together with any hyperparameters that were not sent yet.
 
         Trackio sends hyperparameters only once unless they are reset, and of several that are stored together it uses the first.
         """

@@ -23,7 +23,7 @@ _EXIT_CODES = {Outcome.PREEMPTED: 143, Outcome.INTERRUPTED: 255, Outcome.FAILED:
 
 
 class WandBLogger(Tracker):
-    """Log records, hyperparameters, images, tables and files to Weights & Biases. Metrics are plotted over `step`.
+    """Log metrics records, hyperparameters, images, tables and files to Weights & Biases. Metrics are plotted over `step`.
 
     All calls of W&B are made from a background thread (a lane), so training does not wait for them, and `wandb.run` exists
     shortly after training has begun. The end of the run takes at most 5 seconds more than `timeout`.
@@ -108,7 +108,7 @@ class WandBLogger(Tracker):
             self.run.log({name: [image(as_pixels(each)) for each in images], "step": ctx.step})
 
     def log_file(self, ctx: Context, name: str, path: Path) -> None:
-        """Upload the file's present content to W&B in the background."""
+        """Upload the file to W&B in the background, with its present content."""
         if self.is_open:
             path, parts = path.absolute(), Path(name).parts
             base = path.parents[len(parts) - 1] if path.parts[-len(parts) :] == parts else path.parent
@@ -137,7 +137,7 @@ class WandBLogger(Tracker):
         try:
             return self._init(wandb, ctx, folder, run_id, settings)
         finally:
-            sys.excepthook = hook  # remove the hook by which W&B detects failures, because this logger passes the outcome itself
+            sys.excepthook = hook  # remove W&B's hook that detects failures, because this logger itself tells W&B the outcome
 
     def _init(self, wandb: Any, ctx: Context, folder: Path | None, run_id: str | None, settings: Mapping[str, Any]) -> Any:
         return wandb.init(
@@ -153,7 +153,7 @@ class WandBLogger(Tracker):
         )
 
     def _write(self, ctx: Context, values: Mapping[str, float]) -> None:
-        if not self._is_ours:  # in a W&B run that the user's program opened, do not change the axis of the program's metrics
+        if not self._is_ours:  # in a W&B run that the user's program opened, leave the axis of the program's metrics alone
             for name in values.keys() - self._defined:
                 self.run.define_metric(name, step_metric="step")
                 self._defined.add(name)

@@ -1,1 +1,1 @@
-"""Plugins for axolotl and ms-swift, which train with the Hugging Face Trainer: they add callsheet's callbacks to it."""
+"""Plugins that add callsheet's callbacks to axolotl and ms-swift, which train with the Hugging Face Trainer."""

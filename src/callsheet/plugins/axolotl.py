@@ -1,4 +1,4 @@
-"""The plugin for axolotl. It adds callsheet's callbacks to a training that is configured by axolotl's YAML file."""
+"""The plugin for axolotl. It adds callsheet's callbacks to a training that axolotl's YAML file configures."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ class CallsheetPlugin(BasePlugin):  # type: ignore[misc]  # axolotl's types are 
         return f"{__name__}.Settings"
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[HuggingFaceHost]:
-        """Return one Hugging Face callback, which runs callsheet's callbacks and which axolotl passes to its trainer."""
+        """Return a Hugging Face callback, which axolotl passes to its trainer and which runs callsheet's callbacks."""
         return [host_of(cfg.callsheet_callbacks)]

@@ -1,4 +1,4 @@
-"""Makes the Hugging Face callback with which the plugins run callsheet's callbacks in a program's Trainer."""
+"""Makes the Hugging Face callback with which the plugins run callsheet's callbacks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from callsheet.exec.observers import observers_of
 
 
 def host_of(file: str | os.PathLike[str] | None) -> HuggingFaceHost:
-    """Return a Hugging Face callback that runs the callbacks in a YAML file, or by default the observers of `callsheet exec`.
+    """Return a Hugging Face callback that runs the callbacks in a YAML file or, without one, `callsheet exec`'s observers.
 
     What the Trainer does not support is a warning, not an error. With the default callbacks, no error of callsheet ends the
     training, and nothing is added to its checkpoints.

@@ -1,4 +1,4 @@
-"""Recipes: ready training jobs, each in one readable file, that `callsheet train` runs."""
+"""Recipes: complete training jobs, each in one readable file, that `callsheet train` runs."""
 
 from callsheet.core.optional import needed_by
 

@@ -93,7 +93,7 @@ class Classify(Recipe[ClassifyConfig]):
     # --- methods of the base class `Recipe` ---
 
     def read_data(self) -> None:
-        """Read the rows, and check the labels and texts of all rows that are not streamed."""
+        """Read the rows. Check the labels and texts of all rows except those that are streamed."""
         config, columns = self.config, (self.config.text_column, self.config.label_column)
         self.tokenizer = config.model.make_tokenizer()
         self.sets: dict[str, Table | Stream] = {}
@@ -161,7 +161,7 @@ class Classify(Recipe[ClassifyConfig]):
         return ", ".join([f"{len(self.labels)} classes", *rows])
 
     def finish(self) -> None:
-        """Set `results`: the model's accuracy and F1 on every evaluated dataset, and the baselines' on the last dataset."""
+        """Compute `results`: accuracy and F1 of the model on every evaluated dataset, and of the baselines on the last dataset."""
         for name, found in self.evaluated.items():
             self.results |= {f"{name}/{metric}": found[metric] for metric in ("accuracy", "f1")}
         last = self.sets[list(self.evaluated)[-1]] if self.evaluated else None

@@ -41,7 +41,7 @@ TEACHER, HARD_LABELS = "teacher", "hard_labels"
 
 @dataclass(kw_only=True)
 class DistillConfig(FinetuneConfig):
-    """The configuration of the recipe `distill`: that of `finetune` (its `model` is the student), and a teacher.
+    """The configuration of the recipe `distill`: that of `finetune`, with `model` as the student, and the teacher.
 
     Args:
         teacher: the teacher, which must have the student's vocabulary. A teacher without a `path` is first trained on the same
@@ -74,7 +74,7 @@ class DistillConfig(FinetuneConfig):
             self.model = replace(self.model, tokenizer=self.teacher.tokenizer or self.teacher.path)
 
     def teacher_length(self) -> str:
-        """Return how long to train the teacher if the configuration names no weights for it.
+        """Return for how long a teacher without a `path` is trained.
 
         If `teacher_duration` is a multiple of `max_duration`, return it in the unit of `max_duration`.
 
@@ -104,7 +104,7 @@ class Distill(Finetune):
     results_are_in = "nats per token of the answers, as cross entropies; the baselines use token counts of the training answers"
 
     def read_data(self) -> None:
-        """Read the data as in fine-tuning, and raise ConfigError if the teacher's vocabulary differs from the student's."""
+        """Read the data as in fine-tuning. Raise ConfigError if the teacher's vocabulary differs from the student's."""
         super().read_data()
         own, others = self.tokenizer.get_vocab(), self.config.teacher.make_tokenizer().get_vocab()
         if own != others:
@@ -118,13 +118,13 @@ class Distill(Finetune):
             )
 
     def make_model(self) -> nn.Module:
-        """Return the student model, and load the teacher if it has weights already."""
+        """Return the student model. Also load the teacher, if it has a `path`."""
         model = super().make_model()
         self.teacher = self._teacher(self.config.teacher) if self.config.teacher.path is not None else None
         return model
 
     def make_task(self) -> Task:
-        """Return a task whose loss mixes the student's own loss with its distance from the teacher's outputs.
+        """Return a task whose loss mixes the student's own loss with the distance between the outputs of student and teacher.
 
         A teacher without weights is trained here.
         """
@@ -134,14 +134,14 @@ class Distill(Finetune):
         return DistillationTask(self.teacher, temperature=config.kd_temperature, mix=config.mix, vocabulary=len(self.tokenizer))
 
     def begin(self) -> None:
-        """Evaluate the untrained student, if training has not begun yet."""
+        """Evaluate the untrained student, unless training has already begun."""
         trainer = self.trainer
         if self.config.evaluate_first and trainer.state.evaluators and not trainer.state.timestamp.batch:
             found = trainer.evaluate()
             trainer.ctx.user_state[BEFORE] = {name: losses["ce_loss"] for name, losses in found.items()}
 
     def finish(self) -> None:
-        """Set the results of student, teacher and baselines, and let the student answer the prompts."""
+        """Compute the results of student, teacher and baselines, and let the student answer the prompts."""
         super().finish()
         before = self.trainer.ctx.user_state.get(BEFORE, {})
         results: dict[str, float] = {}
@@ -166,7 +166,7 @@ class Distill(Finetune):
         return self.results
 
     def _trainer(self, model: nn.Module, resume: str | None) -> Trainer:
-        # None would require an empty folder, but this folder already contains the teacher, so pass AUTO.
+        # Pass AUTO instead of None, for which the folder must be empty: it already contains the teacher.
         return super()._trainer(model, resume or AUTO)
 
     # --- the runs that train the teacher, and a student on labels alone ---
@@ -180,7 +180,7 @@ class Distill(Finetune):
         return teacher
 
     def _trained_teacher(self) -> Path:
-        """Return the folder with the export of this run's teacher. If there is none yet, train the teacher first.
+        """Return the folder of the exported teacher. If this run has not trained one yet, train it first.
 
         Raises:
             ConfigError: the run is resumed, and its teacher is missing.
@@ -190,8 +190,8 @@ class Distill(Finetune):
 
         def look() -> bool:
             kept = self._aside / TEACHER if self._aside is not None and self.config.resume == AUTO else None
-            # If the earlier run ended while it was training the teacher, its folder was renamed and has only the teacher. Use
-            # that teacher.
+            # If an earlier run ended while it was training the teacher, its renamed folder has only the teacher. Use that
+            # teacher.
             if kept is not None and not self.folder.exists() and _is_run_of(kept, recipe):
                 self.folder.mkdir(parents=True)
                 kept.rename(self.folder / TEACHER)
@@ -209,7 +209,7 @@ class Distill(Finetune):
         return exported
 
     def _inner_recipe(self, name: str, model: LanguageModel, length: str, lora: Lora | None) -> Finetune:
-        """Return a recipe for fine-tuning on the same data in the subfolder `name`. An existing run there is resumed."""
+        """Return a recipe that fine-tunes on the same data in the subfolder `name`, and resumes a run that exists there."""
         kept = {each.name: getattr(self.config, each.name) for each in fields(FinetuneConfig)}
         own = {
             "run_name": name,
@@ -226,10 +226,10 @@ class Distill(Finetune):
 
 
 class _InnerFinetune(Finetune):
-    """A fine-tuning run within this recipe, such as the teacher's. Its export folder, if there is one, is complete."""
+    """A fine-tuning run that another recipe makes, such as that of a teacher. Its export folder appears only when it is complete."""
 
     def export(self, path: str | Path) -> None:
-        """Export the model to a temporary folder, and rename the folder when it is complete."""
+        """Export the model to a temporary folder, and rename that folder when it is complete."""
         draft = Path(f"{path}.new")
 
         def clear() -> None:

@@ -1,4 +1,4 @@
-"""Decides what happens if the folder of a new run already contains a run. Rank 0 decides for all ranks."""
+"""Decides what happens if the folder for a new run already contains a run. Rank 0 decides for all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NEW = "new"
 
 
 def of_rank_zero(ranks: Ranks, decide: Callable[[], Any], *, timeout: float) -> Any:
-    """Call `decide` on rank 0, and return its result, which must be plain data, on all ranks.
+    """Call `decide` on rank 0, and return its result on all ranks. The result must be plain data.
 
     This works before the Trainer has made a process group.
 
@@ -99,7 +99,7 @@ def _send(store: Any, decided: Mapping[str, Any], world_size: int, timeout: floa
 
 
 def resumable(folder: Path, resume: str) -> str | None:
-    """Return what to pass to the Trainer as `resume`; None if a new run is to start.
+    """Return what to pass to the Trainer as `resume`; None starts a new run.
 
     For a new run, the caller must first rename an existing folder of that name.
     """
@@ -130,7 +130,7 @@ def reject_another_job(path: Path, resolved: str, may_change: Collection[str]) -
 
 
 def _settings_in(path: Path) -> Mapping[str, Any]:
-    """Read the settings with which a run was trained from its configuration file."""
+    """Return the settings with which a run was trained, from its configuration file."""
     way_out = (
         "the file holds the values that the run was trained with: restore it, or delete it to resume the run without comparing them; "
         "--resume new sets the run aside and starts a new one"
@@ -145,7 +145,7 @@ def _settings_in(path: Path) -> Mapping[str, Any]:
 
 
 def with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's settings, with old keys and values, from version 0.1.0 or earlier, replaced by the present ones."""
+    """Return a run's settings with current keys and values in place of those of version 0.1.0 and earlier."""
     current = {("gradient_accumulation_steps" if key == "accumulate" else key): value for key, value in settings.items()}
     if current.get("too_long") == "refuse":
         current["too_long"] = "reject"

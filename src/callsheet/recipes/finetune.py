@@ -96,7 +96,7 @@ class FinetuneConfig(JobConfig):
 
 
 class CausalTask(HuggingFaceTask):
-    """A task whose loss is computed by the model itself. The key-value cache is turned off.
+    """A task for models that compute their own loss. It turns the key-value cache off, which training does not need.
 
     Nothing reads the cache, and with it packed examples could attend to each other.
     """
@@ -119,7 +119,7 @@ class Finetune(Recipe[FinetuneConfig]):
     # --- methods of the base class `Recipe` ---
 
     def read_data(self) -> None:
-        """Tokenize all rows that are not streamed.
+        """Read all rows, and tokenize those that are not streamed.
 
         Rows that are too long or cannot be used are rejected here.
         """
@@ -143,7 +143,7 @@ class Finetune(Recipe[FinetuneConfig]):
         )
 
     def make_model(self) -> nn.Module:
-        """Return a causal language model with the tokenizer's end token, and with adapters if `lora` is set."""
+        """Return the language model, with the tokenizer's end token and, if `lora` is set, with adapters."""
         from transformers import AutoModelForCausalLM
 
         config = self.config
@@ -167,15 +167,15 @@ class Finetune(Recipe[FinetuneConfig]):
         return model  # type: ignore[no-any-return]
 
     def make_task(self) -> Task:
-        """Return a task whose loss is computed by the model itself, over the target tokens."""
+        """Return a task for a model that computes its own loss over the target tokens."""
         return CausalTask()
 
     def train_data(self) -> Iterable[Any]:
-        """Return the training examples, or packed rows of them, in random order."""
+        """Return the training examples, or rows of packed examples, in random order."""
         return self._loader("train", train=True)
 
     def validation_data(self) -> Mapping[str, Iterable[Any]]:
-        """Return the examples of each validation dataset, or packed rows of them, by dataset name. They are not shuffled."""
+        """Return the examples of each validation dataset, or rows of packed examples, by dataset name. They are not shuffled."""
         return {name: self._loader(name, train=False) for name in self.rows if name not in ("train", "test")}
 
     def test_data(self) -> Iterable[Any] | None:
@@ -185,18 +185,18 @@ class Finetune(Recipe[FinetuneConfig]):
         return self.tokenizer
 
     def about_data(self) -> str:
-        """Return a text with the number of examples, and of examples that were too long."""
+        """Return a text with the number of examples, and the number of examples that were too long."""
         return str(self.sets)
 
     def begin(self) -> None:
-        """Evaluate the untrained model, if training has not begun yet."""
+        """Evaluate the untrained model, unless training has already begun."""
         trainer = self.trainer
         if self.config.evaluate_first and trainer.state.evaluators and not trainer.state.timestamp.batch:
             found = trainer.evaluate()
             trainer.ctx.user_state[BEFORE] = {name: losses["loss"] for name, losses in found.items()}
 
     def finish(self) -> None:
-        """Set `results` to the losses and the baselines, and let the model answer the prompts."""
+        """Compute `results` (the losses and the baselines), and let the model answer the prompts."""
         before = self.trainer.ctx.user_state.get(BEFORE, {})
         train = self.sets.examples["train"]
         counts = TokenCounts(train, len(self.tokenizer)) if isinstance(train, Examples) else None
@@ -219,7 +219,7 @@ class Finetune(Recipe[FinetuneConfig]):
         )
 
     def written(self) -> Iterable[str]:
-        """Yield each prompt, the model's answer, and the answer in the data."""
+        """Yield each prompt with the model's answer and, if there is one, the expected answer."""
         for (prompt, answer), (_, data) in zip(getattr(self, "generated", ()), self.questions, strict=False):
             yield f"--- {prompt!r} ---\n{answer}" + (f"\n(the data: {data})" if data else "") + "\n"
 
@@ -263,7 +263,7 @@ class Finetune(Recipe[FinetuneConfig]):
         return self.loader(self.sets.dataset(name), collate=self.sets.collate, train=train)
 
     def _questions(self) -> list[tuple[list[int], str]]:
-        """Return the tokens of each prompt with the answer in the data, or an empty text if there is no answer."""
+        """Return the tokens of each prompt, with the expected answer, which is empty if the data has none."""
         config, say = self.config, self.conversations
         questions = [(self._prompt({"prompt": text}, f"prompts: {text!r}"), "") for text in config.prompts]
         for name, rows in self.rows.items():

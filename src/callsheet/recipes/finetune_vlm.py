@@ -99,7 +99,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
     # --- methods of the base class `Recipe` ---
 
     def read_data(self) -> None:
-        """Read the rows, and check the messages and the headers of the image files of the first rows."""
+        """Read the rows. Check the messages of the first rows, and the headers of their image files."""
         config = self.config
         self.vlm_processor = config.model.make_processor()
         self.batches = ImageBatches(self.vlm_processor, config.sequence_length, config.too_long)
@@ -134,7 +134,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
         return f"{', '.join(sizes)} rows of {self.config.train.path if self.config.train else 'handwritten digits'}"
 
     def finish(self) -> None:
-        """Let the model answer held-out rows. As a baseline, count how often the most common completion would be right."""
+        """Let the model answer held-out rows. As a baseline, count how often the most common answer would be right."""
         lines: list[list[str]] = []
         self.results = {}
         usual = self._commonest() if self.config.answered_rows else None
@@ -177,7 +177,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
     # --- private methods ---
 
     def _given(self) -> Mapping[str, Rows | None]:
-        """Return the source of rows of each dataset. It is None for scikit-learn's digits, which are used if `train` is None."""
+        """Return the source of each dataset's rows. It is None for scikit-learn's digits, which are used if `train` is None."""
         config = self.config
         if config.train is None:
             return dict.fromkeys(PARTS)
@@ -204,7 +204,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
     def _commonest(self) -> str | None:
         rows, form = self.rows["train"], self.forms["train"]
         if isinstance(rows, Stream):
-            return None  # a stream can be read only once, and training reads it
+            return None  # do not read a stream in advance, because it can be read only once
         counts = Counter(form.completion(rows[i], rows.place(i)).strip() for i in range(min(len(rows), _COUNTED)))
         return counts.most_common(1)[0][0]
 

@@ -1,4 +1,4 @@
-"""The configuration that all recipes share: the run, its duration and intervals, and the options of training."""
+"""The configuration that all recipes share, such as the run's name, its duration and its intervals."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Pretrain(Recipe[PretrainConfig]):
     # --- methods of the base class `Recipe` ---
 
     def read_data(self) -> None:
-        """Find the data files, whose bytes are the tokens, or read rows and tokenize them."""
+        """Find the text files, whose bytes are the tokens, or read the rows and tokenize them."""
         config = self.config
         if config.rows is not None:
             self.tokenizer = config.model.make_tokenizer()
@@ -101,7 +101,7 @@ class Pretrain(Recipe[PretrainConfig]):
         self._sets = {"train": config.data.train(), "validation": config.data.validation(), "test": config.data.test()}
 
     def make_model(self) -> nn.Module:
-        """Return a causal language model over the tokenizer's ids."""
+        """Return a causal language model for the tokenizer's vocabulary."""
         from transformers import AutoModelForCausalLM
 
         window = (self.config.rows or self.config.data).sequence_length
@@ -110,7 +110,7 @@ class Pretrain(Recipe[PretrainConfig]):
         return self.config.model.build(AutoModelForCausalLM, vocabulary=len(self.tokenizer), longest=longest)
 
     def make_task(self) -> Task | None:
-        """Return a task that calls the given `forward_step`; None if there is none, so that the model computes its own loss."""
+        """Return a task that calls the user's `forward_step`; None if there is none, so that the model computes its own loss."""
         return ForwardStepTask(self.forward_step) if self.forward_step is not None else None
 
     def train_data(self) -> Iterable[Any]:
@@ -118,11 +118,11 @@ class Pretrain(Recipe[PretrainConfig]):
         return self.loader(self._sets["train"], train=True)
 
     def validation_data(self) -> Mapping[str, Iterable[Any]]:
-        """Return evenly spaced windows of the validation files or, if the data are rows, all windows of the validation rows."""
+        """Return evenly spaced windows of the validation files. If the data are rows, return all windows of the validation rows."""
         return {name: self.loader(some, train=False) for name, some in self._sets.items() if name not in ("train", "test")}
 
     def test_data(self) -> Iterable[Any] | None:
-        """Return evenly spaced windows of the test files or, if the data are rows, all windows of the test rows."""
+        """Return evenly spaced windows of the test files. If the data are rows, return all windows of the test rows."""
         return self.loader(self._sets["test"], train=False) if "test" in self._sets else None
 
     def processor(self) -> Any:

@@ -1,4 +1,4 @@
-"""The base class of all recipes: set-up, resuming, training, evaluation, export and the report."""
+"""The base class of all recipes, with the steps that they share: set-up, resuming, training, evaluation, export and the report."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ AnyConfig = TypeVar("AnyConfig", bound=JobConfig)
 
 
 class Recipe(Generic[AnyConfig]):
-    """The base class of recipes, which are training jobs: a recipe defines model, data and task by overriding methods.
+    """The base class of recipes, which are training jobs. A recipe defines its model, data and task by overriding methods.
 
     `setup()` makes the model, the data and the trainer, and decides whether an earlier run is resumed. `run()` trains and
     evaluates. `report()` returns the results as text. For an existing run that is evaluated, used for predictions or exported,
@@ -102,7 +102,7 @@ class Recipe(Generic[AnyConfig]):
         """
 
     def make_model(self) -> nn.Module:
-        """Return the model with its weights. Before this is called, the random state is set from `seed` on all ranks.
+        """Return the model with its weights. All ranks have set the random state from `seed` before this call.
 
         Raises:
             NotImplementedError: the recipe does not override this method.
@@ -122,7 +122,7 @@ class Recipe(Generic[AnyConfig]):
         raise NotImplementedError(f"{type(self).__name__} does not implement train_data()")
 
     def validation_data(self) -> Mapping[str, Iterable[Any]]:
-        """Return the batches to evaluate on, by the dataset's name."""
+        """Return the batches to evaluate on, by dataset name."""
         return {}
 
     def test_data(self) -> Iterable[Any] | None:
@@ -138,10 +138,10 @@ class Recipe(Generic[AnyConfig]):
         return ""
 
     def begin(self) -> None:
-        """Do what is needed before training. This is called before a run starts and before it is resumed."""
+        """Do what must be done before training, in a new run and in a resumed one."""
 
     def finish(self) -> None:
-        """Set `results`, with baselines, and generate samples. This is called after training and evaluation."""
+        """Compute `results` and the baselines, and generate samples. This is called after training and evaluation."""
 
     def written(self) -> Iterable[str]:
         """Return texts that the trained model has generated, for the report."""
@@ -170,7 +170,7 @@ class Recipe(Generic[AnyConfig]):
         return longest.value <= {TimeUnit.BATCH: TRIAL_BATCHES, TimeUnit.SECOND: TRIAL_SECONDS}.get(longest.unit, 0)
 
     def short(self, tokens: int) -> int:
-        """Return the number of tokens to generate.
+        """Return how many tokens to generate, which are fewer in a trial run.
 
         Args:
             tokens: the configured number. In a trial run, fewer tokens are generated.
@@ -183,7 +183,7 @@ class Recipe(Generic[AnyConfig]):
         return Path(self.config.runs_folder) / self.config.run_name
 
     def setup(self) -> None:
-        """Make the model, the data and the trainer. An existing run is resumed, or its folder is renamed and a new run starts.
+        """Make the model, the data and the trainer, for a new run or to resume an existing one.
 
         Raises:
             ConfigError: the data, the model or another value cannot be used; or the existing run belongs to another job.
@@ -193,7 +193,7 @@ class Recipe(Generic[AnyConfig]):
         written = self.resolved or as_file(type(self), config)
         model = self._prepared()
 
-        lock = RunLock(folder)  # the Trainer later takes over this lock of the run's folder
+        lock = RunLock(folder)  # the Trainer takes over this lock of the run's folder
 
         def decide() -> list[str | None]:
             with contextlib.suppress(OSError):  # if the lock cannot be acquired, the Trainer reports it later
@@ -224,7 +224,7 @@ class Recipe(Generic[AnyConfig]):
             replace_file(folder / "config.yaml", written.encode())
 
     def _put_back(self, aside: Path) -> None:
-        """Give the renamed folder of the earlier run its old name back, because the new run failed to start.
+        """Rename the folder of the earlier run back, because the new run failed to start.
 
         Do not if another process has started a run in that folder.
         """
@@ -241,7 +241,7 @@ class Recipe(Generic[AnyConfig]):
             lock.release()
 
     def open(self, checkpoint: str | None = None) -> Self:
-        """Make the trainer of an existing run, with the weights of a checkpoint.
+        """Make the trainer of an existing run, with weights from a checkpoint, to evaluate or export the model.
 
         The run's folder is not changed.
 
@@ -313,7 +313,7 @@ class Recipe(Generic[AnyConfig]):
             The losses and metrics of every validation dataset and of the test data (as `test`), by dataset and name.
         """
         trainer = self.trainer
-        if trainer.state.evaluators:  # evaluate now if `fit` did not, because the run was complete or only opened
+        if trainer.state.evaluators:  # `fit` has evaluated already, unless the run was complete or is only opened
             self.evaluated = dict((not self._is_opened and trainer.eval_results) or trainer.evaluate())
         if (test := self.test_data()) is not None:
             self.evaluated["test"] = trainer.test(test)
@@ -329,7 +329,7 @@ class Recipe(Generic[AnyConfig]):
         self.trainer.export(path, processor=self.processor())
 
     def found(self) -> str:
-        """Return a few sentences about the data, model and earlier run that were found, and about what the job will do."""
+        """Return a few sentences that say which data, model and earlier run were found, and what the job will do."""
         trainer, again = self.trainer, "--resume new sets it aside and starts a new run"
         size = sum(parameter.numel() for parameter in trainer.model.parameters())
         trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
@@ -415,7 +415,7 @@ class Recipe(Generic[AnyConfig]):
             return self.make_model()
 
     def _working(self, what: str) -> AbstractContextManager[None]:
-        """Within this context, show on rank 0 that the work `what` is in progress."""
+        """While the `with` block runs, show on rank 0 that the work `what` is in progress."""
         return working(f"{self.config.run_name}: {what}", is_shown=self.ranks.rank == 0)
 
     def _trainer(self, model: nn.Module, resume: str | None) -> Trainer:
@@ -429,7 +429,7 @@ class Recipe(Generic[AnyConfig]):
             task,
             train_dataloader=None
             if self._is_opened
-            # An opened run is not trained, and its position in the data may not fit this number of ranks.
+            # An opened run is not trained, and a saved position in the data may not fit the present number of ranks.
             else self.train_data,
             eval_dataloader=self.validation_data(),
             optimizer=config.make_optimizer,
@@ -471,7 +471,7 @@ def _millions(count: int) -> str:
 
 
 def _first(dataset: Any, most: int) -> Any:
-    """Return the first `most` samples of a dataset, or the whole dataset if its size is unknown."""
+    """Return the first `most` samples of a dataset, or the whole dataset if it has no length."""
     if isinstance(dataset, IterableDataset) or len(dataset) <= most:
         return dataset
     return Subset(dataset, range(most))

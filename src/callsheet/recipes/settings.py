@@ -1,4 +1,4 @@
-"""Converts a recipe's configuration to plain data for the run's record, and to a YAML recipe file."""
+"""Converts a recipe's configuration to plain data, to be recorded with the run, and to a YAML recipe file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def settings_of(config: Any) -> Any:
 
 
 def as_file(recipe: type, config: Any) -> str:
-    """Return the settings of a job that was made in Python as the text of a recipe file (YAML).
+    """Return the configuration of a recipe that was made in Python, as the text of a recipe file (YAML).
 
     With this file the run can be opened again, and compared when it is resumed.
 

@@ -1,4 +1,4 @@
-"""Reads YAML files strictly: mistakes that PyYAML ignores, such as a key that is given twice, are errors."""
+"""Reads YAML files strictly: mistakes that PyYAML accepts, such as a key that is given twice, are errors."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def reject_deep(value: Any, place: str) -> None:
     try:
         is_read = is_shallow(yaml.safe_load(value) if isinstance(value, str) else value)
     except (yaml.YAMLError, ValueError):
-        return  # the value is plain text, or is rejected later in an error about its key
+        return  # the value is plain text, or another check rejects it later and names its key
     except RecursionError:
         is_read = False
     if not is_read:
@@ -103,17 +103,17 @@ def line_of(path: Path, key: str) -> int:
 
 
 def _entry(node: yaml.Node | None, word: str) -> tuple[yaml.Node, yaml.Node] | None:
-    """Return the nodes of the key `word` and of its value in a mapping; None if the mapping does not have the key."""
+    """Return the nodes of the key `word` and of its value in a YAML mapping; None if the mapping does not have the key."""
     pairs = node.value if isinstance(node, yaml.MappingNode) else []
     return next(((key, value) for key, value in pairs if key.value == word), None)
 
 
 def _check_keys(node: yaml.Node, path: Path) -> None:
-    """Raise ConfigError if a mapping has a key twice, because YAML silently uses the last one."""
+    """Raise ConfigError if a mapping has the same key twice, because YAML would silently use the second one."""
     waiting, seen = [(node, "")], set()
     while waiting:
         each, prefix = waiting.pop()
-        if id(each) in seen:  # this node was checked before, under an alias (`*name`)
+        if id(each) in seen:  # an alias (`*name`) of a node that was checked before
             continue
         seen.add(id(each))
         if isinstance(each, yaml.SequenceNode):

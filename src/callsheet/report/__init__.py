@@ -1,4 +1,4 @@
-"""Read a run's folder, show it as one HTML page and a trace, import runs of other tools, and send requests to a running job."""
+"""Reads a run's folder, shows it as an HTML page and as a trace, imports other tools' runs, and sends requests to a run."""
 
 from callsheet.callbacks.support.trigger_file import leave_request, withdraw_request
 from callsheet.report.imports import Imported, import_runs

@@ -1,4 +1,4 @@
-"""Computes the content of a run's page as plain data, one function for each part of the page."""
+"""Computes the content of a run's page as plain data, with one function for each part of the page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LONGEST_CELL, _LONGEST_LOG, _LONGEST_TEXT = 4_000, 30_000, 200_000
 
 
 def contents(run: RunFolder) -> dict[str, Any]:
-    """Return every part of a run's page, by name, as plain data. Numbers may still be NaN."""
+    """Return every part of a run's page as plain data, by name. Numbers may be NaN."""
     evaluations = [each for each in run.evaluations if not each["is_undone"]]
     return {
         "version": run.version,
@@ -54,7 +54,7 @@ def contents(run: RunFolder) -> dict[str, Any]:
 
 
 def _settings(run: RunFolder) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return the settings with which the run was started, as (title, rows of name and value) for each group that is not empty."""
+    """Return the settings with which the run was started, as a title with rows of name and value for each group of settings."""
     groups = {"Settings": "settings", "Callbacks": "callbacks", "Code": "code", "Hardware": "hardware", "Packages": "packages"}
     found, described = [], settings(run)
     for title, group in groups.items():
@@ -65,7 +65,7 @@ def _settings(run: RunFolder) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Return nested settings as a flat list of (dotted name, text), in their order."""
+    """Return nested settings as a flat list of (dotted name, text), in the same order."""
     found: list[tuple[str, str]] = []
     for name, value in values.items():
         if isinstance(value, Mapping) and value and prefix.count(".") < 20:
@@ -78,7 +78,8 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, st
 def _run(run: RunFolder) -> dict[str, Any]:
     start = run.start_event()
     versions = start.get("versions")
-    # The last record may have been made before its epoch was counted, so read the count of epochs from the `run_end` event too.
+    # The last record may have been made before the last epoch was counted. So take the number of epochs from the `run_end` event
+    # too.
     epochs = [record.values["time/epoch"] for record in run.records[-1:] if "time/epoch" in record.values]
     epochs += [count for event in run.events[-1:] if math.isfinite(count := number(event.get("epochs")))]
     return {
@@ -105,7 +106,7 @@ def _run(run: RunFolder) -> dict[str, Any]:
 
 
 def _tiles(run: RunFolder, evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the key figures at the top of the page, each with a label, a value, the kind of its unit, and a line of detail."""
+    """Return the key figures at the top of the page. Each has a label, a value, its kind of unit, and a line of detail."""
     tiles: list[dict[str, Any]] = []
     trained = [(record.step, record.values["train/loss"]) for record in run.records if "train/loss" in record.values]
     if trained:
@@ -124,7 +125,7 @@ def _tiles(run: RunFolder, evaluations: list[dict[str, Any]]) -> list[dict[str, 
 
 
 def _speed_tile(run: RunFolder) -> Iterator[dict[str, Any]]:
-    """Yield the key figure for the run's mean speed, along with the speed of the last metrics record."""
+    """Yield the key figure for the run's mean speed, with the speed in the last metrics record."""
     for name in ("token", "sample"):
         counted = [record for record in run.records if record.values.get(f"time/{name}") and record.elapsed_seconds]
         curve = [value for value in rates(run, name) if math.isfinite(value)]
@@ -148,7 +149,7 @@ def _memory_tile(run: RunFolder) -> Iterator[dict[str, Any]]:
 
 
 def _marks(run: RunFolder, evaluations: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the steps of resumes, evaluations and checkpoints, which the charts mark on their x-axis."""
+    """Return the steps of resumes, evaluations and checkpoints, which the charts mark."""
     saved = [{"step": each["step"], "kind": cell_text(each.get("kind"))} for each in run.checkpoints if not each["is_undone"]]
     return {
         "resumes": [{"step": resume.step, "dropped": resume.dropped} for resume in run.resumes if resume.step][-_MOST_MARKS:],
@@ -158,7 +159,7 @@ def _marks(run: RunFolder, evaluations: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _chosen(windows: list[Window]) -> list[Window]:
-    """Return as many timing windows (groups of timed steps) as fit into a page, including the first and the last."""
+    """Return as many timing windows (groups of timed steps) as fit into a page. The first and the last are always included."""
     most = _MOST_WINDOWS
     while most > 2 and sum(len(window.slices) for window in evenly(windows, most)) > _MOST_SLICES:
         most = most * 3 // 4
@@ -166,14 +167,14 @@ def _chosen(windows: list[Window]) -> list[Window]:
 
 
 def evenly(items: list[Any], most: int) -> list[Any]:
-    """Return at most `most` items, evenly spaced, including the first and the last."""
+    """Return at most `most` evenly spaced items, including the first and the last."""
     if len(items) <= most:
         return items
     return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
 
 
 def _window(window: Window) -> dict[str, Any]:
-    """Return a timing window (a group of timed steps) as JSON values. Its slices hold indices into its list `names`."""
+    """Return a timing window (a group of timed steps) as JSON values, in which each slice has the index of its name in `names`."""
     names: dict[str, int] = {}
     slices = [
         [
@@ -259,7 +260,7 @@ def images_by_name(run: RunFolder) -> dict[str, list[dict[str, Any]]]:
 
 
 def table_entries(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the entries (column names and rows, with a step) that were logged to one table, the latest first."""
+    """Return the entries that were logged to one table, the latest first. Each has column names, rows and a step."""
     return [
         {
             "step": each["step"],
@@ -273,7 +274,7 @@ def table_entries(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _event(event: dict[str, Any]) -> dict[str, Any]:
-    """Return an event of the run's log with a line of text that describes it."""
+    """Return an event from the run's log of events, with a line of text that describes it."""
     known = {
         "exception": _exception_text,
         "checkpoint": _checkpoint_text,

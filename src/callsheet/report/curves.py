@@ -1,4 +1,4 @@
-"""The curves of a run: one for each metric, thinned to what a screen can show, and grouped into charts."""
+"""The curves of a run: one for each metric, thinned to as many points as a screen can show, and grouped into charts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from callsheet.report.run_folder import RunFolder
 
 MOST_POINTS = 2_000
 """The most points that one curve has."""
-_POINTS_IN_ALL = 500_000  # most points of all curves of a page together, so that the page has only some megabytes
+_POINTS_IN_ALL = 500_000  # the most points of all curves of a page together, which limits its size to some megabytes
 FEWEST_POINTS = 16
 """The fewest points that one curve has, if the metric was logged that often."""
-_MOST_ODD = 50  # most NaN and infinite values to mark in one curve
+_MOST_ODD = 50  # the most NaN and infinite values to mark in one curve
 
 _SPLITS = ("train", "validation", "val", "eval", "test")
 _ODD_NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
@@ -49,7 +49,7 @@ def curves(run: RunFolder) -> dict[str, Any]:
 
 
 def rates(run: RunFolder, name: str) -> list[float]:
-    """Return the curve of tokens or samples per second that the page shows. `name` is `token` or `sample`.
+    """Return the tokens or samples per second that the page shows, as a curve. `name` is `token` or `sample`.
 
     It is the monitor's if there is one, otherwise that of the records.
     """
@@ -118,7 +118,7 @@ def families(names: Iterable[str], splits: Sequence[str]) -> list[dict[str, Any]
 
 
 def points_of(run: RunFolder) -> dict[str, tuple[list[int], list[float]]]:
-    """Return the steps and values of every metric, and of the speed and memory in the records if no metric has the same."""
+    """Return the steps and values of every metric. If no metric has the speed or the memory, take them from the records."""
     found: dict[str, tuple[list[int], list[float]]] = {}
     for record in run.records:
         step = record.step
@@ -136,7 +136,7 @@ def points_of(run: RunFolder) -> dict[str, tuple[list[int], list[float]]]:
 
 
 def without_doubles(points: Mapping[str, Any]) -> list[str]:
-    """Return the names of the metrics, leaving out each metric whose curve is the same as that of another metric.
+    """Return the names of the metrics, except for metrics whose curve is the same as that of another metric.
 
     Left out are the speed of one rank if it equals that of all ranks, and the Trainer's speed and learning rate if a monitor logs
     them.
@@ -152,7 +152,7 @@ def without_doubles(points: Mapping[str, Any]) -> list[str]:
 
 
 def shares(names: Iterable[str], *, room: int, most: int) -> dict[str, int]:
-    """Return, for each family of metrics, how many points each of its curves may have, which limits the page's size.
+    """Return, for each family of metrics, how many points each of its curves may have. This limits the page's size.
 
     Small families get as many as they need; large ones share the rest.
 
@@ -182,7 +182,7 @@ def _add(
 
 
 def drawn_curve(steps: Sequence[int], values: Sequence[float], most: int, *, digits: int = 9) -> dict[str, Any]:
-    """Return a curve in the format of the function `curves`, with at most `most` points, rounded to `digits` digits.
+    """Return a curve in the form that `curves` returns, with at most `most` points, rounded to `digits` digits.
 
     Nine digits are enough for float32.
     """
@@ -210,7 +210,7 @@ def _short(value: float, digits: int) -> float | None:
 
 
 def axis(run: RunFolder, *, most: int) -> dict[str, list[float]]:
-    """Return the charts' x-axes: lists of `step` and, at each step, training `seconds`, `tokens`, `samples`, and `wall` time.
+    """Return the charts' x-axes: lists of `step` and, at each step, of training `seconds`, `tokens`, `samples` and `wall` time.
 
     `wall` is in seconds since the run began.
 
@@ -243,7 +243,7 @@ def axis(run: RunFolder, *, most: int) -> dict[str, list[float]]:
 
 
 def _place(name: str, splits: Sequence[str]) -> tuple[str, str, str]:
-    """Return where the page shows a metric: its family (a group of charts), its chart, and its label there."""
+    """Return where the page shows a metric: its family (a group of charts), its chart, and its label in the chart."""
     family, _, rest = name.partition("/")
     if not rest:
         return "", name, name
@@ -260,7 +260,7 @@ def _place(name: str, splits: Sequence[str]) -> tuple[str, str, str]:
 
 
 def _importance(chart: dict[str, Any], splits: Sequence[str]) -> tuple[Any, ...]:
-    """Return a chart's sort key: the loss first, then metrics that are measured on several datasets, then the rest."""
+    """Return the sort key of a chart, which puts the loss first, then metrics that are measured on several datasets."""
     labels = {curve["label"] for curve in chart["curves"]}
     return chart["title"] != "loss", -len(labels & set(splits)), _natural(chart["title"])
 

@@ -1,4 +1,4 @@
-"""An SQLite index of the runs in a folder, so that listing them does not read every run again.
+"""An SQLite index of the runs in a folder, so that listing runs does not read all of them again.
 
 The index is only a cache of the runs' folders. A run is read again when the size or time of one of its files has changed. An
 index that is damaged, missing or of another version is built again. If the index cannot be written, it is kept in memory.
@@ -25,8 +25,8 @@ logger = logging.getLogger("callsheet")
 
 INDEX = ".index.sqlite"
 _VERSION = 4
-_APPLICATION = 0x63737831  # value of SQLite's `application_id` that identifies a database as such an index
-_LOCK_TIMEOUT_SECONDS = 10.0  # time limit for waiting while another process writes the index
+_APPLICATION = 0x63737831  # the value of SQLite's `application_id` by which a database is known to be such an index
+_LOCK_TIMEOUT_SECONDS = 10.0  # how long to wait while another process writes the index
 _MARKS = (MARKER, "metrics.jsonl", "events.jsonl", "config.yaml", "call_sheet.txt", "checkpoints")
 _DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB")
 
@@ -64,7 +64,7 @@ class MetricRow:
     highest_step: int = 0
 
     def add(self, value: float, step: int) -> None:
-        """Add a later value of the metric."""
+        """Add a value of the metric that is later than the others."""
         self.last, self.last_step = value, step
         if math.isfinite(value):
             if not self.lowest <= value:
@@ -101,14 +101,14 @@ class RunRow:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The runs of a folder, the newest first. `note` says why no index could be stored, and is empty if one is stored."""
+    """The runs in a folder, the newest first. `note` says why no index could be stored; it is empty if one was stored."""
 
     rows: list[RunRow]
     note: str = ""
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether the folder holds files that a run writes."""
+    """Return whether the folder contains files that only a run writes."""
     return any((folder / mark).exists() for mark in _MARKS)
 
 
@@ -126,7 +126,7 @@ def run_names(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def _is_text(name: str) -> bool:
-    """Return whether the name of a folder is valid Unicode. If it is not, log a warning, because SQLite cannot store the name."""
+    """Return whether a folder's name is valid Unicode. If it is not, log a warning, because SQLite cannot store it."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -138,7 +138,7 @@ def _is_text(name: str) -> bool:
 def runs_in(
     folder: str | os.PathLike[str], *, metrics: Iterable[str] | None = None, settings: Iterable[str] | None = None
 ) -> Runs:
-    """Return all runs that are now in `folder`, each with its values of the named metrics and settings (None: all of them).
+    """Return all runs in `folder`, each with its values of the named metrics and settings (None: all of them).
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -168,7 +168,7 @@ def runs_in(
 
 
 class _Wanted(NamedTuple):
-    """The names of the metrics and of the settings to read from the index; None means all."""
+    """The names of the metrics and settings to read from the index; None means all of them."""
 
     metrics: list[str] | None
     settings: list[str] | None
@@ -180,15 +180,15 @@ def _kept(folder: Path, wanted: _Wanted) -> list[RunRow]:
 
 
 def _refreshed(index: sqlite3.Connection, folder: Path, wanted: _Wanted) -> list[RunRow]:
-    """Read the runs that have changed, write them to the index, and return the rows of all runs."""
+    """Read the runs that have changed, write them to the index, and return the index's rows of all runs."""
     known = {name: (version, outcome) for name, version, outcome in index.execute("SELECT name, version, outcome FROM runs")}
     names = set(run_names(folder))
     changed: list[tuple[str, RunRow]] = []
     for name in sorted(names):
         reader = RunReader(folder / name)
-        # Take the version before reading, so that whatever the run writes in the meantime is read next time.
+        # Take the version before reading. If the run writes something in the meantime, it is then read again next time.
         version = reader.version()
-        # Read a run again if it was running, because its process may have died since.
+        # If a run was running, read it again, because its process may have died since.
         if name not in known or known[name][0] != version or known[name][1] == RUNNING:
             try:
                 changed.append((version, _row(name, reader.read())))
@@ -318,7 +318,7 @@ def _opened(path: Path) -> sqlite3.Connection:
 
 
 class _Damaged(sqlite3.DatabaseError):
-    """Raised if a file claims to be an index of this version, but has other tables, or text that is not UTF-8."""
+    """Raised if an index file of this version has other tables than expected, or text that is not UTF-8."""
 
 
 def _has_tables(index: sqlite3.Connection) -> bool:
@@ -337,7 +337,7 @@ def _text(content: bytes) -> str:
 
 
 def _check_plain_files(path: Path) -> None:
-    """Raise OSError if SQLite would open a file that is not regular, because a named pipe or a device may block forever."""
+    """Raise OSError if a file that SQLite would open is not a regular file. Opening a named pipe or a device may block forever."""
     for file in (path, *(path.with_name(path.name + end) for end in ("-journal", "-wal", "-shm"))):
         try:
             mode = os.lstat(file).st_mode
@@ -348,7 +348,7 @@ def _check_plain_files(path: Path) -> None:
 
 
 def _in_memory(path: Path) -> sqlite3.Connection:
-    """Return an index in memory, with the content of the index file if that can be read."""
+    """Return an index in memory. It contains the rows of the index file, if they can be read."""
     index = sqlite3.connect(":memory:", isolation_level=None)
     index.text_factory = _text
     try:
@@ -371,6 +371,6 @@ def _empty_in_memory() -> sqlite3.Connection:
 
 
 def _remove(path: Path) -> None:
-    """Delete a damaged index. Delete its journal first, so that SQLite cannot apply the journal to the next index."""
+    """Delete a damaged index file, after its journal, which SQLite would otherwise apply to the next index."""
     for file in (path.with_name(f"{path.name}-journal"), path):
         file.unlink(missing_ok=True)

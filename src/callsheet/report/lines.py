@@ -1,4 +1,4 @@
-"""Reads the new lines of the files in a run's folder to which the run appends lines."""
+"""Reads the lines that were appended to the files in a run's folder since the last reading."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 _LONGEST_LINE = 32 * 2**20
 _PIECE = 2**20
-_DEEPEST = 64  # most levels of nesting in a line, so that recursive code stays below Python's recursion limit
-_LATEST = 1e11  # latest valid Unix time in seconds (in the year 5138)
+_DEEPEST = 64  # the most levels of nesting in a line, because recursive code must not reach Python's recursion limit
+_LATEST = 1e11  # the latest valid Unix time in seconds (in the year 5138)
 
 
 def inside(folder: Path, name: str | os.PathLike[str]) -> Path | None:
@@ -45,7 +45,7 @@ def text_of(folder: Path, name: str | os.PathLike[str], *, at_most: int, from_en
 
 
 class JsonLines:
-    """A file of JSON lines that may still grow. `new()` yields the objects that were appended since the last call.
+    """A file of JSON lines that may still grow. `new()` yields the objects in lines that were appended since the last call.
 
     A line that is not a JSON object, for example because a kill cut it off, is skipped and counted in `torn`. An incomplete last
     line is read once it is complete.
@@ -83,7 +83,7 @@ class JsonLines:
             file.seek(self._offset)
             while line := file.readline(_LONGEST_LINE):
                 is_whole = line.endswith(b"\n")
-                if not is_whole and len(line) == _LONGEST_LINE:  # no run writes a line this long: skip the rest of the line
+                if not is_whole and len(line) == _LONGEST_LINE:  # no run writes such a long line, so skip the rest of it
                     while (piece := file.readline(_PIECE)) and not piece.endswith(b"\n"):
                         pass
                     line, is_whole = b"too long", True
@@ -111,7 +111,7 @@ def _brackets(line: bytes) -> int:
 
 
 def is_shallow(value: Any) -> bool:
-    """Return whether the nesting of lists and mappings in `value` is shallow enough for recursive code.
+    """Return whether lists and mappings in `value` are nested few enough levels for recursive code.
 
     An object that occurs several times, because of a YAML anchor, is checked once.
     """
@@ -131,7 +131,7 @@ def is_shallow(value: Any) -> bool:
 
 
 def printable(text: str) -> str:
-    """Return the text with control characters, which a terminal would execute, replaced by question marks."""
+    """Return the text with question marks in place of control characters, which a terminal would execute."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 

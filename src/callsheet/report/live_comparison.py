@@ -1,4 +1,4 @@
-"""Provides the data of a page that compares several runs while they are running."""
+"""Provides the data of a page that compares several runs, of which some may still be running."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from callsheet.report.run_folder import RunFolder
 
 
 class LiveComparison:
-    """Several runs for a page that compares them. A folder is read again when it has changed. Threads may share this object.
+    """Several runs for a live page that compares them. A run's folder is read when it has changed. Threads may share this.
 
     All runs share one `ReadingBudget`. A run keeps its number, which is its place in `runs`: new runs are added at the end, and a
     run whose folder is gone stays, with what was read before. `notice` says why the runs are not grouped, if they cannot be yet.
@@ -51,11 +51,11 @@ class LiveComparison:
         self._comparison: Comparison | None = None
         self._content: dict[str, Any] = {}
         self._body = b""
-        self._number = 0  # version number of `_content`
+        self._number = 0  # the version number of `_content`
         self._read()
 
     def news(self, since: str) -> bytes | None:
-        """Return the page's current data as JSON; None if the page's version, `since`, is the current one."""
+        """Return the page's current data as JSON, or None if the page already has it (its version is `since`)."""
         with self._lock:
             self._refresh()
             if self._content["version"] == since:
@@ -66,7 +66,7 @@ class LiveComparison:
             return self._body
 
     def page(self, token: str, nonce: str) -> bytes:
-        """Return the whole page as HTML; `Live` describes the arguments."""
+        """Return the live page as HTML. The arguments are described in `Live`."""
         with self._lock:
             self._refresh()
             content = self._content
@@ -86,7 +86,7 @@ class LiveComparison:
             with suppress(FileNotFoundError):  # the folder was deleted after it was found
                 self.runs.append(LiveRun(folder, self.budget))
         found = [run.content() for run in self.runs]
-        # The ids are unique, because `self._comparison` keeps the objects alive.
+        # Ids are unique here, because `self._comparison` keeps the objects alive.
         state = [(id(run), is_there) for run, is_there in found]
         if state != self._state:
             self._state = state
@@ -96,7 +96,7 @@ class LiveComparison:
         try:
             self._comparison = Comparison(runs, group_by=self._group_by, before=self._comparison)
             self.notice = ""
-        except ConfigError as error:  # no run has the setting yet: a run that has just begun has no settings
+        except ConfigError as error:  # no run has the setting yet, because a run that has just begun has no settings
             self._comparison = Comparison(runs, before=self._comparison)
             self.notice = f"{error}; the runs are not grouped"
         self._number += 1

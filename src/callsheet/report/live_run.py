@@ -1,4 +1,4 @@
-"""Provides the data of a run's page while the run is running, and sends requests to the run."""
+"""Provides the data of a run's page while the run is still running, and sends requests to the run."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from callsheet.report.run_folder import ENDED, LOST, RUNNING, RunFolder, RunRead
 
 logger = logging.getLogger("callsheet")
 
-_MAX_CORE_SHARE = 0.1  # fraction of one core's time that reading may take
+_MAX_CORE_SHARE = 0.1  # the largest fraction of one core's time that reading may take
 _MAX_TRIGGER_BYTES = 2**20
 _PENDING_WARN_SECONDS = 30.0  # seconds after which the page mentions a pending request
 
 
 class ReadingBudget:
-    """Delays reading so that it takes at most a tenth of a core's time, which the training may need. Runs may share a budget."""
+    """Delays reading so that it takes at most a tenth of one core's time, because training may need the core."""
 
     def __init__(self) -> None:
         self.not_before = 0.0
 
     @property
     def is_spent(self) -> bool:
-        """Whether the next reading must wait, because of the time that earlier ones took."""
+        """Whether the next reading must wait, because earlier ones took too much time."""
         return time.monotonic() < self.not_before
 
     @contextmanager
@@ -66,13 +66,14 @@ class LiveRun:
         self.budget = budget or ReadingBudget()
         self._reader = RunReader(folder)
         self._lock = threading.Lock()
-        self._pending: dict[str, tuple[Path, float]] = {}  # line of a request -> the trigger file, and when the line was written
+        # For each request's line, the trigger file and the time at which the line was written.
+        self._pending: dict[str, tuple[Path, float]] = {}
         self._run = self._reader.read()
         self._read_version = self._run.version
         self._body, self._body_version = b"", ""
 
     def news(self, since: str) -> bytes | None:
-        """Return the page's current data as JSON; None if the page's version, `since`, is the current one."""
+        """Return the page's current data as JSON, or None if the page already has it (its version is `since`)."""
         with self._lock:
             disabled_reason = self._refresh()
             if self._run.version == since:
@@ -84,13 +85,13 @@ class LiveRun:
             return self._body
 
     def page(self, token: str, nonce: str) -> bytes:
-        """Return the whole page as HTML; `Live` describes the arguments."""
+        """Return the live page as HTML. The arguments are described in `Live`."""
         with self._lock:
             disabled_reason = self._refresh()
             return page(self._run, live=Live(token, disabled_reason=disabled_reason, nonce=nonce)).encode()
 
     def ask(self, act: str) -> str:
-        """Send a request to the running job (`save`, `evaluate` or `stop`), and return a message for the page.
+        """Send a request (`save`, `evaluate` or `stop`) to the running job, and return a message to show on the page.
 
         Raises:
             ConfigError: there is no such act.
@@ -108,7 +109,7 @@ class LiveRun:
         return f"{act}: requested through {trigger}; the run reads it at the end of a step"
 
     def content(self) -> tuple[RunFolder, bool]:
-        """Read the folder if it has changed, even if the budget is spent. Return its content, and whether the folder exists.
+        """Read the folder if it has changed, even beyond the budget. Return its content, and whether the folder exists.
 
         The content is the same object until the folder is read again.
         """
@@ -118,7 +119,7 @@ class LiveRun:
             return self._run, is_there
 
     def _refresh(self) -> str:
-        """Read the folder's new content, unless the time for reading is used up.
+        """Read the folder's new content, if the budget allows it.
 
         Return why the run accepts no requests, or an empty string if it accepts them.
         """
@@ -130,7 +131,7 @@ class LiveRun:
         return self._update_disabled_reason(is_there)
 
     def _update_disabled_reason(self, is_there: bool) -> str:
-        """Return why the run accepts no requests, or an empty string, and change the page's version if that has changed.
+        """Return why the run accepts no requests, or an empty string. If this has changed, also change the page's version.
 
         Remove requests that the run had not read when it ended.
         """
@@ -161,7 +162,7 @@ class LiveRun:
         return ""
 
     def _withdraw(self) -> None:
-        """Remove requests that the run had not read when it ended."""
+        """Remove the requests that the run has not read, because it has ended."""
         for line, (trigger, _) in self._pending.items():
             try:
                 withdraw_request(trigger, line)
@@ -173,12 +174,12 @@ class LiveRun:
 
 
 def _lines_of(trigger: Path) -> list[str]:
-    # The file is gone if the run has read its requests.
+    # Once the run has read its requests, the file no longer exists.
     return text_of(trigger.parent, trigger.name, at_most=_MAX_TRIGGER_BYTES).splitlines()
 
 
 def why_not(run: RunFolder) -> str:
-    """Return a sentence that says why the run accepts no requests.
+    """Return a sentence that says why the run accepts no requests; empty if it accepts them.
 
     Return an empty string if, according to its folder, it accepts them.
     """
@@ -194,14 +195,15 @@ def why_not(run: RunFolder) -> str:
 
 
 def trigger_of(run: RunFolder) -> Path:
-    """Return the file in which the run's `SaveOnTrigger` looks for requests; if there are several, the first in the run's folder.
+    """Return the file in which the run's `SaveOnTrigger` looks for requests. Of several, return the first in the run's folder.
 
     Raises:
         ConfigError: there is none, or it is outside the run's folder. The content of a folder must not make this process write to
             another place.
     """
     listeners = listeners_in(run.path)
-    if run.call_sheet:  # keep only listeners on the call sheet, because others belong to an earlier job that was killed
+    # Leave out listeners that are not on the call sheet, because they belong to an earlier job that was killed.
+    if run.call_sheet:
         listeners = {name: file for name, file in listeners.items() if name in run.call_sheet}
     if not listeners:
         if "SaveOnTrigger" in run.call_sheet:

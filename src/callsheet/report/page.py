@@ -21,12 +21,12 @@ from callsheet.report.perfetto import trace_json
 from callsheet.report.run_folder import RunFolder, image_bytes
 
 _SCRIPTS = ("dom.js", "tables.js", "frame.js", "charts.js", "curves.js", "timeline.js", "sections.js", "live.js", "live_controls.js", "main.js")  # fmt: skip
-_MOST_IMAGE_BYTES = 24 * 2**20  # most bytes of images in one page
+_MOST_IMAGE_BYTES = 24 * 2**20  # the most bytes of images in one page
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """The settings of a live page, whose data is updated from a server.
+    """The settings of a live page, which gets its data from a server.
 
     The page requests images as `images/<file>`, a path relative to the page and to the run's folder (`image_bytes` reads one).
     Styles are inline.
@@ -63,7 +63,7 @@ def data(run: RunFolder) -> dict[str, Any]:
 
 
 def page(run: RunFolder, *, live: Live | None = None) -> str:
-    """Return the whole page of a run as HTML. The page contains everything it needs, including plotly.js (4.8 MB).
+    """Return the whole page of a run as HTML. The page needs no other files, because it contains even plotly.js (4.8 MB).
 
     Args:
         run: the content of the run's folder.
@@ -90,7 +90,7 @@ def page(run: RunFolder, *, live: Live | None = None) -> str:
 def html_page(
     title: str, content: Mapping[str, Any], scripts: Sequence[str], *, has_server: bool = False, nonce: str = ""
 ) -> str:
-    """Return a page as HTML that contains everything it needs: styles, plotly.js, its scripts, and the data that they draw.
+    """Return a page as HTML that needs no other files: it contains styles, plotly.js, scripts, and the data that they draw.
 
     Args:
         title: the page's title.
@@ -126,7 +126,7 @@ def html_page(
         "SCRIPT": texts[1],
     }
     text = _asset("page.html")
-    pieces = text.split("@@")  # pieces alternate: text, NAME, text, NAME, ...; inserted text is not searched for names
+    pieces = text.split("@@")  # the pieces are alternately text and names; inserted text is not searched for names
     whole = "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
     return whole.encode("utf-8", "replace").decode()  # replace lone surrogates, which UTF-8 cannot encode
 
@@ -165,7 +165,7 @@ def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | N
 
 
 def image_uris(images: Mapping[str, Any], read: Callable[[str], bytes | None], *, room: int) -> tuple[dict[str, str], int]:
-    """Return images as data URIs by file, as many as fit, starting with the latest. Also return the number of other images.
+    """Return the latest images, as many as fit, as data URIs by file. Also return how many other images there are.
 
     Args:
         images: by name, entries with `files`, in the order of their steps.
@@ -193,7 +193,7 @@ def image_uris(images: Mapping[str, Any], read: Callable[[str], bytes | None], *
 
 
 def plain(value: Any) -> Any:
-    """Return `value` as plain JSON values, with None for NaN and infinity."""
+    """Convert `value` to plain JSON values, with None for NaN and infinity."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

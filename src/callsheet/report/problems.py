@@ -1,4 +1,4 @@
-"""Finds the problems of a run: what failed, was dropped, or looks wrong."""
+"""Finds the problems of a run: what failed, which events were dropped, and what looks wrong."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from callsheet.report.curves import odd_name
 from callsheet.report.lines import whole
 from callsheet.report.run_folder import LOST, RunFolder
 
-_COSTLY_SHARE = 0.05  # fraction of a step's time above which a callback is reported as costly, as in the run itself
-_COSTLY_SECONDS = 50e-6  # seconds per step below which a callback is never reported as costly
+_COSTLY_SHARE = 0.05  # the fraction of a step's time above which a callback is reported as costly, the same as in the run itself
+_COSTLY_SECONDS = 50e-6  # the seconds per step below which a callback is never reported as costly
 _MOST_NAMES = 8
 _MOST_LINES = 12
 _LONGEST = 600

@@ -1,4 +1,4 @@
-"""Collects the metrics records in a run's folder that are still valid.
+"""Collects the metrics records in a run's folder, without those that a resume has made invalid.
 
 Records that a resume has undone are left out, and the number of records is limited to what fits into memory.
 """
@@ -13,14 +13,14 @@ from typing import Any
 from callsheet.core.run_state import MetricsRecord
 from callsheet.report.lines import finite, moment, number, whole
 
-_MOST_VALUES = 6_000_000  # most metric values to keep in memory; beyond that, records are left out
+_MOST_VALUES = 6_000_000  # the most metric values to keep in memory, beyond which records are left out
 _LARGEST_STEP = 2**53  # larger integers are not exact in JSON readers that use doubles
 _RARE = 2_000  # a metric with at most this many values keeps all of them
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """One resume of a run from `step`. It invalidated `dropped` records of later steps, the last of them `dropped_to_step`."""
+    """One resume of a run from `step`. It made `dropped` records invalid, up to the one of step `dropped_to_step`."""
 
     step: int
     time: float
@@ -29,7 +29,7 @@ class Resume:
 
 
 class RecordLines:
-    """The metrics records that no resume has invalidated, read line by line."""
+    """The metrics records that no resume has made invalid, read line by line."""
 
     def __init__(self) -> None:
         self.kept: list[MetricsRecord] = []
@@ -38,7 +38,7 @@ class RecordLines:
         self.counted = 0
         self._counted_at_resume = -1
         self._numbers: list[int] = []  # the index of each kept record among all records
-        self._names: dict[str, str] = {}  # metric name -> the same name, so that equal names share one string object
+        self._names: dict[str, str] = {}  # each metric name once, so that equal names share one string object
         self._rare: set[str] | None = None  # names of metrics with few values, whose records are never left out
         self._values = 0
         self._most_values = _MOST_VALUES
@@ -82,7 +82,7 @@ class RecordLines:
         gone = self.kept[first:]
         last, dropped, time = max((record.step for record in gone), default=step), self.counted - counts, moment(line.get("time"))
         if self.resumes and self.resumes[-1].step == step and self.counted == self._counted_at_resume:
-            earlier = self.resumes.pop()  # no record came since the last resume from this step, so merge both
+            earlier = self.resumes.pop()  # no record came between two resumes from the same step, so merge them
             last, dropped, time = max(last, earlier.dropped_to_step), dropped + earlier.dropped, earlier.time
         self.resumes.append(Resume(step, time, dropped, last))
         self._counted_at_resume = counts
@@ -100,7 +100,7 @@ class RecordLines:
         return rare.isdisjoint(record.values) and all(map(math.isfinite, record.values.values()))
 
     def _thin(self) -> None:
-        """Leave out every second record, except those with rare metrics, NaN or infinity."""
+        """Leave out every second record, unless it has a rare metric, NaN or infinity."""
         self._stride *= 2
         self._rare = None
         rare = self._rare_names()
@@ -113,5 +113,5 @@ class RecordLines:
         self.times = [self.times[place] for place in stays]
         self._numbers = [self._numbers[place] for place in stays]
         self._values = sum(len(record.values) for record in self.kept)
-        # Raise the limit, so that this is not called again at every line if few records can be left out.
+        # Raise the limit. Otherwise this function would be called at every line if it could leave out only a few records.
         self._most_values = max(_MOST_VALUES, 2 * self._values)

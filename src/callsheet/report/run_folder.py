@@ -1,4 +1,4 @@
-"""Read a run's folder into one object. The content is untrusted, and every part may be missing or incomplete."""
+"""Reads a run's folder into one object. The content is not trusted, and every part may be missing or incomplete."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _TEXTS = ("hyperparameters.json", "settings.json", "environment.json", "config.y
 _MOST_TEXT, _LOG_TAIL = 2**20, 2**16
 _MOST_WINDOWS, _MOST_SLICES = 200, 20_000
 _MOST_TABLES, _TABLE_ENTRIES, _MOST_LOGS, _MOST_EVENTS = 200, 40, 64, 50_000
-# A run counts as lost if it has not written anything for this many seconds, or, if that is longer, for this many times the median
-# time between its records.
+# A run counts as lost after this many seconds without writing, or after this many times the median time between its records,
+# whichever is longer.
 _LOST_AFTER_SECONDS, _LOST_AFTER_GAPS = (300.0, 10)
 _LARGEST_IMAGE = 16 * 2**20
 _LARGEST_STEP = 2**53  # larger integers are not exact in JSON readers that use doubles
@@ -137,7 +137,7 @@ class RunFolder:
 
     @property
     def status(self) -> str:
-        """The same as `outcome`: how the run ended, or `running`, or `lost` if it stopped writing without an end."""
+        """The same as `outcome`: how the run ended, or `running`, or `lost` if it stopped writing without recording an end."""
         return self.outcome
 
     @property
@@ -157,7 +157,7 @@ class RunFolder:
         return max(seconds, default=math.nan)
 
     def start_event(self) -> dict[str, Any]:
-        """Return the last `run_start` event, which has the device, the world size and the versions.
+        """Return the last `run_start` event, which contains the device, the world size and the versions.
 
         It is written at the first start and at each resume.
         """
@@ -194,7 +194,8 @@ class RunReader:
         with self._lock:
             if any(lines.is_another() for lines in self._lines.values()):
                 self._begin()
-            state = self._state()  # taken before reading, so that lines that the run appends in the meantime change the version
+            # Take the state before reading, so that lines that are appended in the meantime change the version.
+            state = self._state()
             self._add_new()
             return self._run(self._version(state))
 
@@ -249,7 +250,7 @@ class RunReader:
     def _run(self, version: str) -> RunFolder:
         path, records, events = self._path, self._records, list(self._events)
         name = path.resolve().name  # the folder may have been renamed since training
-        if not is_marked(path):  # this is a subfolder that a logger with a `name` made, so take the run's name from an event
+        if not is_marked(path):  # a subfolder that a logger with a `name` made: take the run's name from an event
             name = next((str(event["run"]) for event in events if event.get("run")), name)
         config_text = text_of(path, "config.yaml", at_most=_MOST_TEXT)
         run = RunFolder(
@@ -296,7 +297,7 @@ class RunReader:
     # --- outcome and version ---
 
     def _inputs(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield the run's files with their status: those that are read, and those that only show that the run is alive."""
+        """Yield the run's files with their sizes and times: those that are read, and those that only show that the run is alive."""
         names = [*_LINES, *_TEXTS, *self._table_files(), *self._log_files(), NOTES, "heartbeat.json", "checkpoints"]
         for name in names:
             try:
@@ -338,14 +339,14 @@ class RunReader:
         # Without a JSONLLogger's files, only the lock shows that the run is running.
         if not self._events and is_marked(self._path):
             return claim is not None and claim.is_alive
-        return not self._is_silent()  # the lock is not enough: a run that hangs keeps its lock, but writes nothing
+        return not self._is_silent()  # the lock alone is not enough, because a run that hangs keeps its lock
 
     def _has_released_lock(self) -> bool:
-        """Return whether a run without a JSONLLogger has released its lock, as every run does at its end unless it is killed."""
+        """Return whether a run without a JSONLLogger has ended. Every run releases its lock at its end, unless it is killed."""
         return not self._events and is_marked(self._path) and claim_of(self._path) is None
 
     def _has_results(self) -> bool:
-        """Return whether `results.json` is newer than `config.yaml`, which is written when the run starts."""
+        """Return whether the run has written `results.json`, which is then newer than the `config.yaml` from its start."""
         try:
             return os.stat(self._path / "results.json").st_mtime_ns >= os.stat(self._path / "config.yaml").st_mtime_ns
         except OSError:
@@ -384,7 +385,7 @@ def _events_of_kind(kind: str, events: list[dict[str, Any]], resumes: list[Resum
     for event in events:
         if event["event"] == "run_start":
             moment = moment_of(event.get("time"))
-            # The last of these resumes began this process, because a resume is written before its `run_start` event.
+            # The last of these resumes began this process, because a run writes its resume before its `run_start` event.
             at = [resume.step for resume in resumes if resume.time <= moment]
             for each in found:
                 each["is_undone"] |= each["step"] > (at[-1] if at else 0)
@@ -436,7 +437,7 @@ def _window(line: dict[str, Any]) -> Window | None:
 
 
 def _is_usable(part: Slice) -> bool:
-    """Return whether the times and the step of a timed slice are within valid limits.
+    """Return whether a timed slice has valid times and a valid step.
 
     A trace converts them to whole nanoseconds, which fails for other numbers.
     """
@@ -454,7 +455,7 @@ def _converters(kind: type[Any]) -> dict[str, Callable[[Any], Any]]:
 
 
 def _built(kind: type[Any], values: dict[str, Any]) -> Any:
-    """Make a named tuple from plain values, converted to the fields' types. Missing fields get their defaults."""
+    """Make a named tuple from plain values, which are converted to the fields' types. Missing fields get their defaults."""
     return kind(**{name: convert(values[name]) for name, convert in _converters(kind).items() if name in values})  # type: ignore[arg-type]  # a class can be hashed
 
 

@@ -1,4 +1,4 @@
-"""A small HTTP server that shows the live page of one run, or of several runs, on this machine.
+"""A small HTTP server that shows the live page of one or more runs on this machine.
 
 It listens on 127.0.0.1, serves the page, its data and the run's images, and answers only requests that carry its token. Of several
 runs, each has its own page below `/run/<number>/`.
@@ -33,9 +33,9 @@ HOST = "127.0.0.1"
 # Accept any port, because ssh may forward another one.
 _LOCAL_HOST = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?", re.ASCII | re.IGNORECASE)
 _OF_RUN = re.compile(r"/run/(0|[1-9]\d{0,5})(/.*)", re.ASCII | re.DOTALL)
-_LONGEST_REQUEST = 1024  # most bytes in the body of a request that a button of the page sends
+_LONGEST_REQUEST = 1024  # the most bytes in a request that a button of the page sends
 _IDLE_SECONDS = 60.0  # a connection without a complete request is closed after this time
-_MOST_CONNECTIONS = 32  # most open connections, each of which has a thread; a browser opens six
+_MOST_CONNECTIONS = 32  # the most open connections, each of which has a thread; a browser opens six
 
 _ENTRY = '<!doctype html><meta charset="utf-8"><title>callsheet</title><link rel="icon" href="data:,"><meta http-equiv="refresh" content="0;url=/">'
 """The answer to the address with the token.
@@ -58,10 +58,10 @@ class WatchServer(ThreadingHTTPServer):
     def __init__(self, watched: LiveRun | LiveComparison, port: int = 0) -> None:
         self.watched = watched
         self.token = secrets.token_urlsafe(32)
-        self.form_token = secrets.token_urlsafe(32)  # the page's buttons send this token, so that no other page can make requests
+        self.form_token = secrets.token_urlsafe(32)  # the page's buttons send this token, so that no other site can send requests
         self._tickets: set[str] = set()
         self._room = threading.BoundedSemaphore(_MOST_CONNECTIONS)
-        self.waiting: dict[socket.socket, float] = {}  # connection without a complete request -> since when
+        self.waiting: dict[socket.socket, float] = {}  # for each connection without a complete request, when it was opened
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -69,7 +69,7 @@ class WatchServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """The address of the page with the token. Anyone who has this address can do everything that the page can."""
+        """The address of the page, with the token. Anyone who has this address can do everything that the page can do."""
         return self._url_with_token(self.token)
 
     def ticket_url(self) -> str:
@@ -82,7 +82,7 @@ class WatchServer(ThreadingHTTPServer):
         return self._url_with_token(ticket)
 
     def lets_in(self, word: str) -> bool:
-        """Return whether `word` is the server's token or an unused one-time ticket. This call uses up the ticket."""
+        """Return whether `word` is the server's token or an unused one-time ticket, which this call uses up."""
         if same(word, self.token):
             return True
         ticket = next((each for each in self._tickets if same(word, each)), None)
@@ -104,7 +104,7 @@ class WatchServer(ThreadingHTTPServer):
             return
         try:
             super().process_request(request, client_address)
-        except RuntimeError:  # no thread was started that would release `_room`
+        except RuntimeError:  # no thread was started, so nothing else would release `_room`
             self._room.release()
             raise
 
@@ -118,7 +118,7 @@ class WatchServer(ThreadingHTTPServer):
             self._room.release()
 
     def service_actions(self) -> None:
-        """Close connections that have not completed a request in time, even if they still send. `serve_forever` calls this."""
+        """Close connections that have not completed a request in time. `serve_forever` calls this regularly."""
         now = time.monotonic()
         for request, since in list(self.waiting.items()):
             if now - since > _IDLE_SECONDS and self.waiting.pop(request, None) is not None:
@@ -135,7 +135,7 @@ class WatchServer(ThreadingHTTPServer):
 
 
 def same(given: str, right: str) -> bool:
-    """Compare two secrets in constant time, so that the time does not reveal where they differ."""
+    """Return whether two secrets are equal, in constant time, so that the time does not reveal where they differ."""
     return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), right.encode())
 
 
@@ -204,7 +204,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(HTTPStatus.OK, "application/json", json.dumps({"message": message}).encode())
 
     def _watched_at(self, path: str) -> tuple[LiveRun | LiveComparison, str]:
-        """Return the run (or comparison) that a path addresses, and the rest of the path: `/run/3/act` gives run 3 and `/act`."""
+        """Return the run (or comparison) for a path, and the rest of the path. For `/run/3/act` this is run 3 and `/act`."""
         watched = self.server.watched
         if isinstance(watched, LiveComparison) and (found := _OF_RUN.fullmatch(path)):
             number = int(found[1])
@@ -290,11 +290,12 @@ class _Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer a request that the base class rejects: one that is invalid or has an unknown method."""
         self.close_connection = True
-        # If the request line is invalid, the version of HTTP is unknown, and without it the answer would have no status line.
+        # After an invalid request line, the version of HTTP is unknown, and without a version the answer would have no status
+        # line.
         self.request_version = self.protocol_version
         self._send(HTTPStatus(code), "text/plain", f"{HTTPStatus(code).phrase}\n".encode())
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Log the request at debug level, without the query, which may contain the token."""
+        """Log the request at debug level, but not its query, which may contain the token."""
         path = getattr(self, "path", "").partition("?")[0]
         logger.debug("callsheet watch: %s %s", getattr(self, "command", None), path)

@@ -1,4 +1,4 @@
-"""Agreement: all ranks learn of a request that one rank made, and act on it at the same step, without waiting for each other."""
+"""Agreement: if one rank makes a request, all ranks learn of it and carry it out at the same step, without waiting."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Agreement:
     """
 
     def __init__(self, world: ProcessGroups, control: Control, signals: SignalWatch) -> None:
-        self._next = 0  # the count of steps at which to read the other ranks' message
+        self._next = 0  # the step count at which to read the other ranks' message
         self._steps = 0  # the count of training and evaluation steps
         self._evaluated = 0  # the count of evaluation steps
         self.published = 0
@@ -57,7 +57,7 @@ class Agreement:
 
     @property
     def seconds_left(self) -> float:
-        """How many seconds of the grace period are left after any rank received a preemption signal.
+        """The seconds that are left of the grace period, which begins when any rank receives a preemption signal.
 
         The launcher kills all ranks after that, also those that received no signal.
         """
@@ -65,15 +65,15 @@ class Agreement:
 
     @property
     def next_step(self) -> int:
-        """The training step after which `look` must be called next."""
+        """The training step after which the loop must call `look` next."""
         return sys.maxsize if self._world.size == 1 else self._next - self._evaluated
 
     def end(self) -> None:
-        """Release the message that is being exchanged. While it is kept, the connections to the other ranks stay open."""
+        """Release the message that is being exchanged, because it keeps the connections to the other ranks open."""
         self._pending = None
 
     def look(self, step: int) -> None:
-        """After training step `step`, read the other ranks' message if it is due, and send the next one."""
+        """After training step `step`, read the message of the other ranks and send the next one, if a message is due."""
         if self._world.size == 1:
             self.published = self.durable()
             return
@@ -103,7 +103,7 @@ class Agreement:
         self.change_pace()
 
     def change_pace(self) -> None:
-        """Exchange a message at every step, until the number of steps between messages has been measured again.
+        """Exchange a message at every step for now, because the next steps may be much slower than those that were measured.
 
         This is for steps that may be much slower than those from which the interval was chosen.
 
@@ -161,7 +161,7 @@ class Agreement:
                 self._signal = signal.Signals(number)
 
     def _deadline(self, began: float) -> float:
-        """Return the time until which to wait for the other ranks after a preemption signal.
+        """Return the time until which to wait for the other ranks; infinite unless a preemption signal has arrived.
 
         A launcher signals all ranks, even after one has died; a rank that has not answered by this time will not answer at all.
 

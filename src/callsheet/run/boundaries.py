@@ -68,14 +68,14 @@ class Boundaries:
         return self._ctx.state.is_complete or self._ctx.control.stop_requested is not None or self._agreement.signal is not None
 
     def next_step(self) -> int:
-        """Return the next step after which something can be due, such as a log, an evaluation or a checkpoint.
+        """Return the next step after which something may have to be done, such as a log, an evaluation or a checkpoint.
 
         Units other than batches advance only at log boundaries and ends of epochs.
         """
         ctx = self._ctx
         step, longest = ctx.state.timestamp.batch, ctx.state.max_duration
         self._next_due = 0
-        if self._evaluation.due(ctx, is_over=False):  # a crash prevented this evaluation, so run it after the first step
+        if self._evaluation.due(ctx, is_over=False):  # the run ended before this evaluation, so run it after the first step
             return step + 1
         if self._checkpoints.is_writing and self._is_alone:  # with several ranks, `Agreement` reports when the save is durable
             return step + 1
@@ -94,7 +94,7 @@ class Boundaries:
         return min(*steps, self._next_of(self._records.every))
 
     def _next_of(self, every: Interval) -> int:
-        """Return the next step at which the interval `every` can be due.
+        """Return the next step at which an interval of `every` may be complete.
 
         For a unit that advances only at log boundaries, return `sys.maxsize`.
         """
@@ -124,7 +124,7 @@ class Boundaries:
         logs = records.are_due(ctx)
         if logs or boundary != "step" or self.is_over or self._due():
             records.tally.update_timestamp(ctx.state)
-        if self.is_over:  # training is over, so no later metrics record may come
+        if self.is_over:  # training is over, so no later record can be made
             self._manager.flush_lanes(ctx)
         if logs or self.is_over or self._due():  # tested again, because the updated counts may have reached `max_duration`
             records.fire_log(ctx)
@@ -157,7 +157,7 @@ class Boundaries:
         return is_over  # a stop requested by the handlers above takes effect at the end of the next step or epoch
 
     def leave_evaluation(self) -> bool:
-        """After an evaluation that the loop has made between two epochs: carry out what its handlers requested.
+        """Carry out what handlers requested during an evaluation that the loop has run between two epochs.
 
         Return whether training is over after that. This is a collective.
         """
@@ -196,7 +196,7 @@ class Boundaries:
         finish_deletions()
 
     def begin(self) -> None:
-        """Begin training: stop a resumed run if a callback had stopped it before, and its settings and the duration are unchanged.
+        """Begin training. If a callback had stopped the run before its resume, stop again, unless settings have changed.
 
         Raises:
             CheckpointError: callbacks request regular checkpoints, and they cannot be written.
@@ -230,7 +230,7 @@ class Boundaries:
             self._lifetime.reasons[Outcome.STOPPED] = stop_reason(stop)
 
     def evaluate(self, loaders: Mapping[str, Any], *, standalone: bool) -> dict[str, dict[str, float]]:
-        """Run the evaluators of `loaders`, and fire `on_log` with what was logged during the evaluation."""
+        """Evaluate the datasets in `loaders`, and fire `on_log` with what was logged during the evaluation."""
         results = self._evaluation.evaluate(loaders, standalone=standalone)
         self._records.fire_evaluation(self._ctx, self._evaluation.take())
         return results
@@ -245,7 +245,7 @@ class Boundaries:
 
     @property
     def _is_unread(self) -> bool:
-        """Return whether to skip the metrics record that is due now, because no callback reads it.
+        """Return whether no callback reads the metrics record that is due now, so that it need not be made.
 
         It is not skipped if a request is pending, a checkpoint is being written, or training is over.
         """
@@ -264,7 +264,7 @@ class Boundaries:
         return self._evaluation.due(ctx, is_over)
 
     def _plan(self, boundary: str) -> bool:
-        """Record which evaluations are due, so that checkpoints store this until the evaluations are done.
+        """Record which evaluations are due, so that checkpoints contain this until the evaluations are done.
 
         Return whether to run the evaluations now.
         """
@@ -314,7 +314,7 @@ class Boundaries:
 
     @contextmanager
     def _training_stopped(self) -> Iterator[None]:
-        """Stop the clock that measures the seconds of training while the `with` block runs."""
+        """While the `with` block runs, stop the clock that measures the seconds of training."""
         self._records.tally.stop()
         yield
         self._records.tally.start()

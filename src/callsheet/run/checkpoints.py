@@ -60,7 +60,7 @@ _OPTIMIZER_STATE = re.compile(r"optimizer\.state\.state\.(\d+)\.")
 
 
 class Typed:
-    """Saves and loads the state of an optimizer or scheduler together with the name of its class.
+    """Saves and loads the state of an optimizer or scheduler, and checks that the same class loads it.
 
     Without the name, the state of another class would be loaded, and an error would appear only later.
 
@@ -109,7 +109,7 @@ class Typed:
 
 
 class Checkpoints:
-    """Saves and loads the run's checkpoints in `<run folder>/checkpoints`. Every method except `durable` is a collective.
+    """Saves and loads the run's checkpoints in `<run folder>/checkpoints`. All methods except `durable` are collectives.
 
     Args:
         in_background: whether to save a copy of the state while training continues.
@@ -167,7 +167,7 @@ class Checkpoints:
         return self._pending is not None
 
     def check_writable(self) -> None:
-        """Check, before training begins, that the checkpoints that callbacks request regularly can be written.
+        """Before training begins, check that callbacks which save checkpoints regularly will be able to write them.
 
         Raises:
             CheckpointError: on all ranks: rank 0 may not write to the checkpoints' folder.
@@ -266,7 +266,7 @@ class Checkpoints:
         return info
 
     def _record(self, info: CheckpointInfo) -> dict[str, Any]:
-        """Return what the manifest says about the checkpoint, as plain data."""
+        """Return the facts about the checkpoint that its manifest contains, as plain data."""
         record = {name: value for name, value in asdict(info).items() if name not in ("path", "size_bytes")}
         record["run"] = self._ctx.run.name
         stop = self._ctx.control.stop_requested or self.stopped_by
@@ -276,7 +276,7 @@ class Checkpoints:
 
     @property
     def next_step(self) -> int:
-        """The training step after which `prepare` must be called next."""
+        """The training step after which the loop must call `prepare` next."""
         return self._prepare_at
 
     def prepare(self, step: int) -> None:
@@ -425,7 +425,7 @@ class Checkpoints:
         return Request("stop", str(stop.get("why")), by)
 
     def _stop_conditions(self, by: str) -> dict[str, str]:
-        """Return the settings to compare when a run that the callback `by` has stopped is resumed.
+        """Return the settings that decide whether a resumed run may continue after the callback `by` has stopped it.
 
         Training continues only if at least one of them has changed.
         """
@@ -457,7 +457,7 @@ class Checkpoints:
         return found
 
     def _listed(self, resume: str | os.PathLike[str] | None) -> list[str]:
-        """Return the path that `resume` names, in a list.
+        """Return the paths of the checkpoints that `resume` stands for: one path or, for `"auto"`, several.
 
         For `"auto"`, return the valid checkpoints, the newest first, and log why others are not used.
         """
@@ -551,7 +551,7 @@ class Checkpoints:
 
 
 def _is_good(parameters: frozenset[str], prefixes: tuple[str, ...], name: str, piece: Tensor) -> bool:
-    """Return whether this piece of a saved tensor has valid values, such as no NaN in a weight.
+    """Return whether the values in this piece of a saved tensor are valid. A weight, for example, must not be NaN.
 
     A weight must have no NaN or infinity, a buffer no NaN (masks contain infinities). Other tensors are not checked.
     """
@@ -563,7 +563,7 @@ def _is_good(parameters: frozenset[str], prefixes: tuple[str, ...], name: str, p
 
 
 def _sealed(info: CheckpointInfo, seal: Seal) -> CheckpointInfo:
-    """Return a copy of `info` in which `size_bytes` and `is_finite` are those of the written checkpoint."""
+    """Return a copy of `info` with `size_bytes` and `is_finite` of the checkpoint that was written."""
     return replace(info, size_bytes=seal.size_bytes, is_finite=seal.info["is_finite"])
 
 
@@ -583,7 +583,7 @@ def _tensors_in(tree: object) -> Iterator[Tensor]:
 
 
 def _info(path: str, found: Loaded) -> CheckpointInfo:
-    """Return the `CheckpointInfo` of a checkpoint, from the manifest that a Trainer wrote."""
+    """Return the `CheckpointInfo` of a checkpoint that a Trainer wrote, from its manifest."""
     record = found.info
     names = ("step", "epoch", "kind", "train_loss", "val_losses", "best_metric_key", "is_finite", "requested_by")
     if any(name not in record for name in names):

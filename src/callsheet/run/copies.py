@@ -1,4 +1,4 @@
-"""Adds hooks and attributes to the user's objects, and leaves them out of copies of the objects.
+"""Adds hooks and attributes to the user's objects such that copies of the objects do not contain them.
 
 Hosts and callbacks register hooks on the model, and hosts replace some methods of other objects. A copy or pickle of such an
 object, as made by `torch.save(model)` or `copy.deepcopy(model)`, must not contain these. So a function is registered for the
@@ -29,7 +29,7 @@ _hooks: set[int] = set()
 
 @contextmanager
 def without_additions(*things: Any) -> Iterator[None]:
-    """Remove what was added from the objects within this context."""
+    """Remove callsheet's hooks and attributes from the objects while the `with` block runs."""
     changed = [
         (vars(thing), name, value, without)
         for thing in things
@@ -42,12 +42,12 @@ def without_additions(*things: Any) -> Iterator[None]:
         yield
     finally:
         for attributes, name, value, without in changed:
-            if attributes.get(name, _ABSENT) is without:  # otherwise the object has changed it meanwhile
+            if attributes.get(name, _ABSENT) is without:  # false if something else has set the attribute since
                 attributes[name] = value
 
 
 def _without_addition(name: str, value: Any) -> Any:
-    """Return the value that the attribute would have without callsheet."""
+    """Return the attribute's value without the hook or function that callsheet added."""
     if isinstance(value, OrderedDict) and "hooks" in name and not _hooks.isdisjoint(value):
         return type(value)((key, hook) for key, hook in value.items() if key not in _hooks)
     while isinstance(value, FunctionType) and _BEFORE in vars(value):
@@ -63,7 +63,7 @@ def _set(attributes: dict[str, Any], name: str, value: Any) -> None:
 
 
 class _Reducer:
-    """Reduces the objects of a class for `copy` and `pickle`, without what was added to them.
+    """Reduces the objects of a class for `copy` and `pickle`, without the hooks and attributes that callsheet added.
 
     It is in `copyreg.dispatch_table` as long as an object of the class has additions. A class that defines `__deepcopy__` has an entry
     in the table of `copy.deepcopy` too, which would otherwise call that method on the object as it is.
@@ -84,11 +84,11 @@ class _Reducer:
             return _detached(made, vars(thing))
 
     def begin(self) -> None:
-        """Report that an addition was made to an object of the class."""
+        """Record that an addition was made to an object of the class."""
         self._additions += 1
 
     def end(self) -> None:
-        """Report that an addition was removed. After the last one, remove this reducer from the tables."""
+        """Record that an addition was removed. After the last one, remove this reducer from the tables of `copy` and `pickle`."""
         self._additions -= 1
         if self._additions or _reducers.get(self._kind) is not self:
             return
@@ -105,7 +105,7 @@ def _deepcopy(thing: Any, memo: dict[int, Any]) -> Any:
 
 
 def _detached(made: Any, attributes: dict[str, Any]) -> Any:
-    """Copy the object's dictionary of attributes in its reduced value, because the additions are put back into this dictionary."""
+    """Copy the attribute dictionary in a reduced value, because callsheet's additions are put back into the original."""
     if made is attributes:
         return dict(made)
     return tuple(_detached(each, attributes) for each in made) if type(made) is tuple else made
@@ -151,8 +151,8 @@ def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
         if now is value:
             _set(attributes, name, before)
             return
-        # Another library may have replaced the attribute and may still call ours, so leave it in place. A later replacement of ours
-        # must restore what was before this one.
+        # If another library has replaced the attribute since, leave it in place, because it may still call our function. If we
+        # have replaced the attribute again, make the later replacement restore what was before this one.
         while isinstance(now, FunctionType) and _BEFORE in vars(now):
             if vars(now)[_BEFORE] is value:
                 setattr(now, _BEFORE, before)

@@ -1,4 +1,4 @@
-"""Notes for errors that leave the trainer. They say how much memory was in use and what to try."""
+"""Notes that are added to errors which leave the trainer: how much memory was in use, and what to try."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def is_of_collective(error: BaseException) -> bool:
 
 
 def out_of_memory_note(device: torch.device, hints: Iterable[str]) -> str:
-    """Return a text that gives the memory in use, and the hints that this run has not tried yet."""
+    """Return a text that says how much memory is in use, and lists what to try (`hints`)."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         held = (

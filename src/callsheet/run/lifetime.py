@@ -1,4 +1,4 @@
-"""The lifetime of a run. Its start is fired once, an exception at most once, and its end exactly once, however the run ends."""
+"""The lifetime of a run: fires `on_run_start` once, `on_exception` at most once, and `on_run_end` exactly once."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Lifetime:
         return self._depth > 0
 
     def at_end(self, close: Callable[[], object]) -> None:
-        """Register a function that is called after `on_run_end`.
+        """Register a function to call after `on_run_end`.
 
         Several such functions are called in reverse order, each even if another one raises.
         """
@@ -143,7 +143,7 @@ class Lifetime:
         ctx.close_all()
 
     def _log_early_end(self, outcome: Outcome) -> None:
-        """Log why training ended before its time, unless a callback shows it, or this process has not trained."""
+        """Log why training ended early, unless a callback shows it or this process has not trained."""
         run, state = self._ctx.run, self._ctx.state
         is_shown = any(inner(each).shows_outcome for each in self._manager.callbacks)
         has_trained = state.timestamp.batch > state.baseline.batch

@@ -42,7 +42,7 @@ class LogRanks:
                 handler.addFilter(self._is_error)
 
     def end(self) -> None:
-        """Remove the filter that hides messages on ranks above 0. This may be called twice."""
+        """Remove the filter. This may be called twice."""
         for handler in self._handlers:
             handler.removeFilter(self._is_error)
         self._handlers = []

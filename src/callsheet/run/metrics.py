@@ -1,4 +1,4 @@
-"""Collects logged values. Every few steps they are reduced to a record of floats that is the same on all ranks.
+"""Collects logged values, and reduces them every few steps to a record of floats that is the same on all ranks.
 
 Tensors stay on their device until the boundary. There, each device's tensors are copied to the host in one copy, and the values
 of all ranks are reduced with one sum and one maximum. All ranks share a schema, which fixes the place of each value in them. The
@@ -269,7 +269,7 @@ _BY_MAX = ("max", "same")
 
 
 def _sum_slots(total: tuple[float, float] | None, across: Across) -> tuple[float, float]:
-    """Return what this rank adds to the sum of a metric over the ranks, and to the sum of its weights.
+    """Return what this rank contributes to two sums over the ranks: that of a metric's values, and that of their weights.
 
     With `across="sum"`, the contribution is the mean of the rank's own values.
     """
@@ -333,7 +333,7 @@ def scalar(name: str, value: Any) -> Any:
             raise ConfigError(
                 f"the metric {name!r} is a tensor of shape {tuple(value.shape)}, not a scalar; log its mean, or what you mean"
             )
-        return lasting(value)  # detach any tensor, since it may require a gradient before the record is made
+        return lasting(value)  # detach a tensor, because it may otherwise keep its autograd graph until the record is made
     try:
         if isinstance(value, str):
             raise TypeError
@@ -353,7 +353,7 @@ def _vector(names: tuple[str, ...], value: Any) -> Any:
 
 
 def _fetch(numbers: list[Any]) -> None:
-    """Replace scalar tensors by floats, and one-dimensional tensors by lists, in place. This takes one copy per device."""
+    """Replace scalar tensors by floats, and one-dimensional tensors by lists, in place, with only one copy from each device."""
     by_device: dict[Any, list[int]] = {}
     for place, number in enumerate(numbers):
         if hasattr(number, "device"):
@@ -375,7 +375,7 @@ def _fetch(numbers: list[Any]) -> None:
 
 
 def _total(values: list[Any]) -> Any:
-    """Return the sum of the values.
+    """Return the sum of the values, which are numbers or tensors.
 
     Tensors are stacked and summed at once, in a dtype wide enough for large counts and half precision.
     """
@@ -388,7 +388,7 @@ def _total(values: list[Any]) -> Any:
 
 
 def _wider(value: Any) -> Any:
-    """Return `value`. Convert a tensor of fewer than 32 bits to a dtype in which it can be multiplied and summed."""
+    """Return `value`; a tensor of fewer than 32 bits is first converted to a dtype that is precise enough for sums."""
     return value.to(_wide(value.device)) if hasattr(value, "detach") and value.itemsize < 4 else value
 
 

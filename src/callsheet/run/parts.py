@@ -1,4 +1,4 @@
-"""Protocols for the evaluation part and the checkpoint part of a run, which `Boundaries` uses.
+"""Protocols for the evaluation and the checkpoints of a run: the methods that `Boundaries` calls.
 
 They are implemented by the Trainer, and by hosts, which pass requests on to their framework.
 """
@@ -43,7 +43,7 @@ class EvaluationSchedule(Protocol):
 
 
 class EvaluationPart(Protocol):
-    """The part of a run that evaluates datasets, as `Boundaries` needs it.
+    """The methods that `Boundaries` needs to evaluate datasets.
 
     `results` holds the latest results by dataset name; `undone` is an evaluation that is due at this boundary.
     """
@@ -53,11 +53,11 @@ class EvaluationPart(Protocol):
 
     @property
     def is_resumed(self) -> bool:
-        """Whether checkpoints store an evaluation that is due but not done, so that a resumed run carries it out."""
+        """Whether checkpoints contain an evaluation that is due but not done, so that a resumed run carries it out."""
 
     @property
     def ends_at_signal(self) -> bool:
-        """Whether a signal cuts short an evaluation that is running, so that it must be repeated."""
+        """Whether a preemption signal ends a running evaluation early. A resumed run then repeats it."""
 
     @property
     def loaders(self) -> Mapping[str, Any]:
@@ -68,7 +68,7 @@ class EvaluationPart(Protocol):
         """When each dataset is evaluated, by dataset name."""
 
     def due(self, ctx: Context, is_over: bool) -> list[str]:
-        """Return the names of the datasets that must be evaluated now."""
+        """Return the names of the datasets that are due for evaluation now."""
 
     def evaluate(self, loaders: Mapping[str, Any], *, standalone: bool) -> dict[str, dict[str, float]]:
         """Evaluate these dataloaders, and return the losses and metrics by dataset name."""
@@ -81,7 +81,7 @@ class EvaluationPart(Protocol):
 
 
 class Stateful(Protocol):
-    """A part of a run. Checkpoints store its state."""
+    """A part of a run whose state is saved in checkpoints."""
 
     def state_dict(self) -> Any:
         """Return the state, as plain data and tensors."""
@@ -91,7 +91,7 @@ class Stateful(Protocol):
 
 
 class CheckpointsPart(Protocol):
-    """The part of a run that saves and loads checkpoints, as `Boundaries` needs it.
+    """The methods that `Boundaries` needs to save and load checkpoints.
 
     Checkpoints store the states of the parts in `shared` (the same on all ranks) and in `local` (each rank's own).
     """
@@ -106,7 +106,7 @@ class CheckpointsPart(Protocol):
 
     @property
     def next_step(self) -> int:
-        """The training step after which `prepare` must be called next."""
+        """The training step after which the loop must call `prepare` next."""
 
     stopped_by: Request | None
 
@@ -128,7 +128,7 @@ class CheckpointsPart(Protocol):
         """Load the checkpoint that `resume` names, or that a callback requests."""
 
     def check_writable(self) -> None:
-        """Raise CheckpointError if a callback requests regular checkpoints, and callsheet may not write them."""
+        """Raise CheckpointError if a callback saves checkpoints regularly but the folder for them is not writable."""
 
     def durable(self) -> int:
         """Return the number of background saves that this rank has finished."""

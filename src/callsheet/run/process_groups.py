@@ -1,4 +1,4 @@
-"""The run's process groups, and the small collectives through which the ranks agree."""
+"""The run's process groups, and small collectives with which the ranks exchange values."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class LateAfterSignal(DistributedError):
 
 
 class HostGaveUp(DistributedError):
-    """On another rank, the host could not follow the framework's loop and left the run; that rank trains on without callsheet."""
+    """Another rank left the run, because its host could not follow the framework's loop. That rank trains on without callsheet."""
 
 
 class Pending:
-    """A reduction over the ranks that has begun and may not be complete."""
+    """A reduction over the ranks that runs in the background."""
 
     def __init__(self, payload: Tensor, work: Any, collective: Callable[[str], AbstractContextManager[None]]) -> None:
         self._payload = payload
@@ -54,7 +54,7 @@ class Pending:
     @property
     def is_done(self) -> bool:
         """Whether `wait` would return at once. This never waits."""
-        # The result of torch's fake backend (FakeWork) never reports that it is completed.
+        # torch's fake backend, for tests, returns FakeWork, which never reports that it is completed.
         return self._work is None or bool(self._work.is_completed()) or type(self._work).__name__ == "FakeWork"
 
     def wait(self, deadline: Callable[[], float] | None = None) -> list[float]:
@@ -140,7 +140,7 @@ class ProcessGroups:
         mine = (os.urandom(8).hex(), socket.gethostname())
         each = [mine] * self.size if is_fake else self.gather(mine)
         self._machines = [machine for _, machine in each]
-        run_id = each[0][0]  # drawn by rank 0
+        run_id = each[0][0]  # the id that rank 0 has drawn
         self._notes = _Notes(f"callsheet/{run_id}", self.rank, self._answer_seconds)
         self._presence = _Presence(self._notes, min(LOOK_SECONDS, self._answer_seconds / 4))
 
@@ -204,7 +204,7 @@ class ProcessGroups:
         return DistributedError(f"{missing}. On rank {self.rank}: {what}{first}")
 
     def _missing(self, step: int, error: BaseException) -> str:
-        """Return a text that says which ranks are at fault, if this rank can find out.
+        """Return a text that says which ranks are at fault, or why this rank cannot find that out.
 
         If several ranks wait in a ring, the death of a rank fails only its neighbours' collectives. So this rank asks the others
         through the store whether they are present, and they answer while they wait. A rank that answers is named as the one at
@@ -289,7 +289,7 @@ class ProcessGroups:
 
     @contextlib.contextmanager
     def _collective(self, what: str) -> Iterator[None]:
-        """Convert the error of a collective that fails inside the `with` block to one that names the missing rank."""
+        """While the `with` block runs, convert the error of a failed collective to one that names the missing rank."""
         try:
             yield
         except RuntimeError as error:
@@ -321,7 +321,7 @@ class _Notes:
         self._kinds: set[str] = set()
 
     def ask(self, act: Callable[[], str]) -> str:
-        """Return the result of `act()`, a call that uses the store.
+        """Return the result of `act()`, which uses the rendezvous store. Raise TimeoutError if the store does not answer.
 
         Raises:
             TimeoutError: the store does not answer, or failed to answer an earlier call.
@@ -336,7 +336,7 @@ class _Notes:
             raise
 
     def leave(self, kind: str, word: str) -> None:
-        """Write to the store why this rank ends. Only the first call has an effect, because it is closest to the cause.
+        """Write to the rendezvous store why this rank ends. Only the first call has an effect, as it is closest to the cause.
 
         Errors of the store are ignored: this rank is ending in any case, and must report its own error.
         """
@@ -363,7 +363,7 @@ class _Notes:
         self._set("who", "")
 
     def is_asked(self) -> bool:
-        """Return whether a rank wants to know which ranks still run, and has called `question` for that."""
+        """Return whether any rank has called `question`, to find out which ranks still run."""
         return self._get("who") is not None
 
     def answer(self) -> None:
@@ -384,7 +384,7 @@ class _Notes:
 
 
 class _Presence:
-    """A thread that confirms that this rank still runs when another rank asks, which it does after a failed collective.
+    """A thread that answers other ranks that this rank still runs. They ask after a collective has failed.
 
     A thread is needed because the main thread may be blocked then.
     """
@@ -410,7 +410,7 @@ class _Presence:
 
 @contextlib.contextmanager
 def _as_distributed_error() -> Iterator[None]:
-    """Convert an error of torch inside the `with` block to `DistributedError`.
+    """While the `with` block runs, convert an error of torch to `DistributedError`.
 
     The message names no rank, because the other ranks cannot be asked before there is a group.
     """

@@ -1,4 +1,4 @@
-"""Leaves credentials out of settings and texts, and makes the one printable line that says why a run ended."""
+"""Removes credentials from settings and texts, and shortens the reason why a run ended to one printable line."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def is_secret(name: str) -> bool:
 
 
 def without_secrets(values: Any) -> Any:
-    """Return settings with `...` in place of credentials: values whose key is a name such as `api_key`, and parts of texts.
+    """Return settings with `...` in place of credentials, both values whose key is a name such as `api_key` and parts of texts.
 
     Mappings, lists and tuples become new dicts and lists; everything else that is no text stays as it is.
     """

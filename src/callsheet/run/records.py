@@ -19,7 +19,7 @@ from callsheet.run.tally import Tally
 
 
 class Records:
-    """Collects the run's metrics and counts. Every few steps, it makes a record of them that is the same on all ranks."""
+    """Collects the run's metrics and counts, and every few steps makes a metrics record that is the same on all ranks."""
 
     def __init__(self, manager: CallbackManager, every: Interval, device: torch.device, world: ProcessGroups) -> None:
         self.metrics = MetricLog(world if world.size > 1 else None)
@@ -37,7 +37,7 @@ class Records:
         self._device = device
         self._world = world
         self._process: Any = None
-        if device.type != "cuda":  # not shared by runs, since a Process from before a fork describes the parent process
+        if device.type != "cuda":  # each run has its own, because after a fork an earlier one would describe the parent process
             self._process = load("psutil", extra="train", wanted_by="Trainer").Process()
         self._passed = 0  # number of log intervals for which a record was made
         self._recorded_step = 0  # the step of the last record
@@ -69,7 +69,7 @@ class Records:
                     series.add(scalar(name, each))
 
     def change_interval(self, every: Interval, ctx: Context) -> None:
-        """Make the next records at another interval."""
+        """Change how often metrics records are made."""
         self.every, self._passed = every, every.index(ctx.state.timestamp)
 
     def are_due(self, ctx: Context) -> bool:

@@ -102,7 +102,7 @@ class RunGuard:
         lock.check()
 
     def raise_if_lost(self) -> None:
-        """On rank 0, raise the same error as `check` if the thread that writes heartbeats has found that the lock is lost.
+        """On rank 0, raise the error of `check` if the lock is already known to be lost.
 
         This does not read the disk.
         """
@@ -110,12 +110,12 @@ class RunGuard:
             self._lock.check()
 
     def begin(self) -> None:
-        """On rank 0, record that training begins. From now on the folder counts as the folder of a run."""
+        """On rank 0, record that training begins. From now on the folder is marked as the folder of a run."""
         self._has_begun = True
         self.mark()
 
     def mark(self) -> None:
-        """If training has begun and the folder exists, write the marker file to it and hold its lock."""
+        """Write the marker file to the run's folder and hold its lock, if training has begun and the folder exists."""
         folder = self._run.folder
         if self._lock is None or folder is None or not self._has_begun or self._is_unwritable or not folder.is_dir():
             return

@@ -102,13 +102,13 @@ class Claim:
         """
         if self.machine_id != machine_id():
             return False
-        if self.pid == os.getpid():  # a claim with an unknown token is from before this process called `exec`
+        if self.pid == os.getpid():  # the token is unknown if this process wrote the claim before it called `exec`
             return self.token not in _tokens
         return process_started(self.pid) != self.process_started
 
 
 def claim_of(folder: str | os.PathLike[str]) -> Claim | None:
-    """Return the claim that owns the run in `folder`; None if there is no claim or it cannot be read.
+    """Return the claim that holds the lock of the run in `folder`; None if there is none or it cannot be read.
 
     A claim is the content of a lock file. This function writes nothing.
     """
@@ -160,7 +160,7 @@ class RunLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether this run owned its folder at the last check. To check now, call `check`, which reads the lock files again."""
+        """Whether this run held its folder's lock at the last check. Unlike `check`, this does not read the lock files again."""
         return self._ownership is not None and not self._lost
 
     @property
@@ -170,7 +170,7 @@ class RunLock:
 
     @property
     def was_acquired(self) -> bool:
-        """Whether this run owns its folder, or owned it and lost it."""
+        """Whether this run holds the lock of its folder, or held it and lost it."""
         return self._ownership is not None or bool(self._lost)
 
     def acquire(self, timeout: float) -> None:
@@ -273,7 +273,7 @@ class RunLock:
             self._on_loss()
 
     def _claim(self) -> Owner | None:
-        """Try once to acquire the lock, by steps 1 to 4 in the module's docstring. Return the owner if there is another one."""
+        """Try once to acquire the lock, by steps 1 to 4 in the module's docstring. Return the owner if another process holds it."""
         claims = _claims(self._path)
         highest = max(claims, default=0)
         if claims and not self._is_gone(highest, claims[highest]):
@@ -366,11 +366,11 @@ class _Ownership:
         """
         if self._is_in_place():
             return True
-        time.sleep(_SECOND_LOOK_SECONDS)  # another process that waits may be about to withdraw its claim
+        time.sleep(_SECOND_LOOK_SECONDS)  # another process that waits for the lock may be about to withdraw its claim
         return self._is_in_place()
 
     def successor(self) -> Claim | None:
-        """Return the claim of the process that owns the run now, after this one lost it."""
+        """Return the claim of the process that took over the run's folder from this one."""
         try:
             claims = _claims(self._path)
         except OSError:

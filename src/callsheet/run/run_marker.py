@@ -15,7 +15,7 @@ MARKER = "run.json"
 
 
 def mark_run(folder: Path, name: str) -> None:
-    """Write the marker file `run.json` if the folder exists and has none. If the run has written nothing, there is no folder."""
+    """Write the marker file `run.json` to the folder, unless the folder does not exist or has the file already."""
     path = folder / MARKER
     if folder.is_dir() and not path.exists():
         draft = path.with_name(f"{MARKER}.new")

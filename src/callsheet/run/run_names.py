@@ -20,13 +20,13 @@ def check_run_name(run_name: str | None, resume: object) -> None:
 
 
 def check_resume(resume: object) -> None:
-    """Raise ConfigError if `resume` is neither a text nor a path nor None."""
+    """Raise ConfigError if `resume` is not a string, a path or None."""
     if resume is not None and not isinstance(resume, (str, os.PathLike)):
         raise ConfigError(f"resume={resume!r}: give 'auto', the path of a checkpoint, or None")
 
 
 def new_name() -> str:
-    """Return a name for a run for which the user gave none.
+    """Return a name for a run that the user did not name.
 
     The name is the time with random digits, because two runs may begin within a second.
     """

@@ -77,7 +77,7 @@ class SignalWatch:
             self.arrived_at = time.monotonic()
 
     def after_fork(self) -> None:
-        """In a forked child, restore the handlers that were set before.
+        """In a forked child, restore the signal handlers that were set before this watch.
 
         The thread that notes the time exists only in the parent.
         """
@@ -115,7 +115,7 @@ class _Clock:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         earlier = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        if earlier != -1:  # other code, such as an asyncio loop, has set a descriptor, which stays in place
+        if earlier != -1:  # other code, such as an asyncio loop, has set a file descriptor, which must stay in place
             signal.set_wakeup_fd(earlier)
         self._thread = threading.Thread(target=self._run, args=(watch,), name="callsheet-signals", daemon=True)
         self._thread.start()
@@ -136,7 +136,7 @@ class _Clock:
     def close_descriptors(self) -> None:
         """Close the file descriptors of the pipe."""
         current = signal.set_wakeup_fd(-1)
-        if current not in (-1, self._write):  # other code has since set a descriptor, which has to stay
+        if current not in (-1, self._write):  # other code has since set its own file descriptor, which must stay in place
             signal.set_wakeup_fd(current)
         os.close(self._write)
         os.close(self._read)

@@ -30,7 +30,7 @@ _meetings = count()  # counts the stores that this process has opened; the count
 
 
 def within(seconds: float, act: Callable[[], T]) -> T:
-    """Return the result of `act()`, or raise `TimeoutError` after `seconds`.
+    """Return the result of `act()`, or raise `TimeoutError` if it takes longer than `seconds`.
 
     Most calls of a store have no timeout, and block for ever if the process that keeps the store is suspended. So they run on a
     thread that can be abandoned.
@@ -55,7 +55,7 @@ def keeper_of_store() -> str:
 
 
 def attempt_store(ranks: Ranks, timeout: float) -> Any:
-    """Return an empty store that the ranks share, without keys from before a restart of the ranks. This is a collective.
+    """Return an empty rendezvous store that the ranks share, without keys from before a restart. This is a collective.
 
     A launcher keeps its store while it restarts the ranks, so the keys of dead ranks remain: addresses, counters, answers. Adding
     the restart count to the keys would not help, because each machine's launcher has its own count, and does not increase it when

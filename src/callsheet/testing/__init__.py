@@ -1,4 +1,4 @@
-"""Tools for tests of callbacks: a loop without training, small runs, and checks that every callback must pass.
+"""Tools to test callbacks: a loop without training, small runs, and checks that every callback must pass.
 
 They check a callback against what all callbacks must do, record the events of a loop, check them against the lifecycle's grammar,
 fire the events of a whole run without training (`FakeLoop`), and run a function on several ranks.

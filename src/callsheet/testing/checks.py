@@ -1,4 +1,4 @@
-"""The conformance checks, which every callback must pass, that need only one rank.
+"""The checks of the conformance suite that need only one rank.
 
 Each takes the callback under test and a folder, and raises `Found`, or an exception of the run, if the callback does not pass.
 """
@@ -45,11 +45,11 @@ _HALF = f"{STEPS // 2}ba"
 
 
 def constructs(subject: Subject, folder: Path) -> None:
-    """Check that the callback's options are keyword-only, and that it can be rebuilt from its state and its spec in JSON."""
+    """Check that the callback takes only keyword arguments, and can be rebuilt from its state and its spec as JSON."""
     callback, other = subject.make(), subject.make()
     if callback is other:
         raise Found("the factory gave the same object twice", "make a new callback at each call")
-    CallbackManager([callback])  # CallbackManager raises an error if `subject.make` does not return a callback
+    CallbackManager([callback])  # raises an error if `subject.make` does not return a callback
     kind = type(callback)
     by_place = [
         name
@@ -74,7 +74,7 @@ def constructs(subject: Subject, folder: Path) -> None:
 
 
 def registers(subject: Subject, folder: Path) -> None:
-    """Check that a CallbackManager accepts the callback, and two such callbacks with different names.
+    """Check that a CallbackManager accepts the callback, and also two such callbacks with different names.
 
     If the callback has no state, the manager must also accept two callbacks without names.
     """
@@ -99,7 +99,7 @@ def two_work_in_one_run(subject: Subject, folder: Path) -> None:
 
 
 def fits_twice(subject: Subject, folder: Path) -> None:
-    """Check that the callback continues when `fit` is called again after an evaluation.
+    """Check that the callback still works when `fit` is called again after an evaluation.
 
     In another run, the callback must act like a new one.
 
@@ -126,7 +126,7 @@ def fits_twice(subject: Subject, folder: Path) -> None:
 
 
 def closes_twice(subject: Subject, folder: Path) -> None:
-    """Check that a run can be closed twice, whether it trained, never trained, or failed during set-up."""
+    """Check that a run with the callback can be closed twice: after training, without training, and after a failed set-up."""
     for trains in (False, True):
         with Scene(subject, _new(folder), subject.make()) as scene:
             if trains:
@@ -141,7 +141,7 @@ def closes_twice(subject: Subject, folder: Path) -> None:
 
 
 def lets_errors_out(subject: Subject, folder: Path) -> None:
-    """Check that an exception raised during a run reaches the caller unchanged, and that the callback does not fail after it."""
+    """Check that an exception in a run with the callback reaches the caller unchanged, and that the callback does not fail."""
     _fails(subject, folder, "on_train_step_end", 3, KeyboardInterrupt())
     for event, step in (
         ("on_run_start", 0),
@@ -155,7 +155,7 @@ def lets_errors_out(subject: Subject, folder: Path) -> None:
 
 
 def is_preemptive(subject: Subject, folder: Path) -> None:
-    """Check that a run with the callback can be stopped, and preempted and resumed.
+    """Check that a run with the callback can be stopped, and can be preempted and then resumed.
 
     A stop request ends the run. A preempted run saves a checkpoint, ends, and can be resumed.
     """
@@ -199,7 +199,7 @@ def resumes(subject: Subject, folder: Path) -> None:
 
 
 def is_neutral(subject: Subject, folder: Path) -> None:
-    """Check that training is the same bit for bit with and without the callback.
+    """Check that training gives bit for bit the same results with the callback as without it.
 
     The callback must draw no random numbers unless it declares `draws_random`.
 
@@ -220,10 +220,10 @@ def is_neutral(subject: Subject, folder: Path) -> None:
 
 
 def leaves_nothing(subject: Subject, folder: Path) -> None:
-    """Check that a run leaves behind no threads, processes, open files, handlers or hooks, even if it fails."""
+    """Check that a run leaves no threads, processes, open files, handlers or hooks behind, even if it fails."""
     bare = _bare(subject.trainer)
     before = Surroundings.now()
-    # Make a run that is not compared, because the first run triggers imports and fills caches, which stay.
+    # Make a first run that is not compared, because it imports modules and fills caches, which stay in the process.
     _things_after(subject, folder, subject.make(), fails=False)
     settled = Surroundings.now()
     for fails in (False, True):
@@ -248,7 +248,7 @@ def leaves_nothing(subject: Subject, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class _Bare:
-    """The results of a run without callbacks, with which runs of the tested callback are compared.
+    """The results of a run without callbacks, with which runs of the callback under test are compared.
 
     `checkpoint` is the one that the run saved after step `SAVED_AT`.
     """
@@ -282,7 +282,7 @@ def _no_callback() -> Callback:
 
 
 def _changed(watched: Scene, bare: _Bare) -> str:
-    """Return a text that says what differs between the run `watched` and the run without callbacks; empty if nothing does."""
+    """Return as text what differs between the run `watched` and the run without callbacks; empty if nothing does."""
     if watched.watch.losses != bare.losses:
         return "the losses of the steps"
     if not same_weights(watched.weights, bare.weights):
@@ -318,7 +318,7 @@ def _keeps_state(callback: Callback) -> bool:
 
 
 def _fails(subject: Subject, folder: Path, event: str, step: int, error: BaseException) -> None:
-    """Make a run with the callback, raise `error` at this event and step, and check that it reaches the caller."""
+    """Make a run in which `error` is raised at this event and step, and check that it reaches the caller."""
 
     def fail(ctx: Context) -> None:
         raise error
@@ -377,7 +377,7 @@ def _compare(subject: Subject, one: Scene, other: Scene, what: str, hint: str, *
 def _things_after(
     subject: Subject, folder: Path, callback: Callback | None, *, fails: bool
 ) -> tuple[dict[str, Any], weakref.ref[Any]]:
-    """Make a run. Return what it leaves attached to the model, such as hooks, and a weak reference to the model."""
+    """Make a run. Return what is attached to the model afterwards, such as hooks, and a weak reference to the model."""
 
     def fail(ctx: Context) -> None:
         raise Planted("on purpose")

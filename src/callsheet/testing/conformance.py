@@ -1,4 +1,4 @@
-"""The conformance suite: checks that every callback must pass, to be called from its tests.
+"""The conformance suite: checks that every callback must pass. A callback's tests call them.
 
 The checks run on the CPU, so they cannot detect a callback that waits for the device.
 """
@@ -23,7 +23,7 @@ from callsheet.testing.scene import ConformanceError, Factory, Found, Subject
 
 
 class Check(Protocol):
-    """The type of a conformance check: a function that takes a callback's factory or `Subject`, and a folder to write to."""
+    """The type of a check in the conformance suite: a function of a callback's factory (or a `Subject`) and a folder to write to."""
 
     __name__: str
 
@@ -33,7 +33,7 @@ class Check(Protocol):
 
 @contextmanager
 def _on_one_thread() -> Iterator[None]:
-    """Within this context, limit torch to one thread, which is faster for so small a model.
+    """While the `with` block runs, limit torch to one thread, which is faster for a very small model.
 
     Restore the random states of the process after the block.
     """
@@ -109,7 +109,7 @@ CONFORMANCE: tuple[Check, ...] = tuple(
 
 
 def check_callback(what: Factory | Subject, folder: str | os.PathLike[str]) -> None:
-    """Run all checks of `CONFORMANCE` on a callback. The checks are short real runs on the CPU, the last one on two ranks.
+    """Run all checks of `CONFORMANCE` on a callback. Each is a short real run on the CPU, the last one on two ranks.
 
     Args:
         what: makes a new callback at each call, such as its class; or a `Subject` with more details. For the run on two ranks it

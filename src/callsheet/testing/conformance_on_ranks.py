@@ -1,4 +1,4 @@
-"""The conformance check on several ranks, for many callbacks in one set of processes."""
+"""The check of the conformance suite on several ranks, for many callbacks in the same processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from callsheet.testing.scene import (
 from callsheet.testing.small_run import SAVED_AT, same_weights, steps_of
 
 _LENGTH = "6ba"
-_GRACE = 10.0  # seconds that other ranks have to report, after one rank has reported a failure
+_GRACE = 10.0  # seconds in which the other ranks may still report, after one rank has reported a failure
 _CHECK = "runs_on_ranks"
 _HINT = "limit only writing to one rank, let every rank reach each collective, and reduce what goes into a metrics record"
 
@@ -38,7 +38,7 @@ _HINT = "limit only writing to one rank, let every rank reach each collective, a
 def check_on_ranks(
     factories: Sequence[Factory | Subject], folder: str | os.PathLike[str], *, world_size: int = 2, timeout: float = 90.0
 ) -> None:
-    """Run the conformance check on several ranks for these callbacks, one after the other in one set of processes.
+    """Check these callbacks on several ranks, one after the other in the same processes.
 
     Args:
         factories: the factories of the callbacks, importable in another process.
@@ -61,7 +61,7 @@ def check_on_ranks(
 def find_on_ranks(
     factories: Sequence[Factory | Subject], folder: str | os.PathLike[str], *, world_size: int = 2, timeout: float = 90.0
 ) -> list[ConformanceError | None]:
-    """Run the conformance check on several ranks, so that each callback can have its own test.
+    """Check these callbacks on several ranks. Return the error of each, or None, so that each callback can have its own test.
 
     The arguments are those of `check_on_ranks`.
 
@@ -74,7 +74,8 @@ def find_on_ranks(
     subjects = [what if isinstance(what, Subject) else Subject(what) for what in factories]
     packed = [_packed(subject) for subject in subjects]
     found: list[ConformanceError | None] = []
-    while len(found) < len(subjects):  # start new processes, since they end when a callback fails
+    # The processes end when a callback fails, so start new ones for the callbacks that are left.
+    while len(found) < len(subjects):
         first = len(found)
         own = Path(mkdtemp(dir=folder, prefix=f"{_CHECK}-"))
         crash = _run(packed, own, first, world_size, timeout)
@@ -88,7 +89,7 @@ def find_on_ranks(
 
 @dataclass
 class _End:
-    """The results of a run with one callback on one rank. If the callback fails the check, `found` says why; else it is empty."""
+    """The results of a run with one callback on one rank. `found` says why the callback does not pass the check, or is empty."""
 
     found: str = ""
     steps: int = 0
@@ -97,7 +98,7 @@ class _End:
 
 
 def _packed(subject: Subject) -> bytes:
-    """Return the callback under test with its details (`subject`) as a pickle, to be sent to another process."""
+    """Return `subject`, the callback under test with its details, as a pickle for another process."""
     try:
         return pickle.dumps(subject)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -115,7 +116,7 @@ def _packed(subject: Subject) -> bytes:
 
 
 def _run(packed: list[bytes], folder: Path, first: int, world_size: int, timeout: float) -> str:
-    """Start the ranks, and wait until they end. Return an error message if a rank crashed.
+    """Run the check on all ranks, and wait until they end. Return an error message if a rank crashed.
 
     Stop waiting if no callback is finished for `timeout` seconds, or shortly after a callback has failed.
     """
@@ -135,7 +136,7 @@ def _run(packed: list[bytes], folder: Path, first: int, world_size: int, timeout
 
 
 def _on_this_rank(packed: list[bytes], folder: str, first: int) -> None:
-    """Run the check on one rank: write a result file for each callback, and stop at the first callback that does not pass."""
+    """Run the check on one rank: write a result file for each callback, and stop after the first callback that does not pass."""
     bare: dict[Any, dict[str, Tensor]] = {}
     for number in range(first, len(packed)):
         end = _End()
@@ -189,7 +190,7 @@ def _path(folder: Path, number: int, rank: int) -> Path:
 
 
 def _ends(folder: Path, first: int, count: int, world_size: int) -> list[list[_End | None]]:
-    """Read the result files: return, for each callback, how its run ended on every rank.
+    """Return, for each callback, the results of all ranks, read from their files.
 
     A result is None if the rank did not finish the callback.
     """
@@ -203,7 +204,7 @@ def _ends(folder: Path, first: int, count: int, world_size: int) -> list[list[_E
 
 
 def _error_of(ends: list[_End | None], crash: str, timeout: float) -> str:
-    """Return a message that says why a callback with these results does not pass; empty if it passes."""
+    """Return why a callback with these results does not pass; empty if it passes."""
     for rank, end in enumerate(ends):
         if end is not None and end.found:
             return f"on rank {rank} {end.found}"
@@ -221,7 +222,7 @@ def _error_of(ends: list[_End | None], crash: str, timeout: float) -> str:
 
 
 def _difference(one: _End, other: _End) -> str:
-    """Return the first difference between the metrics records of two ranks.
+    """Return the first difference between the metrics records of two ranks as text; empty if there is none.
 
     Even times must be equal, because ranks that decide by a record must see the same values.
     """

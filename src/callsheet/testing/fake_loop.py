@@ -26,7 +26,7 @@ ROWS, INPUTS = 4, 2
 
 
 class FakeLoop:
-    """Fires every event of a run in the lifecycle's order, within milliseconds, to test what a callback decides.
+    """Fires every event of a run in the lifecycle's order, without training, to test what a callback decides.
 
     Each step's loss is the next item of `losses`, and each evaluation's result the next item of `validation`. Every gradient
     equals the loss, and a plain SGD with learning rate 0.1 applies it, so that the values of a monitor can be computed by hand.
@@ -128,7 +128,7 @@ class FakeLoop:
 
     @property
     def stopped_because(self) -> str:
-        """The reason that a callback gave when it requested to stop; empty if none did."""
+        """The reason that a callback gave when it requested to stop; empty if no callback did."""
         request = self._run.control.stop_requested
         return request.why if request is not None else ""
 

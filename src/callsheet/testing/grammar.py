@@ -1,5 +1,4 @@
-"""Checks a sequence of events against the lifecycle's grammar, which says which event may follow which, and which fields are
-available.
+"""Checks a sequence of events against the lifecycle, which says which event may follow which, and which fields are available.
 
 Every `order` in the lifecycle's table is a regular expression over names. The checker takes its derivative by each name, which is the
 expression for what may follow (Brzozowski, "Derivatives of regular expressions", 1964). So it finds a violation at the first wrong
@@ -19,12 +18,12 @@ from callsheet.errors import CallsheetError, ConfigError, did_you_mean
 
 
 class GrammarError(CallsheetError, AssertionError):
-    """Raised for a sequence of events that the lifecycle does not allow. The message names the event and those possible there."""
+    """Raised for a sequence of events that the lifecycle does not allow. The message names the event and the allowed ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A regular expression over names: those of spans, which have a start and an end event, and those of point events.
+    """A regular expression whose symbols are the names of spans and of single events.
 
     `kind` is `none` (nothing matches), `empty`, `name`, `then`, `or` or `many`.
     """
@@ -35,7 +34,7 @@ class Order:
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether the expression matches the empty sequence."""
+        """Whether the regular expression matches the empty sequence."""
         if self.kind == "then":
             return all(part.may_be_empty for part in self.parts)
         if self.kind == "or":
@@ -43,7 +42,7 @@ class Order:
         return self.kind in ("empty", "many")
 
     def after(self, name: str) -> Order:
-        """Return the expression for the rest of a sequence that begins with `name` (the derivative of the regular expression)."""
+        """Return the expression that matches the rest of a sequence after the name `name` (the expression's derivative)."""
         if self.kind == "name":
             return EMPTY if self.name == name else NONE
         if self.kind == "or":
@@ -57,7 +56,7 @@ class Order:
         return NONE
 
     def first(self) -> set[str]:
-        """Return the names with which a matching sequence may begin."""
+        """Return the names with which a sequence that matches the expression may begin."""
         if self.kind == "name":
             return {self.name}
         if self.kind == "then" and not self.parts[0].may_be_empty:
@@ -160,7 +159,7 @@ class GrammarChecker:
         self._orders |= {name: read_order(order) for name, order in (orders or {}).items()}
         self._open: list[tuple[str, Order]] = [(within, self._orders[within])] if within else [("", read_order("run"))]
         self._base = len(self._open)
-        # For each available field: the event after which it becomes unavailable, and how many spans were open when it became
+        # For each available field: the event after which it is no longer available, and how many spans were open when it became
         # available.
         self._windows: dict[str, tuple[str, int]] = {}
         self._past = ""
@@ -206,7 +205,7 @@ class GrammarChecker:
         self._follow_windows(event, depth)
 
     def readable(self, event: str) -> frozenset[str]:
-        """Return the fields that callbacks may read at an event, which must be the one that was checked last.
+        """Return the fields that callbacks may read at the event that was checked last.
 
         Args:
             event: the name of the event.
@@ -235,7 +234,7 @@ class GrammarChecker:
             raise GrammarError(f"event {self._count}, {event}, cannot come inside {path}: {why}")
 
     def _follow_windows(self, event: str, depth: int) -> None:
-        """Update which fields are available at `event`; `depth` is the number of spans that were open before the event.
+        """Update which fields are available at `event`, before which `depth` spans were open.
 
         A window closes at the latest before the end of the span that contains its first event. This matters for the last fetch of
         an epoch, whose window no step closes.

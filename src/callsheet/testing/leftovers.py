@@ -1,4 +1,4 @@
-"""Finds what a run leaves behind in the process and on the model."""
+"""Finds what a run leaves behind in its process and on its model."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ class Surroundings:
 
     @classmethod
     def now(cls) -> Surroundings:
-        """Return a snapshot of this process now."""
-        gc.collect()  # free unreachable objects, which do not count as left behind
+        """Return a snapshot of this process."""
+        gc.collect()  # free unreachable objects, because they do not count as left behind
         return cls(_settings(), tuple(threading.enumerate()), _processes(), _files(), dict(os.environ))
 
 
 def settings_left(before: Surroundings) -> list[str]:
-    """Return the settings of the process that are different from those in `before`."""
+    """Return, as texts, the settings of the process that have changed since the snapshot `before`."""
     now = _settings()
     return [f"{name} is {_short(now[name])}, but was {_short(was)}" for name, was in before.settings.items() if now[name] != was]
 
 
 def more_left(before: Surroundings) -> list[str]:
-    """Return the threads, processes, open files and environment variables that are not in the snapshot `before`.
+    """Return the threads, processes, open files and environment variables that did not exist in the snapshot `before`.
 
     This waits a while for them to end.
     """
@@ -135,7 +135,7 @@ def _processes() -> tuple[psutil.Process, ...]:
 
 
 def _files() -> Counter[str]:
-    """Return how many file descriptors of this process are open on each path.
+    """Return the number of file descriptors that this process has open on each path.
 
     Pipes and sockets are listed by type, because their numbers differ. The result is empty on systems that do not list
     descriptors.

@@ -40,7 +40,7 @@ class RanksFailed(AssertionError):
 
 
 class RankProcesses:
-    """Processes that each run a function as one rank.
+    """Starts a function in several processes, each of which is one rank.
 
     They get this process's environment and the variables that torchrun adds.
 
@@ -62,7 +62,7 @@ class RankProcesses:
     """
 
     def __init__(self, function: Callable[..., Any], world_size: int, *arguments: Any) -> None:
-        # Fork the ranks from a server process that has imported torch and has no threads.
+        # Fork the ranks from a server process that has already imported torch and has no threads.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -117,7 +117,7 @@ class RankProcesses:
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 120.0) -> list[Any]:
-    """Run a function on several ranks, and wait for the results; see `RankProcesses`.
+    """Run a function on several ranks and return the results; see `RankProcesses`.
 
     Args:
         function: called in the process of each rank; it must be defined at the top of a module.
@@ -143,7 +143,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     return {
-        **os.environ,  # this process's present environment; that of the fork server is older
+        **os.environ,  # the present environment of this process, because the fork server has an older one
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "GROUP_RANK": "0",

@@ -30,7 +30,7 @@ class RecordedEvent:
 
 
 class Recorder(Callback):
-    """A callback that records every event; `callsheet.testing.check_events(recorder.events)` checks their order.
+    """A callback that records all events of a run, for example to check their order with `callsheet.testing.check_events`.
 
     Args:
         fields: names of fields whose values to keep in `values`: for each field a list of (event, value) where it was available.

@@ -1,4 +1,4 @@
-"""Makes a run with a callback under test, and keeps its results for the conformance checks."""
+"""Makes a run with a callback under test, whose results the conformance checks compare."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Factory = Callable[[], Callback]
 
 
 class MakesTrainer(Hashable, Protocol):
-    """The type of a function that makes a trainer, the same at each call, that trains for at least 10 steps and evaluates.
+    """The type of a function that makes a trainer: the same at each call, which trains for 10 steps or more and evaluates.
 
     The function passes `folder` on as the trainer's `runs_folder`, and `resume`. The name of its run is always the same.
     """
@@ -41,7 +41,7 @@ class MakesTrainer(Hashable, Protocol):
 
 @dataclass(frozen=True)
 class Subject:
-    """A callback under test, with details for the checks. Use this if a factory alone is not enough.
+    """A callback under test, with details that the checks need if the callback's factory alone is not enough.
 
     Args:
         make: makes a new callback at each call.
@@ -90,7 +90,7 @@ class ConformanceError(AssertionError):
 
 
 class Found(Exception):
-    """Raised by a check if a callback does not pass, with what is wrong and a hint."""
+    """Raised by a check if a callback does not pass. It contains what is wrong, and a hint."""
 
     def __init__(self, found: str, hint: str) -> None:
         super().__init__(found, hint)
@@ -175,7 +175,7 @@ class Scene:
         return len(self.watch.losses), self.watch.outcome
 
     def fit(self, until: str | None = None) -> Self:
-        """Train until the duration `until`, or to the end if it is None."""
+        """Train for the duration `until`, or to the end if it is None."""
         self.trainer.fit(until or self._longest)
         return self
 
@@ -199,7 +199,7 @@ class _Listener(logging.Handler):
 def difference_of_records(
     subject: Subject, one: Sequence[tuple[int, dict[str, str]]], other: Sequence[tuple[int, dict[str, str]]]
 ) -> str:
-    """Return the first difference between the metrics records of two runs, as text. Values that vary from run to run are ignored.
+    """Return, as text, the first difference between two runs' metrics records, except for values that vary from run to run.
 
     The result is empty if there is none.
     """
@@ -217,7 +217,7 @@ def difference_of_records(
 
 
 def difference_of_states(subject: Subject, one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return the first difference between two callback states, as text. Values that vary from run to run are ignored.
+    """Return, as text, the first difference between two states of a callback, except for values that vary from run to run.
 
     The result is empty if there is none.
     """
@@ -225,7 +225,7 @@ def difference_of_states(subject: Subject, one: Mapping[str, Any], other: Mappin
 
 
 def difference(subject: Subject | None, one: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """Return, as text, the first name that is missing in one of two mappings or has different values.
+    """Return, as text, the first name whose values differ between two mappings, or that is missing in one of them.
 
     Values that the `subject` excludes are ignored. Without a subject, all are compared.
     """
@@ -256,6 +256,6 @@ def _readable(value: str | None) -> str:
     if value.lstrip("-").startswith("0x"):
         try:
             value = repr(float.fromhex(value))
-        except ValueError:  # the value is not a float from `_leaves`, but another text that begins with 0x, so show it unchanged
+        except ValueError:  # the text begins with 0x but is not a float from `_leaves`: show it unchanged
             pass
     return value if len(value) <= 100 else f"{value[:97]}..."

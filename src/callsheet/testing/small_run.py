@@ -1,4 +1,4 @@
-"""A small run that uses a little of every feature, to test callbacks."""
+"""A small run that uses many features, to test callbacks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SmallModel(nn.Module):
         self.head = nn.Linear(8, 1)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return outputs of shape (batch, 1).
+        """Return the outputs, of shape (batch, 1).
 
         Args:
             inputs: a tensor of shape (batch, 4).
@@ -52,7 +52,7 @@ class SmallModel(nn.Module):
 
 
 def small_trainer(folder: Path, callbacks: CallbackManager, resume: str | None = None) -> Trainer:
-    """Return a trainer of a `SmallModel` on the CPU, with microbatches, a scheduler, clipping, records and evaluation.
+    """Return a trainer of a `SmallModel` on the CPU that uses microbatches, a scheduler, clipping, records and evaluation.
 
     All trainers that it returns are equal.
 
@@ -100,7 +100,7 @@ def small_batches() -> DataLoader[tuple[Tensor, ...]]:
 
 
 class Moments:
-    """Acts at fixed events of a small run, before all other callbacks: requests a checkpoint, logs values, and calls `act`.
+    """Acts at certain events of a small run, before all other callbacks: requests a checkpoint, logs values, and calls `act`.
 
     Its method `record` is called at every event.
 
@@ -118,7 +118,7 @@ class Moments:
         """Whether `act` was called."""
 
     def record(self, ctx: Context) -> None:
-        """Call `act`, request a checkpoint or log values if the present event and step are the ones fixed for it."""
+        """Request a checkpoint, log values or call `act`, if this is the event and step for that."""
         if ctx.event == "on_train_step_end" and ctx.step == SAVED_AT:
             ctx.control.save("for the test", replicated=True)
         if ctx.event == "on_train_step_end" and ctx.step in FIRED_AT:
@@ -152,7 +152,7 @@ class Watch:
         self.outcome = ""
 
     def record(self, ctx: Context) -> None:
-        """Record the present event, with the values that are compared between runs."""
+        """Record the event, with the values that are compared between runs."""
         event = str(ctx.event)
         self.events.append(event)
         if event == "on_train_step_end":
@@ -179,5 +179,5 @@ def same_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def steps_of(records: Sequence[tuple[int, dict[str, str]]], *, after: int) -> list[tuple[int, dict[str, str]]]:
-    """Return those of the metrics records that were made after step `after`."""
+    """Return the metrics records that were made after step `after`."""
     return [record for record in records if record[0] > after]

@@ -1,4 +1,4 @@
-"""Checks of the Trainer's arguments, before a run begins. Every error names the argument and says what to do."""
+"""Checks of the Trainer's arguments, made before a run begins."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _text_of(value: Any) -> str:
 
 
 def progress_shown(is_wanted: bool, ranks: Ranks, callbacks: Iterable[Callback]) -> list[Callback]:
-    """Return a list with a progress bar if stderr is a terminal and no callback shows progress already; otherwise an empty list."""
+    """Return a list with a progress bar, or an empty list if stderr is no terminal or a callback already shows progress."""
     if not is_wanted or ranks.rank != 0 or not sys.stderr.isatty() or any(map(_shows_progress, callbacks)):
         return []
     return [ProgressBarLogger()]

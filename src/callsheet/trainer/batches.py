@@ -56,7 +56,7 @@ class TrainBatches:
 
     @property
     def loader(self) -> Iterable[Any] | None:
-        """The dataloader as the user gave it."""
+        """The dataloader that the user gave, or that the user's factory returned."""
         return self._loader
 
     @loader.setter
@@ -79,12 +79,12 @@ class TrainBatches:
 
     @property
     def length(self) -> int | None:
-        """How many batches a rank trains on in an epoch; None if that is not known."""
+        """How many batches a rank gets in an epoch; None if that is not known."""
         return self._sharing.length if self._sharing is not None else None
 
     @property
     def is_at_end(self) -> bool:
-        """Whether all batches of the current epoch have been taken; False if their number is not known."""
+        """Whether all batches of the current epoch have been taken; False if the number of batches in an epoch is not known."""
         return self._sharing is not None and self._sharing.left(self.taken) == 0
 
     def epoch(self, number: int) -> Iterator[Any]:
@@ -97,7 +97,7 @@ class TrainBatches:
         """
         assert self._loader is not None
         assert self._sharing is not None
-        if self._epoch is not None:  # an earlier `fit` stopped in the middle of this epoch
+        if self._epoch is not None:  # an earlier call of `fit` stopped in the middle of this epoch
             return self._epoch
         resumed, self._resumed = self._resumed, None
         if resumed is not None and resumed["place"] is not None:
@@ -115,7 +115,7 @@ class TrainBatches:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's random states and its position in the epoch, as plain data and tensors."""
-        if self._resumed is not None:  # no batch has been drawn since the state was loaded
+        if self._resumed is not None:  # the state was loaded, and no batch has been drawn since
             return dict(self._resumed)
         is_inside = self._epoch is not None and self._sharing is not None
         return {
@@ -128,7 +128,7 @@ class TrainBatches:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned. Training continues at the saved position when the next epoch begins.
+        """Load what `state_dict` returned. When the next epoch begins, training continues at the saved position.
 
         The random states are restored after the data has been opened.
 

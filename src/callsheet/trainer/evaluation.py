@@ -292,7 +292,7 @@ class Evaluation:
         return self._may_be_interrupted and self._agreement.signal is not None
 
     def _evaluated(self, loader: Iterable[Any], step: Span, forward: Span) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Return the mean losses over all ranks as tensors, and the same as floats together with the task's metrics.
+        """Return the mean losses over all ranks as tensors, and a dictionary of floats with these losses and the task's metrics.
 
         Both are empty if a signal ended the evaluation early.
         """
@@ -343,7 +343,7 @@ class Evaluation:
 
     @contextmanager
     def _not_training(self) -> Iterator[None]:
-        """Set the model to evaluation mode and update the context while the `with` block runs.
+        """While the `with` block runs, set the model to evaluation mode and update the context.
 
         At the end, even after an exception, restore the modes of the modules and the random states.
         """

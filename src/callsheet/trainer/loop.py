@@ -1,4 +1,4 @@
-"""The training loop. It enters a span (`with spans.epoch:`) for each part of the run, which fires the callbacks' events."""
+"""The training loop. For each part of the run it enters a span, such as `with spans.epoch:`, which fires the part's events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from callsheet.trainer.parallel import ParallelModel, clip_gradients
 from callsheet.trainer.precision import Precision
 from callsheet.trainer.tasks import Task
 
-_END: Any = object()  # what the data iterator returns at its end
+_END: Any = object()  # stands for the end of the data iterator
 
 
 class TrainLoop:
@@ -98,7 +98,7 @@ class TrainLoop:
             self._records.tally.stop()
 
     def _epoch(self) -> bool:
-        """Train the current epoch, or the rest of it, until the data or training ends. Return whether the data has ended."""
+        """Train the current epoch, or the rest of it, until its data or training ends. Return whether the data ended."""
         ctx, spans, module, task, optimizer = self._ctx, self._spans, self._model.module, self._task, self._optimizer
         state, records, control, boundaries, signals = ctx.state, self._records, ctx.control, self._boundaries, self._signals
         precision, batches, size, listens = self._precision, self._batches, self._microbatch_size, self._has_listeners
@@ -167,7 +167,7 @@ class TrainLoop:
                         records.metrics.log({"train/grad_norm": ctx.grad_norm}, over="mean", across="same")
                 rate: Any = optimizer.param_groups[0].get("lr")  # None if the optimizer has no learning rate
                 if isinstance(rate, Tensor):
-                    rate = rate.clone()  # copy the learning rate, because the scheduler changes this tensor in place
+                    rate = rate.clone()  # copy the learning rate, because the scheduler changes a tensor in place
                 ctx.learning_rate = records.learning_rate = rate
                 with spans.optimizer_step:
                     ctx.step_skipped = not precision.step(optimizer)
@@ -200,7 +200,7 @@ class TrainLoop:
         return is_exhausted or batches.is_at_end
 
     def _fetch(self, epoch: Iterator[Any]) -> bool:
-        """Fetch the next batch into `ctx.batch`, or set it to None at the end of the data. Return whether there was a batch."""
+        """Fetch the next batch into `ctx.batch`, which is None at the end of the data. Return whether there was a batch."""
         ctx = self._ctx
         with self._spans.fetch:
             batch = next(epoch, _END)

@@ -1,4 +1,4 @@
-"""Microbatches: splits a batch, and weights its parts so that their mean equals the mean over the whole batch."""
+"""Microbatches: splits a batch, and weights the parts so that their mean loss equals that of the whole batch."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Fetched:
 
 
 class MicrobatchPlan:
-    """The microbatches of one step, with their weights in the step's mean.
+    """The microbatches of one step, each with its weight in the step's mean loss.
 
     The mean is over the samples or labels of all ranks, as the task defines.
 
@@ -136,7 +136,7 @@ class MicrobatchPlan:
 
     @property
     def scale(self) -> Any:
-        """The factor for this rank's loss with which the average of the ranks' gradients is the gradient of the global mean."""
+        """The factor for this rank's loss which makes the average of the ranks' gradients the gradient of the global mean loss."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -150,12 +150,12 @@ class MicrobatchPlan:
         return sum(samples for samples, _ in counted), sum(tokens for _, tokens in counted)
 
     def label_tokens(self, task: Task) -> Any:
-        """Return how many labelled tokens this rank has in the step; None if the task does not count them."""
+        """Return over how many label tokens this rank's losses are means; None if the task does not count them."""
         counted = [task.label_tokens(given.batch) for given in self._fetched if not given.is_filler]
         return None if any(count is None for count in counted) else sum(counted)
 
     def weighed(self, loss: Tensor, share: Any) -> Tensor:
-        """Return the loss of a microbatch multiplied by its weight in the step's mean. `backward` is called on the result.
+        """Return the loss of a microbatch multiplied by its weight in the step's mean loss, for `backward`.
 
         Over all microbatches, the gradients add up to those of the step's mean loss. The ranks average them.
         """
@@ -172,7 +172,7 @@ def _share(weight: Any, total: Any, parts: int) -> Any:
 
 
 def trained_on(losses: Losses) -> Tensor:
-    """Return the loss on which to call `backward`: the task's only loss or, of several, the one that is named `loss`.
+    """Return the loss on which to call `backward`: the task's only loss or, if there are several, the one that is named `loss`.
 
     Raises:
         ConfigError: no loss is called `loss`, or it is not a scalar tensor.
@@ -186,7 +186,7 @@ def trained_on(losses: Losses) -> Tensor:
 
 
 def added(means: dict[str, Tensor], loss: Tensor, losses: Losses, share: Any) -> dict[str, Tensor]:
-    """Return the step's mean losses, with the losses of one more microbatch added (detached from the graph).
+    """Return the step's mean losses so far, with the detached losses of one more microbatch added.
 
     `loss` was trained on; `losses` are all losses of the task.
     """

@@ -123,7 +123,8 @@ class ParallelModel:
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype is not None else None)
             options = {"mesh": mesh, "mp_policy": policy, **parallel.options}
             _shard(model, parallel.blocks, options)
-            for beside in frozen:  # frozen modules have no backward pass, so their root need not stay gathered
+            # Free the gathered weights of frozen modules after their forward pass, because no backward pass needs them.
+            for beside in frozen:
                 _shard(beside, None, {**options, "reshard_after_forward": True})
             _share_statistics(model)
 
@@ -197,7 +198,7 @@ def _same_on_all_ranks(model: nn.Module) -> None:
 
 
 def _share_statistics(model: nn.Module) -> None:
-    """Broadcast running statistics, such as those of BatchNorm, from rank 0 at every forward pass.
+    """Broadcast running statistics, such as those of BatchNorm, from rank 0 at every forward pass, because FSDP does not.
 
     DistributedDataParallel does this too, but `fully_shard` does not synchronize buffers.
     """
@@ -242,7 +243,7 @@ def _blocks(model: nn.Module, names: tuple[str, ...] | None) -> list[nn.Module]:
 
 
 def _is_closed(block: nn.Module, uses: Counter[int]) -> bool:
-    """Return whether the block shares no parameters with the rest of the model, so that FSDP can shard it as a unit.
+    """Return whether FSDP can shard the block as a unit, because it shares no parameters with the rest of the model.
 
     Shared parameters are gathered with the root module.
     """

@@ -18,7 +18,7 @@ _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """The precision of a step. The weights, their gradients and the optimizer keep the model's type.
+    """The precision of a step. The weights, their gradients and the optimizer keep the model's dtype.
 
     `bf16` and `fp16` compute the forward pass and the loss under torch's autocast. `fp16` also multiplies the loss by a scale,
     which grows as long as gradients stay finite, and skips steps whose gradients overflowed (`torch.amp.GradScaler`). Checking
@@ -59,7 +59,7 @@ class Precision:
         return torch.autocast(self._device.type, self.type) if self.type is not None else _NO_CAST
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return the loss multiplied by the loss scale of fp16. `backward` is called on the result."""
+        """Return the loss multiplied by the loss scale of fp16, for `backward`."""
         return self.scaler.scale(loss) if self.scaler is not None else loss
 
     def unscale(self, optimizer: Optimizer) -> None:
@@ -68,7 +68,7 @@ class Precision:
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> bool:
-        """Step the optimizer unless gradients overflowed. Return whether it stepped, which is the same on all ranks."""
+        """Step the optimizer, unless gradients overflowed. Return whether it stepped; all ranks return the same."""
         if self.scaler is None:
             optimizer.step()
             return True
@@ -91,7 +91,8 @@ class Precision:
             self.scaler.load_state_dict(state["scaler"])
 
     def _note_step(self, optimizer: Any, *_: Any) -> None:
-        found = getattr(optimizer, "found_inf", None)  # a fused optimizer is always stepped, and checks for overflow itself
+        # A fused optimizer's `step` always runs, and itself skips the update after an overflow.
+        found = getattr(optimizer, "found_inf", None)
         self._stepped = found is None or not found.item()
 
 

@@ -40,7 +40,7 @@ class Task:
         raise NotImplementedError(f"{type(self).__name__} does not define forward; override forward()")
 
     def loss(self, outputs: Any, batch: Any) -> Losses:
-        """Return the mean loss as a scalar tensor, or several losses by name. The one that is called `loss` is trained on.
+        """Return the mean loss as a scalar tensor, or several losses by name, of which the one called `loss` is trained on.
 
         Args:
             outputs: what `forward` returned.
@@ -74,8 +74,7 @@ class Task:
         return counts_of(batch)
 
     def weight(self, batch: Any) -> Any:
-        """Return the weight of a batch in a mean over the batches or microbatches of all ranks: a number, or a scalar tensor on the
-        device.
+        """Return the weight of a batch in a mean over all ranks: a number, or a scalar tensor on the device.
 
         By default it is the number of samples, or 1 if that cannot be read from the batch. If a task overrides this method, the
         ranks exchange their weights at every step.
@@ -113,7 +112,7 @@ def _described(batch: Any) -> str:
 
 
 class SupervisedTask(Task):
-    """Batches are `(inputs, targets)`; the loss is `loss_function(model(inputs), targets)`, a mean over samples.
+    """A task whose batches are `(inputs, targets)`; the loss is `loss_function(model(inputs), targets)`, a mean over samples.
 
     Args:
         loss_function: returns the mean loss as a scalar tensor.
@@ -163,7 +162,7 @@ class SupervisedTask(Task):
 
 
 class HuggingFaceTask(Task):
-    """Batches are dictionaries of the model's arguments, including `labels`; the loss is the model's own.
+    """A task whose batches are dictionaries of the model's arguments, with `labels`; the loss is the model's own.
 
     Hugging Face models average over labelled tokens or, if the labels have one dimension, over samples. Means over microbatches
     and evaluation batches use the same weights, so they equal the mean over all their samples.
@@ -251,7 +250,7 @@ class ForwardStepTask(Task):
         self._loss_function: Callable[[Any], Any] | None = None
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """Return the outputs of `forward_step`. Keep the loss function that it returned, which `loss` calls."""
+        """Call `forward_step` and return its outputs. Store the loss function that it returned, for `loss`."""
         given = self.forward_step(model, batch)
         if not (isinstance(given, tuple) and len(given) == 2 and callable(given[1])):
             raise ConfigError(
@@ -298,7 +297,7 @@ def resolve_task(
 
 
 def _shifts_labels(model: Any) -> bool:
-    """Return whether this model compares its output at one token with the label of the next; see `HuggingFaceTask`.
+    """Return whether the model's loss compares the output at one token with the label of the next; see `HuggingFaceTask`.
 
     transformers chooses the loss by the model's class; the default is a causal loss.
     """

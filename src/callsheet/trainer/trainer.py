@@ -327,7 +327,7 @@ class Trainer:
 
     @property
     def earlier_stop(self) -> Request | None:
-        """The request with which a callback stopped this run before it was resumed with `resume="auto"`.
+        """The stop request with which a callback ended this run before its resume with `resume="auto"`; None without one.
 
         With such a request, `fit` takes no further steps. It is None if `fit` continues training.
         """
@@ -540,7 +540,7 @@ class Trainer:
 
     @contextmanager
     def _doing(self, activity: str) -> Iterator[None]:
-        """Run one activity, such as `fit`, while the `with` block runs; no second activity may run at the same time.
+        """Mark an activity, such as `fit`, as running while the `with` block runs, so that no second one starts.
 
         Raise `RequestRejected` if another activity is running, and explain errors that leave this one.
         """
@@ -563,7 +563,7 @@ class Trainer:
             self._activity = ""
 
     def _explain(self, error: BaseException) -> DistributedError | None:
-        """Add notes about the probable cause to an error.
+        """Add notes to an error that say what probably caused it.
 
         Also leave a message for the other ranks, which will miss this rank.
 

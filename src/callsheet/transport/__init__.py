@@ -1,4 +1,4 @@
-"""Sends callbacks to other processes, as data in a signed file for one launch.
+"""Sends callbacks to other processes as data, in a signed file for one launch.
 
 `callsheet.launch` uses it automatically. With another launcher, such as torchrun:
 

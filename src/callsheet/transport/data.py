@@ -1,4 +1,4 @@
-"""Encodes callbacks, functions and values as data, and decodes them.
+"""Encodes callbacks, functions and values as bytes, and decodes them.
 
 The data are JSON, tensors and, only if allowed, pickles for everything else.
 
@@ -47,7 +47,7 @@ _LENGTH = 8  # each part of the encoded form begins with its length, in this man
 
 
 def encode(value: object, *, allow_pickle: bool) -> bytes:
-    """Return `value` as bytes: JSON, tensors as safetensors, and pickles if allowed.
+    """Return `value` as bytes: JSON, tensors in the safetensors format and, if allowed, pickles.
 
     Raises:
         TransportError: something in `value` cannot be encoded; the message says what, where, and what to do.
@@ -92,11 +92,11 @@ class Encoder:
         self._allow_pickle = allow_pickle
         self._pickled: list[tuple[Any, str]] = []
         self._numbers: dict[int, int] = {}
-        self._kept: list[Any] = []  # keeps the objects alive, so that no id is used twice
+        self._kept: list[Any] = []  # keeps the objects alive, because an id may be used again after an object is freed
         self._callbacks: set[int] = set()
 
     def encoded(self, value: Any, at: str) -> Any:
-        """Return `value` as plain data. `at` is its path inside the whole value, for error messages."""
+        """Return `value` as plain data. `at` is the path of `value` inside the whole value, for error messages."""
         kind = type(value)
         if value is None or kind in (bool, int, float, str, bytes):
             return value
@@ -132,7 +132,7 @@ class Encoder:
         return self._pickle(value, at)
 
     def pickle(self) -> bytes:
-        """Return one pickle of all objects that cannot be expressed as data, so that what they share is not duplicated.
+        """Return one pickle of all objects that plain data cannot express. A common pickle keeps shared objects shared.
 
         The result is empty if there is nothing to pickle.
         """
@@ -162,7 +162,7 @@ class Encoder:
         }
 
     def _callback(self, callback: Callback, at: str) -> Any:
-        """Return the data from which a callback is rebuilt: its constructor's arguments, its settings, and its current state."""
+        """Return the data from which a callback can be rebuilt: its constructor's arguments, its settings, and its current state."""
         self._number(callback)
         self._callbacks.add(id(callback))
         label = label_of(callback)
@@ -186,7 +186,7 @@ class Encoder:
         }
 
     def _is_simple(self, value: Any) -> bool:
-        """Return whether the value is a plain dataclass: its only attributes are its fields, and its class has an import path."""
+        """Return whether the value is a dataclass that its fields describe completely, of a class that has an import path."""
         kind: Any = type(value)
         if not dataclasses.is_dataclass(kind) or kind.__new__ is not object.__new__ or not self._path(kind):
             return False
@@ -221,7 +221,7 @@ class Encoder:
             )
 
     def _unpicklable(self, cloudpickle: Any, error: Exception) -> str:
-        for value, at in self._pickled:  # pickle them one by one to find out which one failed
+        for value, at in self._pickled:  # pickle them one by one, to find the one that fails
             try:
                 cloudpickle.dumps(value)
             except Exception as own:
@@ -238,7 +238,7 @@ class Decoder:
         self._numbered: list[Any] = []
 
     def decoded(self, value: Any) -> Any:
-        """Return the original of `value`, which `Encoder.encoded` returned."""
+        """Return the original value of `value`, which `Encoder.encoded` returned."""
         if isinstance(value, list):
             items = self._numbered_as([])
             items.extend(self.decoded(item) for item in value)
@@ -267,13 +267,13 @@ class Decoder:
             case "@import":
                 return find(content, self._script)
             case "@callback":
-                place = len(self._numbered)  # an object gets its number before its arguments do, as in the encoder
+                place = len(self._numbered)  # number the object before its arguments, as the encoder does
                 self._numbered.append(_UNFINISHED)
                 self._numbered[place] = self._callback(**content)
                 return self._numbered[place]
             case "@dataclass":
                 path, fields = content
-                # The constructor is not called, because it might change its arguments.
+                # Do not call the constructor, because it might change its arguments.
                 made = self._numbered_as(object.__new__(find(path, self._script)))
                 for name, item in fields.items():
                     object.__setattr__(made, name, self.decoded(item))
@@ -313,7 +313,7 @@ class Decoder:
             setattr(callback, word, self.decoded(value))
         state = self.decoded(state)
         if differences(fingerprint({"state": dict(callback.state_dict())}), fingerprint({"state": state})):
-            # Load the state only if it differs, because many callbacks take this call for a resume.
+            # Load the state only if it differs, because many callbacks treat a call of `load_state_dict` as a resume.
             callback.load_state_dict(state)
         return callback
 
@@ -326,7 +326,7 @@ _UNFINISHED = object()
 
 
 def _on_cpu(value: Any) -> Any:
-    """Return a state with its tensors copied to host memory, as in a checkpoint."""
+    """Return a state with all tensors copied to host memory, as they are in a checkpoint."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if type(value) is dict:
@@ -345,7 +345,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _is_numpy(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")  # if NumPy is not imported, the value cannot be an array
+    numpy = sys.modules.get("numpy")  # without NumPy, the value cannot be an array
     is_one = numpy is not None and (type(value) is numpy.ndarray or isinstance(value, numpy.generic))
     return is_one and value.dtype.kind in "biufcmM"
 
@@ -360,7 +360,7 @@ def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def _pickler(cloudpickle: Any, file: io.BytesIO, reject: Callable[[object], None], note_script: Callable[[], None]) -> Any:
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no type annotations
-        """Pickles a class or function of the script as its import path, so that no second copy of it is made on arrival."""
+        """Pickles a class or function of the script as its import path, so that the receiver uses its own and makes no copy."""
 
         def persistent_id(self, obj: Any) -> Any:
             reject(obj)

@@ -1,4 +1,4 @@
-"""Fingerprints describe callbacks as data, so that two processes can compare them attribute by attribute.
+"""Fingerprints: descriptions of callbacks as data, by which two processes compare them attribute by attribute.
 
 Values are compared by their content, and it is also compared which objects are shared. An object of an unknown type is described
 by what pickle would store of it (`__reduce_ex__`), but is not pickled. An object that cannot be inspected, such as a lock, a
@@ -32,9 +32,9 @@ Node = list[Any]
 IGNORE = "transport_ignore"
 """The class attribute that names those instance attributes which may differ between processes."""
 
-_DEEPEST = 100  # levels of nesting; each takes several calls, and Python's stack is limited
-_LONG = 1000  # items; a longer list is described by a digest
-_SHORT = 40  # characters; a longer text is described by a digest
+_DEEPEST = 100  # levels of nesting, which are limited because each takes several calls on Python's limited stack
+_LONG = 1000  # the most items of a list to describe one by one; a longer list is described by a digest
+_SHORT = 40  # the most characters of a text to describe; a longer text is described by a digest
 _UNSEEN = "cannot be inspected"
 
 
@@ -55,7 +55,7 @@ def differences(here: Mapping[str, Node], there: Mapping[str, Node]) -> list[str
 class _Fingerprinter:
     def __init__(self) -> None:
         self._met: dict[object, str] = {}
-        self._kept: list[Any] = []  # keeps the objects alive, so that no id is used twice
+        self._kept: list[Any] = []  # keeps the objects alive, because an id may be used again after an object is freed
         self._depth = 0
 
     def node_of(self, value: Any, path: str) -> Node:
@@ -153,7 +153,7 @@ class _Fingerprinter:
             content = hashlib.sha256(host.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
             storage = tensor.untyped_storage().data_ptr()
         except (RuntimeError, TypeError, NotImplementedError):
-            # The tensor is a meta or sparse tensor, or of a subclass that keeps its data elsewhere.
+            # A meta or sparse tensor, or one of a subclass that keeps its data elsewhere.
             return [facts, "" if tensor.is_meta else _UNSEEN]
         shared = self._met_before(("storage", storage), path) if tensor.numel() else None
         return [facts, {"content": [facts, content], "memory": shared or ["own", ""]}]
@@ -205,7 +205,7 @@ def arguments_of(callback: Callback) -> dict[str, Any]:
 
 
 def _is_value(value: Any) -> bool:
-    """Return whether equal objects of this type can replace each other, so that it makes no difference whether they are shared."""
+    """Return whether objects of this type that are equal are interchangeable, so that sharing one makes no difference."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
         return False
@@ -215,7 +215,7 @@ def _is_value(value: Any) -> bool:
 
 
 def _class_values(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a user's class, by name.
+    """Yield the names and values of attributes of a user's class.
 
     They are compared because they may have changed since the class was imported.
 

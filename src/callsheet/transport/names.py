@@ -1,4 +1,4 @@
-"""Finds the import paths of classes and functions, including those in the script that was started."""
+"""Finds the import paths of classes and functions, including those of the script that was started."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from callsheet.core.spec import import_path
 from callsheet.errors import ConfigError, did_you_mean
 
 MAIN = "__main__"
-_IMPORTED_MAIN = "__mp_main__"  # multiprocessing's name for an imported script; code under a `__main__` guard does not run in it
+# Multiprocessing's name for an imported script, in which code under a `__main__` guard does not run.
+_IMPORTED_MAIN = "__mp_main__"
 
 
 def main_script() -> str:
@@ -32,7 +33,7 @@ def main_script() -> str:
 
 
 def path_of(thing: object) -> str:
-    """Return the import path of a class or function; empty if importing that path would not return the same object.
+    """Return the import path of a class or function; empty if importing the path would return another object or none.
 
     A path `__main__.Name` is in the script that was started.
     """
@@ -70,7 +71,7 @@ def name_of(kind: Any) -> str:
 
 
 def find(path: str, script: str) -> Any:
-    """Return the class or function at the import path `path`, in which `__main__` means the file `script`.
+    """Return the class or function at the import path `path`. In the path, `__main__` stands for the file `script`.
 
     Raises:
         ConfigError: there is no such class or function.
@@ -90,7 +91,7 @@ def find(path: str, script: str) -> Any:
 
 
 def main_module(script: str) -> ModuleType:
-    """Return the module of the file `script`: the running one if this process runs the script, otherwise an imported one.
+    """Return the module of the file `script`: `__main__` if this process runs the script, otherwise an imported module.
 
     The import does not run the part of the script under `if __name__ == "__main__"`.
     """
@@ -110,10 +111,10 @@ def main_module(script: str) -> ModuleType:
     except BaseException:
         del sys.modules[_IMPORTED_MAIN]
         raise
-    module.__spec__ = None  # a script has none; without it, multiprocessing imports the module by its path
+    module.__spec__ = None  # set to None as for a script; otherwise multiprocessing would import the module by its path
     return module
 
 
 def become(script: str) -> None:
-    """Import the script, and make it this process's `__main__` module, as it is in the process that runs the script."""
+    """Import the script as this process's `__main__` module, which it is in the process that runs the script."""
     sys.modules[MAIN] = main_module(script)

@@ -1,4 +1,4 @@
-"""`pack` and `unpack`, which send callbacks to other processes."""
+"""The functions `pack` and `unpack`, which send callbacks to other processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ is_opening = False
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Callbacks encoded as bytes, to be sent to other processes with `post`. `pack` makes it.
+    """Callbacks encoded as bytes, which `pack` made and `post` sends to other processes.
 
     Attributes:
         content: the encoded callbacks and values, with a description of the process that sends them.
@@ -45,7 +45,7 @@ class Payload:
 
     @contextmanager
     def post(self) -> Iterator[dict[str, str]]:
-        """Write the payload to a file for one launch, while the `with` block runs.
+        """While the `with` block runs, provide the payload to other processes in a signed file for one launch.
 
         The file is readable only by the user, and is deleted at the end of the block.
 
@@ -66,7 +66,7 @@ class Payload:
 
 
 def pack(callbacks: Iterable[Callback], *, allow_pickle: bool = False, extra: Mapping[str, Any] | None = None) -> Payload:
-    """Return the callbacks as a payload: the import paths of their classes, their arguments and their states.
+    """Encode the callbacks as a payload: the import paths of their classes, their arguments and their states.
 
     Before anything is sent, the callbacks are rebuilt once in a fresh interpreter and compared with the originals.
 
@@ -107,7 +107,7 @@ def pack(callbacks: Iterable[Callback], *, allow_pickle: bool = False, extra: Ma
 
 
 def unpack() -> list[Callback]:
-    """Return the callbacks that were sent to this process. It must have the environment variables from `Payload.post`.
+    """Return the callbacks that were sent to this process with `Payload.post`.
 
     Call this once. It removes the key from the environment, so that child processes do not inherit it.
 
@@ -119,7 +119,7 @@ def unpack() -> list[Callback]:
 
 @dataclass(frozen=True, slots=True)
 class Unpacked:
-    """The content of a payload, rebuilt in the process that received it."""
+    """The decoded content of a payload, in the process that received it."""
 
     callbacks: list[Callback]
     extra: dict[str, Any]
@@ -130,7 +130,7 @@ class Unpacked:
 
 
 def open_payload(environment: MutableMapping[str, str], *, is_ours: bool = False) -> Unpacked:
-    """Rebuild and return the payload that was sent to this process.
+    """Decode and return the payload that was sent to this process.
 
     With `is_ours`, callsheet started the process only for this payload. The process then uses the sender's `sys.path`, `sys.argv`
     and `__main__`.

@@ -1,4 +1,4 @@
-"""The preflight check: before a payload is sent, it is rebuilt in a fresh interpreter and compared with the original.
+"""The preflight check: before a payload is sent, a fresh interpreter decodes it, and the result is compared with the original.
 
 So the sender gets an error about a mistake at once, and need not search for it in the log of one of many workers.
 """
@@ -35,7 +35,7 @@ def command(module: str) -> list[str]:
 
 
 def check_arrival(values: Mapping[str, Any], variables: Mapping[str, str]) -> None:
-    """Start a new interpreter with the environment `variables`, rebuild the payload there, and compare it with the original.
+    """Decode the payload in a new interpreter with the environment `variables`, and compare the result with the original.
 
     Raises:
         TransportError: the payload cannot be rebuilt, or differs; the message names what differs and says what to do.
@@ -44,7 +44,7 @@ def check_arrival(values: Mapping[str, Any], variables: Mapping[str, str]) -> No
     folder = Path(variables["CALLSHEET_PAYLOAD"]).parent
     answered, output = folder / _ANSWER, folder / "preflight.log"
     try:
-        # Use a file instead of a pipe, since a process that a constructor starts might keep a pipe open.
+        # Use a file instead of a pipe, since a process that a callback's constructor starts might keep the pipe open.
         with open(output, "wb") as log:
             done = subprocess.run(
                 command(__name__),
@@ -82,7 +82,7 @@ def check_arrival(values: Mapping[str, Any], variables: Mapping[str, str]) -> No
 
 
 def main() -> None:
-    """Rebuild the payload in the fresh interpreter, and send its fingerprint to the process that started the check."""
+    """In the new interpreter, decode the payload, and send its fingerprint to the process that started the check."""
     from callsheet.transport.payload import open_payload  # imported here, because the modules import each other
 
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
@@ -91,7 +91,7 @@ def main() -> None:
     try:
         unpacked = open_payload(os.environ, is_ours=True)
         answer = {"fingerprint": fingerprint({"callbacks": unpacked.callbacks, **unpacked.extra})}
-    except (Exception, SystemExit) as error:  # the process that started the check raises it
+    except (Exception, SystemExit) as error:  # the process that started the check will raise it
         answer = {"error": _described(error)}
     write_private(path.with_name(_ANSWER), json.dumps(answer).encode())
     sys.stdout.flush()
@@ -99,14 +99,14 @@ def main() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent has ended, because nobody waits for the result of the check then."""
+    """End this process when its parent has ended, because then no process waits for the result of the check."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
 
 
 def _described(error: BaseException) -> str:
-    """Return the error as text, with the line that raised it if that is outside callsheet."""
+    """Return the error as text, with the line that raised it if the line is outside callsheet."""
     lines = traceback.format_exception_only(error)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     if frames and Path(frames[-1].filename).parent != Path(__file__).parent:

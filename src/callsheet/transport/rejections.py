@@ -1,4 +1,4 @@
-"""Explains why a value cannot be sent to another process as data, and what to do about it."""
+"""Explains why a value cannot be sent to another process as data, and what the user can do about it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOCKS = (
 
 
 def described(value: Any) -> tuple[str, str, bool]:
-    """Return a description of a value that cannot be sent as data, what to do, and whether cloudpickle may be used for it."""
+    """Return a description of a value that cannot be sent as data, what to do, and whether cloudpickle could encode it."""
     what = f"a {type(value).__module__}.{type(value).__qualname__}".replace("a builtins.", "a ")
     if isinstance(value, io.IOBase) and not isinstance(value, io.StringIO | io.BytesIO):
         return "an open file, which stays in this process", "give its path, and open it in on_run_start", False

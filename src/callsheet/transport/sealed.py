@@ -1,4 +1,4 @@
-"""Signed files in a private folder, for one launch. A change by somebody else is detected before the content is used.
+"""Signed files in a private folder, for one launch. If another user changes a file, this is detected before its content is used.
 
 A sealed file consists of a magic number, the launch's id, the kind of content, the content, and an HMAC-SHA-256 over all of them.
 Each launch has a new random key, which is in no file. This protects against other users and against files of earlier launches. It
@@ -74,7 +74,7 @@ class Key:
 
 
 def seal(key: Key, kind: str, content: bytes) -> bytes:
-    """Return `content` with a signature, its kind, and the id of the key's launch."""
+    """Return `content` with a signature, its kind, and the id of the launch."""
     signed = _MAGIC + key.launch + kind.encode().ljust(_KIND) + content
     return signed + hmac.digest(key.secret, signed, "sha256")
 
@@ -110,7 +110,7 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def read_private(path: Path, *, largest: int = LARGEST) -> bytes:
-    """Return the content of a file that only this user could have written.
+    """Return the content of a file, after checking that only this user could have written it.
 
     Owner and mode are checked on the opened folder and file, so that they cannot be exchanged between the check and the reading.
 
@@ -162,7 +162,7 @@ def _reason_for(error: OSError) -> str:
 
 
 class PrivateFolder:
-    """A folder of mode 0700 for one launch, removed at the end of the block.
+    """A folder of mode 0700 for one launch, which is removed when the `with` block ends.
 
     A launcher that is killed removes nothing. So each folder has a lock file that is locked by the process that made it. Whenever
     a folder is created, this user's folders whose lock is free are removed.
@@ -173,12 +173,14 @@ class PrivateFolder:
 
         _sweep()
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        with contextlib.ExitStack() as undo:  # on an error, remove the folder: without a lock it would never be removed
+        # On an error, remove the folder, because without a lock no later launch would remove it.
+        with contextlib.ExitStack() as undo:
             undo.callback(shutil.rmtree, self.path, ignore_errors=True)
             self._lock = os.open(self.path / "lock.new", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             undo.callback(os.close, self._lock)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-            os.rename(self.path / "lock.new", self.path / _LOCK)  # renamed when locked, so that others see only a locked file
+            # Rename the file only after locking it, so that others never see it unlocked.
+            os.rename(self.path / "lock.new", self.path / _LOCK)
             undo.pop_all()
 
     def __enter__(self) -> Self:
@@ -190,14 +192,14 @@ class PrivateFolder:
 
 
 def _sweep() -> None:
-    """Remove the folders that launchers left behind because they were killed."""
+    """Remove the folders of launchers that were killed before they could remove them."""
     import fcntl
 
     with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as found:
         for entry in found:
             if not entry.name.startswith(_PREFIX):
                 continue
-            with contextlib.suppress(OSError):  # the folder belongs to another user, or is just being removed
+            with contextlib.suppress(OSError):  # the folder belongs to another user, or another process is just removing it
                 if entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.geteuid():
                     lock = os.open(Path(entry.path) / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
                     try:

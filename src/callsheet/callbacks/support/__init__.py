@@ -1,1 +1,1 @@
-"""Code that several callbacks use."""
+"""Code that several callbacks share."""

@@ -1,4 +1,4 @@
-"""Continuations of prompts by a language model: encoding, generation and decoding."""
+"""Lets a language model continue prompts: encodes the prompts, generates tokens, and decodes them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ It identifies NaN or infinite logits in models whose `generate` does not call th
 
 
 class Prompts:
-    """Prompts, given as texts or as lists of token ids, with the tokenizer that converts between the two.
+    """Prompts, given as texts or as lists of token ids, with the tokenizer.
 
     Args:
         prompts: what is to be continued.
@@ -105,7 +105,7 @@ def written(
 
 @contextmanager
 def undisturbed(model: Any, seed: int) -> Iterator[bool]:
-    """Put the model into evaluation mode, without gradients, within this context. Restore modes and random states afterwards.
+    """While the `with` block runs, keep the model in evaluation mode without gradients. Then restore modes and random states.
 
     Yield whether the model is sharded.
     """
@@ -127,7 +127,7 @@ def undisturbed(model: Any, seed: int) -> Iterator[bool]:
 
 @contextmanager
 def finite_outputs(model: Any) -> Iterator[None]:
-    """Raise NonFiniteError within this context if the logits of the last position are NaN or infinite.
+    """While the `with` block runs, raise NonFiniteError if the logits of the last position are NaN or infinite.
 
     On a GPU, sampling from such logits would abort the process.
 

@@ -1,4 +1,4 @@
-"""Sending notifications, with retries and a time limit.
+"""Sends notifications, with retries and a time limit.
 
 `apprise` is not used, for the reasons in `destinations`. The two functions here must agree: `longest` is the deadline of the lane
 that sends, so it is the sum of all attempts and pauses.

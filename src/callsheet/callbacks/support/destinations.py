@@ -86,7 +86,7 @@ class Address:
 
     @property
     def without_secrets(self) -> str:
-        """The address without secrets, for the run's records: of a URL, only scheme and host remain."""
+        """The address without its secrets, to be recorded with the run: of a URL, only scheme and host remain."""
         if self.url_env or self.kind == "mailto" or not self.to:
             return self.to
         parts = checked_url(self.url)
@@ -131,7 +131,7 @@ class Notification:
 
     @property
     def text(self) -> str:
-        """The title and the other lines."""
+        """The title and the other lines as one text."""
         return f"{self.title}\n{self.more}".strip()
 
 
@@ -146,7 +146,7 @@ class Destination(Protocol):
 
 
 class Webhook:
-    """A URL that receives JSON by POST: the facts and `text`, or only the text, in the format of Slack's incoming webhooks.
+    """Sends notifications to a URL, as JSON by POST: the facts and the text or, for Slack, only the text.
 
     Raises:
         ConfigError: the URL is not http or https.

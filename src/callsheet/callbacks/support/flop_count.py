@@ -1,4 +1,4 @@
-"""The number of FLOPs in a step, reported by the model or counted by torch in one step."""
+"""Determines the number of FLOPs in a step: the model reports it, or torch counts it in one step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FORMULAS: dict[Any, Callable[..., int]] = {  # formulas that torch lacks: FLOPs
 
 
 class OperationCounter(TorchDispatchMode):
-    """Adds up the FLOPs of operations inside the context, by torch's formulas for matrix products, convolutions and attention.
+    """Adds up the FLOPs of the operations in a `with` block, by torch's formulas for matrix products, convolutions and attention.
 
     It does not count what activation checkpointing recomputes in the backward pass, nor gradients that are differentiated again,
     which look the same. If a formula fails, `error` holds its message.
@@ -54,7 +54,7 @@ class OperationCounter(TorchDispatchMode):
         self.error = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run and count the operation."""
+        """Run the operation and count its FLOPs."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         packet = getattr(func, "_overloadpacket", None)
@@ -115,7 +115,7 @@ class StepFlops:
 
     @property
     def is_settled(self) -> bool:
-        """Whether there is nothing left to measure. If so, each step needs to call only `fetched` and `begin_step`."""
+        """Whether there is nothing left to measure, so that each step needs to call only `fetched` and `begin_step`."""
         return self.is_done and self.counter is None and not self.is_guessing
 
     def fetched(self, batch: Any) -> None:
@@ -131,7 +131,7 @@ class StepFlops:
         self._fetched = self._fetched + flops
 
     def begin_step(self) -> None:
-        """Record that the step's first forward pass comes next, and start counting if this step is counted."""
+        """Record that the step's first forward pass comes next. Start counting FLOPs if this is the step to count."""
         self._steps += 1
         self._numbers, self._fetched = self._fetched if self._reported is not None else self._fetched or 1, 0
         self._waiting = self._waiting + self._numbers
@@ -155,7 +155,7 @@ class StepFlops:
             self._take(counter)
 
     def take(self, tokens: float) -> tuple[float | None, float | None]:
-        """Return the FLOPs since the last call, and the number of elements (tokens, pixels) in the batches since then.
+        """Return the FLOPs of the steps since the last call, and the number of elements (tokens, pixels) in their batches.
 
         `tokens` is what the run counted for this rank in that time.
 
@@ -243,7 +243,7 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
 
 
 def _is_computed_again() -> bool:
-    """Return whether activation checkpointing is recomputing the current operation.
+    """Return whether the current operation belongs to a recomputation by activation checkpointing.
 
     Inside a backward pass, only recomputed operations have gradients enabled.
     """

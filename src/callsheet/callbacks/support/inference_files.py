@@ -59,7 +59,7 @@ class Call:
 
 
 def exported_program(model: nn.Module, call: Call, dynamic_shapes: Any) -> ExportedProgram:
-    """Return the model's forward pass as a `torch.export` program.
+    """Return the model's forward pass as a program of `torch.export`.
 
     `model` is a copy on the CPU in evaluation mode, which may be changed.
 
@@ -131,7 +131,7 @@ def _give_plain_outputs(model: nn.Module) -> None:
 
 @contextmanager
 def _failing_as(what: str) -> Iterator[None]:
-    """Within this context, convert errors into a CheckpointError whose message begins with `what`."""
+    """While the `with` block runs, convert errors into a CheckpointError whose message begins with `what`."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The file in a run's folder that lists which trigger files the job's `SaveOnTrigger`s read."""
+"""The file in a run's folder that lists the trigger files (files with a user's requests) which the job's `SaveOnTrigger`s read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_BYTES = 65536  # at most this much of the file is read
 
 
 def announce(folder: str | os.PathLike[str], name: str, file: str | os.PathLike[str]) -> None:
-    """Record in the list that the callback `name` reads the trigger file `file`. Raise OSError if the list cannot be written."""
+    """Add to the list that the callback `name` reads the trigger file `file`. Raise OSError if the list cannot be written."""
     path = Path(file).absolute()
     is_inside = path.parent.resolve() == Path(folder).resolve()
     _write(Path(folder), {**listeners_in(folder), name: path.name if is_inside else str(path)})
@@ -32,7 +32,7 @@ def withdraw(folder: str | os.PathLike[str], name: str) -> None:
 
 
 def listeners_in(folder: str | os.PathLike[str]) -> dict[str, str]:
-    """Return the list in the run's folder: callback names and their trigger files. Entries of killed jobs stay in the list."""
+    """Return the list in the run's folder: callback names and their trigger files. It may contain callbacks of killed jobs."""
     try:
         descriptor = os.open(Path(folder, LISTENERS), os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
         with open(descriptor, "rb") as file:

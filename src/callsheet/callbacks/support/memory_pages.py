@@ -1,4 +1,4 @@
-"""HTML pages that show a snapshot of the device's memory, written by another process."""
+"""Renders a snapshot of the device's memory as HTML pages, in another process."""
 
 from __future__ import annotations
 

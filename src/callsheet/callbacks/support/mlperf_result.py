@@ -1,4 +1,4 @@
-"""The result file of an MLPerf Training benchmark: writing it, its values, and checking it against MLPerf's rules."""
+"""The result file of an MLPerf Training benchmark: writes it, finds its values, and checks it against MLPerf's rules."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ResultFile:
         self._file.flush()
 
     def complaints(self, rest: Iterable[tuple[str, Any]], ruleset: str, **metadata: Any) -> list[str]:
-        """Return what MLPerf's compliance checker would reject about the file if the lines `rest` were added at its end.
+        """Return what MLPerf's compliance checker would reject about the file if the lines `rest` were added to it.
 
         The list is empty if the checker accepts the file.
         """
@@ -84,12 +84,12 @@ class ResultFile:
 
 
 def now_ms() -> int:
-    """Return the current Unix time in milliseconds."""
+    """Return the current Unix time in whole milliseconds."""
     return int(time.time() * 1000)
 
 
 def found(ctx: Context, sizes: Sequence[Sequence[int]], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters that can be read from a run after its first step, under the names of MLPerf's rules.
+    """Return the hyperparameters that can be found once a run has taken its first step, under the names of MLPerf's rules.
 
     The batch size comes first, because the rules require this.
 
@@ -157,7 +157,7 @@ def checked_hyperparameters(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_ruleset(ruleset: str, benchmark: str) -> str:
-    """Return the version of MLPerf's rules to use: the newest if `ruleset` is empty.
+    """Return the version of MLPerf's rules to use, which is the newest if `ruleset` is empty.
 
     Raises:
         MissingPackage: `mlperf-logging` is not installed.

@@ -1,4 +1,4 @@
-"""Finds images, labels and predictions in batches and outputs, and draws them side by side."""
+"""Finds images, labels and predictions in batches and outputs, and combines them into one picture."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ PALETTE = _palette()
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
-    """Images of shape (N, H, W, 1 or 3); for a segmentation also the predicted and true class of each pixel, (N, H, W)."""
+    """Images of shape (N, H, W, 1 or 3) and, for a segmentation, the predicted and the true class of each pixel, (N, H, W)."""
 
     images: Tensor
     predictions: Tensor | None = None
     labels: Tensor | None = None
 
     def drawn(self) -> list[Tensor]:
-        """Return each image as a CPU tensor of shape (H, W) or (H, W, 3).
+        """Return each image as a CPU tensor of shape (H, W) or (H, W, 3), next to its predictions and labels if there are any.
 
         A segmentation shows image, prediction and label side by side, with values within [0, 1].
         """
@@ -93,7 +93,7 @@ def labels_in(batch: Any, key: Key | None, channels_last: bool | None, images: T
 
 
 def predictions_in(outputs: Any, channels_last: bool | None, images: Tensor) -> Tensor | None:
-    """Return the predicted class of every pixel of `images` (N, H, W, C), as (N, H, W); None if `outputs` has no scores.
+    """Return the predicted class of every pixel of `images` (N, H, W, C), as (N, H, W); None if `outputs` has no class scores.
 
     Scores are `logits` or `out`, or the first tensor with four dimensions. A single class is predicted if its score is above 0.
     """
@@ -120,7 +120,7 @@ def classes(tensor: Tensor, channels_last: bool | None, images: Tensor, *, are_s
 
 
 def coloured(numbers: Tensor) -> Tensor:
-    """Return class indices as RGB colours, in an additional last dimension. Ignored pixels are grey."""
+    """Return the class indices as RGB colours, which adds a last dimension. Ignored pixels are grey."""
     judged = (numbers >= 0) & (numbers != _IGNORED)
     return torch.where(judged[..., None], PALETTE[numbers % _IGNORED], torch.tensor(_GREY))
 

@@ -82,7 +82,7 @@ def _change(path: Path, change: Callable[[list[str]], list[str]]) -> None:
 
 
 def claimed_lines(path: Path, by: str) -> list[str]:
-    """Remove the trigger file and return its lines; an empty file is a request to save. Raise OSError if that fails."""
+    """Remove the trigger file and return its lines. An empty file counts as a request to save. Raise OSError if that fails."""
     claimed = path.with_name(f"{path.name}.{by}-{os.getpid()}")
     os.replace(path, claimed)  # after the rename, requests of other processes go to a new file
     with open(claimed, "rb") as file:

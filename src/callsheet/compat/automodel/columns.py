@@ -1,4 +1,4 @@
-"""Rows whose columns are renamed, as by AutoModel's `column_mapping`."""
+"""Datasets whose columns are renamed, for AutoModel's setting `column_mapping`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from callsheet.recipes.data.rows import Rows, Stream, Table, check_columns
 
 @dataclass
 class MappedRows(Rows):
-    """A dataset to read, whose columns are renamed to `prompt` and `completion`.
+    """A dataset to read whose columns are renamed to `prompt` and `completion`.
 
     Args:
         columns: the columns that hold the `answer`, the `question` and the `context`. A context precedes its question.
@@ -28,7 +28,7 @@ class MappedRows(Rows):
 
 
 class MappedTable(Table):
-    """The table that `MappedRows.read` returns; its rows have the columns `prompt` and `completion`."""
+    """The table that `MappedRows.read` returns. Its rows have the columns `prompt` and `completion`."""
 
     def __init__(self, table: Table, columns: dict[str, str]) -> None:
         self._table, self._columns = table, columns

@@ -49,7 +49,7 @@ _HINTS = {
 
 @dataclass
 class Schedule:
-    """The steps at which AutoModel validates, saves and ends. AutoModel counts steps and epochs from 0."""
+    """When AutoModel validates, saves checkpoints and ends training. AutoModel counts steps and epochs from 0."""
 
     ckpt_every_steps: int | None = None
     val_every_steps: int | None = None
@@ -73,7 +73,7 @@ def load_yaml_config(path: str | Path) -> ConfigNode:
 
 
 def parse_args_and_load_config(default: str | Path | None = None, argv: Sequence[str] | None = None) -> ConfigNode:
-    """Read the configuration file that `--config` names on the command line, with overrides such as `--section.key value`.
+    """Read the file that `--config` names on the command line, with overrides such as `--step_scheduler.num_epochs 2`.
 
     Args:
         default: the file to read if the command line names none.
@@ -105,7 +105,7 @@ def parse_args_and_load_config(default: str | Path | None = None, argv: Sequence
 
 
 def configured(values: Mapping[str, Any], kind: type[JobConfig]) -> tuple[Any, Schedule]:
-    """Return callsheet's configuration (a `kind`) for an AutoModel configuration, and the schedule of evaluations and saves.
+    """Convert an AutoModel configuration to callsheet's configuration class `kind`, and to the schedule of evaluations and saves.
 
     Raises:
         ConfigError: a key or value is not supported; the message names it and the nearest supported one.

@@ -24,7 +24,7 @@ from callsheet.recipes.recipe import Recipe
 
 
 class StepScheduler(Scheduled):
-    """AutoModel's `step_scheduler`: the progress of training, and the steps at which it validates and saves."""
+    """AutoModel's `step_scheduler`: how far training is, and at which steps it validates and saves."""
 
     def __init__(self, ctx: Context, schedule: Schedule) -> None:
         super().__init__(ctx)
@@ -64,13 +64,13 @@ class StepScheduler(Scheduled):
 
     @property
     def is_val_step(self) -> bool:
-        """Whether there is a validation after the current step. There is one before each checkpoint."""
+        """Whether there is a validation after the current step, as there is before every checkpoint."""
         every = self.val_every_steps
         return bool(every and (self.step + 1) % every == 0) or self.is_ckpt_step
 
 
 class _AsScheduled(Callback):
-    """A callback that requests the evaluations, the checkpoints and the end of training that AutoModel's step scheduler plans."""
+    """A callback that requests evaluations, checkpoints and the end of training when AutoModel's step scheduler plans them."""
 
     phase = "decide"
 
@@ -114,7 +114,7 @@ class _AsScheduled(Callback):
 
 
 class _Facade(RecipeFacade):
-    """The `recipe` argument of AutoModel's callbacks, with a step scheduler that has the configured intervals."""
+    """The `recipe` argument of AutoModel's callbacks, whose step scheduler has the configured intervals."""
 
     def __init__(self, ctx: Context, scheduler: StepScheduler) -> None:
         super().__init__(ctx)
@@ -165,7 +165,7 @@ class BaseRecipe:
         self._callbacks += [callback for callback in given if isinstance(callback, Callback)]
 
     def setup(self) -> None:
-        """Set up the recipe, and find a checkpoint to resume from."""
+        """Set up the recipe, and resume from a checkpoint if there is one."""
         try:
             self.recipe = self.OURS(self._config, self._callbacks)
             self.recipe.setup()
@@ -223,14 +223,14 @@ class BaseRecipe:
 
 
 class _RecipeGuest(AutoModelGuest):
-    """A guest adapter that calls AutoModel's callbacks with the AutoModel recipe itself as the argument."""
+    """A guest adapter that calls AutoModel's callbacks with the AutoModel recipe itself as their argument `recipe`."""
 
     def __init__(self, recipe: BaseRecipe, constants: Mapping[str, float]) -> None:
         self._scheduled = recipe._as_scheduled
         super().__init__(recipe.callback_runner, name="automodel", recipe=recipe, constants=constants)
 
     def made(self, ctx: Context) -> RecipeFacade:
-        """Return the `recipe` argument of AutoModel's callbacks. Its intervals are AutoModel's if the recipe has a schedule."""
+        """Return the `recipe` argument of AutoModel's callbacks, with AutoModel's intervals if the recipe has a schedule of them."""
         return RecipeFacade(ctx) if self._scheduled is None else _Facade(ctx, StepScheduler(ctx, self._scheduled.schedule))
 
 

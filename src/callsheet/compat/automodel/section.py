@@ -1,4 +1,4 @@
-"""Reads keys from a part of a configuration, and rejects the keys that were never read."""
+"""Reads keys from a section of a configuration, and raises an error for keys that were never read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MISSING = object()
 
 
 class Section:
-    """One section of a configuration, such as `step_scheduler`, that keeps track of the keys that were read.
+    """One section of a configuration, such as `step_scheduler`, which remembers the keys that were read.
 
     Args:
         values: the mapping that was given; None is an empty one.
@@ -34,14 +34,14 @@ class Section:
         return self._left.pop(name, default)
 
     def number(self, name: str, default: Any = None) -> Any:
-        """Read a key whose value must be a number or None, and return the value."""
+        """Read a key whose value must be a number or None, and return its value or `default`."""
         value = self.take(name, default)
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
             raise ConfigError(f"{self._called(name)}: {value!r} should be a number")
         return value
 
     def first(self, *names: str) -> Any:
-        """Return the value of whichever of these equivalent keys is given; None if none is. Reject a second one."""
+        """Return the value of whichever of these equivalent keys is given, or None. Raise ConfigError if several are given."""
         given = [(name, value) for name in names if (value := self.take(name)) is not None]
         if len(given) > 1:
             self.reject(given[1][0], f"{given[0][0]} says the same; give one of them")
@@ -53,7 +53,7 @@ class Section:
             self.take(name)
 
     def target(self, *allowed: str) -> str:
-        """Return which of the `allowed` names the key `_target_` ends with, or "" if it is not given. Reject other names."""
+        """Return the allowed name with which the value of `_target_` ends; "" if the key is missing. Reject other names."""
         value = self.take("_target_", _MISSING)
         if value is _MISSING:
             return ""
@@ -65,7 +65,7 @@ class Section:
         return found
 
     def part(self, name: str) -> Section:
-        """Return the mapping under the key `name` as a section."""
+        """Return the mapping under the key `name` as a `Section`."""
         part = Section(self.take(name), self._called(name))
         self._parts.append(part)
         return part
@@ -79,11 +79,11 @@ class Section:
         return [name for name in self._left if name.startswith(beginning)]
 
     def reject(self, name: str, why: str) -> NoReturn:
-        """Raise ConfigError for a key of the section."""
+        """Raise ConfigError for a key of this section."""
         raise ConfigError(f"{self._called(name)}: {why}")
 
     def close(self, hints: Mapping[str, str] | None = None) -> None:
-        """Reject keys that have not been read, in this section and its subsections. `hints` say what to use instead.
+        """Raise ConfigError for keys of this section and its subsections that were not read. `hints` say what to use instead.
 
         Raises:
             ConfigError: the message names the key, and the nearest known one.

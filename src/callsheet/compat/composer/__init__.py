@@ -1,4 +1,4 @@
-"""MosaicML Composer's API, implemented by callsheet: code in Composer's style runs here with a changed import line.
+"""MosaicML Composer's API, implemented by callsheet: code for Composer runs after changing its import lines.
 
 `from composer import Callback, State, Logger, Trainer` becomes `from callsheet.compat.composer import ...`, and so do
 `composer.callbacks`, `composer.loggers`, `composer.core` and `composer.models`, with their submodules. Composer itself need not be installed.

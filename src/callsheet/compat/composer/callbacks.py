@@ -51,7 +51,7 @@ _RULES = {"resnet": "4.0.0", "bert": "4.1.0"}
 
 
 class CheckpointSaver(callbacks.CheckpointSaver):
-    """Saves checkpoints at an interval and when training ends. `num_checkpoints_to_keep=-1` keeps all checkpoints."""
+    """Saves checkpoints at an interval and when training ends. With `num_checkpoints_to_keep=-1`, it keeps all of them."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class CheckpointSaver(callbacks.CheckpointSaver):
 
 
 class SpeedMonitor(callbacks.SpeedMonitor):
-    """Logs the throughput, and the share of the device's peak FLOP/s."""
+    """Logs the throughput, and which fraction of the device's peak FLOP/s is used."""
 
     def __init__(self, window_size: int = 100, gpu_flops_available: float | None = None, time_unit: str = "hours") -> None:
         reject("SpeedMonitor", {"time_unit": (time_unit, "hours", "a record has its elapsed seconds")})
@@ -367,7 +367,7 @@ def _in_batches(who: str, interval: Any) -> int:
 
 
 def _mode(who: str, comp: Any, monitor: str) -> str:
-    """Return `min` if the metric should fall, `max` if it should rise, judging by Composer's `comp` or else by its name."""
+    """Return `min` if a lower value of the metric is better, else `max`, judging by Composer's `comp` or the metric's name."""
     if comp is None:
         return "min" if any(word in monitor.lower() for word in ("loss", "error", "perplexity")) else "max"
     modes: dict[Any, str] = {"less": "min", "lt": "min", torch.less: "min", torch.lt: "min"}

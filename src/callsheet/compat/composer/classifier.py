@@ -1,4 +1,4 @@
-"""`composer.models.ComposerClassifier`: any module that maps inputs to logits, with a loss and metrics."""
+"""`composer.models.ComposerClassifier`: makes a module that maps inputs to logits trainable, with a loss and metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger("callsheet")
 
 
 class CrossEntropy(Metric):
-    """The mean cross entropy of the batches, for class indices or probabilities."""
+    """The cross entropy for class indices or probabilities, as a mean over batches."""
 
     full_state_update = False
     sum_loss: Tensor
@@ -36,12 +36,12 @@ class CrossEntropy(Metric):
         self.total_batches += 1
 
     def compute(self) -> Any:
-        """Return the mean over the batches."""
+        """Return the mean cross entropy over the batches."""
         return self.sum_loss / self.total_batches
 
 
 class ComposerClassifier(ComposerModel):
-    """A classifier of batches `(inputs, targets)`.
+    """A classifier whose batches are `(inputs, targets)`.
 
     `num_classes` is needed unless the module has it as an attribute or both metrics are given. The loss is torch's cross entropy unless
     `loss_fn(outputs, targets)` is given.

@@ -17,7 +17,7 @@ _COUNT = "samples and tokens are counted by the first dimension of the batch and
 
 
 class DataSpec:
-    """A dataloader and a function that changes its batches.
+    """A dataloader, and a function that changes each of its batches.
 
     Args:
         dataloader: an iterable of batches.
@@ -48,7 +48,7 @@ class DataSpec:
 
 
 def loader_of(given: Any, batches: int = -1) -> Any:
-    """Return the dataloader in a `DataSpec` (callsheet's or Composer's) or in a dict of its arguments, or the dataloader itself.
+    """Return the dataloader of `given`: a `DataSpec` (callsheet's or Composer's), a dict of its arguments, or a dataloader.
 
     If `batches` is 0 or more, only as many batches are used.
     """
@@ -65,7 +65,7 @@ def loader_of(given: Any, batches: int = -1) -> Any:
 
 
 def is_loader(given: Any) -> bool:
-    """Return whether an object in a list is a dataloader (or evaluator), and not a batch."""
+    """Return whether an object in a list is a dataloader or evaluator, rather than a batch."""
     if isinstance(given, DataLoader) or hasattr(given, "dataloader"):
         return True
     if isinstance(given, Mapping):
@@ -74,7 +74,7 @@ def is_loader(given: Any) -> bool:
 
 
 class _Cut:
-    """A dataloader that yields only the first batches of another one."""
+    """A dataloader that yields only the first batches of another dataloader."""
 
     def __init__(self, loader: Any, batches: int) -> None:
         self._loader, self._batches = loader, batches
@@ -87,7 +87,7 @@ class _Cut:
 
 
 class _CollatedAndTransformed:
-    """A `collate_fn` that calls another one and then a transform. Worker processes can unpickle it."""
+    """A `collate_fn` that calls another `collate_fn` and then a transform. It can be pickled for worker processes."""
 
     def __init__(self, collate: Callable[[Any], Any], transform: Callable[[Any], Any]) -> None:
         self._collate, self._transform = collate, transform
@@ -97,7 +97,7 @@ class _CollatedAndTransformed:
 
 
 class _Transformed:
-    """Applies a transform to each batch of an iterable that is not a DataLoader."""
+    """Applies a transform to every batch of an iterable that is not a DataLoader."""
 
     def __init__(self, loader: Any, transform: Callable[[Any], Any]) -> None:
         self._loader, self._transform = loader, transform
@@ -119,7 +119,7 @@ def _transformed(loader: Any, transform: Callable[[Any], Any]) -> Any:
 
 
 def _own(function: Any) -> Any:
-    """Return `function`, or None if it is one of the default functions of Composer's DataSpec instead of the user's own."""
+    """Return `function` if the user gave it, and None if it is one of the defaults of Composer's DataSpec."""
     return None if getattr(function, "__name__", "").startswith("_default") else function
 
 

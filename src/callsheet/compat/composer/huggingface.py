@@ -15,7 +15,7 @@ from callsheet.errors import ConfigError, NotSupported
 
 
 class HuggingFaceModel(ComposerModel):
-    """Wraps a model of transformers, which takes dictionaries and computes its loss from `labels`, as a ComposerModel.
+    """Makes a ComposerModel from a model of transformers, which takes dictionaries and computes its loss from `labels`.
 
     Args:
         metrics: torchmetrics for training, and for evaluation unless `eval_metrics` are given.
@@ -83,7 +83,7 @@ class HuggingFaceModel(ComposerModel):
         return loss
 
     def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
-        """Return the values with which metrics are updated: the logits with `use_logits`, otherwise the model's outputs."""
+        """Return the values with which metrics are updated: the logits if `use_logits` is set, otherwise all outputs."""
         if batch.get("mode") is not None:
             raise NotSupported(
                 f"a batch with mode={batch['mode']!r} is not supported, unlike in Composer: generate in a callback, such as callsheet.callbacks.Generate"
@@ -115,7 +115,7 @@ class HuggingFaceModel(ComposerModel):
             metric.update(outputs, labels)
 
     def generate(self, input_ids: Tensor, **options: Any) -> Any:
-        """Generate text with the model, padded with the tokenizer's padding token."""
+        """Generate text with the model. Shorter texts are padded with the tokenizer's padding token."""
         if self.tokenizer is not None:
             options.setdefault("pad_token_id", self.tokenizer.pad_token_id)
         model: Any = self.model

@@ -1,4 +1,4 @@
-"""Composer's `InMemoryLogger`, which keeps everything that is logged, with the timestamps."""
+"""Composer's `InMemoryLogger`, which keeps all logged values in memory, with the times at which they were logged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from callsheet.bridges.composer.names import LoggerDestination
 
 
 class InMemoryLogger(LoggerDestination):
-    """A logger that keeps all logged values in memory, with Composer's name and attributes.
+    """A logger that keeps all logged values in memory, and has Composer's name and attributes.
 
     `data` has, by name, pairs of a `Timestamp` and a value. `most_recent_values` has the last value of each name, and
     `hyperparameters` the settings.
@@ -40,7 +40,7 @@ class InMemoryLogger(LoggerDestination):
         self.tables[name] = {"columns": columns, "data": rows}
 
     def get_timeseries(self, metric: str) -> dict[str, list[Any]]:
-        """Return all values of a metric, and for each unit of time when each was logged. Raise ValueError if there are none."""
+        """Return a metric's values and, for each unit of time, when they were logged. Raise ValueError if there are none."""
         if metric not in self.data:
             raise ValueError(f"{metric!r} was not logged; there are {', '.join(self.data) or 'none'}")
         series: dict[str, list[Any]] = {metric: [value for _, value in self.data[metric]]}

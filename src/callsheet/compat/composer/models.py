@@ -43,7 +43,7 @@ class ComposerModel(nn.Module):
     """A model that takes a whole batch and defines its own loss and metrics. Override `forward`, `loss` and other methods."""
 
     def loss(self, outputs: Any, batch: Any) -> Any:
-        """Return the loss, a sequence of losses, or losses by name. Training uses the loss named `total`, otherwise the sum.
+        """Return the loss, a sequence of losses, or losses by name. Training uses the one named `total`, or else the sum.
 
         Args:
             outputs: what `forward` returned.
@@ -72,7 +72,7 @@ class ComposerModel(nn.Module):
         return {}
 
     def update_metric(self, batch: Any, outputs: Any, metric: Any) -> None:
-        """Update a metric with a batch. By default, the targets are the batch's second part.
+        """Update a metric with a batch. By default, the batch is a pair, and its second part contains the targets.
 
         Args:
             batch: the batch.
@@ -83,7 +83,7 @@ class ComposerModel(nn.Module):
 
 
 class ModelTask(Task):
-    """The task with which callsheet's Trainer runs a `ComposerModel`. As in Composer, evaluation computes metrics but no loss."""
+    """The task with which callsheet's Trainer runs a `ComposerModel`. Evaluation computes metrics but no loss, as in Composer."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -110,12 +110,12 @@ class ModelTask(Task):
         return sum(each.mean() for each in loss)
 
     def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
-        """Return the outputs and, instead of the targets, the whole batch, because `ModelMetric.update` takes these two."""
+        """Return the outputs and the whole batch, which `ModelMetric.update` takes instead of predictions and targets."""
         return outputs, batch
 
 
 class ModelMetric:
-    """Wraps a torchmetric so that it is updated through the model's `update_metric`."""
+    """Wraps a torchmetric, so that the model's `update_metric` updates it."""
 
     def __init__(self, model: Any, metric: Any) -> None:
         object.__setattr__(self, "_model", model)
@@ -150,13 +150,13 @@ class TrainMetrics(Callback):
         self._model = model
 
     def on_train_step_start(self, ctx: Context) -> None:
-        """Reset the model's training metrics, because a new batch begins."""
+        """Reset the model's training metrics at the start of a batch."""
         for metric in self.metrics.values():
             metric.reset()
             metric.to(ctx.run.device)
 
     def on_loss_end(self, ctx: Context) -> None:
-        """Update the metrics with the outputs that the microbatch was trained with."""
+        """Update the metrics with the outputs of the microbatch that is being trained on."""
         model = self._model
         model.eval()
         try:
@@ -172,7 +172,7 @@ class TrainMetrics(Callback):
 
 
 class EpochScheduler(LRScheduler):
-    """Several learning-rate schedulers that are stepped together, after each batch or each epoch.
+    """Several learning-rate schedulers in one, which steps them together, after each batch or each epoch.
 
     `step` is called after every batch. It does nothing if the schedulers are stepped once an epoch.
     """
@@ -188,7 +188,7 @@ class EpochScheduler(LRScheduler):
             self.step_all()
 
     def step_all(self) -> None:
-        """Step each of the schedulers."""
+        """Step all schedulers."""
         for scheduler in self.schedulers:
             scheduler.step()
 
@@ -207,7 +207,7 @@ class EpochScheduler(LRScheduler):
 
 
 class StepsSchedulers(Callback):
-    """A callback that steps the learning-rate schedulers at the end of every complete epoch, before other callbacks."""
+    """A callback that steps the learning-rate schedulers at the end of every complete epoch, before other callbacks are called."""
 
     phase = "change"
 

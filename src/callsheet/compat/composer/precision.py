@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Precision(StrEnum):
-    """Composer's names for numeric precisions. `Precision(name)` ignores case. The Trainer rejects `AMP_FP8`."""
+    """Composer's names for numeric precisions, in upper or lower case. The Trainer rejects `AMP_FP8`."""
 
     FP32 = "fp32"
     AMP_FP16 = "amp_fp16"

@@ -119,7 +119,7 @@ class Evaluator:
 
 
 class Trainer:
-    """Composer's Trainer, with the arguments that callsheet's Trainer supports.
+    """Composer's Trainer, with those of its arguments that callsheet's Trainer supports.
 
     The model gets whole batches in `model(batch)` and `model.loss(outputs, batch)`, and also in `eval_forward`, `get_metrics` and
     `update_metric` if it has them. Callbacks and loggers may be those of Composer, of `callsheet.compat.composer`, or of
@@ -256,7 +256,7 @@ class Trainer:
         run.ctx = self._trainer.ctx
 
     def fit(self, *, duration: Any = None, **others: Any) -> None:
-        """Train until `max_duration`, or for some time from the current point.
+        """Train until `max_duration`, or for a given duration from the current point.
 
         Args:
             duration: how long to train from the current point, such as `"100ba"`; a number means epochs. None: until
@@ -306,7 +306,7 @@ class Trainer:
         return self._trainer.save_checkpoint(name).path
 
     def close(self) -> None:
-        """End the run, and close every callback."""
+        """End the run and close all callbacks."""
         self._trainer.close()
 
     def __enter__(self) -> Self:
@@ -316,7 +316,7 @@ class Trainer:
         self._trainer.__exit__(kind, error, frames)
 
     def _ours(self, given: Any) -> Callback:
-        """Return a callback of callsheet unchanged, and wrap one of Composer so that callsheet can call it (as a guest)."""
+        """Return a callback of callsheet unchanged, and one of Composer in a guest adapter, through which callsheet can call it."""
         if isinstance(given, Callback):
             return given
         kind = type(given).__name__
@@ -338,7 +338,7 @@ class Trainer:
         )
 
     def _compiled(self, scheduler: Callable[..., float], optimizer: Any) -> LRScheduler:
-        """Make a torch scheduler from a Composer scheduler: a function of the state that returns a factor for the learning rates.
+        """Make a torch scheduler from a Composer scheduler, a function that returns a factor for the learning rates.
 
         If the function takes a second argument, Composer's scale ratio, it gets 1.0.
         """
@@ -368,14 +368,14 @@ class Trainer:
 
 
 def _several(given: Any) -> list[Any]:
-    """Return a list of the given objects. The argument may be None, one object or several objects."""
+    """Return the argument, which is None, one object or several, as a list."""
     if given is None:
         return []
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 def _evaluators(given: Any) -> list[Any]:
-    """Return what is given for evaluation (None, a dataloader, an Evaluator, or a list of these) as a list.
+    """Return the argument for evaluation data as a list. It is None, a dataloader, an Evaluator, or a list of these.
 
     A list of batches is one dataloader.
     """
@@ -398,7 +398,7 @@ def _one(what: str, given: Any) -> Any:
 
 
 def _interval(what: str, given: Any) -> str:
-    """Convert an interval to callsheet's format. A whole number means epochs."""
+    """Convert an interval to callsheet's format. In Composer, a whole number means epochs."""
     if callable(given):
         raise NotSupported(f"Trainer({what}={given!r}) takes no function here; ask with ctx.control in a callback of callsheet's")
     return str(Time.from_input(given, "ep"))

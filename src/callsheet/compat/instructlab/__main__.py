@@ -1,4 +1,4 @@
-"""Exits with an error: InstructLab starts its ranks with the option `--callbacks`, but callsheet does not use such a command."""
+"""Exits with an error, because callsheet does not use the command with which InstructLab starts its ranks."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""InstructLab's argument classes. Some fields are supported, and the others accept only their default."""
+"""InstructLab's argument classes. Some fields are supported; the other fields must keep their defaults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from callsheet.errors import ConfigError
 
 
 class DistributedBackend(Enum):
-    """The names of InstructLab's backends that shard the model.
+    """The names of InstructLab's two backends that shard the model.
 
     The recipe decides instead: it uses DDP, or FSDP if `parallel` is `fsdp`.
     """
@@ -241,7 +241,7 @@ class TrainingArgs(HasModelFields):
         self.check()
 
     def check(self) -> None:
-        """Check the fields again, because they may have been changed since the constructor was called.
+        """Check the fields again, because code may have changed them after the constructor was called.
 
         Raises:
             ConfigError: a field is not supported or cannot work; the message names it.

@@ -1,4 +1,4 @@
-"""What each rank of `run_training` runs: the recipe `finetune`, with InstructLab's callbacks."""
+"""The job of each rank of `run_training`: the recipe `finetune`, with InstructLab's callbacks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RUN = "training"
 
 
 def job_of(args: TrainingArgs, train: str, validation: str | None, callbacks: list[Any]) -> Training:
-    """Make the recipe with its callbacks. InstructLab's callbacks are wrapped as guests, so that callsheet can call them."""
+    """Make the recipe and add the callbacks. Callbacks of InstructLab get a guest adapter, through which callsheet can call them."""
     job = Training(_config(args, train, validation, read_ranks().world_size))
     job.args = args
     known = Counter[str]()
@@ -73,7 +73,7 @@ class Training(Finetune):
 
 
 class _Guest(InstructLabGuest):
-    """Runs one of InstructLab's callbacks in callsheet's loop, and passes it the paths that InstructLab would use."""
+    """Runs one of InstructLab's callbacks in callsheet's loop, with the paths that InstructLab would pass to it."""
 
     def __init__(self, foreign: Any, args: TrainingArgs) -> None:
         super().__init__(foreign)

@@ -1,4 +1,4 @@
-"""Gives callsheet's dataclasses those attributes of pydantic models that code for InstructLab reads.
+"""Gives callsheet's dataclasses the attributes of pydantic models that code for InstructLab reads.
 
 These are `model_fields` and `model_dump()`. pydantic is not needed.
 """
@@ -42,7 +42,7 @@ class HasModelFields:
     model_fields: ClassVar[Any] = _ModelFields()
 
     def model_dump(self) -> dict[str, Any]:
-        """Return the fields as a dict, without those whose metadata has `exclude`, such as `callbacks`."""
+        """Return the fields as a dict, except for those that are excluded by their metadata, such as `callbacks`."""
         given: Any = self
         kept = [each.name for each in fields(given) if not each.metadata.get("exclude")]
         return {name: _dumped(getattr(self, name)) for name in kept}

@@ -1,4 +1,4 @@
-"""InstructLab's functions that send callbacks to the ranks as source code to execute. Here, they all raise `NotSupported`."""
+"""InstructLab's functions that send callbacks as source code. They raise `NotSupported`: callsheet executes no such code."""
 
 from __future__ import annotations
 
@@ -61,6 +61,6 @@ def deserialize_callbacks_from_cli(encoded: str) -> NoReturn:
 
 
 def reject_command_line(arguments: list[str]) -> NoReturn:
-    """Raise NotSupported: InstructLab starts its ranks by a command line with `main_ds.py`, but callsheet's ranks have none."""
+    """Raise NotSupported, because callsheet does not start its ranks with a command line as InstructLab does."""
     given = next((argument.partition("=")[0] for argument in arguments if argument.startswith("--callbacks")), "")
     raise NotSupported(f"{given or 'a command line'}: {_INSTEAD}")

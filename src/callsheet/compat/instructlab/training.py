@@ -80,14 +80,14 @@ def run_training(torch_args: TorchrunArgs, train_args: TrainingArgs) -> dict[str
 
 
 class _SentCallback(Callback):
-    """Wraps one of InstructLab's callbacks for sending to a rank, as its class and its constructor's arguments."""
+    """One of InstructLab's callbacks in a form that can be sent to a rank: its class and its constructor's arguments."""
 
     def __init__(self, kind: type, args: list[Any], kwargs: dict[str, Any]) -> None:
         self.foreign = kind(*args, **kwargs)
 
     @classmethod
     def of(cls, foreign: Any) -> _SentCallback:
-        """Wrap a callback and keep its current state. Before the ranks start, `launch` checks that a rebuilt callback has the same state."""
+        """Wrap a callback with its current state."""
         args, kwargs = getattr(foreign, "_arguments", ((), {}))
         wrapper = cls.__new__(cls, type(foreign), list(args), dict(kwargs))
         wrapper.foreign, wrapper.name = foreign, type(foreign).__name__

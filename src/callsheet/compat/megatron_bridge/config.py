@@ -1,4 +1,4 @@
-"""Megatron Bridge's configuration classes, with the settings that the recipe supports. Other settings are rejected."""
+"""Megatron Bridge's configuration classes, with the settings that callsheet's recipe supports. Other settings raise an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Section = TypeVar("Section")
 
 @dataclass_transform()
 def _section(kind: type[Section]) -> type[Section]:
-    """A class decorator that makes a dataclass, which rejects reading and writing unknown fields."""
+    """A class decorator that makes a dataclass. Reading or setting a field that it does not have raises an error."""
     made = dataclass(kind)
     names = [each.name for each in fields(made)]  # type: ignore[arg-type]  # `made` is a dataclass
 
@@ -59,7 +59,7 @@ class ModelConfig:
 
 @_section
 class TrainingConfig:
-    """The duration, the batch size, and the evaluation interval. `eval_iters` is a number of global batches; 0 disables evaluation and test."""
+    """The duration, the batch size and the evaluation interval. `eval_iters` counts global batches; 0 turns evaluation off."""
 
     train_iters: int = 300_000
     global_batch_size: int = 32
@@ -84,7 +84,7 @@ class OptimizerConfig:
 
 @_section
 class SchedulerConfig:
-    """The learning rate schedule: `cosine`, `linear` or `constant`. By default, `lr_decay_iters` is the length of training."""
+    """The schedule of the learning rate: `cosine`, `linear` or `constant`. By default, it is as long as training."""
 
     lr_decay_style: str = "cosine"
     lr_warmup_iters: int = 500
@@ -110,14 +110,14 @@ class DatasetConfig:
 
 @_section
 class TokenizerConfig:
-    """A tokenizer's folder or name; None uses the bytes of the text as tokens."""
+    """The folder or name of a tokenizer; with None, the tokens are the bytes of the text."""
 
     tokenizer_model: str | None = None
 
 
 @_section
 class CheckpointConfig:
-    """Where to save checkpoints, and where to resume from. With None, nothing is saved, or training begins from the start.
+    """Where to save checkpoints, and from where to resume. With None, nothing is saved, or training starts from the beginning.
 
     If `save` ends with `checkpoints`, the folder that contains it is the run's folder.
     """

@@ -1,4 +1,4 @@
-"""A model and a forward step in Megatron's style: the model returns each token's loss, and a loss function reduces them."""
+"""A model and a forward step in Megatron's style: the model returns a loss for each token, and a loss function combines them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IGNORED = -100
 
 
 class GPTModel(nn.Module):
-    """Wraps a causal language model of transformers in the call signature of Megatron's `GPTModel`.
+    """A causal language model of transformers with the call signature of Megatron's `GPTModel`.
 
     With labels it returns each token's loss, without labels the logits.
 
@@ -77,7 +77,7 @@ def _masked_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dic
 
 
 def as_recipe_step(forward_step_func: Callable[..., Any], state: GlobalState) -> Callable[[nn.Module, Any], Any]:
-    """Convert a Megatron forward step to the function of model and batch that callsheet's recipe expects.
+    """Convert a Megatron forward step to the function of model and batch that callsheet's recipe `pretrain` takes.
 
     The function may take Megatron's state as its first argument, before the iterator.
     """
@@ -98,7 +98,7 @@ def as_recipe_step(forward_step_func: Callable[..., Any], state: GlobalState) ->
 
 
 def as_megatron_batch(batch: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Convert a batch to Megatron's format: tokens, labels (the next tokens), and the loss mask. The last token has no label."""
+    """Convert a batch to Megatron's format: tokens, labels (the next tokens) and a loss mask. The last token has no label."""
     tokens = batch["input_ids"]
     labels = batch["labels"].roll(-1, dims=1)
     labels[:, -1] = IGNORED
@@ -114,7 +114,7 @@ def as_megatron_batch(batch: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _mean_and_reported(given: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the mean loss and the reported values from a loss function's result. A reported (sum, count) becomes a mean."""
+    """Return the mean loss and the reported values from a loss function's result. A pair (sum, count) becomes a mean."""
     if not isinstance(given, tuple) or len(given) not in (2, 3) or not isinstance(given[-1], Mapping):
         raise ConfigError(
             "the loss function of forward_step has to give (loss, reported by name), or (loss, tokens, reported by name)"

@@ -96,7 +96,7 @@ def _run(recipe: Pretrain, config: ConfigContainer, state: GlobalState) -> None:
 
 
 class BridgePretrain(Pretrain):
-    """callsheet's recipe `pretrain`, with a model that has the call signature of Megatron's models."""
+    """callsheet's recipe `pretrain`, whose model has the call signature of Megatron's models."""
 
     state: GlobalState
 
@@ -111,7 +111,7 @@ class BridgePretrain(Pretrain):
 
 
 class _Plan(OwnCallback):
-    """A callback that requests the configured validations and checkpoints, and runs Megatron's timers."""
+    """A callback that requests the configured validations and checkpoints, and starts and stops Megatron's timers."""
 
     phase = "save"
 
@@ -253,7 +253,7 @@ def _place(save: str | None) -> tuple[str, str]:
 
 
 def _resume(load: str | None, folder: Path) -> str:
-    """Return the recipe's `resume` option (`new`, `auto` or a checkpoint's path) for `load`, Megatron's path to resume from."""
+    """Convert `load`, Megatron's path to resume from, to the recipe's `resume` option (`new`, `auto` or a checkpoint's path)."""
     if load is None:
         return "new"
     if Path(load).absolute() in (folder.absolute(), (folder / "checkpoints").absolute()):

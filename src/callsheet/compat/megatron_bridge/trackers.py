@@ -21,7 +21,7 @@ NAMES = {"train/learning_rate": "learning-rate", "train/grad_norm": "grad-norm"}
 
 
 class Trackers(Callback):
-    """A callback that opens the configured trackers, and writes each metrics record to them until `close`."""
+    """A callback that opens the configured trackers, and writes every metrics record to them until `close` is called."""
 
     phase = "report"
     on_error = "isolate"
@@ -93,7 +93,7 @@ class Trackers(Callback):
         return mlflow
 
     def on_log(self, ctx: Context) -> None:
-        """Log the record's losses, learning rate and gradient norm to the trackers."""
+        """Log the losses, the learning rate and the gradient norm of the metrics record to the trackers."""
         values = {named: value for name, value in ctx.record.values.items() if (named := _named(name)) is not None}
         for write in self._write if values else ():
             write(values, ctx.record.step)

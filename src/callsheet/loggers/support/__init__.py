@@ -1,1 +1,1 @@
-"""Code that several loggers use."""
+"""Code that several loggers share."""

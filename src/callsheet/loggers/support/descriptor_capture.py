@@ -60,7 +60,8 @@ class DescriptorCapture:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # a new session: signals to the training's process group do not reach it
+                # A new session, so that signals to the training's process group do not reach this process.
+                start_new_session=True,
             )
             _flush()
             for descriptor, target in ours.items():
@@ -77,7 +78,7 @@ class DescriptorCapture:
         """Write text to the log, but not to the terminal."""
         with self._lock:
             if not text or self._is_closed or self._is_writing or os.getpid() != self._process:
-                return  # `_is_writing` is True if a signal handler calls `write` in the middle of a message
+                return  # a signal handler has called `write` while a message is being written
             self._is_writing = True
             try:
                 content = text.encode("utf-8", "backslashreplace")
@@ -99,7 +100,7 @@ class DescriptorCapture:
                 return
 
     def failure(self) -> OSError | None:
-        """Return the error that made writing to the log fail since the last call, or None."""
+        """Return the error with which writing to the log has failed since the last call, or None."""
         if self._is_closed:
             return None
         try:
@@ -112,7 +113,7 @@ class DescriptorCapture:
         return OSError(answer.decode().splitlines()[0])
 
     def close(self) -> None:
-        """Restore stdout and stderr, unless other code has replaced them, and wait until all output is in the log.
+        """Restore stdout and stderr, unless other code has replaced them since, and wait until all output is in the log.
 
         This may be called twice.
 

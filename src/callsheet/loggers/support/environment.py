@@ -20,8 +20,8 @@ logger = logging.getLogger("callsheet")
 FILE = "environment.json"
 
 _GIT_SECONDS = 10.0  # time limit of each git command; a repository may be on a slow network disk
-_MAX_DIFF = 2**18  # most characters of the uncommitted changes to record
-_MAX_FILES = 500  # most names of changed or of new files to record
+_MAX_DIFF = 2**18  # the most characters of the uncommitted changes to record
+_MAX_FILES = 500  # the most names of changed files, and of new files, to record
 _SECRET_FILES = (".env", ".pem", ".key", ".p12", ".netrc", ".npmrc", ".pypirc", "id_rsa", "id_ed25519", "credentials")
 """Ends of the names of files whose changes are left out of the diff."""
 
@@ -100,7 +100,7 @@ def _processor() -> str:
 
 
 def _git(folder: Path) -> dict[str, Any]:
-    """Return the commit, the branch and the uncommitted changes of the repository that contains `folder`; empty if there is none."""
+    """Return commit, branch and uncommitted changes of the git repository that contains `folder`; empty if there is none."""
     top = _asked(folder, "rev-parse", "--show-toplevel")
     commit = _asked(folder, "rev-parse", "HEAD")
     if not top or not commit:
@@ -125,7 +125,7 @@ def _git(folder: Path) -> dict[str, Any]:
 
 def _asked(folder: Path, *question: str) -> str | None:
     """Return the output of a git command; None if there is no git or no repository, or if git does not answer in time."""
-    # The user's hooks, pagers, editors and prompts must not run, and reading must not write to the repository.
+    # The user's git hooks, pagers, editors and prompts must not run, and reading must not write to the repository.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "GIT_PAGER": "cat", "LC_ALL": "C"}
     try:
         answer = subprocess.run(

@@ -23,13 +23,13 @@ def short(rate: float) -> str:
 
 
 def outcome(ctx: Context) -> str:
-    """Return a line of text that says how and why the run ended."""
+    """Return a line of text that says how the run ended, and why."""
     reason = f"  ({ctx.run.outcome_reason})" if ctx.run.outcome_reason else ""
     return f"{ctx.run.name} {ctx.run.outcome}: {place(ctx)}  {clock(ctx.state.timestamp.seconds)} of training{reason}"
 
 
 def speeds(ctx: Context) -> list[str]:
-    """Return the speeds of the metrics record as texts such as `1,234 samples/s`. The record of an evaluation has no speeds."""
+    """Return the speeds in the metrics record as texts such as `1,234 samples/s`; none for the record of an evaluation."""
     rates = {"samples": ctx.record.samples_per_second, "tokens": ctx.record.tokens_per_second}
     return [f"{short(rate)} {name}/s" for name, rate in rates.items() if rate]
 

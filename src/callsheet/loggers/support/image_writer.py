@@ -15,7 +15,7 @@ _OPTIONS = LaneOptions(queue=64, deadline=60.0)  # the queue is short, since que
 
 
 class ImageWriter:
-    """Writes images as PNG files into a folder, one batch after the other, in the background.
+    """Writes images as PNG files into a folder, on a background thread.
 
     A thread is enough, because encoding releases the interpreter lock.
 
@@ -32,7 +32,7 @@ class ImageWriter:
         self._lane = Lane(f"{label}'s images", self._written, _OPTIONS)
 
     def write(self, files: Sequence[str], images: Sequence[Any], then: Callable[[], object]) -> None:
-        """Queue copies of `images` to be written to `files` (paths in the folder). `then` is called once they are written."""
+        """Queue copies of `images` to be written to `files` (paths in the folder). Then call `then`."""
         here = [image.detach().cpu() if hasattr(image, "detach") else image for image in images]
         self._lane.put((list(files), copied(here, {}), then))
         self._report_failure()

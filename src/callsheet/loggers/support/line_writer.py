@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-_KEPT_BYTES = 64 * 2**20  # most bytes to keep in memory for a file that cannot be written
+_KEPT_BYTES = 64 * 2**20  # the most bytes to keep in memory while a file cannot be written
 
 
 class LineWriter:
-    """Appends lines to files in a folder from a background thread, which writes a line within about `seconds`.
+    """Appends lines to files in a folder from a background thread, which writes each line within about `seconds`.
 
     `append` never waits for the disk. Text that cannot be written is kept and written later, from the middle of a line if
     necessary. In a forked process the writer writes nothing, because the queued lines belong to the parent. While `may_write`
@@ -28,7 +28,7 @@ class LineWriter:
         self._folder = folder
         self._seconds = seconds
         self._may_write = may_write
-        # A deque, whose `append` is thread-safe, so that `append` below never waits for a write to the disk.
+        # A deque, because its `append` is thread-safe without a lock, so that `LineWriter.append` never waits for the disk.
         self._given: deque[tuple[str, bytes]] = deque()
         self._files: dict[str, _File] = {}
         self._writing = threading.Lock()  # protects `_files`
@@ -113,7 +113,7 @@ class LineWriter:
 
 
 class _File:
-    """A file with a queue of bytes that are still to be appended to it."""
+    """A file, and the bytes that are still to be appended to it."""
 
     def __init__(self, path: Path) -> None:
         self.waits = bytearray()

@@ -20,13 +20,13 @@ LONGEST_NAME, LONGEST_PARAM, LONGEST_TAG = 250, 6000, 5000
 
 
 _lock = threading.Lock()
-_talking: list[int] = []  # the timeouts of all active `patience` contexts, in any thread
-_before: dict[Any, Any] = {}  # MLflow's variable -> its original default, restored when no logger needs another
+_talking: list[int] = []  # the timeouts of all `with patience(...)` blocks that are running, in any thread
+_before: dict[Any, Any] = {}  # for each variable of MLflow, its original default, which is restored when no logger needs another
 
 
 @contextmanager
 def patience(mlflow: Any, timeout: int) -> Iterator[None]:
-    """Use a short timeout for requests to MLflow within this context, because with MLflow's defaults they may take minutes.
+    """While the `with` block runs, use a short timeout for requests to MLflow, which with MLflow's defaults may take minutes.
 
     MLflow reads its defaults at every request, and environment variables of the user override them. This changes the defaults and
     not the environment, because a program may crash if one thread writes the environment while a library reads it in another.
@@ -83,7 +83,7 @@ def client_for(mlflow: Any, run: RunInfo, uri: str | None) -> Any:
 
 
 def run_of_before(mlflow: Any, client: Any, run_id: str) -> Any:
-    """Continue the MLflow run with this id, which an earlier process began: set it to RUNNING and return it.
+    """Reopen the MLflow run with this id, which an earlier process of the run began: set it to RUNNING and return it.
 
     If the run no longer exists, log a warning and return None.
     """
@@ -113,7 +113,7 @@ def new_run(mlflow: Any, client: Any, experiment: str | None, name: str, tags: M
         try:
             client.create_experiment(title, artifact_location=_artifacts_beside(client.tracking_uri))
         except mlflow.MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":  # otherwise another process has just created the experiment
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":  # unless another process has just created the experiment
                 raise
         found = client.get_experiment_by_name(title)
     return client.create_run(found.experiment_id, run_name=name, tags=tags)

@@ -1,4 +1,4 @@
-"""A log file of a process's output. Like a terminal, it shows only the last state of a line that is rewritten.
+"""A log file of a process's output. Of a line that is rewritten, such as a progress bar, it keeps only the last state.
 
 This module imports only the standard library and nothing of callsheet. Run as a script, it is the process that copies file
 descriptors into such a file; see `descriptor_capture`.
@@ -33,7 +33,7 @@ class OutputLog:
     def __init__(self, path: str | os.PathLike[str], max_bytes: int | None = None) -> None:
         self._path = os.fspath(path)
         self._max_bytes = max_bytes
-        self._lines: dict[str, str] = {}  # stream -> its last line, which is still incomplete
+        self._lines: dict[str, str] = {}  # for each stream, its last line, which is not complete yet
         self._lock = threading.RLock()  # reentrant, because a signal handler may print while the main thread prints
         self._failure: OSError | None = None
         self._is_failing = self._is_closed = False
@@ -42,12 +42,12 @@ class OutputLog:
         self._descriptor = self._opened()
 
     def write(self, text: str, stream: str = "") -> None:
-        """Add text that was printed to a stream. Each line is written to the file once it is complete."""
+        """Add text that the process printed. Each line is written to the file once it is complete."""
         if os.getpid() != self._process:
             return
         with self._lock:
             *ended, rest = (self._lines.get(stream, "") + text).split("\n")
-            if len(rest) > _LONGEST:  # this may be a progress bar that was rewritten for hours: keep its last state
+            if len(rest) > _LONGEST:  # probably a progress bar that was rewritten for hours: keep its last state
                 rest = rest[rest.rstrip("\r").rfind("\r") + 1 :]
             if len(rest) > _LONGEST:
                 ended, rest = [*ended, rest], ""
@@ -56,7 +56,7 @@ class OutputLog:
                 self._append("".join(f"{line}\n" for line in shown).encode("utf-8", "backslashreplace"))
 
     def failure(self) -> OSError | None:
-        """Return the error of a failed write since the last call, or None. Of failures in a row, only the first is returned."""
+        """Return the error of a failed write since the last call, or None. Of several failures in a row, return only the first."""
         failure, self._failure = self._failure, None
         return failure
 
@@ -103,7 +103,7 @@ class OutputLog:
 
 
 def _shown(line: str) -> str | None:
-    """Return what remains visible of `line` after a terminal has printed it; None if the line has only control codes."""
+    """Return what a terminal would show of `line` after all its control codes; None if the line has nothing else."""
     written = line.rstrip("\r")
     seen = _CODES.sub("", _REWRITTEN.split(written)[-1])
     return seen if seen or not written else None
@@ -120,7 +120,7 @@ CLOSED = b"\0"
 
 
 class _Source:
-    """The pipe that replaces a captured file descriptor. Its output goes to the descriptor's original target and to the log."""
+    """A pipe in place of a captured file descriptor. Its output is passed on to the original target and to the log."""
 
     def __init__(self, name: str, descriptor: int, target: int) -> None:
         self.name = name
@@ -215,7 +215,7 @@ class Copier:
     def _answer(self, answer: bytes) -> None:
         try:
             os.write(self._answers, answer)
-        except OSError:  # the process whose output is copied has ended
+        except OSError:  # the process whose output is copied has ended already
             return
 
 

@@ -1,4 +1,4 @@
-"""Converts images to the form that every destination can show: three channels of 8 bits."""
+"""Converts images to a form that every destination can show: three channels of 8 bits."""
 
 from __future__ import annotations
 

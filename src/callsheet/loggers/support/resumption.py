@@ -1,4 +1,4 @@
-"""Finds out which metrics records in a run's folder are still valid after a resume."""
+"""Determines which metrics records in a run's folder are still valid after a resume."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ValidRecords:
     step: int = 0
 
     def are_repeated_by(self, step: int) -> bool:
-        """Return whether a new record at `step` repeats records that were kept although they were logged after the checkpoint."""
+        """Return whether a new record at `step` replaces the records of that step which were logged after the checkpoint."""
         return self.kept > self.before and step <= self.step
 
 

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_SHARE = 10  # pause after a failure, as a multiple of the time that the failed attempt took
+_SHARE = 10  # the length of the pause after a failure, as a multiple of the time that the failed attempt took
 
 
 class RetryQueue:
-    """Sends entries to a tracker in order. Entries that cannot be sent are kept and sent later.
+    """Sends entries to a tracker in order. Entries that cannot be sent are kept, to be sent later.
 
     After a failure it pauses for ten times as long as the attempt took, and for at least one call of `put`. An unavailable
     tracker must not block its lane for long, because the lane's queue is bounded.
@@ -39,7 +39,7 @@ class RetryQueue:
         self._has_failed = False
 
     def put(self, entries: Sequence[Any]) -> None:
-        """Queue `entries`. Send all queued entries, except in the pause after a failure. Raise what `send` raises."""
+        """Queue `entries` and send all queued entries, unless sending failed a short time ago. Raise what `send` raises."""
         self.waiting += entries
         del self.waiting[: -self._limit]
         if self._has_failed:

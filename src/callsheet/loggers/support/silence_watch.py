@@ -1,4 +1,4 @@
-"""A thread that shows in which handler the training loop is, and for how long, if nothing has been shown for a while."""
+"""A thread that, if nothing has been shown for a while, shows which handler is running and for how long."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EVENTS = frozenset(str(event) for event in Event)
 
 
 class SilenceWatch:
-    """A thread that calls `show` with a text every second while nothing else has been shown for a while.
+    """A thread that calls `show` with a text every second as soon as nothing else has been shown for a while.
 
     The text counts the seconds, and names the handler that the constructor's thread is in, if there is one.
 

@@ -13,7 +13,7 @@ Take = Callable[[str, str], None]
 
 
 class StreamTee:
-    """Replaces `sys.stdout` or `sys.stderr`, and passes text that this process writes to the original stream and to `take`.
+    """Replaces `sys.stdout` or `sys.stderr`. Passes text that this process writes to the original stream and to `take`.
 
     If another object wraps the tee when it is closed, the tee stays in place and only forwards. It removes itself as soon as it
     is again the stream in `sys`.
@@ -29,7 +29,7 @@ class StreamTee:
 
     @property
     def under(self) -> Any:
-        """The stream that this tee replaced. If that is a closed tee, the stream that the closed tee replaced."""
+        """The stream that this tee replaced, leaving out tees that are closed."""
         under: Any = self._under
         return under.under if isinstance(under, StreamTee) and under._take is None else under
 
@@ -42,7 +42,7 @@ class StreamTee:
         return self._under.write(text)
 
     def writelines(self, lines: Sequence[str]) -> None:
-        """Write each line."""
+        """Write these lines."""
         for line in lines:
             self.write(line)
 
@@ -63,7 +63,8 @@ class StreamTee:
         return iter(self._under)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_under":  # a copy has no attributes at first, and the line below would recurse without end
+        # While the object is being copied it has no attributes, and the line below would recurse without end.
+        if name == "_under":
             raise AttributeError(name)
         return getattr(self._under, name)
 

@@ -83,7 +83,7 @@ class Tracker(Logger):
 
     @property
     def state_is_ready(self) -> bool:
-        """Whether `state_dict` can be called while the logger's thread still has events to handle.
+        """Whether a checkpoint can call `state_dict` before the logger's thread has handled all its events.
 
         This is so if the run is open and the subclass adds no state.
         """
@@ -121,7 +121,7 @@ class Tracker(Logger):
                 self._close(ctx, ctx.run.outcome or Outcome.FINISHED)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the id of the run in the tracker, and the run's name in callsheet, which shows whether a run is resumed or forked."""
+        """Return the tracker's run id, and the name of callsheet's run, which shows whether a run is resumed or forked."""
         return dict(self._saved) if self._saved.get("run_id") else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -145,12 +145,12 @@ class Tracker(Logger):
         raise NotImplementedError
 
     def _module(self) -> Any:
-        """Import and return the tracker's package. No attribute stores it, because loggers are copied, and a module cannot be."""
+        """Import and return the tracker's package. No attribute stores it, because loggers are copied and modules cannot be."""
         return load(self.package, extra=self.extra, wanted_by=type(self).__name__)
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested values to dotted names (`optimizer.lr`, `callbacks.0.keep`). The results are numbers, strings, None, or lists of these."""
+    """Flatten nested values to a dictionary with dotted names, such as `optimizer.lr` or `callbacks.0.keep`."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         path = f"{prefix}{name}"
@@ -168,7 +168,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn dotted names into nested dictionaries, one level per dot; the reverse of `flat`."""
+    """Convert dotted names to nested dictionaries, one level for each dot. This is the reverse of `flat`."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         *outer, last = name.split(".")
@@ -182,7 +182,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_no_secret(what: str, url: str | None, environment: str) -> None:
-    """Raise ConfigError if a URL contains a password or a token, because options are written to the run's folder.
+    """Raise ConfigError if a URL contains a password or a token, because a logger's options are written to the run's folder.
 
     `environment` names the environment variables to use instead.
     """

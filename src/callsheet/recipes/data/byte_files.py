@@ -1,4 +1,4 @@
-"""Text files as data for a language model whose tokens are bytes.
+"""Text files as data for a language model. Each byte is a token.
 
 This module splits the files into datasets of fixed-length windows for training and validation. As baselines, it computes the
 validation losses of a unigram and a bigram model.
@@ -26,7 +26,7 @@ _TESTS = frozenset({"test", "tests", "idle_test", "site-packages"})
 
 @dataclass
 class ByteFiles:
-    """The text files of a folder as datasets of byte windows.
+    """Text files in a folder as datasets of windows (sequences of bytes of a fixed length).
 
     Args:
         folder: the folder of the files; None is the standard library of the running Python, without its tests.
@@ -66,7 +66,7 @@ class ByteFiles:
 
     @cached_property
     def files(self) -> tuple[list[Path], list[Path], list[Path]]:
-        """The lists of files for training, for validation and for the test.
+        """The files, as three lists: for training, for validation and for the test.
 
         Raises:
             ConfigError: one of the three is empty.
@@ -97,7 +97,7 @@ class ByteFiles:
         return _read(self.files[1])
 
     def train(self) -> Windows:
-        """Return windows of the training bytes as samples: `input_ids` and `labels`, int64, (sequence_length,)."""
+        """Return windows of the training bytes, with `input_ids` and `labels` as int64 of shape (sequence_length,)."""
         return Windows(self.train_bytes, self.sequence_length)
 
     def validation(self) -> Windows:
@@ -131,7 +131,7 @@ class ByteFiles:
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """A token sequence as a dataset of consecutive windows of `length` tokens: every `step`-th of them, and at most `most`."""
+    """A dataset of windows of `length` tokens, cut from one token sequence: every `step`-th window, and at most `most` of them."""
 
     def __init__(self, data: NDArray[Any], length: int, *, step: int = 1, most: int | None = None) -> None:
         self._starts = range(0, len(data) - length + 1, length * step)[:most]

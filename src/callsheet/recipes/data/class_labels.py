@@ -14,7 +14,7 @@ WEIGHTS = ("none", "balanced")
 
 
 class ClassLabels:
-    """Converts the labels of rows, which are names or numbers, to class indices, which count from 0.
+    """Converts labels of rows, which are names or numbers, to class indices from 0.
 
     Args:
         names: the names of the classes, in the order of their numbers.
@@ -38,7 +38,7 @@ class ClassLabels:
 
     @classmethod
     def of(cls, labels: Iterable[tuple[str, Any]]) -> ClassLabels:
-        """Make the classes from each row's (place, label): names in alphabetical order, or all numbers from 0 to the greatest.
+        """Return the classes for the rows' labels: names in alphabetical order, or all numbers from 0 to the largest.
 
         Raises:
             ConfigError: a label is neither a name nor a number, some are names and others numbers, or there is only one class.
@@ -85,7 +85,7 @@ class ClassLabels:
 
 
 def agreed_with_head(labels: ClassLabels, model: LanguageModel, *, may_reorder: bool) -> ClassLabels:
-    """Return the labels with the class indices of the pretrained model's classification head, if it has one.
+    """Return the labels with the class indices that the pretrained model's classification head uses, if it has such a head.
 
     If the head has the same names, the labels get its order. If the labels are only numbers, they get the head's names.
 
@@ -122,7 +122,7 @@ def agreed_with_head(labels: ClassLabels, model: LanguageModel, *, may_reorder: 
 
 
 def class_weights(given: str | Sequence[float], counts: Sequence[int], names: Sequence[str]) -> list[float] | None:
-    """Return the loss weight of a sample of each class; None for equal weights.
+    """Return the weight of each class in the loss; None for equal weights.
 
     The result is `given`, or None for `none`. For `balanced`, it is rows / (classes * rows of the class).
 

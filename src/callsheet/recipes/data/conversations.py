@@ -1,4 +1,4 @@
-"""Converts rows of text to tokens, and marks the target tokens, which count in the loss.
+"""Converts rows of text to tokens, and marks those that count in the loss (target tokens).
 
 Rows are chats (with a template), prompts with completions, or plain text.
 """
@@ -33,7 +33,7 @@ class Example:
 
 
 class Conversations:
-    """Converts rows to tokens, and marks the target tokens, which count in the loss.
+    """Converts rows to tokens, and marks those that count in the loss (target tokens).
 
     A row has a column `messages`, a list of `role` and `content`, and optionally a column `tools`; or `prompt` and `completion`, which
     are texts or lists of messages; or `text`. With a chat template, a text `prompt` becomes a user's message and `completion` its
@@ -88,7 +88,7 @@ class Conversations:
         return Example(ids, [True] * len(ids))
 
     def prompt(self, row: Row, place: str) -> list[int]:
-        """Return the tokens after which the model generates an answer: the row without its last answer.
+        """Return the tokens of a row without its last answer, for the model to continue with an answer.
 
         If there is a chat template, the tokens end with its start of an answer.
 
@@ -126,7 +126,7 @@ class Conversations:
         return Example(ids, is_target)
 
     def _answers(self, messages: Sequence[Message], tools: Any, place: str) -> tuple[str, list[Span]]:
-        """Return the rendered text of the messages, and the spans of the assistant's messages in the text, in order."""
+        """Return the messages as rendered text, and the spans of the assistant's messages in this text."""
         if self._has_template and _GENERATION.search(template := str(self._tokenizer.get_chat_template(None, tools=tools))):
             return self._marked(messages, tools, template, place)
         text = self._rendered(messages, tools, place)
@@ -176,7 +176,7 @@ class Conversations:
         return text
 
     def _ids(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the token ids of a text. `special` adds special tokens, such as a start token; a rendered template has them."""
+        """Return the token ids of a text. With `special`, add special tokens, which the text of a rendered template has already."""
         return list(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     def _ended(self, ids: list[int]) -> list[int]:
@@ -185,7 +185,7 @@ class Conversations:
 
 
 def _taken(render: Callable[[], Any], place: str) -> Any:
-    """Return the result of `render`. Raise ConfigError for the row at `place` if the chat template cannot render its messages."""
+    """Return the result of `render`, which renders a chat template. Raise ConfigError for the row at `place` if that fails."""
     from jinja2 import TemplateError
 
     try:
@@ -195,7 +195,7 @@ def _taken(render: Callable[[], Any], place: str) -> Any:
 
 
 def _conversation(row: Row, place: str) -> tuple[list[Message], Any]:
-    """Return the chat messages of a row, and the tools that the model may call; None if there are none."""
+    """Return the chat messages of a row, and the tools that the model may call, or None if the row has no tools."""
     parts = [("messages", row["messages"])] if "messages" in row else [(name, row.get(name)) for name in ("prompt", "completion")]
     messages: list[Message] = []
     for column, value in parts:

@@ -1,4 +1,4 @@
-"""The handwritten digits of scikit-learn as rows: an image, a question, and the digit's name in words."""
+"""scikit-learn's handwritten digits as rows: an image, a question about it, and the digit's name in words."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARTS = ("train", "validation", "test")
 
 
 class Digits(Table):
-    """A part of scikit-learn's 1,797 images of handwritten digits (Alpaydin and Kaynak 1998), as rows of a table.
+    """Rows from a part of scikit-learn's 1,797 images of handwritten digits (Alpaydin and Kaynak 1998).
 
     Args:
         part: `train`, `validation` or `test`; the last two are a tenth of the images each. The part of an image depends only on

@@ -1,4 +1,4 @@
-"""Makes questions and answers about Python functions from their docstrings. The files are parsed, not run."""
+"""Makes questions and answers about Python functions from their docstrings. The source files are parsed, not executed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Documented(Table):
-    """A table of conversations about functions. In each row, the question is about one function, and the answer is its docstring.
+    """A table of conversations about functions. Each row has a question about a function, and its docstring as the answer.
 
     The user gives the module and the signature, and the assistant answers with the docstring's first line.
     """
@@ -62,7 +62,7 @@ class Docstrings:
 
     @property
     def train(self) -> Documented:
-        """Return the training rows: the functions and methods of files that are not held out."""
+        """Return the training rows, which are the functions and methods of files that are not held out."""
         return self._tables["train"]
 
     @property
@@ -99,7 +99,7 @@ class Docstrings:
 
 
 def _documented(path: Path) -> Iterator[tuple[str, _Function]]:
-    """Yield each documented function of the file that is not nested in another function.
+    """Yield each documented function of the file, except functions inside functions.
 
     With it, yield the name of its class and a dot, or an empty string.
     """

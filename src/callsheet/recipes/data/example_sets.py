@@ -1,4 +1,4 @@
-"""The datasets of a fine-tuning job as tokenized examples that are padded or packed."""
+"""The datasets of a fine-tuning job: tokenized examples that are padded, or packed into rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from callsheet.recipes.data.rows import Stream, Table
 
 
 class ExampleSets:
-    """The datasets of a job. All rows are tokenized at the start, except streamed rows, which are tokenized when read.
+    """The datasets of a job. All rows are tokenized at the start, except streamed rows, which are tokenized when they are read.
 
     Args:
         rows: the rows by the dataset's name.
@@ -51,14 +51,14 @@ class ExampleSets:
         """A DataLoader's `collate_fn` for all of the datasets: it makes a batch of samples."""
 
     def dataset(self, name: str) -> Any:
-        """Return the samples of the dataset `name`: examples, or rows into which several examples are packed."""
+        """Return the samples of the dataset `name`, which are examples or, with packing, rows of several examples."""
         examples = self.examples[name]
         if not self._packing:
             return examples
         return Packed(examples, self._longest) if isinstance(examples, Examples) else PackedStream(examples, self._longest)
 
     def __str__(self) -> str:
-        """Return a text with the number of examples of each dataset, and of examples that were too long."""
+        """Return a text with the number of examples of each dataset, and the number of examples that were too long."""
         parts = []
         for name, examples in self.examples.items():
             count = "a stream"

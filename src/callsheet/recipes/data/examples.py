@@ -1,4 +1,4 @@
-"""Datasets of tokenized examples with target tokens, from tables and from streams.
+"""Datasets of tokenized examples, from tables and from streams.
 
 They come from a table in memory, or from a stream as its rows arrive. No example exceeds the length limit.
 """
@@ -30,7 +30,7 @@ Sample = dict[str, Tensor]
 
 
 class Fit:
-    """Checks, cuts or drops examples, so that each has at most `longest` tokens and at least one target token.
+    """Ensures that an example has at most `longest` tokens and a target token: it cuts, drops or rejects other examples.
 
     Attributes:
         truncated: how many examples were cut.
@@ -44,7 +44,7 @@ class Fit:
         self._too_long = too_long
 
     def __call__(self, example: Example, place: str) -> Example | None:
-        """Return the example, cut to `longest` tokens if it is too long, or None if it is dropped.
+        """Return the example, or the example cut to `longest` tokens; None if it is to be left out.
 
         Raises:
             ConfigError: the example is too long and `too_long` is `reject`, or it has no target token; the message names the place.
@@ -71,7 +71,7 @@ class Fit:
 
 
 class Examples(Dataset[Sample]):
-    """A dataset of the tokenized rows of a table, in memory (five bytes per token). All rows are checked before training."""
+    """A dataset of a table's rows, which are checked and tokenized at the start, and kept in memory (five bytes per token)."""
 
     def __init__(self, rows: Table, encode: Encode, fit: Fit) -> None:
         ids, is_target, ends = array("i"), array("b"), array("q", [0])
@@ -116,7 +116,7 @@ class Examples(Dataset[Sample]):
 
 
 class ExampleStream(IterableDataset[Sample]):
-    """A dataset of the rows of a stream, tokenized as they are read. A row that cannot be used stops the run when it is read."""
+    """A dataset of a stream's rows, which are tokenized as they are read. A row that cannot be used raises an error at that time."""
 
     def __init__(self, rows: Stream, encode: Encode, fit: Fit) -> None:
         self._rows, self._encode, self._fit = rows, encode, fit

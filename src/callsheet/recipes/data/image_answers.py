@@ -1,4 +1,4 @@
-"""Generates the answers of a trained vision-language model to questions about images."""
+"""Generates answers of a trained vision-language model to questions about images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from callsheet.trainer import Trainer
 def answered(
     trainer: Trainer, questions: Sequence[Example], batches: ImageBatches, tokenizer: Any, most: int, *, batch_size: int
 ) -> Iterator[str]:
-    """Yield the text that the model generates for each question, by greedy decoding.
+    """Yield the answer that the model generates for each question, by greedy decoding.
 
     With sharded weights every rank must call this; each gets all answers.
 

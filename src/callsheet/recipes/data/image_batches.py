@@ -1,4 +1,4 @@
-"""Makes batches of images and text: the output of the model's processor, with labels for the target tokens."""
+"""Makes batches of images and text: the output of the model's processor, and labels for the target tokens."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ImageBatches:
         return self._shortened(batch, examples) if ids.shape[1] > self._longest else batch
 
     def check_length(self, example: Example) -> None:
-        """Raise ConfigError if a row is too long even without its images. No image is read for this.
+        """Raise ConfigError if a row is too long even if its images are not counted. No image is read.
 
         Raises:
             ConfigError: the row is too long; the message names its place.
@@ -87,7 +87,7 @@ class ImageBatches:
         )
 
     def _tokens(self, text: str) -> dict[str, Any]:
-        """Return keyword arguments for the tokenizer, so that a text with a start token does not get a second one.
+        """Return the keyword arguments for the tokenizer that prevent a second start token in a text that begins with one.
 
         A chat template may have added the start token.
         """
@@ -95,7 +95,7 @@ class ImageBatches:
         return {"add_special_tokens": False} if begin is not None and text.startswith(begin) else {}
 
     def _spans(self, example: Example, length: int) -> Iterator[tuple[int, int]]:
-        """Yield the spans of target tokens in a row of `length` token ids.
+        """Yield where the target tokens are in a row of `length` token ids, as spans.
 
         The processor replaces each image by many ids. Positions after the last image are therefore counted from the end.
         """
@@ -110,7 +110,7 @@ class ImageBatches:
             yield start + more, end + more
 
     def _length(self, example: Example) -> int:
-        """Return the number of token ids of an example without padding."""
+        """Return how many token ids an example has without padding."""
         if not example.images:
             return len(self._plain(example.text, example.text))
         return int(self.encoded([example], side="right")["input_ids"].shape[1])
@@ -154,7 +154,7 @@ def _padding_on(tokenizer: Any, side: str) -> Iterator[None]:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the common prefix of two sequences of ids.
+    """Return how many ids two sequences have in common at their beginnings.
 
     A token that crosses the border belongs to what follows it.
     """

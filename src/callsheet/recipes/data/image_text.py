@@ -1,4 +1,4 @@
-"""Converts rows of images and text to the input of a processor: the rendered text, its target spans, and the images."""
+"""Converts rows of images and text to input for a processor: the rendered text, which parts of it are targets, and the images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class TargetSpan:
-    """A part of a text, characters `start` up to `end`, on which the loss is computed. `images_before` images come before it."""
+    """A part of a text that counts in the loss: the characters from `start` to `end`, after `images_before` images."""
 
     start: int
     end: int
@@ -66,7 +66,7 @@ class ImageText:
         self._rows = rows
 
     def __call__(self, row: Mapping[str, Any], place: str) -> Example:
-        """Convert a row to an example: its rendered text, the target spans of the text, and its images.
+        """Convert a row to an example: its rendered text, the parts of the text that count in the loss, and its images.
 
         Raises:
             ConfigError: the row cannot be used; the message has its place and a hint.
@@ -78,11 +78,11 @@ class ImageText:
         return self._example(row, place, pixels=False, is_question=False)
 
     def asked(self, row: Mapping[str, Any], place: str) -> Example:
-        """Convert a row without its last answer, for a model to answer. The row need not have an answer."""
+        """Convert a row without its last answer, so that a model can answer it. The row need not have an answer."""
         return self._example(row, place, pixels=True, is_question=True)
 
     def completion(self, row: Mapping[str, Any], place: str) -> str:
-        """Return the text of the row's last answer, without checking its images."""
+        """Return the text of the row's last answer. Its images are not checked."""
         messages, _ = self._messages(row, place, is_question=False)
         return _text_of(messages[-1])
 
@@ -97,7 +97,7 @@ class ImageText:
         return Example(place, *self._answers(messages, place, images), _text_of(messages[-1]))
 
     def _messages(self, row: Mapping[str, Any], place: str, is_question: bool) -> tuple[list[dict[str, Any]], list[Any]]:
-        """Return the messages of a row, with contents split into parts, and the images in the order of these parts."""
+        """Return the messages of a row, with contents split into parts, and the row's images in the order of the image parts."""
         given = row.get("images") if row.get("images") is not None else row.get("image")
         loose = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
         if row.get("messages") is not None:
@@ -212,7 +212,7 @@ def _part(part: Any, place: str) -> dict[str, Any]:
         reject(place, f"it is {part!r:.60}; give a part with the type image or text")
     if part["type"] == "text":
         return {"type": "text", "text": _text(part.get("text"), "text", place)}
-    # Parquet and Arrow give every part all keys, with None for missing values
+    # Parquet and Arrow give every part all keys, with None where a part has no value.
     return {name: value for name, value in part.items() if value is not None}
 
 
@@ -240,7 +240,7 @@ def _count_images(messages: Sequence[Mapping[str, Any]]) -> int:
 
 
 def looked_at(rows: Any, form: ImageText, most: int | None) -> Iterator[Example]:
-    """Yield the first `most` rows of a table or stream as examples, or all if it is None, to find errors in them before training.
+    """Yield the first `most` rows (None: all) of a table or stream as examples, to find errors in them before training.
 
     Raises:
         ConfigError: there is no row, or one that cannot be used.

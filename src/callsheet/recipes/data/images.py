@@ -1,4 +1,4 @@
-"""Opens the images of rows: files next to the rows, bytes, or Pillow images. Errors name the place of the row."""
+"""Opens the images of rows: files next to the rows, bytes, or Pillow images. Error messages name the row."""
 
 from __future__ import annotations
 

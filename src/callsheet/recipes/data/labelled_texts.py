@@ -1,4 +1,4 @@
-"""Converts rows of a text and a label to samples of token ids and a class index. Errors name the place of the row."""
+"""Converts rows with a text and a label to samples of token ids and a class index. Error messages name the row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOO_LONG = ("truncate", "reject")
 
 @dataclass(frozen=True)
 class LabelledTexts:
-    """Converts rows of a text and a label to samples of token ids and a class index.
+    """Converts rows with a text and a label to samples of token ids and a class index.
 
     All methods are called with the row's place, and raise a ConfigError that names it if they cannot use the row.
 
@@ -35,7 +35,7 @@ class LabelledTexts:
     truncates: bool
 
     def checked(self, row: Mapping[str, Any], place: str) -> tuple[str, int]:
-        """Check a row, and return its text and class index. Tokens are counted only if there may be too many."""
+        """Check a row, and return its text and class index. Count the tokens only if there may be too many."""
         text, label = self._text(row, place), self.labels.number(row[self.label_column], place)
         if not self.truncates:
             self.ids(row, place)
@@ -46,7 +46,7 @@ class LabelledTexts:
         return {"input_ids": self.ids(row, place), "labels": self.labels.number(row[self.label_column], place)}
 
     def ids(self, row: Mapping[str, Any], place: str) -> list[int]:
-        """Return the token ids of the row's text; the row needs no label."""
+        """Return the token ids of the row's text. The row needs no label."""
         text, most, cut = self._text(row, place), self.longest, self.truncates
         ids: list[int] = self.tokenizer(text, truncation=cut, max_length=most if cut else None, verbose=False)["input_ids"]
         if not 0 < len(ids) <= most:

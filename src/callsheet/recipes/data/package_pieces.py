@@ -1,4 +1,4 @@
-"""Data for a classifier: pieces of source code that are labelled with the package they come from.
+"""Data for a classifier of source code: pieces of code, labelled with the Python package from which they come.
 
 They are real text with real classes, which every Python installation has.
 """
@@ -16,7 +16,7 @@ from callsheet.errors import ConfigError, did_you_mean
 from callsheet.recipes.data.rows import Table
 
 _LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__"})
-_FEWEST_FILES = 10  # a package is chosen automatically if it has this many files, enough for training, validation and test
+_FEWEST_FILES = 10  # the fewest files with which a package is chosen automatically: enough for training, validation and test
 
 
 @dataclass
@@ -79,15 +79,15 @@ class PackagePieces:
         return {name: sorted(found[name], key=self._draw) for name in names}
 
     def train(self) -> Table:
-        """Return the training rows."""
+        """Return the rows for training."""
         return self._rows(0)
 
     def validation(self) -> Table:
-        """Return the validation rows, from files that are not in the training rows."""
+        """Return the rows for validation, which come from other files than the rows for training."""
         return self._rows(1)
 
     def test(self) -> Table:
-        """Return the test rows, from files that are in neither the training nor the validation rows."""
+        """Return the rows for the test, which come from other files than the rows for training and validation."""
         return self._rows(2)
 
     def _largest(self, found: dict[str, list[Path]]) -> list[str]:
@@ -128,5 +128,5 @@ class Pieces(Table):
         return {"text": text, "label": label}
 
     def place(self, index: int) -> str:
-        """Return the place of a row for messages: its file, and the character at which the piece begins."""
+        """Return the place of a row for messages: its file, and the position in the file at which the piece begins."""
         return self._pieces[index][2]

@@ -23,12 +23,12 @@ Each pair has the limit for rows of one shape and that for rows of several shape
 
 
 def plan(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Return which examples to pack into each row of `room` tokens, by the best-fit-decreasing algorithm.
+    """Return which examples share a row of `room` tokens, by the best-fit-decreasing algorithm.
 
     The longest examples come first. Each is put into the row where it leaves the least room.
     """
     rows: list[list[int]] = []
-    with_left: dict[int, list[int]] = defaultdict(list)  # number of tokens of free space -> rows with this much free space
+    with_left: dict[int, list[int]] = defaultdict(list)  # rows by their free space in tokens
     lefts = 0  # a bit mask: bit k is set if `with_left[k]` has rows
     for example in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[example]
@@ -48,7 +48,7 @@ def plan(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def packed(samples: Iterable[Sample]) -> Sample:
-    """Concatenate several samples to one row, in which the `position_ids` of each sample start from 0."""
+    """Concatenate samples to one row. The `position_ids` of each sample start from 0."""
     given = list(samples)
     return {
         "input_ids": torch.cat([one["input_ids"] for one in given]),
@@ -58,7 +58,7 @@ def packed(samples: Iterable[Sample]) -> Sample:
 
 
 class Packed(Dataset[Sample]):
-    """A dataset of a table's examples, packed into rows of up to `room` tokens, which are the same in every epoch."""
+    """A dataset of rows of up to `room` tokens, into which a table's examples are packed. The rows are the same in every epoch."""
 
     def __init__(self, examples: Examples, room: int) -> None:
         self.rows = plan(examples.lengths, room)
@@ -72,7 +72,7 @@ class Packed(Dataset[Sample]):
 
 
 class PackedStream(IterableDataset[Sample]):
-    """A dataset of a stream's examples, packed in their order into rows of up to `room` tokens."""
+    """A dataset of rows of up to `room` tokens, into which a stream's examples are packed in their order."""
 
     def __init__(self, examples: ExampleStream, room: int) -> None:
         self._examples, self._room = examples, room

@@ -12,7 +12,7 @@ from callsheet.trainer.tasks import IGNORED_LABEL
 
 
 class Padding:
-    """A DataLoader's `collate_fn` that pads the samples of a batch to the longest of them.
+    """A DataLoader's `collate_fn` that pads the samples of a batch to the length of the longest.
 
     A sample has `input_ids`, a list or tensor of whole numbers, and optionally `labels`: either one number, or as many as ids, which
     are padded with the label that losses ignore. The batch has `input_ids`, `attention_mask` and `labels` as int64,
@@ -26,7 +26,7 @@ class Padding:
         self.pad_id = pad_id
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Return the samples as one batch, padded to the longest."""
+        """Return the samples as one batch, padded to the length of the longest."""
         ids = [sample["input_ids"] for sample in samples]
         batch = {
             "input_ids": filled(ids, self.pad_id),
@@ -39,6 +39,6 @@ class Padding:
 
 
 def filled(rows: Iterable[Sequence[int] | Tensor], value: int) -> Tensor:
-    """Stack rows of different lengths as int64, with shorter rows padded at the end."""
+    """Stack rows of different lengths to an int64 tensor, and pad shorter rows at the end."""
     tensors = [torch.as_tensor(row, dtype=torch.int64) for row in rows]
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)

@@ -72,7 +72,7 @@ class Rows:
         return self._dataset(files, columns)
 
     def _of_folder(self) -> list[str]:
-        """Return the files of JSON lines in the folder `path`; if files are named after splits, only those of the split."""
+        """Return the files of JSON lines in the folder `path`; if files are named after splits, only those of the chosen split."""
         folder = Path(self.path)
         if not folder.is_dir() or (folder / "metadata.jsonl").exists() or (folder / "dataset_info.json").exists():
             return []
@@ -118,7 +118,7 @@ class Rows:
 
 
 class Table(Sequence[Row]):
-    """A sequence of rows with random access."""
+    """A sequence of rows that can be read in any order."""
 
     def place(self, index: int) -> str:
         """Return the place of a row for messages, such as `train.jsonl:17`."""
@@ -133,7 +133,7 @@ class Table(Sequence[Row]):
 
 
 class LineTable(Table):
-    """A table of the rows in files of JSON lines. All lines are checked at the start; later, rows are read on demand."""
+    """A table of the rows in files of JSON lines. All lines are checked at the start, but kept on disk and read when needed."""
 
     def __init__(self, files: Sequence[Path], columns: Collection[str] = (), limit: int | None = None) -> None:
         self._files = files
@@ -174,7 +174,7 @@ class LineTable(Table):
         return f"{self._files[self._file[index]]}:{self._line[index]}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": {}}  # leave out the open files when pickling, because a worker process opens them again
+        return {**self.__dict__, "_maps": {}}  # do not pickle the open files; a worker process opens them again
 
 
 class DatasetTable(Table):
@@ -191,7 +191,7 @@ class DatasetTable(Table):
         return self._dataset[index]
 
     def place(self, index: int) -> str:
-        """Return the path and the number of the row, counted from 1."""
+        """Return the data's path and the row's number, counted from 1."""
         return f"{self._path}, row {index + 1}"
 
 
@@ -214,7 +214,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Prepared(Dataset[Any]):
-    """A dataset of a table's rows, each of which is converted when it is read."""
+    """A dataset of a table's rows, which are converted when they are read."""
 
     def __init__(self, table: Table, transform: Transform) -> None:
         self.table = table
@@ -228,7 +228,7 @@ class Prepared(Dataset[Any]):
 
 
 class PreparedStream(IterableDataset[Any]):
-    """A dataset of a stream's rows, each of which is converted when it is read."""
+    """A dataset of a stream's rows, which are converted when they are read."""
 
     def __init__(self, stream: Stream, transform: Transform) -> None:
         self._stream = stream
@@ -239,7 +239,7 @@ class PreparedStream(IterableDataset[Any]):
 
 
 def prepared(rows: Table | Stream, transform: Transform) -> Prepared | PreparedStream:
-    """Return a dataset of the rows, each of which is converted by `transform` when it is read."""
+    """Return a dataset of the rows, which `transform` converts when they are read."""
     return Prepared(rows, transform) if isinstance(rows, Table) else PreparedStream(rows, transform)
 
 
@@ -249,7 +249,7 @@ def reject(place: str, why: str) -> NoReturn:
 
 
 def check_columns(place: str, there: Collection[str], wanted: Collection[str]) -> None:
-    """Raise ConfigError unless all columns in `wanted` are in `there`.
+    """Raise ConfigError unless all columns in `wanted` are in `there`, the columns that exist.
 
     Raises:
         ConfigError: a column is missing; the message names the closest existing one.

@@ -1,4 +1,4 @@
-"""Data for pretraining a language model: rows of text, concatenated to one sequence of tokens that is cut into windows."""
+"""Data for pretraining a language model: the texts of rows, concatenated to one token sequence, which is cut into windows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TextRows:
             raise ConfigError(f"rows.sequence_length={self.sequence_length}: give 2 or more tokens")
 
     def sets(self, tokenizer: Any) -> TextSets:
-        """Tokenize all rows.
+        """Return the rows as datasets of token windows.
 
         Args:
             tokenizer: a tokenizer of transformers.
@@ -62,7 +62,7 @@ class TextRows:
 
 
 class TextSets:
-    """Datasets of token windows, by name. Rows that are not streamed are tokenized at the start, and kept in memory.
+    """Datasets of token windows, by name. Rows are tokenized at the start and kept in memory, unless they are streamed.
 
     They take four bytes per token.
     """
@@ -90,7 +90,7 @@ class TextSets:
         return "; ".join(f"{name}: {count}" for name, count in zip(self.datasets, counts, strict=True))
 
     def unigram(self, name: str) -> float | None:
-        """Return the unigram baseline: the cross-entropy of a dataset's tokens under the frequencies of the training tokens.
+        """Return a baseline: the cross-entropy of a dataset's tokens under the frequencies of single tokens in the training data.
 
         One is added to each count (Laplace's rule). Return None for a stream.
         """
@@ -109,7 +109,7 @@ class TextSets:
 
 
 class _StreamedWindows(IterableDataset[dict[str, Tensor]]):
-    """A dataset of token windows that are cut from a stream as it is read.
+    """A dataset of token windows, which are cut from a stream while it is read.
 
     If there are several workers, each reads its own shards of the stream.
     """

@@ -1,4 +1,4 @@
-"""A processor for vision-language models that needs no download: the byte tokenizer, and an image processor with Pillow."""
+"""A processor for vision-language models that needs no download: a byte tokenizer, and an image processor that uses Pillow."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def byte_processor(image_size: int, patch_size: int) -> Any:
         image_processor=images(size=square, do_center_crop=False, image_mean=[0.5] * 3, image_std=[0.5] * 3),
         tokenizer=byte_tokenizer(),
         patch_size=patch_size,
-        vision_feature_select_strategy="default",  # pass patches to the language model, but not the vision tower's class token
+        # Give the language model the vision tower's outputs for the patches, without the class token.
+        vision_feature_select_strategy="default",
         num_additional_image_tokens=1,  # the vision tower's class token is the only token besides the patches
         image_token=IMAGE,
         chat_template=CHAT_TEMPLATE,

@@ -46,7 +46,7 @@ def byte_tokenizer() -> Any:
 
 
 def _symbols() -> list[str]:
-    """Return, for each byte, the printable character that represents it in byte-level tokenizers (Radford et al. 2019)."""
+    """Return the printable character with which byte-level tokenizers represent each byte (Radford et al. 2019)."""
     shown = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     rest = iter(range(256, 512))
     return [chr(byte) if byte in shown else chr(next(rest)) for byte in range(BYTES)]

@@ -1,4 +1,4 @@
-"""Checks the keys of a transformers configuration, because transformers stores an unknown key without using it."""
+"""Checks the keys of a transformers configuration, because transformers stores unknown keys without a warning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from callsheet.errors import ConfigError, did_you_mean
 
 
 def check_made(given: Mapping[str, Any], config: Any, place: str = "model.config") -> None:
-    """Raise ConfigError if a transformers configuration was made with keyword arguments that it does not know.
+    """Raise ConfigError if a transformers configuration was constructed with keyword arguments that it does not know.
 
     Raises:
         ConfigError: a key, here or in a part such as `text_config`, is unknown to the configuration.
@@ -52,13 +52,13 @@ def _declared(kind: Any) -> set[str]:
 
 
 def _read(kind: Any) -> set[Any]:
-    """Return all constants in the class's constructors. Among them are the keys that these read from `**kwargs`.
+    """Return all constants in the class's constructors, among which are the keys that they read from `**kwargs`.
 
     Older versions' names of keys are read in this way.
     """
     from transformers import PreTrainedConfig
 
-    # Leave out the base class, whose code mentions keys that it does not read.
+    # Leave out transformers' base class, whose code mentions keys that it does not read.
     own = (one for one in kind.__mro__ if one is not PreTrainedConfig)
     functions = [vars(one).get(name) for one in own for name in ("__init__", "__post_init__")]
     return {constant for function in functions if inspect.isfunction(function) for constant in function.__code__.co_consts}

@@ -34,7 +34,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass
 class LanguageModel:
-    """A language model and the source of its weights. Weights are read only from safetensors, and no code of a model's repository is run.
+    """A language model and the source of its weights. Weights are read only from safetensors; no code from a repository is run.
 
     Args:
         path: a folder that `from_pretrained` loads, or a model's name on the hub; None makes a model with random weights.
@@ -190,7 +190,7 @@ class LanguageModel:
 
 
 def _is_of_new_head(name: str, model: Any) -> bool:
-    """Return whether the missing weight `name` belongs to a new classification head, or to a pooler before that head."""
+    """Return whether the missing weight `name` belongs to a new classification head or its pooler, so that it may be missing."""
     if not type(model).__name__.endswith(CLASSIFIES) or any(CLASSIFIES in kind for kind in model.config.architectures or ()):
         return False
     return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
@@ -228,7 +228,7 @@ def _is_name_on_hub(name: str) -> bool:
 
 
 def _hub_answers() -> bool:
-    """Return whether the hub answers a single short request.
+    """Return whether the hub answers one short request.
 
     The hub's own client would try again for a minute, for each file.
     """
@@ -242,7 +242,7 @@ def _hub_answers() -> bool:
 
 
 def _copy_of(name: str, revision: str | None) -> str:
-    """Return the folder with the copy of a model from an earlier download. Raise OSError if there is no copy."""
+    """Return the folder of a model that was downloaded earlier. Raise OSError if there is none."""
     from huggingface_hub import snapshot_download
 
     return snapshot_download(name, revision=revision, local_files_only=True)
@@ -250,7 +250,7 @@ def _copy_of(name: str, revision: str | None) -> str:
 
 @contextmanager
 def _quiet_hub() -> Iterator[None]:
-    """Within this context, suppress the hub client's log lines about retries; an error of the last retry is raised anyway."""
+    """While the `with` block runs, suppress the hub client's log lines about retries. An error of the last retry is raised."""
     hub = logging.getLogger("huggingface_hub")
     level = hub.level
     hub.setLevel(logging.ERROR)
@@ -261,7 +261,7 @@ def _quiet_hub() -> Iterator[None]:
 
 
 def _why_not_loaded(name: str, what: str, error: BaseException) -> str:
-    """Return why a model cannot be loaded, as a hint for known errors and as the package's own message for others."""
+    """Return why a model cannot be loaded: a hint for a known error, otherwise the package's own message."""
     give = "give a folder that from_pretrained loads, or a model's name on the hub, such as owner/name"
     if (folder := Path(name)).is_dir():
         if not (folder / "config.json").is_file() and what == "model":

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA): adding them to a model, checkpoints of the adapters alone, and export of the merged model."""
+"""Low-rank adapters (LoRA): adds them to a model, saves only the adapters in checkpoints, and exports the merged model."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Lora:
             raise ConfigError(f"lora.targets={targets}: {error}") from error
         for parameter in model.parameters():
             if parameter.requires_grad:
-                # Keep the adapters in float32, since optimizer steps are smaller than the resolution of bf16.
+                # Keep the adapters in float32, since an optimizer step may be too small to change a bf16 value.
                 parameter.data = parameter.data.float()
         model.register_state_dict_post_hook(_leave_out_frozen)
         model.register_load_state_dict_post_hook(_need_no_frozen)
@@ -136,7 +136,7 @@ class Lora:
 
 @contextmanager
 def _group() -> Iterator[distributed.ProcessGroup | None]:
-    """Within this context, provide a gloo process group of all ranks to coordinate writing; None for a single process."""
+    """While the `with` block runs, provide a gloo process group through which all ranks coordinate writing; None for one process."""
     if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
         yield None
         return
@@ -159,7 +159,7 @@ def _frozen(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _leave_out_frozen(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Remove the frozen weights from the model's state dict.
+    """Remove the frozen weights from the model's state dict, because they need not be in checkpoints.
 
     They can be loaded again from their source. Without them, a checkpoint is a hundredth of the model's size.
     """

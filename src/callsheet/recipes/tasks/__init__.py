@@ -1,1 +1,1 @@
-"""The recipes' tasks (losses and metrics), baselines and text generation."""
+"""The recipes' tasks (losses and metrics), their baselines, and text generation."""

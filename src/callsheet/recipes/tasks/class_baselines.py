@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class ByteCounts:
-    """Counts of rows per class, and of bytes per class, from which both baselines are computed.
+    """Counts of rows and of bytes for each class, from which the two baselines are computed.
 
     Args:
         classes: the number of classes.

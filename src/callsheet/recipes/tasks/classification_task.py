@@ -46,7 +46,7 @@ class ClassificationTask(Task):
         return outputs.logits, batch["labels"]
 
     def weight(self, batch: Any) -> Any:
-        """Return the sum of the class weights of the batch's samples, by which the loss is divided.
+        """Return the sum of the class weights of the batch's samples, which is the batch's weight in a mean loss.
 
         Without class weights, it is the number of samples.
         """
@@ -56,7 +56,7 @@ class ClassificationTask(Task):
 
     @property
     def weighs_samples(self) -> bool:
-        """Whether the weight of a batch is its number of samples, because there are no class weights."""
+        """Whether the weight of a batch is its number of samples, which is so if there are no class weights."""
         return self._weights is None
 
     def _weights_on_device_of(self, labels: Tensor) -> Tensor | None:

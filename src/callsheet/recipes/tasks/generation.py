@@ -18,7 +18,7 @@ FINAL_TABLE = "generations/final"
 def log_continuations(
     trainer: Trainer, prompts: Sequence[Prompt], tokenizer: Any, most: int, *, temperature: float = 0.0, seed: int = 0
 ) -> list[tuple[str, str]]:
-    """Let the model continue the prompts, and log and return each prompt with its continuation.
+    """Let the model continue the prompts. Log and return each prompt with its continuation.
 
     With sharded weights, every rank must call this.
 
@@ -76,5 +76,5 @@ def continuations(
 
 
 def passages(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """Return prompts with their continuations as texts to print."""
+    """Return the prompts with their continuations as texts to print."""
     return [f"--- {prompt!r} continued ---\n{prompt}{written}\n" for prompt, written in rows]

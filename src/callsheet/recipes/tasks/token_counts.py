@@ -49,7 +49,7 @@ class TokenCounts:
 
 
 def _pairs(examples: Examples) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return, for each target token, the token before it and the token itself.
+    """Return each target token, and the token before it.
 
     There always is a token before, because the first token of an example is never a target.
     """

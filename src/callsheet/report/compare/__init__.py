@@ -1,1 +1,1 @@
-"""Compare runs: their settings, their metrics with spread, where the time of a step goes, and conditions that fail a CI job."""
+"""Compares runs: their settings, their metrics, the time of each part of a step, and limits that fail a CI job."""

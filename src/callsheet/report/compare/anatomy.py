@@ -1,4 +1,4 @@
-"""Where the time of a step goes in each run or group: the whole step, its spans, and the callbacks."""
+"""The time of each part of a step in each run or group: the whole step, its spans, and the callbacks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Key = tuple[Kind, str]
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The timed calls of one callback at one event.
+    """The timed calls of one callback at one event, per step and per call.
 
     Args:
         per_step: the seconds per step.
@@ -68,14 +68,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Anatomy:
-    """Where the time of a run's step goes: the number of timed steps, and the parts of a step by kind and name."""
+    """The number of timed steps of a run, and the time of each part of a step, by kind and name."""
 
     steps: int
     parts: Mapping[Key, Part]
 
 
 def _spans_of_a_step() -> list[str]:
-    """Return the names of the spans of a step in the order of the lifecycle."""
+    """Return the names of the spans in a step, in the order of the lifecycle."""
     found = list(_STEP)
     for name in found:  # the loop also reads the names that it appends
         found += [inner for inner in names_in(SPANS[name].order) if inner in SPANS and inner not in found]
@@ -83,7 +83,7 @@ def _spans_of_a_step() -> list[str]:
 
 
 def anatomy_of(run: RunFolder) -> Anatomy:
-    """Return the times of the parts of a step in this run. A run without timed steps has no parts.
+    """Return the times of the parts of a step in this run. Without timed steps, there are no parts.
 
     The median is used for spans, because a single slow step would decide the mean of a few.
     """
@@ -107,14 +107,14 @@ def anatomy_of(run: RunFolder) -> Anatomy:
 
 
 def _timed_steps(window: Window) -> list[dict[str, float]]:
-    """Return the seconds of each span in the complete steps of a timing window, by name.
+    """Return, for each complete step in a timing window, the seconds of each span by name.
 
     The last step may be incomplete, because a window ends while the next batch is fetched.
     """
     names = _spans_of_a_step()
     steps: dict[int, dict[str, float]] = {}
-    # The seconds of the fetch for the next step. Its slices have the number of the previous step, because the next step has not
-    # begun yet.
+    # The seconds of fetching the batch for the next step. Its slices have the number of the previous step, because the next step
+    # has not begun yet.
     fetched: dict[str, float] = {}
     for each in window.slices:
         if not each.callback and each.name in names:
@@ -126,7 +126,7 @@ def _timed_steps(window: Window) -> list[dict[str, float]]:
 
 
 def _calls(reports: Sequence[CostReport]) -> dict[str, dict[str, Calls]]:
-    """Return the calls of each callback by event, over all processes of the run.
+    """Return the times of each callback's calls by event, over all processes of the run.
 
     At events of every step only the calls in timed steps are known, at all others, such as `on_log`, every call.
     """
@@ -145,7 +145,7 @@ def _calls(reports: Sequence[CostReport]) -> dict[str, dict[str, Calls]]:
 
 
 def anatomy(groups: Sequence[Sequence[Anatomy]]) -> list[dict[str, Any]]:
-    """Return a table of times: one row for the whole step, each span and each callback, with one cell for each group of runs.
+    """Return a table of times: a row for the whole step, each span and each callback, and a cell for each group of runs.
 
     A row has a `kind`, a `name` and `cells`. The first group is the baseline.
 
@@ -159,7 +159,7 @@ def anatomy(groups: Sequence[Sequence[Anatomy]]) -> list[dict[str, Any]]:
     """
     order: list[Key] = [("step", STEP_SECONDS), *(("span", name) for name in _spans_of_a_step())]
     rows: list[dict[str, Any]] = []
-    whole = [""] * len(groups)  # the mark of each group's whole step, which comes first in `order`
+    whole = [""] * len(groups)  # for each group, the mark of the whole step, which comes first in `order`
     for key in order + _callbacks([each for group in groups for each in group]):
         kind, name = key
         found = [[each.parts[key] for each in group if key in each.parts] for group in groups]
@@ -179,7 +179,7 @@ def _cell(kind: Kind, baseline: Sequence[Part], parts: Sequence[Part], whole: st
     if baseline and _means(baseline)[0] > 0:
         before, step = _means(baseline)
         change = seconds / before - 1
-        # A span's or callback's change must also be large compared with the whole step.
+        # A change of a span or callback must also be large in comparison with the whole step.
         if abs(change) > _CHANGED and (kind == "step" or abs(seconds - before) > _NOTICEABLE * step):
             mark = "slower" if change > 0 else "faster"
             mark = "noise" if _may_be_noise(kind, baseline, parts, whole == mark) else mark
@@ -191,7 +191,7 @@ def _means(parts: Sequence[Part]) -> tuple[float, float]:
 
 
 def _may_be_noise(kind: Kind, baseline: Sequence[Part], parts: Sequence[Part], is_as_whole: bool) -> bool:
-    """Return whether the difference between two groups' times of a part may be noise, judging by the spread over the runs.
+    """Return whether a part's difference between two groups of runs may be noise, judging by the spread over the runs.
 
     With one run on each side, whole steps are compared as in `difference`. Spans are compared by the ranks of their timing windows
     (Mann and Whitney, 1947), since a few slow ones would decide their means; see also `_CLEAR`. The difference of a callback is more
@@ -217,7 +217,7 @@ def _may_be_noise(kind: Kind, baseline: Sequence[Part], parts: Sequence[Part], i
 
 
 def _calls_differ(one: Mapping[str, Calls], other: Mapping[str, Calls]) -> bool:
-    """Return whether a callback's times clearly differ in two runs, judging by the event whose time per step differs most."""
+    """Return whether a callback's times clearly differ between two runs, at the event at which its time per step differs most."""
     change = {event: abs(one[event].per_step - other[event].per_step) for event in one if event in other}
     if not change:
         return False
@@ -227,7 +227,7 @@ def _calls_differ(one: Mapping[str, Calls], other: Mapping[str, Calls]) -> bool:
 
 
 def _callbacks(found: Sequence[Anatomy]) -> list[Key]:
-    """Return the kind and name of the callbacks in these runs, those that take the most time first."""
+    """Return the callbacks in these runs as pairs of kind and name, the one that takes the most time first."""
     most: dict[Key, float] = {}
     for each in found:
         for name, part in each.parts.items():

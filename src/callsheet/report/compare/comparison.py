@@ -1,4 +1,4 @@
-"""Compares runs: their groups, their different settings, their values, and where a step's time goes."""
+"""Compares groups of runs: their settings, their values, and the time of each part of a step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Compared:
     parts: dict[str, tuple[int, Any]] = field(default_factory=dict)
 
     def once(self, part: str, compute: Callable[[RunFolder], Any], *, limit: int = 0) -> Any:
-        """Return `compute(run)`, a part of the page. Cache it under the name `part` for later calls with the same `limit`."""
+        """Return `compute(run)`, a part of the page. The result is cached under the name `part` until `limit` changes."""
         if part not in self.parts or self.parts[part][0] != limit:
             self.parts[part] = (limit, compute(self.run))
         return self.parts[part][1]
@@ -72,14 +72,14 @@ class Comparison:
 
     @property
     def metrics(self) -> list[str]:
-        """The names of the metrics that at least one run has, losses first, then evaluations, then the rest by name."""
+        """The names of the metrics that at least one run has: first losses, then evaluations, then the others by name."""
         names = dict.fromkeys(name for each in self.runs for name in each.values)
         return sorted(
             names, key=lambda name: ("/" not in name, not name.endswith("/loss"), not name.startswith("validation/"), name)
         )
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one row for each metric and group: mean, spread, number of runs, best value, difference from the baseline."""
+        """Return a row for each metric and group: mean, spread, number of runs, and difference from the baseline."""
         found = []
         for metric in self.metrics:
             baseline = [each.values[metric] for each in self.members(self.groups[0]) if metric in each.values]
@@ -95,14 +95,14 @@ class Comparison:
         return [sum(each.steps for each in group) for group in self._anatomies()]
 
     def anatomy(self) -> list[dict[str, Any]]:
-        """Return the table of the function `anatomy`, with a row for the whole step and for each span and callback."""
+        """Return the table of times from the function `anatomy`: a row for the whole step, each span and each callback."""
         return anatomy(self._anatomies())
 
     def _anatomies(self) -> list[list[Anatomy]]:
         return [[each.once("anatomy", anatomy_of) for each in self.members(group)] for group in self.groups]
 
     def problems(self) -> list[dict[str, Any]]:
-        """Return each problem once, the most serious first, with the indices of the runs that have it and each run's detail."""
+        """Return the problems of all runs, the most serious first, each with the indices of its runs, and the details."""
         found: dict[tuple[str, str], list[tuple[int, str]]] = {}
         for place, each in enumerate(self.runs):
             for problem in each.once("problems", problems)[:_PROBLEMS_OF_ONE]:
@@ -180,7 +180,7 @@ def _row(metric: str, group: str, values: list[Value], against: Difference | Non
 
 
 def run_facts(each: Compared) -> dict[str, Any]:
-    """Return a run's row in the table of compared runs: its name, outcome, steps, times, tags, note, number of restarts and so on."""
+    """Return the facts in a run's row of the table of runs, such as its name, outcome, steps, times and tags."""
     run = each.run
     starts = sum(event["event"] == "run_start" for event in run.events)
     return {
@@ -200,7 +200,7 @@ def run_facts(each: Compared) -> dict[str, Any]:
 
 
 def _unique(names: list[str], paths: list[str]) -> list[str]:
-    """Return a unique name for each run: its name, or its path if several runs have that name."""
+    """Return a unique name for each run: its name, or its path if another run has the same name."""
     return [path if names.count(name) > 1 else name for name, path in zip(names, paths, strict=True)]
 
 
@@ -234,7 +234,7 @@ def _groups(names: Sequence[str], given: Sequence[Mapping[str, Mapping[str, str]
 
 
 def _last_part(setting: str) -> str:
-    """Return the last part of a setting's dotted name, as the short name for a group."""
+    """Return the last part of a setting's dotted name, which is used as the name of a group."""
     return setting.rpartition(".")[2]
 
 

@@ -20,7 +20,7 @@ _COMPARES = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operat
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A condition on how much a metric differs from the baseline's: `validation/loss > +0.01`, `tokens_per_second < -5%`.
+    """A limit for how much a metric may differ from the baseline: `validation/loss > +0.01`, `tokens_per_second < -5%`.
 
     Args:
         text: the condition as the user wrote it.
@@ -54,7 +54,7 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of checking a condition for one run or group: whether it fails, and a line of text about it."""
+    """The result of checking a condition for one run or group: whether it fails, and a line of text that says so."""
 
     condition: Condition
     fails: bool
@@ -64,7 +64,7 @@ class Verdict:
 def judge(
     condition: Condition, baseline: Sequence[Mapping[str, Value]], other: Sequence[Mapping[str, Value]], name: str
 ) -> Verdict:
-    """Check a condition: it fails if the whole 95 % confidence interval of the difference from the baseline is beyond the limit.
+    """Check a condition. It fails if the whole 95 % confidence interval of the difference from the baseline is beyond the limit.
 
     A last value that is not finite fails.
 

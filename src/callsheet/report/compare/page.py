@@ -29,7 +29,7 @@ _TABLES_LENGTH, _TABLE_ROWS, _TABLE_CELL = 600_000, 30, 400
 
 
 def data(comparison: Comparison, metrics: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the data for the page's scripts, as plain JSON values that refer to runs and groups by their index.
+    """Return the data that the page's scripts draw, as plain JSON values. Runs and groups are given by their index.
 
     Args:
         comparison: the runs.
@@ -60,12 +60,13 @@ def data(comparison: Comparison, metrics: Sequence[str] = ()) -> dict[str, Any]:
             "images": _images(runs),
         }
     )
-    # `plain` replaces NaN and infinity, which JSON lacks. Curves and axes have none, and are large, so they are added after it.
+    # `plain` replaces NaN and infinity, which JSON lacks. Curves and axes are added without it, because they are large and have
+    # neither.
     return content | {"axes": [_axis(each, len(runs)) for each in runs], "curves": curves}
 
 
 def comparison_page(comparison: Comparison, metrics: Sequence[str] = ()) -> str:
-    """Return the page of a comparison as HTML, with the images that fit into 10 MB.
+    """Return the page of a comparison as HTML. It contains as many images as fit into 10 MB.
 
     Raises:
         MissingPackage: plotly is not installed.
@@ -89,7 +90,7 @@ def comparison_page(comparison: Comparison, metrics: Sequence[str] = ()) -> str:
 
 
 def live_comparison_page(content: Mapping[str, Any], live: Live) -> str:
-    """Return the page of a comparison as HTML for a server, which provides new data and the images.
+    """Return the page of a comparison as HTML for a server, from which the page loads images and new data.
 
     Args:
         content: what `data` returned, with the additions of `LiveComparison`.
@@ -130,7 +131,7 @@ def _axis(each: Compared, runs: int) -> dict[str, list[float]]:
 
 
 def _curves(comparison: Comparison, metrics: Sequence[str]) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
-    """Return each metric's curves (one per run), their charts by family, and how many metrics are left out to save space."""
+    """Return the curves of each metric (one for each run), their charts by family, and the number of metrics that were left out."""
     runs = comparison.runs
     points = [_points(each) for each in runs]
     names = dict.fromkeys(name for each in runs for name in _names(each) if not name.startswith("time/"))
@@ -184,7 +185,7 @@ def _curve(each: Compared, name: str, most: int) -> dict[str, Any]:
 
 
 def _values(comparison: Comparison, metrics: Sequence[str]) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows of the table of values, and how many are left out to limit the page's size. Losses are kept first."""
+    """Return the rows of the table of values, and how many are left out to limit the page's size. Rows of losses stay."""
     rows = [row for row in comparison.rows() if not metrics or row["metric"] in metrics]
     kept = {id(row) for row in sorted(rows, key=_is_minor)[:_VALUE_ROWS]}
     found = []
@@ -200,7 +201,7 @@ def _is_minor(row: Mapping[str, Any]) -> bool:
 
 
 def _differences(comparison: Comparison) -> tuple[dict[str, dict[str, list[str]]], int]:
-    """Return the settings that differ between runs, and how many are left out to limit the page's size."""
+    """Return the settings that differ between runs, and how many of them are left out to limit the page's size."""
     found: dict[str, dict[str, list[str]]] = {}
     room, left_out = _SETTINGS_LENGTH, 0
     for group, rows in comparison.differences.items():
@@ -214,7 +215,7 @@ def _differences(comparison: Comparison) -> tuple[dict[str, dict[str, list[str]]
 
 
 def _anatomy(comparison: Comparison) -> list[dict[str, Any]]:
-    """Return the rows of the table that shows where a step's time goes, rounded to the digits that the page shows."""
+    """Return the rows of the table of a step's parts, with numbers rounded as the page shows them."""
     return [
         {**row, "cells": [cell and {name: _short(value) if isinstance(value, float) else value for name, value in cell.items()}
                           for cell in row["cells"]]}
@@ -262,9 +263,9 @@ def _checkpoints(each: Compared, runs: int) -> dict[str, Any]:
 
 
 def _tables(runs: Sequence[Compared]) -> dict[str, list[dict[str, Any]]]:
-    """Return the logged tables by name, with as many of the latest entries of each run as fit."""
+    """Return the logged tables by name. Of each run, they contain as many of the latest entries as fit."""
     found: dict[str, list[dict[str, Any]]] = {}
-    room = _TABLES_LENGTH // len(runs)  # an equal share for each run
+    room = _TABLES_LENGTH // len(runs)  # each run gets an equal share
     for place, each in enumerate(runs):
         left = room
         for name, logged in each.run.tables.items():
@@ -281,7 +282,7 @@ def _tables(runs: Sequence[Compared]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _images(runs: Sequence[Compared]) -> dict[str, list[dict[str, Any]]]:
-    """Return the logged images by name: for each run, entries with step and files. `2/` before a file means run number 2."""
+    """Return the logged images by name: for each run, entries with a step and files. `2/` before a file means run 2."""
     found: dict[str, list[dict[str, Any]]] = {}
     for place, each in enumerate(runs):
         for name, entries in images_by_name(each.run).items():
@@ -295,7 +296,7 @@ def _share(room: int, runs: int, most: int) -> int:
 
 
 def _short(value: float) -> float:
-    """Return the value rounded to the digits that the page shows. A whole number becomes an int, which is shorter in JSON."""
+    """Return the value rounded as the page shows it. A whole number becomes an int, which is shorter in JSON."""
     if not math.isfinite(value):
         return value
     return int(value) if float(value).is_integer() else float(f"{value:.{_DIGITS + 2}g}")

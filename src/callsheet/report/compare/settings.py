@@ -20,11 +20,11 @@ GROUPS = ("settings", "callbacks", "packages", "code", "hardware")
 
 
 def settings(run: RunFolder) -> dict[str, dict[str, str]]:
-    """Return the settings with which the run was started, in the groups `GROUPS`, each as a dict from dotted name to text.
+    """Return the settings with which the run was started. Each of the groups in `GROUPS` is a dict from dotted name to text.
 
     Values that look like credentials are replaced, because a recipe's `config.yaml` has them as they were given.
     """
-    recorded = {} if run.config else dict(run.settings)  # `config` of a recipe has all settings already
+    recorded = {} if run.config else dict(run.settings)  # `config` of a recipe already contains these settings
     given = {**run.hyperparameters, **run.config}
     listed = [
         source.pop(name)
@@ -32,7 +32,7 @@ def settings(run: RunFolder) -> dict[str, dict[str, str]]:
         for name in ("callbacks", "loggers")
         if isinstance(source.get(name), list)
     ]
-    # The recorded settings of the optimizer and other objects replace what the user gave as `config`: the run has used them.
+    # The recorded settings of objects such as the optimizer replace the values that the user gave, because the run has used them.
     values = {**dict(_flat(given)), **{key: value for key, value in _flat(recorded) if value}}
     named = {key: value for key, value in values.items() if key.split(".")[-1] not in _OF_THE_RUN_ITSELF}
     environment = run.environment
@@ -60,7 +60,7 @@ def settings(run: RunFolder) -> dict[str, dict[str, str]]:
 
 
 def differences(runs: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, dict[str, list[str]]]:
-    """Return the settings that differ between the runs, by group and name, each with a list of the runs' values (or "").
+    """Return the settings that differ between the runs, by group and name, each with the runs' values in order (or "").
 
     A run that did not record a group, such as its packages, is left out of the comparison of that group only.
 
@@ -71,7 +71,7 @@ def differences(runs: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, di
     for group in GROUPS:
         names = dict.fromkeys(name for run in runs for name in run[group])
         rows = {name: [run[group].get(name, "") for run in runs] for name in names}
-        # A run that recorded settings but no callbacks had no callbacks, so it is compared with the others.
+        # If a run recorded settings but no callbacks, it had none. It is therefore compared with the others.
         is_recorded = [any(run[group].values()) or (group == "callbacks" and any(run["settings"].values())) for run in runs]
         different = {
             name: values
@@ -84,7 +84,7 @@ def differences(runs: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, di
 
 
 def _of_classes(specs: Sequence[Any]) -> list[tuple[str, str]]:
-    """Return a setting for each listed class (`EarlyStopper: yes`) and for each of its options (`EarlyStopper.patience`)."""
+    """Return settings for listed classes: one for each class (`EarlyStopper: yes`) and each option (`EarlyStopper.patience`)."""
     found: list[tuple[str, str]] = []
     for spec in specs:
         content = _mapping(spec)
@@ -98,7 +98,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     for name, value in values.items():
         if name == "init_args" and isinstance(value, Mapping) and "class_path" in values:
-            found += _flat(value, prefix)  # named `optimizer.lr`, as on the command line, without `init_args`
+            found += _flat(value, prefix)  # a name such as `optimizer.lr`, without `init_args`, as on the command line
         elif isinstance(value, Mapping) and value and prefix.count(".") < _DEEPEST:
             found += _flat(value, f"{prefix}{name}.")
         else:
@@ -116,6 +116,6 @@ def _text(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     if len(text) <= _LONGEST:
         return text
-    # The digest distinguishes long texts with the same beginning.
+    # The digest tells long texts with the same beginning apart.
     digest = hashlib.blake2s(text.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
     return f"{text[:_LONGEST]} ... ({len(text):,} characters, digest {digest})"

@@ -31,7 +31,7 @@ _VALUES = "Values"
 
 
 def written(comparison: Comparison, form: Format, *, metrics: Sequence[str] = ()) -> str:
-    """Return the tables of a comparison as text. CSV has only the table of values, with one row per metric and group.
+    """Return the tables of a comparison as text. CSV has only the table of values, with a row for each metric and group.
 
     Args:
         comparison: the comparison.
@@ -110,7 +110,7 @@ def _tables(comparison: Comparison, metrics: Sequence[str]) -> list[Table]:
 
 
 def _is_of_one_parameter(metric: str) -> bool:
-    """Return whether the metric is about one parameter or layer of the model, that is, its last part is a dotted name."""
+    """Return whether the metric is about one parameter or layer, which means that the last part of its name contains a dot."""
     return "/" in metric and "." in metric.rpartition("/")[2]
 
 
@@ -124,7 +124,7 @@ def _notes(run: Mapping[str, Any]) -> str:
 
 def _spread(row: Mapping[str, Any]) -> str:
     if not math.isfinite(row["mean"]):
-        return "not finite"  # a run ended with NaN or infinity
+        return "not finite"  # the value at the end of a run was NaN or infinity
     if row["runs"] == 1:
         return _number(row["mean"])
     return f"{_with_deviation(row['mean'], row['deviation'])} ({row['runs']} runs)"
@@ -178,7 +178,7 @@ def _cell(value: str) -> str:
 
 
 def _cells(values: Sequence[str]) -> list[str]:
-    """Return the values as table cells. If long values have the same beginning, leave it out, up to the word before the difference."""
+    """Return the values as table cells. If long values begin with the same words, all but the last of these words are left out."""
     lines = [" ".join(value.split()) for value in values]
     given = [line for line in lines if line]
     same = next((place for place, letters in enumerate(zip(*given, strict=False)) if len(set(letters)) > 1), min(map(len, given)))
@@ -230,7 +230,8 @@ def _csv(comparison: Comparison, metrics: Sequence[str]) -> str:
     table = csv.writer(text, lineterminator="\n")
     table.writerow(columns)
     for row in rows:
-        # Runs may end with NaN or infinity, so the mean is written even then. In the other columns, NaN means that a value is unknown.
+        # Write the mean even if it is NaN or infinite, because runs may end so. In the other columns, NaN means that a value is
+        # unknown.
         mean = row["mean"] if math.isfinite(row["mean"]) else str(row["mean"])
         table.writerow([_csv_cell({**row, "mean": mean}[column]) for column in columns])
     return text.getvalue().rstrip("\n")

@@ -1,4 +1,4 @@
-"""Computes the final and best values of runs, the speed of their steps, and how significant the differences are."""
+"""Computes the last and best values of runs, the speed of their steps, and how significant differences between runs are."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SKIPPED_RECORDS = 1  # metrics records at the start that are left out, because 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One measured value of a run.
+    """The last and best value of a metric in one run.
 
     Args:
         last: the last value, NaN or infinite if the run ended so.
@@ -49,7 +49,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Mean, sample standard deviation (NaN for one run) and count of a metric's values over a group of runs."""
+    """The mean, sample standard deviation (NaN for one run) and number of a metric's values in a group of runs."""
 
     mean: float
     deviation: float
@@ -79,12 +79,12 @@ class Difference:
 
     @property
     def is_noise(self) -> bool | None:
-        """Whether the difference may be noise (p of 0.05 or more); None if that is unknown."""
+        """Whether the difference may be noise (p of 0.05 or more); None if p is unknown."""
         return None if math.isnan(self.p) else self.p >= 0.05
 
 
 def better(metric: str) -> Literal["lower", "higher"] | None:
-    """Return whether `lower` or `higher` values of a metric are better, judging by its name; None if that does not show it."""
+    """Return whether `lower` or `higher` values of a metric are better, judging by its name; None if the name does not show it."""
     first, _, last = metric.lower().rpartition("/")
     if "per_second" in last:
         return "higher"
@@ -95,9 +95,9 @@ def better(metric: str) -> Literal["lower", "higher"] | None:
 
 
 def values_of(run: RunFolder) -> dict[str, Value]:
-    """Return the run's last and best values by metric: logged metrics, `step_seconds`, speed, memory, whole-run times."""
+    """Return the run's values by metric: logged metrics, `step_seconds`, speed, memory, and times of the whole run."""
     series: dict[str, list[tuple[int, float]]] = {}
-    for record in run.records:  # keep this loop fast, since it sees every value of the run
+    for record in run.records:  # keep this loop fast, because it visits every value of the run
         step = record.step
         for name, value in record.values.items():
             each = series.get(name)
@@ -163,7 +163,7 @@ def _of_metric(name: str, values: list[tuple[int, float]]) -> Value:
 
 
 def step_seconds(run: RunFolder) -> list[float]:
-    """Return the mean seconds of a step between each two consecutive metrics records, without evaluations and checkpoints."""
+    """Return the mean seconds of a step between consecutive metrics records, without evaluations and checkpoints."""
     seconds: list[float] = []
     for before, after in pairwise(run.records[_SKIPPED_RECORDS:]):
         steps, taken = after.step - before.step, after.elapsed_seconds - before.elapsed_seconds
@@ -182,7 +182,7 @@ def _speeds(run: RunFolder) -> Iterable[tuple[str, list[float]]]:
 
 
 def _rates_between_records(run: RunFolder, name: str) -> list[float]:
-    """Return the samples or tokens per second between consecutive metrics records, computed from the run's counts.
+    """Return the samples or tokens per second between consecutive metrics records, computed from the counts in the records.
 
     The rates that a run logs may be means over a window of records, whose spread is too small. They are used if there are no counts.
     """
@@ -211,7 +211,7 @@ def _welch(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
 
 
 def _one_more(several: Sequence[float], absolute: float) -> tuple[float, float]:
-    """Return the confidence margin and the p-value of a t-test of one value against several, assuming the same variance."""
+    """Return the confidence margin and p-value of a t-test of one value against several, assuming the same variance."""
     error, freedom = math.sqrt(_variance(several) * (1 + 1 / len(several))), len(several) - 1
     if error == 0:
         return 0.0, 0.0 if absolute else 1.0

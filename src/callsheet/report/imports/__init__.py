@@ -1,4 +1,4 @@
-"""Import runs of other tools: read their files, and write each run as a folder that all commands of callsheet read."""
+"""Imports runs of other tools: reads their files, and writes each run as a folder that all commands of callsheet can read."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def import_runs(
 def importing(
     given: Sequence[str | os.PathLike[str]], to: Path, *, kind: str | None, name: str | None, rename: Mapping[str, str]
 ) -> Iterator[Imported]:
-    """Import one run after the other, and yield each when its folder is complete. `import_runs` describes the arguments."""
+    """Import one run after the other, and yield each when its folder is complete. The arguments are those of `import_runs`."""
     _check(kind, name, rename, to)
     sources = [(source, _kind_of(source, each, kind)) for each in given for source in [Source.at(each)]]
     if name is not None and len(sources) > 1:
@@ -93,7 +93,7 @@ def importing(
     for line in empty:
         logger.warning("%s", line)
     for old in rename:
-        if old not in used:  # only warn, because the runs have been imported
+        if old not in used:  # only warn, because the runs were imported already
             logger.warning("--rename %s: no imported run has this metric%s", old, did_you_mean(old, metrics))
 
 
@@ -109,7 +109,7 @@ def _check(kind: str | None, name: str | None, rename: Mapping[str, str], to: Pa
 
 
 def _kind_of(source: Source, given: object, kind: str | None) -> str:
-    """Return the tool (such as `tensorboard`) that wrote the files at the source.
+    """Return which tool, such as `tensorboard`, wrote the files at the source.
 
     Raises:
         ConfigError: there is nothing that is recognised, or there are several kinds.

@@ -37,7 +37,7 @@ def find(source: Source) -> list[Path]:
 
 
 def read(source: Source) -> Iterator[ImportedRun]:
-    """Yield one run for each output folder of the Trainer, read from its newest `trainer_state.json`."""
+    """Yield one run for each output folder of the Trainer, read from the newest `trainer_state.json` in it."""
     for folder in find(source):
         files = [path for path in source.files if path.name == _STATE and _output_folder(path) == folder]
         run = ImportedRun(folder.name, str(folder))
@@ -75,7 +75,7 @@ def _name(name: str) -> str:
 
 
 def _newest(files: list[Path], run: ImportedRun) -> dict[str, Any] | None:
-    """Return the state with the most steps: that of the last readable checkpoint, or that of the output folder."""
+    """Return the state with the most steps: that in the last readable checkpoint, or that in the output folder itself."""
     numbered = sorted(files, key=_number, reverse=True)  # the file in the output folder itself comes last
     found: list[dict[str, Any]] = []
     for path in numbered:
@@ -102,6 +102,6 @@ def _output_folder(path: Path) -> Path:
 
 
 def _number(path: Path) -> int:
-    """Return the number of the checkpoint folder that contains the file, or -1 if none does."""
+    """Return the number of the checkpoint folder that contains the file; -1 if it is in no such folder."""
     found = _CHECKPOINT.fullmatch(path.parent.name)
     return int(found[1]) if found else -1

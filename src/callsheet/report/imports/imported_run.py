@@ -1,4 +1,4 @@
-"""A run that was read from another tool's files, before it is written as a run's folder."""
+"""A run that was read from another tool's files, and is not written as a run folder yet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_VALUES = 20_000_000
 """How many values of metrics one run may have; further ones are left out."""
 
 _LARGEST_STEP = 2**53  # `callsheet.report.records` rejects larger steps
-_LATEST = 1e11  # largest number that counts as a Unix time in seconds
+_LATEST = 1e11  # the largest number that counts as a Unix time in seconds
 _MOST_IMAGES, _MOST_IMAGE_BYTES, _LARGEST_IMAGE = 1000, 256 * 2**20, 16 * 2**20
 _PNG = b"\x89PNG\r\n\x1a\n"
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -41,7 +41,7 @@ class ImportedImage:
 
 
 class Metrics:
-    """The values of a run's metrics, in compact arrays. They may be added in any order of steps."""
+    """The values of a run's metrics, in compact arrays. They may be added in any order."""
 
     def __init__(self) -> None:
         self._columns: dict[str, tuple[array[int], array[float], array[float]]] = {}  # steps, values, times
@@ -60,7 +60,7 @@ class Metrics:
         return list(self._columns)
 
     def add(self, name: str, step: Any, value: float, time: float = math.nan) -> None:
-        """Add a value of a metric. Leave it out and count it if its step is not a whole number or there are too many values."""
+        """Add a value of a metric. It is only counted if its step is not a whole number or there are too many values already."""
         whole = as_step(step)
         if whole is None:
             self.left_out["values with a step that is not a whole number"] += 1
@@ -96,7 +96,7 @@ class Metrics:
         self.left_out.update(other.left_out)
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Rename metrics, from old names to new ones. No two metrics may get the same name."""
+        """Rename metrics. `names` contains the new name for each old one. No two metrics may get the same name."""
         self._columns = {names.get(name, name): columns for name, columns in self._columns.items()}
 
     def records(self) -> Iterator[Record]:
@@ -162,7 +162,7 @@ class ImportedRun:
     warnings: list[str] = field(default_factory=list)
 
     def add_image(self, name: str, step: int, time: float, png: bytes) -> None:
-        """Add an image. If it is not a PNG, or if the run has too many images, leave it out and count it."""
+        """Add an image. It is only counted if it is not a PNG or there are too many images already."""
         if not png.startswith(_PNG):
             self.left_out["images that are not PNG"] += 1
         elif len(png) > _LARGEST_IMAGE or len(self.images) >= _MOST_IMAGES or self._image_bytes() + len(png) > _MOST_IMAGE_BYTES:
@@ -171,7 +171,7 @@ class ImportedRun:
             self.images.append(ImportedImage(name, step, time, png))
 
     def add_row(self, values: Mapping[str, Any], step: Any, time: float = math.nan) -> None:
-        """Add the numbers in `values` as metrics; nested mappings get dotted names. Other values are left out and counted."""
+        """Add the numbers in `values` as metrics. Numbers in nested mappings get dotted names. Other values are only counted."""
         for name, value in values.items():
             if (found := as_number(value)) is not None:
                 self.metrics.add(name, step, found, time)

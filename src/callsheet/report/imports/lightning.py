@@ -46,7 +46,7 @@ def read(source: Source) -> Iterator[ImportedRun]:
 
 
 def run_name(folder: Path) -> str:
-    """Return the name for the run in `folder`. For `logs/version_0` the name includes that of the parent folder."""
+    """Return a name for the run in `folder`. For `logs/version_0` it is `logs-version_0`."""
     return f"{folder.parent.name}-{folder.name}" if re.fullmatch(r"version_\d+", folder.name) else folder.name
 
 
@@ -59,7 +59,7 @@ def add_hyperparameters(run: ImportedRun, folder: Path, *, extra: str) -> None:
 
 
 def metric_names(columns: Iterable[str]) -> dict[str, str]:
-    """Return the metric's name for each column of the CSV file: `train/loss` for `train_loss` or `train_loss_step`, and so on.
+    """Return the metric's name for each column of the CSV file, such as `train/loss` for `train_loss` or `train_loss_step`.
 
     If a metric was logged both by step and by epoch, `train/loss` has the values of the steps and `train/loss_epoch` those of the
     epochs. For validation and test it is the other way round: `validation/loss` and `validation/loss_step`.

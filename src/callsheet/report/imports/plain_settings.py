@@ -1,4 +1,4 @@
-"""Reads hyperparameters from files of other tools as plain values of limited size, without building arbitrary objects."""
+"""Reads hyperparameters from other tools' files as plain values of limited size. Arbitrary objects are not constructed."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def _plain(value: Any, left: list[int], depth: int) -> Any:
         return value
     try:
         return str(value)[:_LONGEST_TEXT]
-    except ValueError:  # Python does not convert integers with so many digits to text
+    except ValueError:  # Python does not convert such long integers to text
         return "..."
 
 
 def parsed_text(text: str) -> Any:
-    """Return `text` as a number, boolean or None if it looks like one in Python, otherwise unchanged."""
+    """Return `text` as a number, boolean or None if Python would read it as one, otherwise unchanged."""
     if text in (known := {"True": True, "true": True, "False": False, "false": False, "None": None}):
         return known[text]
     for kind in (int, float):

@@ -1,4 +1,4 @@
-"""Finds the files of other tools below a path, without following symbolic links to other places."""
+"""Finds other tools' files below a path. Symbolic links to other places are not followed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INTERESTING = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A path to import from, with symbolic links resolved, and the files below it that may belong to a run of another tool.
+    """A path to import from, with symbolic links resolved, and the files below it that may belong to another tool's run.
 
     If the path is a file, `folder` is the folder of the file, otherwise the path itself.
     """
@@ -36,7 +36,7 @@ class Source:
 
     @classmethod
     def at(cls, given: str | os.PathLike[str]) -> Source:
-        """Return the source that the user means by `given`: a path, `file:...` or `sqlite:///...`.
+        """Return the source for `given`, which is a path, `file:...` or `sqlite:///...`.
 
         Raises:
             ConfigError: there is no such file or folder, it is on a server, or it has too many files.

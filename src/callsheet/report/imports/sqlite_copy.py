@@ -1,4 +1,4 @@
-"""Reads SQLite databases of other tools from a copy, because SQLite may write files next to a database that it only reads."""
+"""Reads other tools' SQLite databases from a copy, because SQLite may write files next to a database even when it only reads it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from callsheet.errors import ConfigError
 from callsheet.report.imports.source import Source
 
 _SUFFIXES = {".db", ".sqlite", ".sqlite3"}
-_LONGEST_VALUE = 64 * 2**20  # most bytes of a text or blob in the database
+_LONGEST_VALUE = 64 * 2**20  # the most bytes of a text or blob in the database
 _MAGIC = b"SQLite format 3\x00"
 
 
 def databases(source: Source, columns: Mapping[str, set[str]]) -> list[Path]:
-    """Return the SQLite databases of the source that have the tables and columns in `columns`."""
+    """Return the source's SQLite databases that have all tables and columns in `columns`."""
     candidates = [path for path in source.files if path == source.path or path.suffix in _SUFFIXES]
     found = []
     for path in candidates:
@@ -56,7 +56,7 @@ def _tables(path: Path, _version: tuple[tuple[int, int], ...]) -> dict[str, froz
 
 @contextmanager
 def copied_database(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open a temporary copy of the database and its journal within this context.
+    """While the `with` block runs, provide a temporary copy of the database and its journal.
 
     Raises:
         ConfigError: the file is not a database that can be read.

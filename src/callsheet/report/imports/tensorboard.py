@@ -36,7 +36,7 @@ def find(source: Source) -> list[Path]:
 
 
 def read(source: Source) -> Iterator[ImportedRun]:
-    """Yield one run for each folder that contains event files, together with the subfolders that belong to the run.
+    """Yield one run for each folder with event files. Subfolders that belong to the same run are added to it.
 
     Folders such as `train` and `validation` belong to the run of the folder above. So do the folders that PyTorch's
     `add_scalars` and `add_hparams` make inside the folder of their writer.
@@ -108,9 +108,9 @@ class _EventReader:
         self._not_parsed: type[Exception] = load("google.protobuf.message").DecodeError
 
     def read_folder(self, run: ImportedRun, source: Source, folder: Path, prefix: str) -> None:
-        """Add the events of the files in `folder` (not in subfolders) to the run, in the order of the files' names."""
+        """Add the events of the files in `folder`, but not in its subfolders, to the run, in the order of the files' names."""
         part = ImportedRun(run.name, run.key)
-        plugins: dict[str, str] = {}  # tag -> plugin, which may be given only at a tag's first value
+        plugins: dict[str, str] = {}  # for each tag, its plugin, which TensorBoard may write only with the tag's first value
         for path in source.files:
             if path.parent == folder and EVENTS in path.name:
                 for event in self._events(path, run):
@@ -123,7 +123,7 @@ class _EventReader:
         add_hyperparameters(run, folder, extra="train")
 
     def _events(self, path: Path, run: ImportedRun) -> Iterator[Any]:
-        """Yield the events of a file. Skip damaged events, and stop at a damaged length, after which no event can be found."""
+        """Yield the events of a file. Skip damaged events. Stop at a damaged length, because no later event can be found."""
         damaged = 0
         try:
             with open(path, "rb") as file:
@@ -162,7 +162,8 @@ class _EventReader:
     def _add(self, run: ImportedRun, event: Any, prefix: str, plugins: dict[str, str]) -> None:
         what = event.WhichOneof("what")
         if what == "session_log":
-            # A run was resumed at this step, so earlier values for this step and later steps are not valid.
+            # A start event means that the run was resumed at this step, so that earlier values of this step and of later ones are
+            # invalid.
             if event.session_log.status == self._start and event.step > 0:
                 run.metrics.drop_from(event.step)
                 run.images = [image for image in run.images if image.step < event.step]

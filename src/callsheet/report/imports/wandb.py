@@ -28,7 +28,7 @@ def find(source: Source) -> list[Path]:
 
 
 def read(source: Source) -> Iterator[ImportedRun]:
-    """Yield W&B's runs. The logs of a run and of its resumes become one run.
+    """Yield W&B's runs. The logs of a run and of its resumes are combined to one run.
 
     Raises:
         MissingPackage: wandb is not installed.
@@ -47,11 +47,11 @@ def read(source: Source) -> Iterator[ImportedRun]:
 
 
 class _Part:
-    """Adds the records of one transaction log to a run."""
+    """Reads one transaction log and adds its records to a run."""
 
     def __init__(self, run: ImportedRun, path: Path, not_parsed: type[Exception]) -> None:
         self._run, self._path, self._not_parsed = run, path, not_parsed
-        self._step_metric = ""  # metric that the run defined as the step of all other metrics
+        self._step_metric = ""  # the metric that the run defined as the x-axis of all other metrics
         self._step: int | None = None  # last value of `_step_metric`
 
     def add(self, record_type: Any) -> None:
@@ -132,7 +132,7 @@ def _parsed(text: str) -> Any:
 
 
 def _contents(file: Any) -> Iterator[bytes | None]:
-    """Yield the content of each record in a transaction log, and None for each damaged record.
+    """Yield the content of each record in a transaction log; None for a damaged record.
 
     The file is a header and then blocks of 32 KiB (the format of LevelDB's logs). A record is one piece or several; each has a
     checksum, a length and a kind, and no piece crosses the end of a block.
@@ -150,13 +150,13 @@ def _contents(file: Any) -> Iterator[bytes | None]:
                 place = _BLOCK
                 break
             if len(content) < length or zlib.crc32(bytes([kind]) + content) != checksum or kind > _LAST:
-                pieces, place = None, _BLOCK  # skip the rest of the block, because the length may be wrong
+                pieces, place = None, _BLOCK  # the length may be wrong, so skip the rest of the block
                 yield None
                 break
             place += _PIECE + length
             if kind in (_FULL, _FIRST):
                 pieces = []
-            if pieces is None:  # skip a record whose start is damaged
+            if pieces is None:  # the start of this record is damaged, so skip it
                 continue
             pieces.append(content)
             if sum(map(len, pieces)) > _LARGEST_RECORD:

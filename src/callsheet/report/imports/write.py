@@ -28,10 +28,10 @@ from callsheet.run.run_marker import MARKER
 
 _WRITTEN = {MARKER, "metrics.jsonl", "events.jsonl", "hyperparameters.json", "images.jsonl", "images"}
 _DERIVED = {"report.html", "trace.json"}  # files that `callsheet report` writes to the folder
-_KEPT = NOTES  # the user's notes, which stay when the run is imported again
+_KEPT = NOTES  # the user's notes, which are kept when the run is imported again
 _VALIDATION = "validation/"
 _MOST_EVALUATIONS = 2000
-_LONGEST_NAME = 120  # most bytes in a folder's name
+_LONGEST_NAME = 120  # the most bytes in a folder's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Imported:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where an imported run comes from: the tool, the source's path, and the run's key there.
+    """Where an imported run comes from: the tool, the path of the source, and the run's key in the source.
 
     The marker file of its folder has it, so that the run can be imported again.
     """
@@ -69,12 +69,12 @@ class Origin:
     run: str
 
     def as_json(self) -> dict[str, str]:
-        """Return the origin as a dict, which the marker file of an imported run contains."""
+        """Return the origin as a dict, for the marker file of the run's folder."""
         return {"from": self.kind, "source": self.source, "run": self.run}
 
 
 def write(run: ImportedRun, to: Path, origin: Origin, *, name: str | None, taken: set[str]) -> Imported:
-    """Write an imported run to a folder in `to`, replacing an earlier import of the same run. Add the folder's name to `taken`.
+    """Write an imported run to a folder in `to`, in place of an earlier import of the same run. Add the folder's name to `taken`.
 
     Args:
         run: what to write.
@@ -117,7 +117,7 @@ def _cut(name: str) -> str:
 
 
 def _target(to: Path, origin: Origin, name: str, *, is_fixed: bool, taken: set[str]) -> Path:
-    """Return the folder to write: a new folder, or that of an earlier import of the same run."""
+    """Return the folder to write: that of an earlier import of the same run, or a new one."""
     number = 1
     while True:
         target = to / (name if number == 1 else f"{name}-{number}")
@@ -131,7 +131,7 @@ def _target(to: Path, origin: Origin, name: str, *, is_fixed: bool, taken: set[s
 
 
 def _imported_from(folder: Path) -> dict[str, Any] | None:
-    """Return where the imported run in `folder` comes from, or None if there is no such folder.
+    """Return where the imported run in `folder` comes from; None if there is no such folder.
 
     Raises:
         ConfigError: the folder is not an import, or something else was written to it.
@@ -154,7 +154,7 @@ def _imported_from(folder: Path) -> dict[str, Any] | None:
 
 
 def _put(draft: Path, target: Path) -> None:
-    """Rename the draft folder to `target`, and delete an earlier import there."""
+    """Rename the draft folder to `target`, in place of an earlier import."""
     if not target.exists():
         draft.rename(target)
         return
@@ -190,7 +190,7 @@ def _write_files(run: ImportedRun, folder: Path, name: str, origin: Origin) -> i
             step, count = record.step, count + 1
             if evaluations is not None and (event := _evaluation(record)) is not None:
                 evaluations.append(event)
-                if len(evaluations) > _MOST_EVALUATIONS:  # so many validation values are a curve; do not log them as evaluations
+                if len(evaluations) > _MOST_EVALUATIONS:  # so many validation values are a curve and not single evaluations
                     evaluations = None
         started = moment(run.started) if math.isfinite(moment(run.started)) else first
         events = stack.enter_context(open(folder / "events.jsonl", "w", encoding="utf-8"))
@@ -226,7 +226,7 @@ def _known(**values: float) -> dict[str, float]:
 
 
 def _evaluation(record: Record) -> dict[str, Any] | None:
-    """Return an evaluation event if the record has values of the validation data, otherwise None."""
+    """Return an evaluation event if the record has values of the validation data; otherwise None."""
     found = {name.removeprefix(_VALIDATION): value for name, value in record.values.items() if name.startswith(_VALIDATION)}
     if not found:
         return None
@@ -254,7 +254,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def renamed(run: ImportedRun, names: Mapping[str, str]) -> Iterator[str]:
-    """Rename metrics of the run, and yield the old names that were found. An old name that ends with `/` is a prefix.
+    """Rename metrics of the run, and yield the old names that it has. An old name that ends with `/` is a prefix.
 
     Raises:
         ConfigError: two metrics would get the same name.

@@ -1,4 +1,4 @@
-"""Functions that inspect a dataloader, or rebuild it with another dataset or order."""
+"""Functions that inspect a dataloader, or build a copy of it with another dataset or order."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _OF_LOADERS = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.sam
 _REPEATABLE = (BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 _PLAIN = (bool, int, float, str, bytes, tuple, list, dict, set, type(None))
 _LONG = 1000
-_MOST = 1 << 20  # bytes of a pickle that are read for a checksum
-_FIRST = 8  # how many numbers along the first dimension of a tensor count
+_MOST = 1 << 20  # the most bytes of a pickle that a checksum covers
+_FIRST = 8  # how many numbers along the first dimension of a tensor a checksum covers
 
 _OPTIONS = (
     "num_workers",
@@ -150,12 +150,12 @@ def generators_of(loader: Any) -> list[Any]:
 
 
 def restore_generators_of(loader: Any, states: Sequence[Any]) -> None:
-    """Restore the states of generators that `generators_of` returned."""
+    """Restore the states of random generators that `generators_of` returned."""
     restore_generators(own_generators((loader, *samplers(loader), *datasets(loader))), states)
 
 
 def restore_random_state_of(loader: Any, state: Mapping[str, Any]) -> None:
-    """Restore the random states that `random_state_of` returned, except for the states of samplers."""
+    """Restore the random states that `random_state_of` returned. `restore_samplers` restores the states of samplers."""
     restore_random_state(state["global"])
     restore_generators_of(loader, state["generators"])
 
@@ -180,12 +180,12 @@ def restore_samplers(loader: Any, state: Mapping[str, Any], argument: str) -> bo
 
 
 def is_repeatable(sampler: Any) -> bool:
-    """Return whether the sampler is one of torch's own, for which the same random states give the same order."""
+    """Return whether the sampler is one of torch's own, which gives the same order whenever the random states are the same."""
     return type(sampler) in _REPEATABLE or type(sampler).__module__ in _OF_LOADERS
 
 
 def keeps_place(loader: Any) -> bool:
-    """Return whether a run resumes within an epoch by loading the loader's own state, such as that of a StatefulDataLoader.
+    """Return whether the loader can save and load its position within an epoch, as a StatefulDataLoader can.
 
     A StatefulDataLoader calls `iter` of the user's own sampler more often after a resume than without one. For such a sampler, an
     `Order` draws the order, as for a plain DataLoader.
@@ -205,7 +205,7 @@ def _stateful_samplers(loader: Any) -> list[Any]:
 
 
 def _without_state(loader: Any) -> list[Any]:
-    """Return the samplers and iterables that have no state to save, although their order may change from epoch to epoch."""
+    """Return the samplers and iterables that have no state to save, and whose order may nevertheless change between epochs."""
     found = [sampler for sampler in samplers(loader) if not is_repeatable(sampler) and not hasattr(sampler, "state_dict")]
     if not isinstance(loader, DataLoader):
         found += [] if hasattr(loader, "state_dict") else [loader]
@@ -215,7 +215,7 @@ def _without_state(loader: Any) -> list[Any]:
 
 
 def attributes(owners: Iterable[Any]) -> dict[str, int]:
-    """Return a checksum of each attribute of these objects that has a plain type, so that `changed` can compare them later.
+    """Return a checksum for each attribute of these objects that has a plain type. `changed` compares two such results.
 
     The epoch of an object with `set_epoch` is left out, because the Trainer sets it. Left out are also values that cannot be
     pickled, and those whose pickle is larger than a megabyte, not counting tensors and arrays.
@@ -253,7 +253,7 @@ class _Digest:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors and arrays as their type, shape and first numbers, because copying them may take long.
+    """Pickles a tensor or array as only its type, shape and first numbers, because pickling all of it may take long.
 
     The numbers of a tensor on a device are left out, because reading them would wait for the device.
     """
@@ -313,12 +313,12 @@ def batching(loader: DataLoader[Any]) -> tuple[Any, int | None, bool]:
 
 
 def makes_own_batches(loader: Any) -> bool:
-    """Return whether the loader's class overrides how a DataLoader iterates. A plain DataLoader could not reproduce that."""
+    """Return whether the loader's class overrides how a DataLoader iterates, so that a plain DataLoader cannot replace it."""
     return any(getattr(type(loader), name).__module__ not in _MADE_BY for name in ("__iter__", "_get_iterator"))
 
 
 def rebuilt(loader: DataLoader[Any], kind: type[DataLoader[Any]] = DataLoader, **changes: Any) -> DataLoader[Any]:
-    """Return a new DataLoader with the options of `loader`, except for `changes`. The changes set the dataset and the order."""
+    """Return a new DataLoader with the options of `loader`, except for those in `changes`, such as the dataset."""
     names = (*_OPTIONS, "snapshot_every_n_steps") if kind is not DataLoader else _OPTIONS
     options = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
     return kind(**(options | {"dataset": loader.dataset} | changes))

@@ -1,4 +1,4 @@
-"""The order of a DataLoader's batches. The Trainer draws it itself, so that it can repeat and check the order."""
+"""The order of a DataLoader's batches. The Trainer iterates over the sampler itself, so that it can repeat and check the order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from callsheet.trainer.data.loaders import drop
 
 
 class Order:
-    """Replaces the sampler or batch sampler of a DataLoader, and iterates over the original one once per epoch.
+    """Takes the place of a DataLoader's sampler or batch sampler, and iterates over the original one once per epoch.
 
     A DataLoader with workers calls `iter` of its sampler twice for its first epoch, and once for later epochs. With an `Order`,
     `begin` calls `iter` once per epoch, so that a resumed run draws the same numbers from the sampler.
@@ -52,7 +52,7 @@ class Order:
         drop(self._drawn, count, epoch)
 
     def place(self, taken: int) -> dict[str, Any] | None:
-        """Return checksums of the batches of indices, from the last batch trained on up to the last one drawn in advance.
+        """Return checksums of the batches of indices that were drawn in advance, preceded by that of the last batch trained on.
 
         `is_at` uses them to check that a resumed run draws the same batches.
         """
@@ -60,7 +60,7 @@ class Order:
         return {"first": first, "checksums": list(self._checksums[first:])} if self._is_checked else None
 
     def is_at(self, place: Mapping[str, Any] | None) -> bool:
-        """Return whether the batches drawn in this epoch are the same as in the earlier run, by the checksums from `place`.
+        """Return whether this epoch's batches equal those from before the resume, according to the checksums from `place`.
 
         Only batches that both have drawn are compared.
         """

@@ -26,7 +26,7 @@ def generator_states(generators: Sequence[Any]) -> list[Any]:
 
 
 def restore_generators(generators: Sequence[Any], states: Sequence[Any]) -> None:
-    """Restore what `generator_states` returned. If there are more generators than states, the others keep their state."""
+    """Restore the states that `generator_states` returned. Generators for which no state was saved keep their state."""
     for generator, state in zip(generators, states, strict=False):
         if isinstance(generator, random.Random):
             generator.setstate(state)

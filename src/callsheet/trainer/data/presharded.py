@@ -41,7 +41,7 @@ _NAMES = {"python": "Python's random state", "numpy": "NumPy's random state", "t
 
 
 class PreshardedData:
-    """The rank's own dataloader. Parts of the dataloader may be replaced, so that a resumed run gets the same batches.
+    """The strategy `own`: each rank uses its own dataloader. Parts of it may be replaced, to repeat an epoch after a resume.
 
     A dataloader with `state_dict` and `load_state_dict` saves its position within an epoch. For any other dataloader, a resumed
     run restores the random states of the epoch's start, draws the batches that were already trained on, and discards them. If the
@@ -75,22 +75,24 @@ class PreshardedData:
         self.length = self._agreed_length()
 
     def begin(self, epoch: int | None, start: Mapping[str, Any] | None = None) -> Iterator[Any]:
-        """Return the batches of an epoch, and keep the random states at its start."""
+        """Return the batches of an epoch, and store the random states at its start."""
         if start is None:
             return self._shared_out(self._open(epoch), 0)
         restore_random_state_of(self._given, start)
         has_states = restore_samplers(self._given, start, self._argument)
         self._warn_of_workers(is_new_epoch=True)
         if epoch is not None and epoch > 1 and self._loader is not self._given and hasattr(self._loader, "state_dict"):
-            iter(self._loader)  # start the workers now, since this draws random numbers that later epochs do not draw
+            # Start the persistent workers now: this draws random numbers, which an uninterrupted run draws only in its first
+            # epoch.
+            iter(self._loader)
             restore_random_state_of(self._given, start)
         return self._shared_out(self._open(epoch, start if has_states else None), 0)
 
     def resume(self, epoch: int, taken: int, place: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
-        """Return the remaining batches of an epoch, as described in the docstring of the class."""
+        """Return the remaining batches of an epoch. The docstring of the class says how."""
         loader, start = self._given, place["at_start"]
         restore_random_state_of(loader, start)
-        if place["has_ended"]:  # the epoch has ended on this rank, but other ranks had more batches
+        if place["has_ended"]:  # this rank had no batches left in the epoch, but other ranks had
             self._at_start = start
             return self._shared_out(iter(()), taken, has_ended=True)
         if place["loader"] is not None and hasattr(loader, "load_state_dict") and not self._must_redraw(place["loader"]):
@@ -128,7 +130,7 @@ class PreshardedData:
         return self.length - taken if self.length is not None else None
 
     def _repeatable(self, loader: Any) -> Any:
-        """Return the loader. If some of its epochs could not be resumed, return a loader that is rebuilt from its parts."""
+        """Return the loader, or a copy with a wrapped dataset or sampler if the loader alone could not repeat its epochs."""
         if (
             not isinstance(loader, DataLoader)
             or makes_own_batches(loader)
@@ -210,7 +212,7 @@ class PreshardedData:
             )
 
     def _must_redraw(self, state: Mapping[str, Any]) -> bool:
-        """Return whether the position in an epoch must be reached by drawing the batches again.
+        """Return whether the batches must be drawn again to reach the position in an epoch.
 
         This is so if a StatefulDataLoader without workers would only draw its stateless dataset again.
 
@@ -234,7 +236,7 @@ class PreshardedData:
         )
 
     def _warn_of_workers(self, *, is_new_epoch: bool) -> None:
-        """Warn if the loader's workers cannot repeat in a resumed run the batches that they gave before."""
+        """Warn if the loader's workers cannot give the same batches again in a resumed run."""
         loader = self._given
         if not isinstance(loader, DataLoader) or not loader.num_workers:
             return
@@ -274,7 +276,7 @@ class PreshardedData:
         return self._shared
 
     def _first_again(self) -> Any:
-        """Return the epoch's first batch again, to repeat it while other ranks still have batches and this rank has none."""
+        """Return the epoch's first batch again, for a rank that has no batches left while other ranks still have some."""
         now = random_state_of(self._given)
         restore_random_state_of(self._given, self._at_start or now)
         if self._order is not None:
@@ -346,7 +348,7 @@ class _OwnBatches(SharedBatches):
         if self._length is not None:
             return True
         if self._answer is not None:
-            self._answer.wait()  # the reduction for the previous batch, which is complete by now
+            self._answer.wait()  # the reduction for the previous batch; it is complete by now
         self._answer = answer = self._world.begin_max([has])
         if has:
             return True

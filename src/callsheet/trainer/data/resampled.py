@@ -1,4 +1,4 @@
-"""The data strategy `split`: a map-style DataLoader gets a batch sampler that gives each rank its own samples."""
+"""The data strategy `split`: the samples of a map-style DataLoader are split between the ranks by a batch sampler."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from callsheet.trainer.data.strategies import SharedBatches
 
 
 class ResampledData:
-    """The samples of a DataLoader, split between the ranks. Their order depends only on `seed` and the epoch.
+    """The strategy `split`: a DataLoader's samples are split between the ranks, in an order that depends on `seed` and epoch.
 
     The dataset is wrapped in a `SeededDataset`. The position in an epoch is the length of the part of the order that all ranks
     together have trained on. So any number of ranks can continue from the position, and a resume loads no samples to reach it.
@@ -68,7 +68,7 @@ class ResampledData:
         return self._sampler.length
 
     def begin(self, epoch: int | None, start: Mapping[str, Any] | None = None) -> Iterator[Any]:
-        """Begin an epoch and return its batches for this rank."""
+        """Begin an epoch and return this rank's batches."""
         if start is not None:
             restore_random_state_of(self._given, start)
             restore_samplers(self._given, start, self._argument)
@@ -76,7 +76,7 @@ class ResampledData:
         return self._opened()
 
     def resume(self, epoch: int, taken: int, place: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
-        """After a resume, return the remaining batches of an epoch. Another number of ranks may have begun it.
+        """After a resume, return the remaining batches of an epoch. The number of ranks may have changed since the epoch began.
 
         Raise ConfigError if the order of the data has changed.
         """

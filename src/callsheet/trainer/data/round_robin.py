@@ -23,7 +23,7 @@ from callsheet.trainer.data.strategies import CountSamples, SharedBatches
 
 
 class RoundRobinData:
-    """An iterable that is the same on all ranks. Of every n batches, each of the n ranks keeps one.
+    """The strategy `dealt`: all ranks iterate over the same iterable. Of every n batches, each of the n ranks keeps one.
 
     The iteration has its own random states, which are seeded by `seed` and the epoch. So the batches are the same on all ranks,
     even if the ranks draw different random numbers elsewhere.
@@ -49,7 +49,7 @@ class RoundRobinData:
             )
 
     def begin(self, epoch: int | None, start: Mapping[str, Any] | None = None) -> Iterator[Any]:
-        """Begin an epoch and return its batches for this rank."""
+        """Begin an epoch and return this rank's batches."""
         if start is not None:
             restore_random_state_of(self._loader, start)
             restore_samplers(self._loader, start, self._argument)

@@ -1,4 +1,4 @@
-"""Random states for data: a sample's augmentation draws numbers that depend only on the seed, the epoch and the sample's index."""
+"""Random states for data: random augmentation of a sample depends only on the seed, the epoch and the sample's index."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def cpu_random_state() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def seeded(number: int, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
-    """Seed all random states and these generators while the `with` block runs, and restore them afterwards."""
+    """While the `with` block runs, seed all random states and these generators. Restore them afterwards."""
     outer, before = cpu_random_state(), [generator.get_state() for generator in generators]
     seed_states(number)
     for generator in generators:
@@ -73,7 +73,7 @@ def seeded(number: int, generators: Sequence[torch.Generator] = ()) -> Iterator[
 
 
 class RandomStream:
-    """A separate set of random states. They replace the current ones while `with stream:` runs."""
+    """A separate set of random states, which is in use while `with stream:` runs."""
 
     def __init__(self, seed: int) -> None:
         with seeded(seed):
@@ -108,7 +108,7 @@ class _Seeds:
         self._shared[0] = epoch
 
     def note(self) -> None:
-        """In a worker, set a flag in shared memory, so that the loader's process learns that the worker's dataset has changed."""
+        """In a worker process, set a flag in shared memory, which says that the worker's dataset has changed."""
         self._shared[1] = 1
 
     @property
@@ -123,7 +123,8 @@ class _Seeds:
             self._own = own_generators(chain_of(self.dataset))
         if epoch != self._epoch:
             self._epoch = epoch
-            if get_worker_info() is not None:  # the Trainer cannot set the epoch of a worker's copy
+            # In a worker, the epoch comes from shared memory, since the Trainer cannot reach the worker's copy of the dataset.
+            if get_worker_info() is not None:
                 for dataset in chain_of(self.dataset):
                     if hasattr(dataset, "set_epoch"):
                         dataset.set_epoch(epoch)
@@ -133,7 +134,8 @@ class _Seeds:
             seed_generators(self._own, number)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_own": None, "_epoch": None}  # the copy has another dataset, whose generators it has to find
+        # The copy wraps another dataset object, whose generators it must look up.
+        return vars(self) | {"_own": None, "_epoch": None}
 
 
 class SeededDataset(Dataset[Any]):
@@ -217,12 +219,12 @@ class SeededDataset(Dataset[Any]):
         return getattr(self.dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.dataset, name, value)  # the dataset has to find files that a worker_init_fn stores in attributes
+        # Set it on the dataset itself, which may need what a worker_init_fn stores, such as an open file.
+        setattr(self.dataset, name, value)
 
 
 class SeededStream(IterableDataset[Any]):
-    """An iterable dataset that seeds the random states of its workers at each epoch's start, from `seed`, the epoch and the
-    worker.
+    """An iterable dataset that seeds its workers' random states at each epoch's start, from `seed`, the epoch and the worker.
 
     Without it, persistent workers keep their random states from one epoch to the next, and no checkpoint stores those. With a
     `SeededStream`, an epoch can be drawn again without drawing the epochs before it.
@@ -240,7 +242,7 @@ class SeededStream(IterableDataset[Any]):
         return bool(self._seeds.is_noted)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch whose samples the workers load next."""
+        """Set the epoch whose samples the workers load from now on."""
         self._seeds.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
@@ -259,7 +261,7 @@ class SeededStream(IterableDataset[Any]):
         return getattr(self.dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.dataset, name, value)  # the dataset has to find what a worker_init_fn stores, as in a SeededDataset
+        setattr(self.dataset, name, value)  # set it on the dataset itself, as in a SeededDataset
 
 
 def _number(index: Any) -> int:

@@ -29,7 +29,7 @@ def sharing_of(
     alone: bool | None = None,
     count_samples: CountSamples | None = None,
 ) -> Sharing:
-    """Return the strategy by which the ranks divide the batches of this loader. This is a collective.
+    """Return the strategy (`own`, `split` or `dealt`) by which the ranks divide the batches of this loader. This is a collective.
 
     Args:
         seed: the same on all ranks.
@@ -80,7 +80,7 @@ def shared(
     shard: bool = True,
     count_samples: CountSamples | None = None,
 ) -> SharedLoader:
-    """Return this rank's part of a loader that is iterated over repeatedly from its beginning, as in evaluations.
+    """Return this rank's part of a loader. The part starts from the beginning each time, as evaluations need it.
 
     Each iteration yields the same batches, including fillers. Arguments and errors are those of `sharing_of`.
     """
@@ -88,9 +88,7 @@ def shared(
 
 
 def _is_shared_already(loader: Any) -> bool:
-    """Return whether the data is already divided among the ranks, by a DistributedSampler or by Hugging Face's
-    `split_dataset_by_node`.
-    """
+    """Return whether a DistributedSampler or Hugging Face's `split_dataset_by_node` already divides the data among the ranks."""
     has_sampler = any(hasattr(sampler, "num_replicas") for sampler in samplers(loader))
     return has_sampler or any(getattr(dataset, "_distributed", None) is not None for dataset in datasets(loader))
 

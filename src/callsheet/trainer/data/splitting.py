@@ -1,4 +1,4 @@
-"""Splits the samples of an epoch into global batches (those of all n ranks), of which every rank gets every n-th sample."""
+"""Splits an epoch's samples into global batches (the batches of all n ranks together). Each rank gets every n-th sample."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How an order of samples is divided into global batches of `batch_size * world_size` samples.
+    """How the samples of an epoch, in a given order, are divided into global batches of `batch_size * world_size` samples.
 
     Each rank gets every n-th sample of a batch.
 
@@ -50,15 +50,15 @@ class Split:
 
     @property
     def global_size(self) -> int:
-        """How many elements of the order form one global batch. They are samples or, if `batch_size` is None, batches."""
+        """The length of one global batch in the order: a number of samples or, if `batch_size` is None, of batches."""
         return (self.batch_size or 1) * self.world_size
 
     def count(self, length: int) -> int:
-        """Return how many global batches can be made from `length` samples of an order."""
+        """Return how many global batches `length` samples form."""
         return length // self.global_size if self.drop_last else math.ceil(length / self.global_size)
 
     def shares(self, order: Sequence[Any], start: int = 0) -> Iterator[Share]:
-        """Yield this rank's share of each global batch, beginning at position `start` of the order."""
+        """Yield this rank's part of each global batch, beginning at position `start` of the order."""
         for first in range(start, start + self.count(len(order) - start) * self.global_size, self.global_size):
             batch = order[first : first + self.global_size]
             part = list(batch[self.rank :: self.world_size])
@@ -96,7 +96,7 @@ class ShareSampler:
         self.order, self.start = drawn_order(self._source, mixed(self._seed, epoch or 0)), start
 
     def shares(self) -> Iterator[Share]:
-        """Yield this rank's share of each global batch of the epoch, from its beginning."""
+        """Yield this rank's part of each global batch of the epoch, from its beginning."""
         return self.split.shares(self.order, self.start)
 
     def __iter__(self) -> Iterator[list[Any]]:

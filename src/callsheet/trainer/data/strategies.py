@@ -12,7 +12,7 @@ CountSamples = Callable[[Any], int]
 
 
 class SharedBatches(Iterator[Any]):
-    """The batches of this rank in one epoch. The attributes describe the batch that `next` returned last."""
+    """This rank's batches of one epoch. The attributes describe the batch that `next` returned last."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
@@ -38,7 +38,7 @@ class Sharing(Protocol):
 
     @property
     def in_all(self) -> int | None:
-        """How many samples or batches an epoch has, before the ranks divide them.
+        """How many samples or batches an epoch has for all ranks together.
 
         None if that is not known, or if the ranks divide nothing because each has its own data.
         """
@@ -52,7 +52,7 @@ class Sharing(Protocol):
         """
 
     def resume(self, epoch: int, taken: int, place: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
-        """Return the remaining batches of an epoch, beginning at the position `place` that was saved.
+        """Return the remaining batches of an epoch, beginning at the saved position `place`.
 
         This rank had trained on `taken` batches at that position, and its random states were `now`.
         """
