@@ -173,7 +173,7 @@ def markdown_of(bridge: str) -> list[str]:
         lines += ["| built-in | | why |", "| --- | --- | --- |"]
         lines += [f"| `{name}` | {SIGNS[cell.verdict]} | {_cell(cell.why)} |" for name, cell in marked.items()] + [""]
     if found.guests:
-        lines += ["| its callback as a guest | tier | | why |", "| --- | --- | --- | --- |"]
+        lines += ["| callback as a guest | tier | | why |", "| --- | --- | --- | --- |"]
         lines += [
             f"| `{name}` | {cell.tier} | {SIGNS[cell.verdict]} | {_cell(cell.why)} |"
             for name, cell in sorted(found.guests.items())
