@@ -167,8 +167,11 @@ def markdown_of(bridge: str) -> list[str]:
     marked = {name: cell for name, cell in sorted(found.callbacks.items()) if cell.verdict != "works"}
     if found.callbacks:
         working = sum(cell.verdict == "works" for cell in found.callbacks.values())
-        rest = " These are limited (~) or rejected (✗):" if marked else ""
-        lines += [f"{working} of {len(found.callbacks)} built-ins work here as in callsheet's own Trainer.{rest}", ""]
+        rest = " The others are limited (~) or rejected (✗):" if marked else ""
+        lines += [
+            f"{working} of callsheet's {len(found.callbacks)} built-in callbacks work here as in callsheet's own Trainer.{rest}",
+            "",
+        ]
     if marked:
         lines += ["| built-in | | why |", "| --- | --- | --- |"]
         lines += [f"| `{name}` | {SIGNS[cell.verdict]} | {_cell(cell.why)} |" for name, cell in marked.items()] + [""]
