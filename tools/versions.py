@@ -373,10 +373,10 @@ _PAGE = """\
 
 <!-- tools/versions.py writes this page. -->
 
-This page lists the versions of PyTorch and of each framework with which callsheet was tested, on {machine}. The frameworks were
-tested with torch {torch}. CI tests only the versions in `constraints.txt`. The columns "passed", "failed" and "skipped" are numbers of tests. The rows of
-a framework count the tests of the framework's [host and guests](index.md), including tests of a few built-in callbacks and tests on two ranks. The
-rows of PyTorch count the tests of callsheet's core, its Trainer, checkpoints and [hand-written loops](bare.md).
+This page lists the versions of PyTorch and of each framework with which callsheet was tested, on {machine}. The frameworks were tested with torch
+{torch}. The columns "passed", "failed" and "skipped" are numbers of tests. For a framework, these are the tests of its [host and guests](index.md),
+including tests of a few built-in callbacks and tests on two ranks. For PyTorch, they are the tests of callsheet's core, its Trainer, checkpoints and
+[hand-written loops](bare.md). callsheet's continuous integration tests only the versions in `constraints.txt`.
 
 | package | version | verdict | passed | failed | skipped | tested on |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -384,18 +384,18 @@ rows of PyTorch count the tests of callsheet's core, its Trainer, checkpoints an
 
 The verdicts are:
 
-- **works**: all tests pass, except that tests of features that a version lacks are skipped.
+- **works**: all tests pass. Tests of features that this version of the framework does not have are skipped.
 - **rejected**: with this version, the host or the guest raises a `NotSupported` error that names what the framework lacks. Training does not start.
-- **broken**: with this version, some tests fail, for the reason that the table gives.
+- **broken**: with this version, some tests fail. The table gives the reason.
 
-**Versions that are not listed.** When a host or guest is created, it checks which version of the framework is installed. If the table has no
-version of the same minor release with the verdict **works**, the host or guest logs one warning that names the working releases. A bridge also needs
-parts of a framework that are not public API. If the installed version lacks one of these parts, the host or guest raises a `NotSupported` error that
-names the missing part.
+**Versions that are not listed.** A host or guest checks which version of the framework is installed. If no version of this minor release (such as
+2.6) has the verdict **works** in the table, the host or guest logs one warning, which names the releases that work. A bridge also uses parts of a
+framework that are not public API. If the installed version lacks one of these parts, the host or guest raises a `NotSupported` error that names the
+missing part.
 
 {beside}**Run the tests again.** `make versions` tests the newest minor releases of each package, writes their results to
-`benchmarks/results/versions.json` and updates this page. You can interrupt `make versions` and start it again, because it skips versions that have
-a result. To test only one package:
+`benchmarks/results/versions.json` and updates this page. It skips versions that have a result, so you can interrupt it and start it again. To test
+only one package:
 
 ```sh
 python tools/versions.py --only keras           # versions without a result
@@ -423,8 +423,8 @@ def page(results: Iterable[Result]) -> str:
     if beside:
         beside.insert(
             0,
-            "**Other packages.** The following versions do not work with the package versions in `constraints.txt`, so the "
-            "tests used\nother versions of these packages:\n\n",
+            "**Other packages.** A few versions in the table do not work with all package versions in `constraints.txt`, and were tested with other\n"
+            "package versions:\n\n",
         )
         beside.append("\n")
     of_frameworks = [row for row in rows if row.package != "torch"]

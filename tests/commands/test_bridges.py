@@ -31,16 +31,20 @@ def test_an_unknown_bridge(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_file_is_read_as_it_was_written() -> None:
-    made = Framework("It", "1.0", "fired", {"EMA": Cell("limited", "logs no a|b")}, {"Timer": Cell("works", tier="drives")})
+    made = Framework(
+        "It", "1.0", "Its events were fired", {"EMA": Cell("limited", "logs no a|b")}, {"Timer": Cell("works", tier="drives")}
+    )
     assert read(made.to_json()) == made
 
 
 def test_nothing_is_lost_on_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Framework("It", "1.0", "fired", {"EMA": Cell("limited", "logs no a|b")}, {"Timer": Cell("works", tier="drives")})
+    made = Framework(
+        "It", "1.0", "Its events were fired", {"EMA": Cell("limited", "logs no a|b")}, {"Timer": Cell("works", tier="drives")}
+    )
     monkeypatch.setattr("callsheet.bridges.matrix.frameworks", lambda: {"it": made})
     assert "| `EMA` | ~ |" in "\n".join(markdown())
     page = "\n".join(markdown_of("it"))
-    assert "It 1.0, fired" in page
+    assert "It 1.0. Its events were fired." in page
     assert "| `EMA` | ~ | logs no a\\|b |" in page
     assert "| `Timer` | drives | ✓ |" in page
     assert "~ EMA" in about("it")

@@ -22,7 +22,7 @@ from callsheet.bridges.automodel.names import HOOKS, Callback, CallbackRunner, M
 from .job import EMPTY, Given, Job
 
 NAME, VERSION = "NeMo AutoModel", "pull request 875"
-HOW = "of whose loop the tests have a small copy, because AutoModel can train only on GPUs"
+HOW = "The tests use a small copy of AutoModel's loop, because AutoModel can train only on GPUs"
 
 
 class StepScheduler:

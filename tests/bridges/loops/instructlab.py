@@ -48,7 +48,7 @@ API: Any = REAL if REAL is not None else instructlab_names
 
 NAME = "InstructLab"
 VERSION = importlib.metadata.version("instructlab-training") if REAL is not None else "0.16.2"
-HOW = "whose hooks a loop of the tests fires in the recorded order, because InstructLab can train only on GPUs"
+HOW = "InstructLab can train only on GPUs, so a loop in the tests calls its hooks in the recorded order"
 
 
 class Loop:

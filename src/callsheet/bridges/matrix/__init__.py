@@ -48,8 +48,8 @@ CHECKS = ("observers", "stop", "save", "EMA", "resume")
 class Framework:
     """A framework that has a bridge.
 
-    `name` is the framework's name in sentences, and `version` the tested version. `how` says how it was tested if that was not a
-    real training. `derived` has the trainers of other libraries that are built on it.
+    `name` is the framework's name in sentences, and `version` the tested version. `how` is a sentence (without its full stop)
+    that says how it was tested, if that was not a real training. `derived` has the trainers of other libraries that are built on it.
     """
 
     name: str
@@ -112,7 +112,7 @@ def _derived(framework: Framework) -> list[str]:
 def about(bridge: str) -> str:
     """Return one framework's rows as text: the tested version, built-in callbacks with their limits, and its own callbacks."""
     found = frameworks()[bridge]
-    lines = [f"{found.name} {found.version}{f', {found.how}' if found.how else ''}"]
+    lines = [f"{found.name} {found.version}{f'. {found.how}.' if found.how else ''}"]
     for title, cells in (
         ("callsheet's callbacks in it", found.callbacks),
         ("its callbacks as guests in callsheet", found.guests),
@@ -163,17 +163,20 @@ def markdown_of_derived() -> list[str]:
 def markdown_of(bridge: str) -> list[str]:
     """Return the Markdown for a framework's page: limits of callsheet's callbacks in it, and its own callbacks in callsheet."""
     found = frameworks()[bridge]
-    lines = [f"The tests ran with {found.name} {found.version}{f', {found.how}' if found.how else ''}.", ""]
+    lines = [f"The tests ran with {found.name} {found.version}.{f' {found.how}.' if found.how else ''}", ""]
     marked = {name: cell for name, cell in sorted(found.callbacks.items()) if cell.verdict != "works"}
     if found.callbacks:
         working = sum(cell.verdict == "works" for cell in found.callbacks.values())
-        rest = " These are limited (~) or rejected (✗):" if marked else ""
-        lines += [f"{working} of {len(found.callbacks)} built-ins work here as in callsheet's own Trainer.{rest}", ""]
+        rest = " The others are limited (~) or rejected (✗):" if marked else ""
+        lines += [
+            f"{working} of callsheet's {len(found.callbacks)} built-in callbacks work here as in callsheet's own Trainer.{rest}",
+            "",
+        ]
     if marked:
         lines += ["| built-in | | why |", "| --- | --- | --- |"]
         lines += [f"| `{name}` | {SIGNS[cell.verdict]} | {_cell(cell.why)} |" for name, cell in marked.items()] + [""]
     if found.guests:
-        lines += ["| its callback as a guest | tier | | why |", "| --- | --- | --- | --- |"]
+        lines += ["| callback as a guest | tier | | why |", "| --- | --- | --- | --- |"]
         lines += [
             f"| `{name}` | {cell.tier} | {SIGNS[cell.verdict]} | {_cell(cell.why)} |"
             for name, cell in sorted(found.guests.items())
