@@ -1,4 +1,4 @@
-"""The versions of each framework with which its bridge is tested, and what a bridge does with another version.
+"""The framework versions with which each bridge is tested, and the check of the installed version.
 
 A version that is not tested causes one warning in the log. If it lacks a part of the framework that a bridge needs and that is not
 public API, the bridge raises `NotSupported`, which names that part.
@@ -41,7 +41,7 @@ warned: set[str] = set()
 
 
 def check_version(package: str, internals: Iterable[str] = (), *, needed_by: str = "") -> None:
-    """Log a warning, once in a process, if the installed version of a framework is not tested.
+    """Log a warning, once per process, if the installed version of a framework is not a tested one.
 
     Args:
         package: the name with which it is installed, as in `TESTED`.
@@ -87,7 +87,7 @@ def span(tested: tuple[str, ...]) -> str:
 
 
 def has(name: str) -> bool:
-    """Return whether a dotted name exists, such as `ignite.engine.Engine._event_handlers`.
+    """Return whether a dotted name such as `ignite.engine.Engine._event_handlers` exists in the installed version.
 
     After the module, the name has a class or function, and for a class also an attribute. An attribute of the instances counts as
     one of the class if the class annotates it or one of its methods assigns it.

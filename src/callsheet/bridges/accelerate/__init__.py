@@ -1,4 +1,4 @@
-"""The Accelerate bridge: callsheet's callbacks in a loop written by hand around an Accelerator, and Accelerate's trackers as loggers."""
+"""The Accelerate bridge: `host` runs callsheet's callbacks in a loop with an Accelerator; `guest` makes a tracker a logger."""
 
 from callsheet.core.optional import needed_by
 

@@ -1,4 +1,4 @@
-"""The Accelerate bridge: callsheet's callbacks in a loop written by hand around an Accelerator, and Accelerate's trackers as loggers."""
+"""Runs callsheet's callbacks in a training loop that is written by hand with an Accelerator."""
 
 from __future__ import annotations
 
@@ -152,11 +152,11 @@ class AcceleratedRun(AttachedRun):
         self._loaded: Mapping[str, Any] | None = None
         self._is_inside = False  # whether the loop is inside the `with` block of this run
         self._microbatches = 0  # how many microbatches the current step has had
-        self._taken = 0  # the number of batches of the epoch that were yielded
+        self._taken = 0  # how many batches of the current epoch were yielded
         self._to_skip = 0  # how many batches of the first epoch to skip after a resume
         self._is_resumed = False
-        self._may_fire_save = True  # whether a save may fire checkpoint events: not within a step, and once per boundary
-        self._saves = False  # whether a callback requested the checkpoint that is being written
+        self._may_fire_save = True  # whether a save may fire checkpoint events: only between two steps, and only once there
+        self._saves = False  # whether a checkpoint that a callback requested is being written
         self._is_saved = False  # whether the latest checkpoint holds the callbacks' states
 
     def __enter__(self) -> Self:
@@ -184,7 +184,7 @@ class AcceleratedRun(AttachedRun):
         self._patches.end()
 
     def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> None:
-        """Fire the events of an evaluation that the loop has carried out.
+        """Fire the start and end events of an evaluation, after the loop has carried it out.
 
         `results` are the metrics by dataset name: `{"validation": {"loss": 1.2}}`.
         """
@@ -243,7 +243,7 @@ class AcceleratedRun(AttachedRun):
             if self._backward is not None:
                 self._backward.is_on = False
         if self._has_given_up and not self._is_over:
-            # After an error of callsheet, only count steps: the current step here, the later ones in `_remaining`.
+            # An error in callsheet has ended the run, so only count steps: this one here, and later ones in `_remaining`.
             was_in_step, self._was_in_step = self._was_in_step, False
             if was_in_step and not self._group and self._ends_step(1):
                 self._count_step()
@@ -267,17 +267,17 @@ class AcceleratedRun(AttachedRun):
         self._taken = skip
         if self._is_resumed and hasattr(dataloader, "set_epoch"):  # the dataloader's own epoch count starts at 0 in a new process
             dataloader.set_epoch(self._run.state.timestamp.epoch)
-        # A stateful dataloader continues at its saved position without help.
+        # A stateful dataloader needs no skipping, because it continues at its saved position by itself.
         if not skip or self._accelerator.dataloader_config.use_stateful_dataloader:
             return dataloader  # type: ignore[no-any-return]
         left = self._accelerator.skip_first_batches(dataloader, skip)
         if hasattr(dataloader, "iteration"):
-            # Before Accelerate 1.15, the new dataloader counts epochs from 0, so the data would get the first epoch's order.
+            # Before Accelerate 1.15, `left` counts epochs from 0, so it would shuffle the data as in the first epoch.
             left.iteration = dataloader.iteration
         return left  # type: ignore[no-any-return]
 
     def _fetch(self, batches: Iterator[Any]) -> Any:
-        """Return the next batch, or None. Fire the fetch events for the first batch of a step only.
+        """Return the next batch, or None at the epoch's end. Fire the fetch events only for the first batch of a step.
 
         Batches are not fetched in advance, because the accelerator saves the dataloader's position.
         """
@@ -298,7 +298,7 @@ class AcceleratedRun(AttachedRun):
             mark_as_users(error)  # raise the error to the user, since training is impossible without data
             raise
         if batch is not None:
-            self._group.append(batch)  # stored first, so that the loop gets this batch even if something fails here
+            self._group.append(batch)  # stored before events are fired, so that the loop gets the batch even if firing them fails
         if is_first:
             ctx.batch = batch
             if self._listens_to_fetch:
@@ -311,7 +311,7 @@ class AcceleratedRun(AttachedRun):
         return batch
 
     def _end_microbatch(self) -> None:
-        """End the microbatch, or the step if gradients were synchronized."""
+        """End the microbatch. If Accelerate synchronized the gradients in it, end the whole step."""
         if not self._microbatches:
             return
         if self._accelerator.sync_gradients:
@@ -400,11 +400,11 @@ class AcceleratedRun(AttachedRun):
         if self._loaded is not None:
             return dict(self._loaded)
         if self._has_given_up:
-            return {}  # the run ended earlier because of an error, so its state is older than this checkpoint
+            return {}  # an error in callsheet ended the run earlier, so the callbacks' states are older than this checkpoint
         return {**own_state(run), "taken": self._taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the callbacks' states and the run's progress: at once inside the `with` block, otherwise when it is entered.
+        """Restore the callbacks' states and the run's progress: now, or at the start of the `with` block if it has not begun.
 
         Raises:
             RequestRejected: this is called within an epoch.

@@ -1,4 +1,4 @@
-"""The AutoModel bridge: callsheet callbacks in NeMo AutoModel's recipes (`host`), and AutoModel's callbacks in callsheet's loop (`guest`)."""
+"""The AutoModel bridge: `host` runs callsheet's callbacks in NeMo AutoModel; `guest` runs its callbacks in callsheet's loop."""
 
 from callsheet.core.optional import needed_by
 

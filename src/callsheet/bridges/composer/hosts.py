@@ -1,4 +1,4 @@
-"""Runs callsheet's callbacks in Composer's Trainer, as one callback of Composer, which is imported only when this is used."""
+"""`host`, which runs callsheet's callbacks in Composer's Trainer. Composer is imported only when `host` is called."""
 
 from __future__ import annotations
 

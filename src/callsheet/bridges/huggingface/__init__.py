@@ -1,4 +1,4 @@
-"""The Hugging Face bridge: callsheet's callbacks in a transformers Trainer, and in libraries built on it such as TRL."""
+"""The Hugging Face bridge: `host` runs callsheet's callbacks in a transformers Trainer (or TRL's); `guest` does the reverse."""
 
 from callsheet.core.optional import needed_by
 

@@ -96,7 +96,7 @@ def guest(
 
 
 class IgniteGuest(Guest):
-    """The callsheet callback that `guest` returns. `foreign` is the engine to which Ignite's handlers are attached.
+    """The callsheet callback that `guest` returns: it calls the Ignite handlers that are attached to the engine `foreign`.
 
     Make it with `guest`, which describes `to_save` and the `options` that every guest has.
     """
@@ -119,10 +119,10 @@ class IgniteGuest(Guest):
         self._to_save = dict(to_save or {})
 
     def listens_to(self, theirs: str) -> bool:
-        """Return whether a handler is attached for the event."""
+        """Return whether an Ignite handler is attached for the event `theirs`."""
         if theirs in EVALUATOR_EVENTS:
             events = EVALUATOR_EVENTS[theirs]
-            # The method for this event also counts the iterations, and handlers of the iteration's end read that count.
+            # `_evaluator_iteration_started` counts the iterations, and handlers of an iteration's end read that count.
             if theirs == "evaluator_iteration_started":
                 events += EVALUATOR_EVENTS["evaluator_iteration_completed"]
             return any(engine.listens_to(event) for engine in self.foreign.evaluators.values() for event in events)
@@ -158,7 +158,7 @@ class IgniteGuest(Guest):
             each.fired_events = frozenset(event.name for event in Events if each.listens_to(event))
 
     def _update(self, ctx: Context) -> Any:
-        """Update the engine's state and return it, or None if a handler has terminated the engine."""
+        """Update the engine's state to the run's progress and return it; return None if a handler has terminated the engine."""
         engine = self.foreign
         if engine.should_terminate:
             return None
@@ -208,7 +208,7 @@ class IgniteGuest(Guest):
             self.foreign._fire_event(Events.ITERATION_COMPLETED)
 
     def _epoch_completed(self, ctx: Context) -> None:
-        if ctx.state.timestamp.epoch >= ctx.epoch:  # skipped if the epoch was left early, since Ignite then fires no event
+        if ctx.state.timestamp.epoch >= ctx.epoch:  # not if the epoch was left early, because Ignite fires no event then
             self._fire(Events.EPOCH_COMPLETED, ctx)
             self._log(ctx, self.foreign, "ignite")
 
@@ -225,7 +225,7 @@ class IgniteGuest(Guest):
         try:
             self.foreign._fire_event(Events.EXCEPTION_RAISED, ctx.exception)
         except BaseException as raised:
-            if raised is not ctx.exception:  # a handler of Ignite raises the run's error again, but callsheet does that itself
+            if raised is not ctx.exception:  # Ignite's handlers raise the run's error again, but callsheet does that itself
                 raise
 
     # --- the evaluators' events ---
@@ -268,7 +268,7 @@ class IgniteGuest(Guest):
                 engine._fire_event(Events.COMPLETED)
 
     def _log(self, ctx: Context, engine: GuestEngine, family: str, *, known: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Log the values of Ignite's metrics, which are in the engine's state, to callsheet's metrics record."""
+        """Add the values of the attached Ignite metrics to callsheet's next metrics record."""
         if found := {name: value for name, value in numbers(engine.state.metrics).items() if name not in known}:
             ctx.log({f"{family}/{name}": value for name, value in found.items()})
 

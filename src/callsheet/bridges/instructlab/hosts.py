@@ -1,4 +1,4 @@
-"""Runs callsheet's callbacks in InstructLab's training. InstructLab and torch are imported only when this is used."""
+"""`host`, which runs callsheet's callbacks in InstructLab's training. InstructLab and torch are imported when it is called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Keras bridge: callsheet callbacks in Keras 3 on the torch backend (`host`), and Keras callbacks in callsheet's loop (`guest`)."""
+"""Runs callsheet's callbacks in Keras's loops (torch backend), as one callback of Keras."""
 
 from __future__ import annotations
 
@@ -173,16 +173,13 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
             hooks.append(self._steps)
         run.losses = watch.reader
         self._is_epoch_open = self._is_whole = self._has_evaluated = False
-        self._evaluation: _PatchedFunction | None = None  # the patched `test_function` during an evaluation
-        self._epochs: int | None = None  # Keras's count of epochs, which is known from the first epoch on
+        self._evaluation: _PatchedFunction | None = None  # the patched `test_function`, only during an evaluation
+        self._epochs: int | None = None  # Keras's count of epochs; None before the first epoch
         self._begin_run(run, hooks, NOT_FIRED, resume=self._resume_path if is_training else None)
         return run
 
     def _patch(self, name: str, before: Callable[..., list[Any] | None], after: Callable[..., None]) -> _PatchedFunction:
-        """Patch `model.train_function`, or another function that Keras calls with a batch.
-
-        The patch is needed because Keras's callbacks do not receive the batch.
-        """
+        """Patch a function that Keras calls with a batch, such as `model.train_function`, because callbacks get no batch."""
         patched = _PatchedFunction(self.model, name, before, after)
         self._hooks.append(patched)
         return patched
@@ -197,16 +194,15 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
         self._patch("train_function", self._begin_step, self._end_step)
         run.driver.start("round")
         if run.state.timestamp.epoch:
-            self.model._initial_epoch = run.state.timestamp.epoch  # continue at this epoch, as Keras's own BackupAndRestore does
+            self.model._initial_epoch = run.state.timestamp.epoch  # makes `fit` continue at this epoch
         me = weakref.proxy(self)
         run.counts.follow(lambda: Counts(None, me._epochs))
         self._stop_if_asked(run)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Do nothing: the step's events are fired by the wrapper of `train_function`.
+        """Do nothing. The method exists because training is slower without it.
 
-        If no callback overrides this method, Keras calls its own callbacks in a thread, and training waits for the interpreter
-        lock.
+        If no callback overrides it, Keras calls its own callbacks in a thread, and training waits for the interpreter lock.
         """
 
     @in_a_run
@@ -221,7 +217,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
         run.driver.start("epoch")
 
     def _begin_step(self, run: HostedRun, data: Any) -> list[Any] | None:
-        """Start the step of a batch. Return the data on which Keras trains, or None to skip the batch."""
+        """Start the step of a batch. Return the data on which Keras is to train, or None if Keras is to skip the batch."""
         driver, ctx, place, watch = run.driver, run.ctx, self._place, self._watch
         if place.to_skip:
             place.to_skip -= 1
@@ -267,7 +263,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
 
     @in_a_run
     def on_epoch_end(self, run: HostedRun, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """End the epoch, whose evaluation is over. The metrics in Keras's logs go into the next metrics record."""
+        """End the epoch after its evaluation, and add the metrics in Keras's `logs` to the next metrics record."""
         self._close_epoch(run)
         self._epochs = epoch + 1
         found = {
@@ -291,15 +287,15 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
         self._is_in_fit = False
         self.model._initial_epoch = None
         if self._run is not None and self._epochs is not None and not self.model.stop_training:
-            self._epochs = self.params["epochs"]  # Keras has trained all of them
+            self._epochs = self.params["epochs"]  # nothing has stopped Keras, so it has trained all epochs
         self._finish()
 
     # --- evaluation and prediction ---
 
     @observing
     def on_test_begin(self, logs: Any = None) -> None:
-        """Start an evaluation. Outside training it is a run of its own."""
-        if self._has_given_up and self._is_in_fit:  # an evaluation within `fit` is not a run of its own
+        """Start an evaluation. Outside training, first begin a run for it."""
+        if self._has_given_up and self._is_in_fit:  # the run of this `fit` has ended early, and its evaluations begin no new one
             return
         run = self._run
         if run is None or not run.driver.is_open("train"):
@@ -384,7 +380,7 @@ class _PatchedFunction:
                 return {}
             try:
                 logs = function(given)
-            except BaseException as error:  # Keras does not report the error to callbacks, so end the run here
+            except BaseException as error:  # Keras has no callback event for errors, so end the run here
                 if host._run is run:
                     host._fail(error)
                 raise

@@ -1,4 +1,4 @@
-"""The torchtnt bridge: callsheet callbacks in torchtnt's loops (`host`), and torchtnt callbacks in callsheet's loop (`guest`)."""
+"""The torchtnt bridge: `host` runs callsheet's callbacks in torchtnt's loops; `guest` runs its callbacks in callsheet's loop."""
 
 from callsheet.core.optional import needed_by
 
