@@ -79,7 +79,7 @@ class CheckpointSaver(Callback):
 
     def on_eval_all_end(self, ctx: Context) -> None:
         """Check whether the monitored metric is the best so far."""
-        if ctx.standalone:  # an evaluation that the user called directly may use other data
+        if ctx.standalone:  # ignore an evaluation that the user called directly, since it may use other data
             return
         self._saved_at = -1  # no checkpoint contains these results yet
         if self._monitor is None:

@@ -77,7 +77,7 @@ class EarlyStopper(Callback):
 
     def on_eval_all_end(self, ctx: Context) -> None:
         """Compare the monitored value with the best so far, and stop when the patience has run out."""
-        if ctx.standalone:  # an evaluation that the user called directly may use other data
+        if ctx.standalone:  # ignore an evaluation that the user called directly, since it may use other data
             return
         value = evaluated(ctx, self._monitor)
         if value is None:
@@ -92,7 +92,7 @@ class EarlyStopper(Callback):
             return
         self._best_at = self._best_at or now
         self._waited += 1
-        # A run that has reached its maximum duration ends without a request.
+        # No request is needed if the run has reached its maximum duration.
         if self._has_run_out(ctx) and not ctx.state.is_complete:
             self._stop(ctx)
 
