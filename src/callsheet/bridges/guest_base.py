@@ -99,7 +99,7 @@ class SharedFirst(CompositeHandler):
             self._rest(ctx)
 
     def parts(self, entry: HandlerEntry, earlier: Sequence[HandlerEntry]) -> Iterator[HandlerEntry]:
-        """Split the call sheet's `entry`: the shared method (unless an `earlier` entry has it), and the guest's own handler."""
+        """Split the call sheet's `entry`: one for the shared method (unless `earlier` has it), one for the guest's handler."""
         first = self.first
         if all(each.handler != first for each in earlier):
             registration = Registration(first, type(self._guest.common).__name__, where(first), number=-1)

@@ -75,7 +75,7 @@ class HostEvaluation:
         return self.results
 
     def take(self) -> dict[str, float]:
-        """Return nothing, because `evaluate` has logged the results."""
+        """Return an empty dict, because `evaluate` has already logged the results."""
         return {}
 
     def done(self, ctx: Context, names: Iterable[str]) -> None:

@@ -287,7 +287,7 @@ class LifecycleDriver:
 
     @property
     def opened(self) -> Sequence[Part]:
-        """The open spans, innermost last. It is always the same list object."""
+        """The open spans, innermost last. It is always the same list, so a caller may keep it."""
         return self._open
 
     @property

@@ -196,7 +196,7 @@ class ForwardHooks(NotCopied):
         self._before, self._after = Hook(model.register_forward_pre_hook), Hook(model.register_forward_hook)
 
     def listen(self, has_listeners: bool) -> None:
-        """Register the hooks in the model, or remove them."""
+        """Register the hooks in the model if `has_listeners`, otherwise remove them."""
         self._before.install(has_listeners, self._begins)
         self._after.install(has_listeners, self._ends)
 
@@ -448,7 +448,7 @@ class SteppedHooks:
 
 
 def _remove_after_calls(hooks: dict[int, Callable[..., Any]], own: Callable[..., Any], remove: Callable[[], None]) -> None:
-    """Call `remove` as soon as torch has called the last of its `hooks`.
+    """Call `remove` as soon as torch has called the last of these `hooks`.
 
     Before that, torch iterates over them, so no key may be removed.
     """

@@ -41,7 +41,7 @@ warned: set[str] = set()
 
 
 def check_version(package: str, internals: Iterable[str] = (), *, needed_by: str = "") -> None:
-    """Log a warning, once per process, if the installed version of a framework is not a tested one.
+    """Log a warning, once per process, if the installed version of a framework is not tested.
 
     Args:
         package: the name with which it is installed, as in `TESTED`.

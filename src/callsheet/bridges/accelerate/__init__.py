@@ -1,4 +1,4 @@
-"""The Accelerate bridge: `host` runs callsheet's callbacks in a loop with an Accelerator; `guest` makes a tracker a logger."""
+"""The Accelerate bridge: `host` runs callsheet's callbacks in an Accelerate loop, and `guest` turns trackers into loggers."""
 
 from callsheet.core.optional import needed_by
 

@@ -192,7 +192,7 @@ class AcceleratedRun(AttachedRun):
         self._may_fire_save = True
 
     def steps(self, dataloader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of one epoch. After a resume, `Accelerator.skip_first_batches` skips those already trained on.
+        """Yield the batches of one epoch. A resumed run leaves out the batches that it has already trained on.
 
         Raises:
             RequestRejected: this is called inside another call of `steps`.
@@ -394,7 +394,7 @@ class AcceleratedRun(AttachedRun):
             self._saves = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the callbacks' states and the run's progress. `accelerator.save_state` calls this for a registered object."""
+        """Return the callbacks' states and the run's progress. If the run is registered, `accelerator.save_state` calls this."""
         run = self._run
         self._is_saved = True
         if self._loaded is not None:
@@ -442,7 +442,7 @@ class _AcceleratorPatches:
         self._before: dict[str, Any] = {}
 
     def begin(self) -> None:
-        """Wrap the Accelerator's methods, and add the tracker to it."""
+        """Wrap methods of the Accelerator, and add a `_Tracker` to its trackers."""
         run = self._run
         for name, method in (("clip_grad_norm_", run._clip), ("save_state", run._save_state)):
             self._before[name] = vars(self._accelerator).get(name)
@@ -450,7 +450,7 @@ class _AcceleratorPatches:
         self._accelerator.trackers.append(self._tracker)
 
     def end(self) -> None:
-        """Remove the wrappers and the tracker from the Accelerator."""
+        """Remove the wrappers and the `_Tracker` from the Accelerator."""
         for name, before in self._before.items():
             if before is None:
                 delattr(self._accelerator, name)

@@ -1,4 +1,4 @@
-"""The AutoModel bridge: `host` runs callsheet's callbacks in NeMo AutoModel; `guest` runs its callbacks in callsheet's loop."""
+"""The AutoModel bridge: `host` runs callsheet's callbacks in AutoModel, and `guest` runs AutoModel's callbacks in callsheet."""
 
 from callsheet.core.optional import needed_by
 

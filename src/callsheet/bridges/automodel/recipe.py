@@ -107,7 +107,7 @@ class StepScheduler(Facade):
 
     @max_steps.setter
     def max_steps(self, steps: int) -> None:
-        """Stop training after the current step. Raise NotSupported if `steps` is later: a guest cannot schedule a later stop."""
+        """Stop training after the current step. Raise NotSupported for a later step, which a guest cannot request."""
         if steps > self.step + 1:
             raise NotSupported(
                 f"{self.OF}: max_steps={steps} at step {self.step}: a guest can end training only with the current step, not later"

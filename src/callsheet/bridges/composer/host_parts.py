@@ -191,7 +191,7 @@ def is_one_number(value: Any) -> bool:
 
 
 def trained_on(loss: Any) -> Tensor:
-    """Return the loss on which Composer runs the backward pass: of several losses, the one named `total` or their sum."""
+    """Return the loss on which Composer runs the backward pass: of several losses, the one named `total`, otherwise their sum."""
     if isinstance(loss, Tensor):
         return loss if loss.dim() == 0 else loss.mean()
     if isinstance(loss, Mapping) and "total" in loss:

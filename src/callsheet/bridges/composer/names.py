@@ -244,5 +244,5 @@ def to_their_names(values: Mapping[str, float], evaluated: Sequence[str]) -> dic
 
 
 def label_of_dataset(name: str) -> str:
-    """Return Composer's label for an evaluated dataset: `eval` for `validation`, callsheet's default name, otherwise `name`."""
+    """Return Composer's label for an evaluated dataset: `eval` for callsheet's default name `validation`, otherwise `name`."""
     return "eval" if name == "validation" else name

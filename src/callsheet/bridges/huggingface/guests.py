@@ -163,7 +163,7 @@ class HuggingFaceGuest(Guest):
         return super().listens_to(theirs) and (theirs != "on_push_begin" or bool(self.args.push_to_hub))
 
     def handler(self, theirs: str, method: Any) -> Handler:
-        """Return a handler that calls `method` with args, state and control as positional arguments, and the rest as keywords."""
+        """Return a handler that calls `method` with args, state and control as positional arguments, and others by keyword."""
         honored = _HONORED.get(theirs, frozenset(_FLAGS))
         is_substep, is_predict = theirs == "on_substep_end", theirs == "on_predict"
 
@@ -306,7 +306,7 @@ class HuggingFaceGuest(Guest):
         self._norm = ctx.grad_norm
 
     def _log(self, ctx: Context, logs: dict[str, Any]) -> None:
-        """Add the values to `log_history`, and call `on_log` of transformers' callback."""
+        """Add the values to the `log_history` of the `TrainerState`, and call `on_log` of the wrapped callback."""
         logs["epoch"] = self.state.epoch
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.control.should_log = False

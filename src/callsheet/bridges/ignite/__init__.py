@@ -1,4 +1,4 @@
-"""The Ignite bridge: `host` attaches callsheet's callbacks to an Engine; `guest` runs Ignite's handlers in callsheet's loop."""
+"""The Ignite bridge: `host` attaches callsheet's callbacks to an Engine, and `guest` runs Ignite's handlers in callsheet."""
 
 from callsheet.core.optional import needed_by
 

@@ -257,7 +257,7 @@ class InstructLabHost(HostBase):
 
     @in_a_run
     def on_save(self, run: HookedRun, context: TrainingContext) -> None:
-        """Add the callbacks' states to a checkpoint that was written.
+        """Add the callbacks' states to a checkpoint that InstructLab has written, and fire its events.
 
         A checkpoint after an epoch's last step belongs to the epoch's boundary, so its events are fired after the epoch's end.
         """

@@ -46,7 +46,7 @@ class Steps:
         optimizer.apply = applied
 
     def remove(self) -> None:
-        """Restore the `apply` of the optimizer's class."""
+        """Restore the optimizer's own `apply`."""
         if "apply" in vars(self._optimizer):
             del self._optimizer.apply
 

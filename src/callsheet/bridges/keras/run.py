@@ -78,7 +78,7 @@ class KerasRun(Common):
         self._end(is_known=True)
 
     def on_eval_all_start(self, ctx: Context) -> None:
-        """Set the batch number back, because an evaluation begins."""
+        """Reset the batch number, because an evaluation begins."""
         self.batch = -1
         if ctx.standalone:
             self.ctx = ctx
@@ -99,7 +99,7 @@ class KerasRun(Common):
         self._end(is_known=True)
 
     def on_predict_start(self, ctx: Context) -> None:
-        """Set the batch number back, because a prediction begins."""
+        """Reset the batch number, because a prediction begins."""
         self.ctx, self.batch = ctx, -1
 
     on_predict_step_start = on_eval_step_start

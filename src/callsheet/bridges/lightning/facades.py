@@ -140,7 +140,7 @@ class ConnectorFacade(OfGuest):
 
 
 class _ProgressFacade(OfGuest):
-    """Replaces Lightning's loop, its epoch loop and their progress counters, which are all this one object."""
+    """One object that replaces Lightning's loop, its epoch loop and their progress counters."""
 
     OF = "Lightning's loop"
 

@@ -230,7 +230,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             self._set_epoch_length(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Start a microbatch. If it is the first one of a step, start the step before it."""
+        """Start a microbatch. If it is the first one of a step, start the step first."""
         run = self._run
         if run is None:
             return
@@ -302,7 +302,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             self._leave(error)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """End the microbatch. If it is the last one of the step, end the step after it."""
+        """End the microbatch. If it is the last one of the step, then end the step."""
         run = self._run
         if run is None:
             return
@@ -359,7 +359,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             self._run.ctx.log(logged)
 
     def _new_metrics(self, trainer: Any) -> dict[str, Tensor]:
-        """Return those metrics of Lightning that were logged since the last call, which shows because their tensors are new."""
+        """Return those metrics of Lightning that were logged since the last call. They are recognized by their new tensors."""
         known, self._known = self._known, dict(trainer.callback_metrics)
         return {name: value for name, value in self._known.items() if known.get(name) is not value and value.numel() == 1}
 

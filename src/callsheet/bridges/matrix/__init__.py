@@ -1,4 +1,4 @@
-"""The matrix: which of callsheet's callbacks work in each framework's loop, and which of its callbacks work in callsheet's loop.
+"""The matrix: which of callsheet's callbacks work in each framework's loop, and which of the framework's callbacks in callsheet.
 
 `make matrix` runs the tests that write the JSON files in this folder, one for each framework. The same tests check that the files
 agree with their results. So the table records which callbacks were run, and with which version of the framework.

@@ -91,7 +91,7 @@ class MegatronForwardHooks(ModelCalls):
 
 
 def torch_optimizers(optimizer: Any) -> list[Optimizer]:
-    """Return the torch optimizers inside `optimizer`, in the order of their steps: those of a Megatron optimizer, or itself."""
+    """Return the torch optimizers inside a Megatron optimizer, in the order of their steps. A torch optimizer contains itself."""
     if isinstance(optimizer, Optimizer):
         return [optimizer]
     inner = getattr(optimizer, "chained_optimizers", None)

@@ -128,7 +128,7 @@ def move(run: HostedRun, step: int) -> None:
 
 
 def _plain(value: Any, depth: int = 6) -> Any:
-    """Return `value` as plain data: an object becomes a dict of its attributes, and what cannot be converted a string."""
+    """Return `value` as plain data: an object becomes a dict of its attributes, and any other value becomes a string."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if depth and isinstance(value, Mapping):

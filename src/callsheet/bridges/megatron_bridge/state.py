@@ -13,7 +13,7 @@ from callsheet.bridges.megatron_bridge.names import CallbackContext
 
 
 class _Moved(Facade):
-    """An object that calls a function whenever a callback sets its attribute `_MOVES`, because that may end training."""
+    """An object that calls a function whenever a callback sets the attribute named by `_MOVES`, because that may end training."""
 
     _MOVES: ClassVar[str]
     __slots__ = ("_on_move",)  # a slot, so that `vars` of the object does not contain it

@@ -1,4 +1,4 @@
-"""The torchtnt bridge: `host` runs callsheet's callbacks in torchtnt's loops; `guest` runs its callbacks in callsheet's loop."""
+"""The torchtnt bridge: `host` runs callsheet's callbacks in torchtnt, and `guest` runs torchtnt's callbacks in callsheet."""
 
 from callsheet.core.optional import needed_by
 

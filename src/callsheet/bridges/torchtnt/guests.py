@@ -142,7 +142,7 @@ class TorchTNTGuest(Guest):
 
 
 class GuestUnit(Facade):
-    """Replaces the unit for a torchtnt callback in callsheet's loop. It has the attributes of an AutoUnit that it may use."""
+    """Replaces the unit for a torchtnt callback in callsheet's loop, with those attributes of an AutoUnit that it may use."""
 
     OF = "torchtnt's unit"
 

@@ -28,7 +28,7 @@ _sent: dict[str, contextlib.ExitStack] = {}
 
 
 def install() -> None:
-    """Replace the two functions of Ultralytics that create the command for starting DDP workers, and clean up after them.
+    """Replace two functions of Ultralytics: one creates the command that starts DDP workers, the other cleans up after them.
 
     A second call does nothing. The functions stay replaced until the program ends. For trainers without a host, they do the same
     as before.
