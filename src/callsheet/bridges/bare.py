@@ -103,7 +103,7 @@ def attach(
         save_in_background: whether to copy the state and write the copy while training continues.
         preempt_signals: the signals that make the run save a checkpoint and end as preempted.
         timeout_seconds: the run fails if a rank does not answer for this long.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder. Then `RunInUseError` is raised.
+        lock_timeout_seconds: how long to wait while another process trains in the run's folder; then `RunInUseError` is raised.
         strict: whether to raise an error if a callback listens to an event that the loop does not fire; else log a warning.
 
     Returns:

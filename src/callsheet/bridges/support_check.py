@@ -79,7 +79,7 @@ class SupportCheck:
             if is_served(each) and not self._listens_to_all(each):
                 missed = ", ".join(event for event in never if each in self._manager.list_callbacks(event))
                 logger.info("%s also listens to %s, which %s does not fire", _name_of(each), missed, self._host)
-        if control.able:  # empty in a run that does not train
+        if control.able:  # it is empty in a run that does not train
             self._reject_requests(control)
 
     def after_first_step(self, driver: LifecycleDriver) -> None:

@@ -22,19 +22,17 @@ from callsheet.loggers.support.tracker import flat
 def guest(tracker: Any, *, name: str = "", phase: Phase = "report", strict: bool = True) -> Callback:
     """Return a tracker of Accelerate as a logger: `guest(TensorBoardTracker("run", "logs"))`.
 
-    It may also be a tracker that you wrote.
-
-    The tracker is started with the run and finished at the run's end. It receives the settings, every metrics record, and images and tables
-    if it supports them.
+    The tracker may also be of a class of your own. It is started at the run's start and finished at the run's end. It receives
+    the settings and every metrics record, and also images and tables, if it has methods for them.
 
     Args:
         tracker: an instance of `accelerate.tracking.GeneralTracker` that has not been started.
-        name: its name in messages. Empty: the name of its class.
-        phase: its place in the order of each event.
-        strict: see `Guest`. It has no effect on a tracker.
+        name: the tracker's name in messages. Empty: the name of its class.
+        phase: the tracker's place in the order of each event.
+        strict: has no effect on a tracker.
 
     Raises:
-        RegistrationError: `tracker` is not such an instance.
+        RegistrationError: `tracker` is not an instance of `GeneralTracker`.
     """
     return TrackerGuest(tracker, name=name, phase=phase, strict=strict)
 

@@ -62,10 +62,11 @@ def host(
 ) -> AcceleratedRun:
     """Run the callbacks in a loop around an Accelerator: `with host([...], accelerator=..., model=..., optimizer=...) as run:`.
 
-    The loop iterates over `run.steps(dataloader)`, and is otherwise unchanged. A step ends where `accelerator.sync_gradients` is
-    true, so gradient accumulation follows the accelerator's setting. Gradient norms come from `accelerator.clip_grad_norm_`,
-    logged values from `accelerator.log`, checkpoints from `accelerator.save_state`. A checkpoint that a callback asks for is also
-    written with `save_state`. `accelerator.register_for_checkpointing(run)` adds the callbacks' states to the checkpoints.
+    The loop has to iterate over `run.steps(dataloader)`. Nothing else in it changes. A step ends with a batch for which
+    `accelerator.sync_gradients` is true, so gradient accumulation follows the accelerator's setting. The gradient norm is that of
+    `accelerator.clip_grad_norm_`. What the loop logs with `accelerator.log` is in the metrics records. Checkpoints are written
+    with `accelerator.save_state`, by the loop or because a callback requests one. To save the callbacks' states in them, call
+    `accelerator.register_for_checkpointing(run)`.
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
@@ -74,13 +75,13 @@ def host(
         max_duration: how long to train, such as `"2ep"`. `run.steps` ends then. None: until the loop ends.
         log_interval: how often a metrics record is made. A bare number means batches.
         run_name, runs_folder: the run's name, and the folder that contains the run's folder.
-        resume: a folder that `accelerator.save_state` wrote. It is loaded when the `with` block is entered.
+        resume: a folder that `accelerator.save_state` has written. It is loaded at the start of the `with` block.
         evaluate: called without arguments when a callback asks for an evaluation. It returns the results by dataset name, such as
             `{"validation": {"loss": 1.2}}`.
         config: the program's settings, stored with the run.
         preempt_signals: the signals that make the run save a checkpoint and end as preempted.
         timeout_seconds: the run fails if a rank does not answer for this long.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder. Then `RunInUseError` is raised.
+        lock_timeout_seconds: how long to wait while another process trains in the run's folder; then `RunInUseError` is raised.
         strict: whether to raise an error if a callback listens to an event that is not fired; else log a warning.
 
     Returns:
@@ -88,7 +89,7 @@ def host(
 
     Raises:
         ConfigError: the model is not a `torch.nn.Module`, or the optimizer not a `torch.optim.Optimizer`.
-        NotSupported: the accelerator uses DeepSpeed or Megatron-LM; or, at the start of the block or after the first step, see `strict`.
+        NotSupported: the accelerator uses DeepSpeed or Megatron-LM; or a callback cannot work in this loop, see `strict`.
     """
     check_versions(PACKAGE, HOST, "this host")
     if accelerator.distributed_type in _OWN_ENGINES:

@@ -34,13 +34,13 @@ GIBIBYTE = 1024**3
 def guest(foreign: Any, *, name: str = "", phase: Phase = "measure", strict: bool = True) -> AutoModelGuest:
     """Wrap a callback of AutoModel as a callsheet callback.
 
-    It receives a facade of a recipe with `dist_env`, `step_scheduler`, `cfg`, `model_parts`, `model`, `optimizer` and
-    `lr_scheduler`; any other attribute raises `NotSupported`. Steps and epochs count from 0, as in AutoModel. Setting
-    `step_scheduler.max_steps` or `sigterm_flag` stops callsheet's loop.
+    The callback receives an object in place of AutoModel's recipe, with the attributes `dist_env`, `step_scheduler`, `cfg`,
+    `model_parts`, `model`, `optimizer` and `lr_scheduler`. Reading any other attribute raises `NotSupported`. Steps and epochs
+    count from 0, as in AutoModel. Setting `step_scheduler.max_steps` or `step_scheduler.sigterm_flag` stops callsheet's loop.
 
     Args:
         foreign: a callback of AutoModel or of `callsheet.compat.automodel`, or any object that has some of the six hooks; or a
-            `CallbackRunner` of several callbacks, which share the measured values.
+            `CallbackRunner` with several callbacks, for which the metrics are measured only once.
         name, phase, strict: see `callsheet.bridges.guest_base.Guest`.
 
     Returns:
@@ -48,7 +48,7 @@ def guest(foreign: Any, *, name: str = "", phase: Phase = "measure", strict: boo
 
     Raises:
         RegistrationError: the callback has none of the hooks.
-        NotSupported: when the callback reads another attribute of the recipe.
+        NotSupported: while training, if the callback reads another attribute of the recipe.
     """
     return AutoModelGuest(foreign, name=name, phase=phase, strict=strict)
 

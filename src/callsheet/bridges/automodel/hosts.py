@@ -53,31 +53,31 @@ def host(
 ) -> AutoModelHost:
     """Wrap the callbacks in one callback of AutoModel, for `Recipe(cfg, callbacks=[host([...])])`.
 
-    One `recipe.run_train_validation_loop()` is one run. AutoModel has six hooks; the host observes the rest of a step with
-    PyTorch hooks on the model, in `backward` and on the optimizer. `ctx.batch` is what the model is called with. The values that
-    AutoModel measures at a step are in the metrics records. They have callsheet's name if there is one, otherwise
-    `automodel/<name>`.
+    A run is one call of `recipe.run_train_validation_loop()`. AutoModel has only six hooks. The host observes the other parts of
+    a step with PyTorch hooks on the model, in `backward` and on the optimizer. `ctx.batch` is the argument of the model's call.
+    The metrics that AutoModel measures at a step are in the metrics records, as `automodel/<name>` if callsheet has no name for
+    them.
 
-    AutoModel carries out requests to stop, save or evaluate: the host changes its step scheduler, so that this step is the last one or
-    one at which to save or validate. AutoModel validates at every step at which it saves. Its checkpoints contain the callbacks' states,
-    which are loaded when training resumes from one.
+    If a callback requests a stop, a save or an evaluation, AutoModel carries it out after the current step, because the host
+    changes AutoModel's step scheduler. AutoModel validates whenever it saves. The host adds the callbacks' states to AutoModel's
+    checkpoints, and loads them when training resumes from one.
 
-    Not supported: gradients at `on_train_step_end`, which are zeroed by then; the fetch of a step's microbatches after the first; the
-    steps of an evaluation of several sets; pipeline parallelism. An exception is reported only if the script calls
-    `CallbackRunner.on_exception`, as AutoModel's own `main` does. Otherwise a run that fails ends when the host is garbage-collected or
-    the program ends; it is recorded as failed.
+    Not supported: gradients at `on_train_step_end`, because AutoModel has already zeroed them; the fetch of a step's microbatches
+    after the first; the steps of an evaluation of several validation sets; pipeline parallelism. The host learns of an exception
+    only if the script calls `CallbackRunner.on_exception`, as AutoModel's own `main` does. Otherwise a failed run ends when the
+    host is garbage-collected or the program ends; it is recorded as failed.
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
         log_interval: how often a metrics record is made.
         strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder, before `RunInUseError` is raised.
+        lock_timeout_seconds: how long to wait while another process trains in the run's folder; then `RunInUseError` is raised.
 
     Returns:
         A callback of AutoModel.
 
     Raises:
-        NotSupported: when training begins or after the first step, depending on `strict`.
+        NotSupported: a callback cannot work in this loop, see `strict`. Raised when training begins or after the first step.
     """
     return AutoModelHost(callbacks, log_interval=log_interval, strict=strict, lock_timeout_seconds=lock_timeout_seconds)
 

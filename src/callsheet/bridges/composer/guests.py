@@ -52,13 +52,13 @@ def guest(
 ) -> ComposerGuest:
     """Wrap a callback or logger of Composer, or of `callsheet.compat.composer`, as a callsheet callback.
 
-    It is called for Composer's forty events in Composer's order, then `close` is called, and `post_close` once all guests of the
-    run are closed. The callback receives a State and a Logger with the attributes that `state.py` lists. `state.stop_training()`
-    requests a stop of callsheet's loop, and what the callback logs appears in callsheet's metrics records. Checkpoints contain
-    its `state_dict` under its own name.
+    The callback is called for Composer's forty events in Composer's order. At the run's end its `close` is called, and its
+    `post_close` when all guests of the run are closed. It receives a State and a Logger that have some of the attributes of
+    Composer's own. `state.stop_training()` requests a stop of callsheet's loop. What the callback logs is in callsheet's metrics
+    records, and its `state_dict` is in callsheet's checkpoints.
 
     Args:
-        foreign: the callback, an instance. If it overrides `run_event`, that is called for every event, and no other method is.
+        foreign: the callback, an instance. If it overrides `run_event`, only this method is called, for every event.
         name: the name under which the callback's state is saved; by default that of its class.
         phase: the callback's phase; by default `measure`, and `report` for a logger.
         strict: has no effect, because callsheet fires every event of Composer.

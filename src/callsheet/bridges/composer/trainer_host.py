@@ -207,7 +207,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
 
     def _before_forward(self, state: Any) -> None:
         run = self._run
-        run.driver.end("microbatch")  # Composer may not have reported its end, which closes `ctx.microbatch`
+        run.driver.end("microbatch")  # the previous microbatch, whose end Composer may not have reported
         run.ctx.microbatch = state.batch
         run.driver.start("microbatch")
         state.batch = run.ctx.microbatch

@@ -76,24 +76,26 @@ def guest(
 ) -> HuggingFaceGuest:
     """Wrap a `transformers.TrainerCallback` as a callsheet callback.
 
-    Its methods are called as in the Hugging Face Trainer, in the same order: `state` is a `TrainerState` of this run, `control` a
-    `TrainerControl` that asks this run to stop, save or evaluate, and `logs` and `metrics` have the names of the Hugging Face Trainer. Its
-    `state()` is in our checkpoints, with the best metric and the log history.
+    The callback's methods are called in the same order as in the Hugging Face Trainer. They receive a `TrainerState` of
+    callsheet's run, and a `TrainerControl` with which the callback can make the run stop, save or evaluate. The values in `logs`
+    and `metrics` have the names that the Hugging Face Trainer uses. callsheet's checkpoints contain the callback's `state()`, the
+    best metric and the log history.
 
     Args:
         foreign: the callback, an instance.
-        args: the values of its `args`: some of them by name, such as `{"metric_for_best_model": "loss"}`, or a `TrainingArguments`. The
-            run provides its own (`output_dir`, `run_name`, `world_size` ...). `eval_strategy` defaults to `epoch` if the run evaluates.
-        train_dataloader, eval_dataloader, processing_class: passed to the callback as they are, since a run does not have them.
+        args: the `TrainingArguments` that the callback receives, or some of them by name, such as
+            `{"metric_for_best_model": "loss"}`. Some values come from the run, such as `output_dir`, `run_name` and `world_size`.
+            `eval_strategy` defaults to `epoch` if the run evaluates.
+        train_dataloader, eval_dataloader, processing_class: passed on to the callback.
         replicated: whether the callback makes the same requests on every rank, so that they act at once. If not, they act when
             the ranks have agreed. None: true for transformers' own callbacks that control the Trainer.
         name, phase, strict: see `Guest`.
 
     Raises:
-        NotSupported: the callback overrides an event that is not fired here. While training: it uses an argument that was not given, or
-            makes an unsupported request: to end an epoch early, or a log at a step without a metrics record. With `strict=False` the two
-            requests are warnings.
-        ConfigError: `args` has an unknown argument.
+        NotSupported: the callback listens to an event that callsheet does not fire. While training: the callback reads an
+            argument that was not given, or makes an unsupported request (to end an epoch early, or to log at a step without a
+            metrics record). With `strict=False`, such a request only causes a warning.
+        ConfigError: `args` contains an unknown argument.
 
     Examples:
         >>> from transformers import EarlyStoppingCallback

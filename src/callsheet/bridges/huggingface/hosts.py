@@ -46,29 +46,30 @@ def host(
 ) -> HuggingFaceHost:
     """Return the callbacks as one `transformers.TrainerCallback`, for `Trainer(callbacks=[host([...])])`.
 
-    A run is one `trainer.train()`. Steps come from the Trainer's own events, microbatches from its `training_step`, the loss from
-    `backward`, evaluations from `evaluate` and `prediction_step`. `ctx.batch`, `ctx.microbatch` and `ctx.outputs` are those of the
-    model's first call in a `training_step` or `prediction_step`. Samples and tokens are counted there. Further calls, as in contrastive
-    losses, belong to the loss. Calls of the model elsewhere, such as those of a callback that samples from it, are not reported.
+    A run is one call of `trainer.train()`. The host observes steps by the Trainer's own events, microbatches in its
+    `training_step`, the loss in `backward`, and evaluations in `evaluate` and `prediction_step`. `ctx.batch`, `ctx.microbatch`
+    and `ctx.outputs` are those of the model's first call in a `training_step` or `prediction_step`, where samples and tokens are
+    counted too. Further calls, as in contrastive losses, belong to the loss. Calls of the model elsewhere, such as those of a
+    callback that samples from it, are not reported.
 
-    Metrics records are made every `logging_steps`. Other values that the Trainer logs are in them as `huggingface/<name>`. The Trainer
-    carries out a stop, a save or an evaluation that a callback asks for. The callbacks' states are saved in its checkpoints, and loaded when
-    training resumes from one.
+    A metrics record is made every `logging_steps` steps. It contains the other values that the Trainer logs, as
+    `huggingface/<name>`. If a callback requests a stop, a save or an evaluation, the Trainer carries it out. The host adds the
+    callbacks' states to the Trainer's checkpoints, and loads them when training resumes from one.
 
-    Not supported: gradient norms except in metrics records, the scheduler's step before `on_train_step_end`, the fetch of microbatches
-    after the first, predictions, and evaluations outside training or within a step. An exception that leaves `train` fires `on_exception`
-    and ends the run as failed. If the host was added with `add_callback`, the run ends without `on_exception`: when `train` is called again,
-    the host is deleted, or the program ends.
+    Not supported: gradient norms except in metrics records, the scheduler's step before `on_train_step_end`, the fetch of
+    microbatches after the first, predictions, and evaluations outside training or within a step. If `train` raises an exception,
+    the host fires `on_exception` and ends the run as failed. But if the host was added with `add_callback`, such a run ends later
+    and without `on_exception`: when `train` is called again, the host is deleted, or the program ends.
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
         eval_names: the names of the evaluation datasets, if the Trainer's `eval_dataset` does not have them.
         strict: whether to raise an error if a callback listens to an event that is not fired; else log a warning.
         run_name, runs_folder: the run's name, and the folder that contains the run's folder. None: those of `output_dir`.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder. Then `RunInUseError` is raised.
+        lock_timeout_seconds: how long to wait while another process trains in the run's folder; then `RunInUseError` is raised.
 
     Raises:
-        NotSupported: when training begins, or after the first step; see `strict`.
+        NotSupported: a callback cannot work in this loop, see `strict`. Raised when training begins or after the first step.
     """
     return HuggingFaceHost(
         callbacks,

@@ -60,16 +60,16 @@ def guest(
 ) -> Callback:
     """Return Ignite's handlers as one callback: `guest(Timer())`, `guest(TerminateOnNan(), Events.ITERATION_COMPLETED)`.
 
-    For several handlers, or to pass other arguments to `attach`, attach the handlers to a `GuestEngine` as to a trainer, and pass
-    that engine. The states of handlers that have a `state_dict` are saved in and loaded from callsheet's checkpoints.
+    To use several handlers in one callback, or handlers whose `attach` takes more arguments, attach them to a `GuestEngine` as to
+    a trainer, and pass this engine. If a handler has a `state_dict`, callsheet's checkpoints contain its state.
 
     Args:
         foreign: a handler whose `attach` takes only the engine; a handler that is called at `event`; or a `GuestEngine`.
         event: an event of Ignite's, with or without filter, or several of them, joined by `|`.
         to_save: more objects to save, by name, such as the model of an `EMAHandler`.
         name: the key of the state in checkpoints. Empty: the name of the handler's class.
-        phase: its place in the order of each event.
-        strict: whether to raise an error if it listens to an event that callsheet never fires; else log a warning.
+        phase: the callback's place in the order of each event.
+        strict: whether to raise an error if a handler listens to an event that callsheet never fires; else log a warning.
 
     Raises:
         NotSupported: the handler cannot be a guest, or listens to an event that is never fired. The message names it.

@@ -57,32 +57,32 @@ def host(
 ) -> IgniteHost:
     """Return the callbacks as one Ignite handler: `host([...], model=model, optimizer=optimizer).attach(trainer)`.
 
-    A run is one `trainer.run()`. Steps and epochs come from the engine's events, the forward from the model, the loss from `backward`, the
-    optimizer's step from the optimizer. If a callback asks for a stop, the host calls `trainer.terminate()`. A run of an evaluator during
-    the trainer's run is an evaluation, with the evaluator's metrics as its results.
+    A run is one call of `trainer.run()`. The host observes steps and epochs by the engine's events, and forward pass, loss and
+    optimizer step with PyTorch hooks. If a callback requests a stop, the host calls `trainer.terminate()`. If an evaluator runs
+    while the trainer does, that is an evaluation, whose results are the evaluator's metrics.
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
         model: the model that the trainer's process function calls. With DDP, callbacks see the module inside the wrapper.
-        optimizer: the optimizer that it steps.
+        optimizer: the optimizer that the process function steps.
         scheduler: the scheduler, for callbacks to read.
         gradient_accumulation_steps: how many iterations the trainer uses for one optimizer step.
         scaler: the `torch.amp.GradScaler` that scales the loss.
-        evaluators: evaluators by dataset name, such as `{"validation": evaluator}`. Evaluators that run one after the other are one
-            evaluation, which ends with the last of them, or when the trainer continues.
-        evaluate: runs the evaluators; called without arguments when a callback asks for an evaluation.
+        evaluators: evaluators by dataset name, such as `{"validation": evaluator}`. Evaluators that run one after the other form
+            one evaluation, which ends with the last of them, or when the trainer continues.
+        evaluate: a function without arguments that runs the evaluators, called when a callback requests an evaluation.
         log_interval: how often a metrics record is made. A bare number means batches.
         run_name, runs_folder: the run's name, and the folder that contains the run's folder.
         config: the program's settings, stored with the run.
         preempt_signals: the signals that make the run save a checkpoint and end as preempted. They need a checkpoint handler, see
             `IgniteHost.attach`.
-        timeout_seconds: a rank that does not answer for so long fails the run.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder. Then `RunInUseError` is raised.
+        timeout_seconds: the run fails if a rank does not answer for this long.
+        lock_timeout_seconds: how long to wait while another process trains in the run's folder; then `RunInUseError` is raised.
         strict: whether to raise an error if a callback listens to an event that is not fired; else log a warning.
 
     Raises:
         ConfigError: an argument is invalid.
-        NotSupported: when training begins, or after the first step; see `strict`.
+        NotSupported: a callback cannot work in this loop, see `strict`. Raised when training begins or after the first step.
     """
     check_accumulation(gradient_accumulation_steps)
     if evaluate is not None and not evaluators:

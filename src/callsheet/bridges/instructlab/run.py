@@ -161,7 +161,7 @@ class HookedRun(Run):
         If an epoch is open, InstructLab was preempted. A step that was not finished gets no end events.
         """
         driver = self.driver
-        if driver.is_open("epoch") and not driver.is_open("train_step"):  # no preemption, which would end training within a step
+        if driver.is_open("epoch") and not driver.is_open("train_step"):  # no preemption, which would end it within a step
             self.end_epoch(context)
         self.lifetime.outcome = Outcome.PREEMPTED if driver.is_open("epoch") else Outcome.FINISHED
         if driver.is_open("train_step") and self.has_stepped:

@@ -56,8 +56,9 @@ REJECTED: Mapping[str, str] = {
 def guest(foreign: Any, *, verbose: int = 1, name: str = "", phase: Phase = "measure", strict: bool = True) -> KerasGuest:
     """Wrap a Keras callback as a callsheet callback.
 
-    Its `model` has `stop_training`, which stops our loop, `optimizer.learning_rate`, which may be written, `get_weights` and
-    `set_weights`. Its logs have the mean loss of the epoch so far, and after an evaluation its results, such as `val_loss`.
+    The callback's `model` has only these attributes: `stop_training`, which stops callsheet's loop, `optimizer.learning_rate`,
+    which may be set, `get_weights` and `set_weights`. The callback's `logs` contain the mean loss of the epoch so far, and after
+    an evaluation also the evaluation's results, such as `val_loss`.
 
     Args:
         foreign: the callback, an instance.
@@ -71,7 +72,7 @@ def guest(foreign: Any, *, verbose: int = 1, name: str = "", phase: Phase = "mea
 
     Raises:
         ConfigError: Keras runs on another backend than torch.
-        NotSupported: the callback is one of `REJECTED`; or later, when it uses anything else of the model.
+        NotSupported: the callback needs a Keras model, as `ModelCheckpoint` does; or, while training, it reads another attribute.
     """
     check_backend()
     return KerasGuest(foreign, verbose=verbose, name=name, phase=phase, strict=strict)

@@ -63,30 +63,31 @@ def host(
 ) -> KerasHost:
     """Wrap the callbacks in one Keras callback, for `model.fit(..., callbacks=[host([...])])`, `evaluate` or `predict`; torch backend only.
 
-    Each such call is one run. `ctx.batch` is what Keras passes to the model's train function. The host observes the forward with hooks
-    on the model, the loss in `backward`, and the step in the optimizer's `apply`. A stop request sets `model.stop_training`. A requested
-    checkpoint is written in callsheet's format, and `resume` resumes from it.
+    Each call of `fit`, `evaluate` or `predict` is one run. `ctx.batch` is the batch that Keras passes to the model's
+    `train_function`. The host observes the forward pass with hooks on the model, the loss in `backward`, and the optimizer's step
+    in its `apply`. If a callback requests a stop, the host sets `model.stop_training`. If a callback requests a checkpoint, the
+    host writes it in callsheet's format. `resume` continues a run from such a checkpoint.
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
         strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.
-        model: the torch module that callbacks see as `ctx.model`, with its own parameter names. The Keras model has to wrap it, and it
-            has to hold all of the Keras model's weights. None: the Keras model, whose weights have Keras's names.
+        model: the torch module that the Keras model wraps, if callbacks are to see this module and its parameter names as
+            `ctx.model`. It must contain all weights of the Keras model. None: the Keras model, whose weights have Keras's names.
         run_name: the run's name.
         runs_folder: the folder that contains the run's folder, in which checkpoints are written.
         resume: `"auto"` resumes from the newest valid checkpoint of this run, if there is one; a path resumes from that checkpoint; None
             starts a new run.
         log_interval: how often a metrics record is made; an integer means batches.
         preempt_signals: names of the signals that preempt the run: it saves a checkpoint and ends.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder, before `RunInUseError` is raised.
+        lock_timeout_seconds: how long to wait while another process trains in the run's folder; then `RunInUseError` is raised.
 
     Returns:
         A Keras callback.
 
     Raises:
         ConfigError: Keras runs on another backend; or when training begins, the Keras model has weights that are not in `model`.
-        NotSupported: when training begins or after the first step, depending on `strict`. Also if the model is compiled with
-            `jit_compile`, or its optimizer accumulates gradients itself: then the parts of a step cannot be observed.
+        NotSupported: a callback cannot work in Keras's loop, see `strict`; or the model is compiled with `jit_compile`, or its
+            optimizer accumulates gradients itself, so that the parts of a step cannot be observed.
     """
     check_backend()
     return KerasHost(

@@ -40,9 +40,9 @@ def guest(
 ) -> LightningGuest:
     """Wrap a Lightning callback, of `lightning.pytorch` or `pytorch_lightning`, as a callsheet callback.
 
-    Its hooks are called in Lightning's order: the end of an epoch comes after the evaluation at that end, and
-    `on_train_batch_end` once per batch. The callback receives facades as Trainer and LightningModule. It may stop training, set
-    gradient accumulation, write Lightning's checkpoints, log, and change the model's weights.
+    The callback's hooks are called in Lightning's order: `on_train_epoch_end` after the evaluation at the epoch's end, and
+    `on_train_batch_end` once per batch. The callback receives objects that replace the Trainer and the LightningModule. It may
+    stop training, set gradient accumulation, write Lightning's checkpoints, log, and change the model's weights.
 
     Args:
         foreign: the callback, an instance.
@@ -50,10 +50,11 @@ def guest(
         phase: the callback's place in the order of each event. Use `change` for a callback that swaps the weights for an
             evaluation.
         log_every_n_steps: the Trainer's `log_every_n_steps` that the callback sees. The default is Lightning's.
-        strict: whether to raise an error if it overrides a hook that is never called, or is known not to work; else log a warning.
+        strict: whether to raise an error if the callback overrides a hook that is never called, or is known not to work; else log
+            a warning.
 
     Raises:
-        NotSupported: with `strict`; and if it uses an attribute that a facade does not have.
+        NotSupported: see `strict`; or, while training, the callback uses an attribute that these objects do not have.
         RegistrationError: `foreign` is not an instance of Lightning's Callback.
     """
     return LightningGuest(foreign, name=name, phase=phase, log_every_n_steps=log_every_n_steps, strict=strict)

@@ -57,20 +57,20 @@ def host(
 ) -> LightningHost:
     """Return the callbacks as one `lightning.pytorch.Callback`, for `Trainer(callbacks=[host([...])])`.
 
-    A run is one call of `trainer.fit`, `validate`, `test` or `predict`. Its folder is `trainer.log_dir`. Metrics records are made every
-    `log_every_n_steps`, and values that the LightningModule logs are in them as `lightning/<name>`. The Trainer carries out a stop or an
-    evaluation that a callback asks for. A checkpoint that a callback asks for is written with `trainer.save_checkpoint`. Checkpoints that
-    Lightning writes are reported, too. The callbacks' states are saved in all of them, and loaded when `fit` resumes from one. The sanity
-    check fires no events.
+    A run is one call of `trainer.fit`, `validate`, `test` or `predict`. Its folder is `trainer.log_dir`. A metrics record is made
+    every `log_every_n_steps` steps. It contains the values that the LightningModule logs, as `lightning/<name>`. If a callback
+    requests a stop or an evaluation, the Trainer carries it out. If a callback requests a checkpoint, the host calls
+    `trainer.save_checkpoint`. The host also reports the checkpoints that Lightning writes by itself. All of them contain the
+    callbacks' states, which are restored when `fit` resumes from one. No events are fired during Lightning's sanity check.
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
         strict: whether to raise an error if a callback listens to an event that is not fired; else log a warning.
         run_name, runs_folder: the run's name, and the folder that contains the run's folder. None: those of `trainer.log_dir`.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder. Then `RunInUseError` is raised.
+        lock_timeout_seconds: how long to wait while another process trains in the run's folder; then `RunInUseError` is raised.
 
     Raises:
-        NotSupported: in the first step; see `strict`.
+        NotSupported: a callback cannot work in Lightning's loop; see `strict`.
     """
     return LightningHost(
         callbacks, strict=strict, run_name=run_name, runs_folder=runs_folder, lock_timeout_seconds=lock_timeout_seconds

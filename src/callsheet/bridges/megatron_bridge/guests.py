@@ -34,24 +34,24 @@ def guest(
 ) -> MegatronBridgeGuest:
     """Wrap a callback of Megatron Bridge, a list of callbacks, or a manager in one callsheet callback.
 
-    The callbacks are called in the order in which they were given. Each event has a context of its own, with the step as Megatron counts
-    it. All guests of a run receive the same context and share its `user_state`, as the callbacks of one manager do; a manager keeps its
-    own. Guests may read `context.state`, with `train_state`, `timers` and `cfg`. They end training as in Megatron: set
+    The callbacks are called in the given order. At each event, all of them receive the same new context. All guests of a run
+    share one `user_state`, but a manager that the user passes keeps its own. Callbacks may read `context.state`, with its
+    `train_state`, `timers` and `cfg`, where steps are counted as in Megatron. They end training as in Megatron: by setting
     `train_state.step` or `cfg.train.train_iters` so that `step` is at least `train_iters`.
 
     Args:
         foreign: the callback, a list of callbacks, or a manager.
-        name: the name under which state is saved; by default that of the callback's class or of the manager's.
+        name: the name under which the state is saved; by default that of the callback's or the manager's class.
         phase: the phase of all these callbacks.
         strict: whether a callback that listens to an event which callsheet never fires is an error. False: a warning is logged.
-        config: the object at `context.state.cfg`, which must have `train.train_iters`. None: an object that has only that.
+        config: the `context.state.cfg` of the callbacks; it must have `train.train_iters`. None: an object that has only that.
 
     Returns:
         A callback for `Trainer(callbacks=[...])`, `attach` or a host of another framework.
 
     Raises:
-        NotSupported: a callback listens to an event that is never fired, depending on `strict`; or later, when a callback reads what is not
-            available.
+        NotSupported: a callback listens to an event that is never fired, see `strict`; or, while training, a callback reads an
+            attribute that is not available.
     """
     state = GlobalState(config) if config is not None else None
     return MegatronBridgeGuest(foreign, name=name, phase=phase, strict=strict, state=state)

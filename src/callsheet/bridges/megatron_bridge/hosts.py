@@ -45,17 +45,19 @@ def host(
 ) -> MegatronBridgeHost:
     """Wrap the callbacks in one callback of Megatron Bridge, for `pretrain(config, forward_step, callbacks=[host([...])])`.
 
-    One `pretrain` is one run. The host observes forward and backward with hooks on the model, unless the model is pipelined, and the
-    step with hooks on the torch optimizer inside Megatron's. The model has hooks only while a callback listens to their events. Losses,
-    gradient norm and skipped steps are those of Megatron; its loss is named `loss`. `ctx.model` is the model chunk without its wrappers,
-    or a list if there are several chunks.
+    A run is one call of `pretrain`. The host observes forward and backward passes with hooks on the model, unless the model is
+    pipelined, and the optimizer's step with hooks on the torch optimizer inside Megatron's optimizer. The model has hooks only
+    while a callback listens to their events. Losses, gradient norm and skipped steps are those that Megatron reports; Megatron's
+    `lm loss` is named `loss`. `ctx.model` is the model chunk without its wrappers, or a list if there are several chunks.
 
-    A stop request lowers `cfg.train.train_iters` until training ends. A save request sets `cfg.checkpoint.save_interval` to 1 for one
-    step. Evaluation requests are not supported: Megatron computes the amount of its validation data beforehand. The host writes the
-    callbacks' states into each of Megatron's checkpoints once it is durable, and loads them when training resumes from one.
+    If a callback requests a stop, the host lowers `cfg.train.train_iters` until training ends. If a callback requests a save, the
+    host sets `cfg.checkpoint.save_interval` to 1 for one step. Requests to evaluate are not supported, because Megatron computes
+    the amount of its validation data beforehand. The host adds the callbacks' states to each of Megatron's checkpoints when it is
+    completely written, and loads them when training resumes from one.
 
-    Megatron reports no exceptions to callbacks, and calls `sys.exit` on a signal. Such a run ends when the host is garbage-collected or
-    the program ends. Use a `with` block to end the run at once, with the right outcome:
+    Megatron does not report exceptions to callbacks, and calls `sys.exit` when it receives a signal. In both cases, the run ends
+    only when the host is garbage-collected or the program ends. Use a `with` block to end the run at once, with the right
+    outcome:
 
         with host([...]) as hosted:
             pretrain(config, forward_step, callbacks=[hosted])
@@ -63,13 +65,13 @@ def host(
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
         strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder, before `RunInUseError` is raised.
+        lock_timeout_seconds: how long to wait while another process trains in the run's folder; then `RunInUseError` is raised.
 
     Returns:
         A callback of Megatron Bridge, which can also be used in a `with` block.
 
     Raises:
-        NotSupported: when training begins or after the first step, depending on `strict`.
+        NotSupported: a callback cannot work in this loop, see `strict`. Raised when training begins or after the first step.
     """
     return MegatronBridgeHost(callbacks, strict=strict, lock_timeout_seconds=lock_timeout_seconds)
 

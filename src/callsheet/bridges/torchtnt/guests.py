@@ -54,16 +54,16 @@ def guest(
 ) -> TorchTNTGuest:
     """Wrap a torchtnt callback as a callsheet callback.
 
-    It receives torchtnt's `State`, whose `stop()` stops our loop, and a facade of the unit, which has progress, module, optimizer and
-    scheduler under AutoUnit's names. If the callback reads other attributes of the unit, such as the one that `EarlyStopping` monitors,
-    map them to metrics in `attributes`.
+    The callback receives torchtnt's `State`, whose `stop()` stops callsheet's loop, and an object that replaces the unit. This
+    object has progress, module, optimizer and scheduler under AutoUnit's names. If the callback reads other attributes of the
+    unit, such as the one that `EarlyStopping` monitors, map these attributes to metrics in `attributes`.
 
     Args:
         foreign: the callback, an instance.
         attributes: for each attribute of the unit, the metric that provides its latest value: `"loss"` for the step's loss, else a metric
             of a record or an evaluation, such as `"train/loss"` or `"validation/loss"`.
-        replicated: whether all ranks call `state.stop()` at the same step, so that the stop acts at once. This is known of torchtnt's own
-            callbacks. False: the stop acts once the ranks have agreed on it.
+        replicated: whether all ranks call `state.stop()` at the same step, so that the stop acts at once. Otherwise, the stop
+            acts when the ranks have agreed on it. Not needed for torchtnt's own callbacks.
         name: the name under which the callback's state is saved; by default that of its class.
         phase: the callback's phase.
         strict: has no effect, because callsheet fires every event of torchtnt.
@@ -72,7 +72,7 @@ def guest(
         A callback for `Trainer(callbacks=[...])`, `attach` or a host of another framework.
 
     Raises:
-        NotSupported: when the callback reads anything else from the unit.
+        NotSupported: while training, if the callback reads another attribute of the unit.
     """
     kind = type(foreign)
     agrees = replicated or (kind.__module__.startswith("torchtnt.framework.callbacks.") and kind.__name__ in _AGREEING)
@@ -99,7 +99,7 @@ class TorchTNTGuest(Guest):
         self._unit = GuestUnit(self, attributes)
         self._state = GuestState(self)
         self._replicated = replicated
-        if attributes:  # the values of these attributes of the unit come from metrics, which these handlers record
+        if attributes:  # these handlers record the metrics from which the attributes of the unit get their values
             self.OWN = {  # type: ignore[misc]
                 "on_train_step_end": "_take_loss",
                 "on_log": "_take_record",

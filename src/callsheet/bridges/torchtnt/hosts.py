@@ -54,13 +54,13 @@ def host(
 ) -> TorchTNTHost:
     """Wrap the callbacks in one torchtnt callback, for `fit(unit, ..., callbacks=[host([...])])`, `train`, `evaluate` or `predict`.
 
-    Each such call is one run. `ctx.batch` is what the unit's `get_next_train_batch` returns. The host observes the forward with hooks on
-    the unit's module, the loss in `backward`, and the step with hooks on the optimizer. If the unit steps its optimizer only every few
-    batches, these batches form one step.
+    Each call of these four functions is one run. `ctx.batch` is what the unit's `get_next_train_batch` returns. The host observes
+    the forward pass with hooks on the unit's module, the loss in `backward`, and the optimizer's step with hooks on the
+    optimizer. If the unit steps its optimizer only every few batches, these batches form one step.
 
-    A stop request ends torchtnt's loop. An evaluation that is requested during `fit` runs torchtnt's `evaluate`. A requested checkpoint
-    is written in callsheet's format, with everything that the unit tracks. If the host is assigned to the unit
-    (`unit.callsheet = host([...])`), torchtnt's own checkpoints contain the callbacks' states too.
+    If a callback requests a stop, torchtnt's loop ends. If it requests an evaluation during `fit`, the host calls torchtnt's
+    `evaluate`. If it requests a checkpoint, the host writes one in callsheet's format, with everything that the unit tracks. To
+    save the callbacks' states in torchtnt's own checkpoints too, assign the host to the unit: `unit.callsheet = host([...])`.
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
@@ -73,14 +73,14 @@ def host(
             starts a new run, or resumes from what torchtnt has restored.
         log_interval: how often a metrics record is made; an integer means batches.
         preempt_signals: names of the signals that preempt the run: it saves a checkpoint and ends.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder, before `RunInUseError` is raised.
+        lock_timeout_seconds: how long to wait while another process trains in the run's folder; then `RunInUseError` is raised.
 
     Returns:
         A callback of torchtnt.
 
     Raises:
-        NotSupported: when training begins or after the first step, depending on `strict`. Also if the unit's `train_step` takes an
-            iterator, or if the unit tracks several modules or optimizers and none is named `module` or `optimizer`.
+        NotSupported: a callback cannot work in torchtnt's loop, see `strict`; or the unit's `train_step` takes an iterator; or
+            the unit tracks several modules or optimizers, of which none is named `module` or `optimizer`.
     """
     return TorchTNTHost(
         callbacks,

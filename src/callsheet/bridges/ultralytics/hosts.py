@@ -79,10 +79,11 @@ def host(
 ) -> UltralyticsHost:
     """Return the callbacks as callbacks of an Ultralytics model: `host([...]).attach(model)`, and then `model.train(...)`.
 
-    A run is one training. A step is one step of the optimizer, which uses `nbs / batch` batches. Ultralytics' validation after an
-    epoch is an evaluation of the dataset `validation`, that of `best.pt` after training one of the dataset `best`. A stop ends the
-    epoch after the current step. Ultralytics writes checkpoints after epochs only; one that a callback asks for is written after the
-    epoch. The callbacks' states are written beside `last.pt`, and a training with `resume=True` restores them.
+    A run is one call of `model.train`. A step is one step of the optimizer, which uses `nbs / batch` batches. Ultralytics'
+    validation after an epoch is an evaluation of the dataset `validation`; its validation of `best.pt` after training is an
+    evaluation of the dataset `best`. If a callback requests a stop, the epoch ends after the current step. If a callback requests
+    a checkpoint, Ultralytics writes it after the epoch. The callbacks' states are written beside `last.pt`, and a training with
+    `resume=True` restores them.
 
     If Ultralytics starts DDP workers, each worker rebuilds the callbacks from a signed file; see `callsheet.transport.pack`.
 
@@ -90,13 +91,13 @@ def host(
         callbacks: a manager, a callback, or any iterable of callbacks.
         log_interval: how often a metrics record is made. A bare number means batches.
         run_name, runs_folder: the run's name, and the folder that contains the run's folder.
-        timeout_seconds: a rank that does not answer for so long fails the run.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder. Then `RunInUseError` is raised.
-        allow_pickle: whether to send callbacks that are not data to DDP workers as signed cloudpickle.
+        timeout_seconds: the run fails if a rank does not answer for this long.
+        lock_timeout_seconds: how long to wait while another process trains in the run's folder; then `RunInUseError` is raised.
+        allow_pickle: whether callbacks that cannot be described as plain data are sent to DDP workers as signed pickles.
         strict: whether to raise an error if a callback listens to an event that is not fired; else log a warning.
 
     Raises:
-        NotSupported: when training begins, or after the first step; see `strict`.
+        NotSupported: a callback cannot work in this loop, see `strict`. Raised when training begins or after the first step.
     """
     settings = {
         "log_interval": str(log_interval) if isinstance(log_interval, Time) else log_interval, "run_name": run_name,
