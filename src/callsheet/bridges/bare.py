@@ -47,7 +47,7 @@ _EVALUATION = (
     "the results of each evaluation that the loop makes to run.evaluated({'validation': {'loss': ...}}); evaluate=FUNCTION makes those that "
     "callbacks ask for"
 )
-"""What to use in `attach` instead of them, for error messages."""
+"""What to use in `attach` instead of the arguments in `_OF_EVALUATION`, for error messages."""
 
 
 def _familiar() -> dict[str, str]:

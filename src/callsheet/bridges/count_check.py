@@ -44,8 +44,8 @@ class CountCheck:
     def follow(self, counted: Callable[[], Counts]) -> None:
         """Compare callsheet's counts with those that `counted` returns, from now on.
 
-        The difference between the two counts now is accepted, because the framework may have trained before this run. A count that is
-        None now is accepted to begin at callsheet's count.
+        The framework may have trained before this run, so the present difference between the two counts is accepted. A count that
+        is None now must later begin at callsheet's count.
 
         Args:
             counted: returns the counts of the framework. At the end of an epoch it includes this epoch. It must not keep the host or

@@ -61,7 +61,7 @@ class HostedRecords(Records):
 class HostedRun(Run):
     """A run of callsheet's callbacks in another framework's loop.
 
-    The host, the adapter for that framework, reports to `driver` how far the loop has come.
+    A host, the adapter for that framework, reports to `driver` how far the loop has come.
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
@@ -147,7 +147,7 @@ class HostedRun(Run):
         )
         ctx = self.ctx
         self.counts = CountCheck(host, ctx)
-        """Compares the counts of steps and epochs with the framework's, if the host has called `follow`."""
+        """Compares callsheet's counts of steps and epochs with the framework's, if the host has called `counts.follow`."""
         self._has_own_name = run_name is not None
         self._writes_checkpoints = saves is None
         self.log_ranks.start()
@@ -209,9 +209,9 @@ class HostedRun(Run):
         Its events are fired when the step has ended.
         """
         self.parts: dict[str, Stateful] = {}
-        """The host's own state in a checkpoint, in addition to model, optimizer, scheduler and callbacks.
+        """Objects whose states are saved in checkpoints, in addition to model, optimizer, scheduler and callbacks.
 
-        Each rank has its own.
+        Each rank saves its own states.
         """
         self._next_boundary = 0
         self._is_dropping = False  # whether `drop_step` is ending a step that must not be counted

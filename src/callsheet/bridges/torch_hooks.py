@@ -81,7 +81,7 @@ class Hook:
     def install(self, is_wanted: bool, function: Callable[..., Any]) -> None:
         """Register the hook if `is_wanted`, otherwise remove it. Do nothing if that is done already.
 
-        No reference to `function` is kept, because the object whose method it is refers to this one.
+        No reference to `function` is kept, because it is a method of an object that refers to this hook.
         """
         if is_wanted and not self.is_registered:
             self._remove, self.is_registered = add_hook(self._register, function), True
@@ -259,7 +259,8 @@ class OptimizerHooks(NotCopied):
 
     Args:
         optimizers: the optimizers, in the order in which the loop steps them.
-        asks: whether the host also reads `has_stepped` in steps whose results nothing reads.
+        asks: whether the host reads `has_stepped` after every step, even if no callback or metrics record reads the step's
+            results.
         watch: the object that sums the losses of the loop.
         ended: called after each step of the optimizer.
     """
@@ -397,8 +398,8 @@ class SteppedHooks:
 
     Until its end is reported, the step counts as skipped.
 
-    An error of the host is only kept in `fault`, and the host raises it at the end of the step. Giving up at once would remove
-    the hooks while torch is iterating over them.
+    An error in a hook is stored in `fault`, and the host raises it at the end of the step. To give up at once would remove the
+    hooks while torch iterates over them.
 
     Args:
         run: the run. Its `step_skipped` is True when a step begins.
@@ -450,7 +451,7 @@ class SteppedHooks:
 def _remove_after_calls(hooks: dict[int, Callable[..., Any]], own: Callable[..., Any], remove: Callable[[], None]) -> None:
     """Call `remove` as soon as torch has called the last of these `hooks`.
 
-    Before that, torch iterates over them, so no key may be removed.
+    Until then, torch iterates over the dict, so no key may be removed from it.
     """
     last = next(reversed(hooks))
     theirs = hooks[last]

@@ -85,7 +85,7 @@ def host(
 class _HostRequests:
     """Carries out callbacks' requests (save, evaluate, stop) by changing AutoModel's step scheduler.
 
-    It has no reference to the recipe. The run refers to this object, and must not keep the recipe alive, and with it the host.
+    It has no reference to the recipe: the run refers to this object, and must not keep the recipe (and so the host) alive.
     """
 
     def __init__(self, scheduler: Any) -> None:

@@ -132,7 +132,8 @@ class StepLosses:
     def add(self, state: Any, loss: Tensor, samples: int) -> None:
         """Add the loss of a microbatch, with its number of samples as the weight.
 
-        `samples` is the number of samples in the step. If a microbatch may have as many, it is the step's only one.
+        `samples` is the number of samples in the whole step. If Composer's microbatch size is at least that, the step has only
+        one microbatch.
         """
         value = loss.detach().clone()  # a copy, because Composer scales a total of several losses in place
         is_whole = state.device_train_microbatch_size >= samples  # if so, this is the step's only microbatch

@@ -1,8 +1,8 @@
 """The State and Logger that Composer's callbacks receive when they run in callsheet's loop.
 
-They are facades with some of the original's attributes, which come from the context.
+They have only some of the attributes of Composer's own objects. The values come from callsheet's context.
 
-All guests of one run share them, as callbacks of one Composer Trainer do; see `run.py`.
+All guests of a run share one State and one Logger, as the callbacks of one Composer Trainer do; see `run.py`.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ _LOGGED_ELSEWHERE = frozenset({"loss", "learning_rate", "epoch", "total_flos", "
 """Values that the Trainer logs, and that metrics records have under other names or from other sources."""
 
 _BOUNDARY = re.compile("(DS?)?(E(DS?)?)?")
-"""What may be fired between two steps or epochs: on_checkpoint_due (D) with a checkpoint's save (S), an evaluation (E), and once more."""
+"""What may be fired between two steps or epochs: on_checkpoint_due (D), a save (S), an evaluation (E), then D and S again."""
 
 
 class _HostRequests:

@@ -74,7 +74,7 @@ class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's 
     def evaluator(self, name: str = "validation", output: Callable[[Context], Any] | None = None) -> GuestEngine:
         """Return the engine that replaces Ignite's evaluator of the dataset `name`. The first call creates it.
 
-        Its `state.metrics` at the end are the results and the values of attached Ignite metrics.
+        After an evaluation, its `state.metrics` contain the evaluation's results and the values of attached Ignite metrics.
 
         Args:
             name: the name of the dataset.
@@ -91,7 +91,7 @@ class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's 
 
         Args:
             event_name: an event of Ignite's, with or without filter, or several of them, joined by `|`.
-            handler: called with the engine, unless it takes no argument, and then with the further arguments.
+            handler: a function. It is called with the engine (unless it takes no arguments) and the further arguments given here.
 
         Returns:
             What Ignite returns: an object with which the handler can be removed.

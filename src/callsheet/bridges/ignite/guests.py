@@ -43,7 +43,7 @@ EVALUATOR_EVENTS: Mapping[str, tuple[Events, ...]] = {
     "evaluator_iteration_completed": (Events.ITERATION_COMPLETED,),
     "evaluators_completed": (Events.EPOCH_COMPLETED, Events.COMPLETED),
 }
-"""For each name in `EVALUATOR_EVENTS`, the Ignite events of an evaluator that are fired together."""
+"""For each name that `GUEST_EVENTS` uses for evaluators, the Ignite events of an evaluator that are fired together."""
 
 TRAINER_ONLY = ("TERMINATE", "EXCEPTION_RAISED")
 """Events that are fired for a trainer, and never for an evaluator."""

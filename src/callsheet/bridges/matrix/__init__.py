@@ -41,7 +41,7 @@ class Derived:
 
 
 CHECKS = ("observers", "stop", "save", "EMA", "resume")
-"""What is checked of a trainer that is built on another: training with callbacks that only observe, and four ways to act on it."""
+"""The checks of a trainer that is built on another: training with callbacks that only observe, and four actions of callbacks."""
 
 
 @dataclass(frozen=True, slots=True)

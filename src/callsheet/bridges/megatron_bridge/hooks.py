@@ -16,9 +16,10 @@ from callsheet.bridges.model_calls import ModelCalls
 class MegatronForwardHooks(ModelCalls):
     """Fires the events of the model's calls: each call is a microbatch in training, or a batch in an evaluation or a test.
 
-    The step's events begin at its first forward, when its data has been fetched. The loss span lasts from the end of the forward to the
-    start of the backward, which is when the first gradient reaches the outputs. The backward ends when the autograd engine has finished.
-    If nothing listens to loss, backward or the microbatch's end, the microbatch ends with what follows it.
+    A step starts at its first forward pass, when its data has been fetched. The loss span lasts from the end of the forward pass
+    to the start of the backward pass, when the first gradient reaches the outputs. The backward pass ends when the autograd
+    engine has finished. If no callback listens to loss, backward pass or the microbatch's end, the microbatch ends when the next
+    span starts.
     """
 
     def __init__(self, run: HostedRun, model: nn.Module) -> None:

@@ -20,8 +20,8 @@ logger = logging.getLogger("callsheet")
 class Settings:
     """Reads Megatron's configuration and state, and carries out callbacks' requests by changing settings temporarily.
 
-    This is not a part of the host, because functions that the run keeps refer to this object. If they referred to the host, the
-    run would keep the host alive.
+    This class is separate from the host, because the run keeps functions that refer to this object. If they referred to the host,
+    the run would keep the host alive.
     """
 
     def __init__(self, state: Any) -> None:

@@ -18,8 +18,8 @@ class Fetches:
     """Replaces a unit's methods that return its next batch, because torchtnt has no callback event for fetching.
 
     Args:
-        methods: for each method of the unit, by name, the bound method that is called instead. Its first argument is the unit's
-            own method. If the object to which it is bound no longer exists, the unit's own method is called.
+        methods: the names of the unit's methods, each with the bound method that is called instead. This receives the unit's own
+            method as its first argument. If the object to which it is bound no longer exists, the unit's own method is called.
     """
 
     def __init__(self, unit: Any, methods: Mapping[str, Callable[..., Any]]) -> None:

@@ -93,7 +93,7 @@ def host(
         run_name, runs_folder: the run's name, and the folder that contains the run's folder.
         timeout_seconds: the run fails if a rank does not answer for this long.
         lock_timeout_seconds: how long to wait while another process trains in the run's folder; then `RunInUseError` is raised.
-        allow_pickle: whether callbacks that cannot be described as plain data are sent to DDP workers as signed pickles.
+        allow_pickle: whether to send objects without an import path, such as lambdas, to DDP workers as signed pickles.
         strict: whether to raise an error if a callback listens to an event that is not fired; else log a warning.
 
     Raises:
