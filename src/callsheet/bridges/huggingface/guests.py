@@ -74,7 +74,7 @@ def guest(
     phase: Phase = "measure",
     strict: bool = True,
 ) -> HuggingFaceGuest:
-    """Wrap a `transformers.TrainerCallback` as a callsheet callback.
+    """Return a callsheet callback that calls a `transformers.TrainerCallback`.
 
     The callback's methods are called in the same order as in the Hugging Face Trainer. They receive a `TrainerState` of
     callsheet's run, and a `TrainerControl` with which the callback can make the run stop, save or evaluate. The values in `logs`

@@ -38,7 +38,7 @@ REJECTED: Mapping[str, str] = {
 def guest(
     foreign: Any, *, name: str = "", phase: Phase = "measure", log_every_n_steps: int = 50, strict: bool = True
 ) -> LightningGuest:
-    """Wrap a Lightning callback, of `lightning.pytorch` or `pytorch_lightning`, as a callsheet callback.
+    """Return a callsheet callback that calls a Lightning callback, of `lightning.pytorch` or `pytorch_lightning`.
 
     The callback's hooks are called in Lightning's order: `on_train_epoch_end` after the evaluation at the epoch's end, and
     `on_train_batch_end` once per batch. The callback receives objects that replace the Trainer and the LightningModule. It may
