@@ -59,7 +59,7 @@ def inner(trainer: Any) -> Any:
 
 
 def module(trainer: Any) -> torch.nn.Module:
-    """Return the module that is trained."""
+    """Return the model that the trainer trains."""
     found: torch.nn.Module = getattr(trainer.model, "model_body", trainer.model)
     return found
 
@@ -150,7 +150,7 @@ def reinforcement(name: str, folder: Path, callbacks: list[Any], **options: Any)
 
     model, tokenizer = language_model()
     model.save_pretrained(folder / "model")
-    model = LlamaForCausalLM.from_pretrained(folder / "model")  # RLOO loads the reference model from there
+    model = LlamaForCausalLM.from_pretrained(folder / "model")  # RLOO loads its reference model from this folder
     given = {"num_generations": 2, "num_generations_eval": 2, "max_completion_length": 4, "max_steps": STEPS}
     given |= arguments(folder, activation_checkpointing=False, **options)
     config = getattr(trl, f"{name}Config")(**given)

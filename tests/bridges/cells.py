@@ -1,4 +1,4 @@
-"""Compute a cell of the matrix: compare a built-in's effects in a framework's loop with its effects in our Trainer."""
+"""Computes a cell of the matrix: compares a built-in callback's effects in a framework's loop with its effects in our Trainer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EPOCHS = 3
 
 
 def triggered() -> Callback:
-    """Return a SaveOnTrigger whose trigger file requests a checkpoint and a stop."""
+    """Return a `SaveOnTrigger` with a trigger file that requests a checkpoint and a stop."""
     number, path = mkstemp()
     os.write(number, b"save as asked\nstop as asked\n")
     os.close(number)
@@ -48,7 +48,7 @@ WITH_CAUSE: dict[str, Callable[[], Callback]] = {
 class Observer(Callback):
     """Records the observable effects of a run: metric names, checkpoints, evaluations, outcome and failures."""
 
-    phase = "restore"  # the last phase
+    phase = "restore"  # the last phase, so that it sees the effects of all other callbacks
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -69,7 +69,7 @@ class Observer(Callback):
 
 @dataclass(frozen=True)
 class Effects:
-    """The observable effects of a run."""
+    """The observable effects of a run, as `Observer` records them."""
 
     names: set[str]
     suffixes: set[str]
@@ -78,7 +78,7 @@ class Effects:
     weights: tuple[torch.Tensor, ...] = field(repr=False)
 
     def shows(self, alone: Effects) -> bool:
-        """Return whether the callback has an effect: the run differs from the run without it, and has not failed."""
+        """Return whether the callback has an effect: the run has not failed, and differs from a run without the callback."""
         differs = (self.names, self.suffixes, self.saves, self.outcome) != (
             alone.names,
             alone.suffixes,
@@ -88,7 +88,7 @@ class Effects:
         return self.outcome != "failed" and (differs or not _same(self, alone))
 
     def lacks(self, wanted: Effects, alone: Effects, wanted_alone: Effects) -> list[str]:
-        """Return the effects that the callback has in the run `wanted` but not in this run.
+        """Return the effects that the callback has in the run `wanted`, but lacks in this run.
 
         `alone` and `wanted_alone` are the same runs without the callback.
         """
@@ -107,7 +107,7 @@ class Effects:
 
 
 def loop_of(name: str) -> ModuleType:
-    """Return a loop by the name of its file.
+    """Import a framework's training loop by the name of its file in `loops`.
 
     Raises:
         ModuleNotFoundError: its framework is not installed.
@@ -116,12 +116,12 @@ def loop_of(name: str) -> ModuleType:
 
 
 def job_of(subject: Subject) -> Job:
-    """Return the job on which the built-in has an effect."""
+    """Return the job (model and data) for which the built-in callback is meant."""
     return {"images": IMAGES, "language": TOKENS}.get(getattr(subject.trainer, "__name__", ""), POINTS)
 
 
 def effects(where: str, job: Job, callbacks: Iterable[Callback], folder: Path, *, strict: bool) -> Effects:
-    """Train the job with the callbacks in the loop `where`. Raise AssertionError if an isolated callback failed."""
+    """Train the job with the callbacks in the loop `where`, and return the effects. No callback may fail."""
     observer = Observer()
     model = loop_of(where).train(job, folder, [*callbacks, observer], strict=strict, epochs=EPOCHS)
     assert not observer.failures, observer.failures
@@ -141,18 +141,18 @@ def effects(where: str, job: Job, callbacks: Iterable[Callback], folder: Path, *
 
 @cache
 def alone(where: str, job: Job, folder: Path) -> Effects:
-    """Return the effects of a run without callbacks."""
+    """Return the effects of a run without the built-in callback."""
     return effects(where, job, [], folder / f"{where}-{id(job)}", strict=False)
 
 
 @cache
 def in_our_trainer(subject: Subject, make: Callable[[], Callback], folder: Path) -> Effects:
-    """Return the built-in's effects in our own Trainer."""
+    """Return the built-in callback's effects in callsheet's own Trainer."""
     return effects("trainer", job_of(subject), [make()], folder, strict=True)
 
 
 def cell(where: str, name: str, subject: Subject, folder: Path, shared: Path) -> Cell:
-    """Train with the built-in in the loop `where` and in our own Trainer, and compare the effects."""
+    """Compare the built-in callback's effects in the loop `where` with those in callsheet's own Trainer."""
     make, job = WITH_CAUSE.get(name, subject.make), job_of(subject)
     rejection = ""
     try:
@@ -184,5 +184,5 @@ def _listed(names: set[str]) -> str:
 
 
 def _short(error: CallsheetError) -> str:
-    """Return the first clause of the message, which names what is not supported."""
+    """Return the first clause of an error message. It says what is not supported."""
     return str(error).partition("; ")[0]

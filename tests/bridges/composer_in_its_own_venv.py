@@ -43,7 +43,7 @@ real = composer.callbacks
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_in_torch() -> None:
-    """Override the fixture in conftest.py, which collects garbage after every test: this host does not patch torch."""
+    """Replace the fixture in conftest.py by one that does nothing, because Composer's host does not patch torch."""
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +78,7 @@ class Asks(Callback):
 
 
 class Fails(Callback):
-    """Raises at a step."""
+    """Raises an error at a step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -165,7 +165,7 @@ def test_training_is_unchanged_and_every_event_is_fired(size: int, tmp_path: Pat
     assert counted["on_forward_end"] == counted["on_backward_end"] == counted["on_microbatch_end"] == 12 * 4 // size
     assert counted["on_eval_all_end"] == counted["on_epoch_end"] == 2
     assert counted["on_eval_forward_end"] == 6
-    assert counted["on_fetch_end"] == 14  # and the end of the data, once per epoch
+    assert counted["on_fetch_end"] == 14  # 12 batches, and once per epoch the end of the data
     assert recorder.events[-1] == "on_run_end"
     losses = in_memory(without, "loss/train/total")
     pairs = [(a + b) / 2 for a, b in zip(losses[::2], losses[1::2], strict=True)]
@@ -309,7 +309,7 @@ def test_an_exception_fails_the_run(tmp_path: Path) -> None:
     trained = made(POINTS, tmp_path, [later], after=[Bursts()])
     with pytest.raises(ArithmeticError):
         trained.fit()
-    assert later.outcomes == []  # Composer calls no callback for it
+    assert later.outcomes == []  # Composer does not report other callbacks' errors
     trained.close()
     assert later.outcomes == ["failed"]
 
@@ -364,7 +364,7 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     for rank in "01":
         (tmp_path / rank).mkdir()
     one, other = run_ranks(on_a_rank, 2, str(tmp_path))
-    assert one["are there"]  # rank 0 writes the files; the paths on other ranks differ
+    assert one["are there"]  # the files of checkpoints, which only rank 0 writes
     for name in one.keys() - {"are there"}:
         assert one[name] == other[name], name
     assert one["kind"] == "DistributedDataParallel"
@@ -373,20 +373,20 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     check_events(one["asked"])
     pairs = [
         (a + b) / 2 for a, b in zip(one["own"][::2], one["own"][1::2], strict=True)
-    ]  # Composer's values are reduced over all ranks
+    ]  # Composer's losses are already reduced over both ranks
     assert one["losses"] == pytest.approx(pairs, rel=1e-6)
     assert one["evaluated"] == pytest.approx(one["own evaluated"])
     assert one["saved"] == [(2, "requested"), (6, "periodic"), (12, "periodic"), (18, "periodic"), (24, "periodic")]
     evaluated = [at for at, event in enumerate(one["asked"]) if event == "on_eval_all_end"]
     asked, at_the_end = [one["asked"][:at].count("on_train_step_end") for at in evaluated]
-    assert 8 <= asked <= 12  # a quarter of a second after the seventh, and at the epoch's end at the latest
+    assert 8 <= asked <= 12  # rank 1 requests it at step 7; the ranks agree a quarter of a second later, or at the epoch's end
     assert at_the_end == 24
     assert one["after"][: len(one["before"])] == one["before"]
     assert one["stopped"] == (30, ["stopped"])
 
 
 class Bursts(composer.Callback):  # type: ignore[misc]
-    """A Composer callback that raises."""
+    """A Composer callback that raises an error."""
 
     def batch_end(self, state: Any, logger: Any) -> None:
         raise ArithmeticError
@@ -405,7 +405,7 @@ def test_a_host_may_be_used_again(tmp_path: Path) -> None:
 
 
 class NativeTask(Task):
-    """A task with the forward and loss that Composer's Trainer uses for such a model."""
+    """A task that computes forward pass and loss as Composer's Trainer does."""
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         return model(batch)
@@ -539,7 +539,7 @@ def test_a_guest_acts_as_in_its_own_framework(
         }
     assert theirs.keys() <= here.logged.keys()
     for key, values in theirs.items():
-        if tier != "listens":  # values that are logged at each batch of an evaluation are recorded at its end
+        if tier != "listens":  # callsheet records values that are logged at batches of an evaluation only once, at its end
             assert len(here.logged[key]) == len(values), key
         if name in SAME:
             assert here.logged[key] == pytest.approx(values, rel=1e-4, abs=1e-7, nan_ok=True), key

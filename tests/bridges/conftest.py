@@ -12,27 +12,25 @@ from callsheet.bridges import versions
 
 versions.warned.update(
     versions.TESTED
-)  # `make versions` runs the tests with untested versions, whose warning would be in the log that the tests check
+)  # no warnings of untested versions: `make versions` runs the tests with such versions, and tests check the log
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_in_torch() -> Iterator[None]:
-    """Check after each test that nothing in torch is patched. A host whose loop failed restores torch when it is garbage collected."""
+    """Check after each test that `Tensor.backward` is not patched. After a failed loop, garbage collection restores it."""
     yield
-    if (
-        Tensor.backward.__qualname__ != "Tensor.backward"
-    ):  # a garbage collection visits all objects of the frameworks and takes half a second
+    if Tensor.backward.__qualname__ != "Tensor.backward":  # collect only if necessary, because it takes half a second
         gc.collect()
     assert Tensor.backward.__qualname__ == "Tensor.backward"
 
 
 @pytest.fixture
 def counts_may_differ() -> None:
-    """Allow a test to make a framework and callsheet count differently."""
+    """Allow the counts of steps and epochs of a framework and of callsheet to differ in a test; see `_counts_are_equal`."""
 
 
 class _Keeps(logging.Handler):
-    """Keeps the messages that contain a text."""
+    """Keeps the log messages that contain a text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -46,7 +44,7 @@ class _Keeps(logging.Handler):
 
 @pytest.fixture(autouse=True)
 def _counts_are_equal(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Check in each test that no host warns of other counts than the framework's, except where a test makes them differ."""
+    """Check in each test that no host logs a warning that its counts differ from the framework's, unless the test allows it."""
     kept = _Keeps("has counted")
     logging.getLogger("callsheet").addHandler(kept)
     yield

@@ -1,4 +1,4 @@
-"""Faults for tests of hosts: calls that are skipped, repeated or reordered, and a host that fails at a span of a step."""
+"""Faults for tests of hosts: frameworks that skip, repeat or reorder calls, and hosts that fail at a span of a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALWAYS = {"epoch", "train_step", "forward", "optimizer_step", "eval"}
 
 
 class RandomFaults:
-    """Wraps methods of a host: skips some calls, makes some twice, and repeats some earlier calls."""
+    """Wraps methods of a host, so that some calls are skipped, made twice, or preceded by a repeated earlier call."""
 
     def __init__(self, host: Any, names: tuple[str, ...], seed: int) -> None:
         self.drawn = random.Random(seed)
@@ -41,7 +41,7 @@ class RandomFaults:
 
 
 class FailsInSpan(Callback):
-    """Makes the host fail when it starts or ends a span after the third step. Records how the run ends."""
+    """Makes the host fail at the start or end of a span after the third step, and records how the run ends."""
 
     def __init__(self, span: str, edge: str) -> None:
         self.span, self.edge = span, edge
@@ -68,7 +68,7 @@ class FailsInSpan(Callback):
             method(name)
 
         setattr(driver, self.edge, called)
-        if self.span == "train_step":  # the driver's shortcuts for this span
+        if self.span == "train_step":  # hosts also call `start_step` and `end_step`, the faster methods for this span
             name = f"{self.edge}_step"
             setattr(driver, name, lambda: called("train_step"))
 
@@ -94,7 +94,7 @@ def counts_held(
     is_corrected: bool = True,
     drops_steps: bool = False,
 ) -> None:
-    """Check that callsheet has counted what the framework has, or has logged and recorded once that it had not.
+    """Check that callsheet's counts equal the framework's, or that the difference was logged and recorded once.
 
     If `is_corrected`, the counts are equal at the end even then. With `drops_steps`, some steps have events and are not counted.
     """

@@ -1,4 +1,4 @@
-"""Compare the rows of the matrix with what the tests found, or, in `make matrix`, write them."""
+"""Compares the rows of the matrix with the results of the tests, or, in `make matrix`, writes them."""
 
 from __future__ import annotations
 

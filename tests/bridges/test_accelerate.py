@@ -38,14 +38,14 @@ STEPS = 6
 
 @pytest.fixture(autouse=True)
 def _accelerate_forgets() -> Iterator[None]:
-    """Reset Accelerate's process-wide state, so that each test creates its own."""
+    """Reset Accelerate's state, which is shared in a process, so that each test creates its own."""
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
 class Setup:
-    """A training program as a user of Accelerate writes it, which records its losses.
+    """A training program as a user of Accelerate writes it. It records its losses.
 
     The model draws no random numbers, so that a resumed run can be compared with an uninterrupted one.
     """
@@ -199,7 +199,7 @@ def test_requests_are_carried_out(tmp_path: Path) -> None:
         setup.run(run)
         assert run.is_over
     assert len(setup.losses) == 8
-    assert recorder.events.count("on_eval_all_end") == len(setup.found) == 3  # the loop itself makes one of them, after the stop
+    assert recorder.events.count("on_eval_all_end") == len(setup.found) == 3  # one of the three is the loop's own, after the stop
     noted = [
         (info.step, info.kind, Path(info.path).name)
         for event, info in recorder.values["checkpoint"]
@@ -219,8 +219,8 @@ def test_its_own_saves_are_reported(tmp_path: Path) -> None:
             for number, batch in enumerate(run.steps(setup.data)):
                 setup.train_on(batch)
                 if (epoch, number) == (0, 2):
-                    setup.accelerator.save_state()  # the step has ended because the optimizer has stepped
-                    setup.accelerator.save_state()  # a second one at the same step is not reported
+                    setup.accelerator.save_state()  # this ends the step, because the optimizer has stepped
+                    setup.accelerator.save_state()  # a second checkpoint of the same step is not reported
             setup.accelerator.save_state()
     check_events(recorder.events)
     noted = [
@@ -348,10 +348,10 @@ def test_what_is_logged_is_in_our_records(tmp_path: Path) -> None:
         setup.accelerator.log({"last": 1.0})
     assert history["accelerate/mine/number"] == [float(step) for step in range(STEPS)]
     assert history["accelerate/tensor"] == [2.0] * STEPS
-    assert history["accelerate/last"] == [1.0]  # logged after the last step, so it is in one more record
+    assert history["accelerate/last"] == [1.0]  # logged after the last step, so it is in a record of its own
     assert "accelerate/text" not in history.records[0][1]
     assert settings.values == {"lr": 0.02}
-    setup.accelerator.log({"after": 1.0})  # the run has ended: no callback receives it
+    setup.accelerator.log({"after": 1.0})  # the run has ended, so no callback receives this
 
 
 def test_events_that_such_a_loop_never_fires_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

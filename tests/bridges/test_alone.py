@@ -1,4 +1,4 @@
-"""A callback with one event reads the same fields as with listeners to all events, although hosts skip events without listeners."""
+"""Hosts skip events without listeners. A callback that listens to one event must still read the same fields as otherwise."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Read = dict[str, list[dict[str, Any]]]
 
 
 def reading(read: Read, *names: str) -> Callback:
-    """Return a callback that listens to these events."""
+    """Return a callback that listens to the events `names` and records the available fields in `read`."""
 
     def recorded(self: Callback, ctx: Context) -> None:
         fields = {name: getattr(ctx, name) for name in FIELDS if name not in ALWAYS and ctx.has(name)}
@@ -166,7 +166,7 @@ def test_backward_is_torch_s_own_if_the_loss_is_not_read(where: str, tmp_path: P
 
 @pytest.mark.parametrize("at", ["while our replacement is in place", "after our replacement was removed"])
 def test_another_replacement_of_backward_is_kept(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other code replaces `backward` in the first epoch, whose steps have no listeners. The second epoch's steps have listeners."""
+    """Other code also replaces `Tensor.backward`, in the first epoch. Only the second epoch's steps have listeners."""
 
     class Second(Callback):
         def on_epoch_start(self, ctx: Context) -> None:

@@ -1,4 +1,4 @@
-"""callsheet's callbacks in NeMo AutoModel's recipe (`loops.automodel` is a small copy of it), and AutoModel's callbacks in ours."""
+"""callsheet's callbacks in NeMo AutoModel's recipe (`loops.automodel` is a small copy), and AutoModel's callbacks in our loop."""
 
 from __future__ import annotations
 
@@ -137,8 +137,8 @@ def test_automodel_carries_out_requests(tmp_path: Path) -> None:
     recipe = ran(tmp_path, asking)
     assert len(recipe.losses) == 8
     noted = [(info.step, info.kind) for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"]
-    assert noted == [(3, "requested"), (6, "periodic"), (8, "periodic")]  # AutoModel saves at its last step
-    assert len(recipe.evaluated) == 4  # after 2 steps, and wherever it saves
+    assert noted == [(3, "requested"), (6, "periodic"), (8, "periodic")]  # AutoModel also saves at its last step
+    assert len(recipe.evaluated) == 4  # after step 2, and at each of the three saves
     assert sorted(path.name for path in tmp_path.glob("epoch*")) == ["epoch_0_step_2", "epoch_0_step_5", "epoch_1_step_7"]
     assert recipe.step_scheduler.ckpt_every_steps == 6
     assert recipe.step_scheduler.val_every_steps is None
@@ -177,7 +177,7 @@ def test_the_callbacks_states_are_in_its_checkpoints(tmp_path: Path) -> None:
         POINTS, tmp_path / "part", [host([rest, recorder], log_interval=1)], num_epochs=2, cfg={"checkpoint.restore_from": path}
     )
     again.setup()
-    again.step_scheduler.epoch = 1  # as AutoModel's sampler would restore it
+    again.step_scheduler.epoch = 1  # AutoModel's own sampler would restore this
     again.run_train_validation_loop()
     assert all(torch.equal(a, b) for a, b in zip(weights(again), weights(unbroken), strict=True))
     assert rest["train/loss"] == pytest.approx(whole["train/loss"])
@@ -411,7 +411,7 @@ def test_a_loop_that_does_not_call_its_model_as_a_whole_is_rejected(tmp_path: Pa
             self.inner = model
 
         def __call__(self, inputs: Any) -> Any:
-            return self.inner(inputs)  # the hooks of the whole model are not called
+            return self.inner(inputs)  # PyTorch does not call the hooks of the whole model then
 
     class Listens(Callback):
         def on_forward_start(self, ctx: Context) -> None: ...
@@ -441,7 +441,7 @@ def test_an_exception_fails_the_run(reports_exception: bool, tmp_path: Path) -> 
     with pytest.raises(ZeroDivisionError) as caught:
         recipe.run_train_validation_loop()
     assert ends.outcome == ""
-    if reports_exception:  # AutoModel's own main does the same
+    if reports_exception:  # AutoModel's own `main` reports the error like this
         recipe.callback_runner.on_exception(recipe, exception=caught.value)
         assert ends.error is caught.value
     else:
@@ -733,7 +733,7 @@ def on_a_rank(folder: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     class OnRanks(Recipe):
-        """Each rank trains on all of the data: the test checks only that the ranks do the same."""
+        """A recipe for two ranks, which both train on all of the data. The test only checks that both ranks do the same."""
 
         def setup(self) -> None:
             super().setup()

@@ -1,4 +1,4 @@
-"""A handwritten loop with callbacks attached: training is unchanged, and the lifecycle's events are fired."""
+"""A hand-written loop with callbacks attached: training is unchanged, and the lifecycle's events are fired."""
 
 from __future__ import annotations
 
@@ -337,7 +337,7 @@ def test_a_signal_in_an_evaluation_between_epochs_ends_the_run_without_a_further
 
 
 def loop_of_range(folder: Path, *callbacks: Callback, epochs: int = 4, **options: Any) -> AttachedRun:
-    """Train with `for epoch in range(epochs)`, which a stop does not end, and an evaluation after each epoch."""
+    """Train with a loop `for epoch in range(epochs)`, which does not end at a stop. It evaluates after each epoch."""
     model, optimizer, data = parts()
     with attach(model=model, optimizer=optimizer, callbacks=callbacks, run_name="run", runs_folder=folder, **options) as run:
         for epoch in range(epochs):
@@ -481,7 +481,7 @@ def evaluating(folder: Path, *callbacks: Callback, resume: str | None = None) ->
     ids=lambda at: "-".join(map(str, at)),
 )
 def test_an_evaluation_that_a_signal_prevents_is_made_after_the_resume(tmp_path: Path, signals_at: tuple[str, int]) -> None:
-    """The evaluation runs on the restored weights before the next step. An evaluation that was finished is not repeated."""
+    """The resumed run evaluates the restored weights before its next step. It does not repeat a finished evaluation."""
     model, _ = evaluating(tmp_path / "whole", whole := EvaluatesAt())
     _, stopped = evaluating(tmp_path / "parts", EvaluatesAt(signals_at))
     assert stopped.preempted
@@ -724,7 +724,7 @@ def test_two_ranks_stop_together_and_save_one_checkpoint(tmp_path: Path) -> None
     assert one == other
     assert outcome == its_outcome == "stopped"
     assert step == its_step
-    assert 5 <= step <= 5 + 2 * LONGEST_PERIOD  # one period until the request is sent, one until the answer is read
+    assert 5 <= step <= 5 + 2 * LONGEST_PERIOD  # ranks exchange requests once per period: one period to send it, one to read it
     saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir()]
     assert saved  # both ranks write one checkpoint; earlier ones were deleted
     assert all(int(name.removeprefix("ep0-ba")) in (*range(100, step, 100), step) for name in saved)

@@ -227,7 +227,7 @@ def test_it_resumes_as_without_callbacks(name: str, tmp_path: Path) -> None:
 
 
 def test_trainers_marked_as_not_resumable_cannot_resume() -> None:
-    """The `train` of these trainers has no argument to resume."""
+    """The method `train` of these trainers has no argument with which a run could be resumed."""
     import setfit
 
     assert [name for name, built in BUILT_ON.items() if not built.resumes] == ["setfit.Trainer"]

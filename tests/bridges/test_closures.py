@@ -1,4 +1,4 @@
-"""`optimizer.step(closure)`: the closure's backward belongs to its step, and of several evaluations the last loss counts."""
+"""`optimizer.step(closure)`: the closure's backward pass belongs to the step, and of several calls the last loss counts."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Copies(Callback):
             try:
                 written = dumps(thing)
             except (AttributeError, NotImplementedError, TypeError, pickle.PicklingError):
-                continue  # it cannot be pickled, with callsheet or without
+                continue  # this object cannot be pickled without callsheet either
             if b"callsheet" in written.replace(b"callsheet.testing.small_run", b""):  # the module of the model's class
                 self.found.append(f"{where}: {dumps.__name__}")
 
@@ -117,7 +117,7 @@ def loop(model: nn.Module, callbacks: list[Any], *, steps: int = 3) -> torch.opt
 
 
 class At(Callback):
-    """Calls a function at the end of the forward, while hooks are registered."""
+    """Calls a function at the end of the forward pass, while callsheet's hooks are registered."""
 
     def __init__(self, function: Any) -> None:
         self.function, self.times = function, 0
@@ -168,7 +168,7 @@ class Copied(nn.Linear):
 
 
 class Counts(nn.Linear):
-    """A module whose pickled state is its own dictionary, in which it counts how often it was read."""
+    """A module whose pickled state is its own dictionary. It counts in it how often the state was read."""
 
     times = 0
 
@@ -215,7 +215,7 @@ def test_a_model_that_copies_itself_in_its_own_way(kind: Callable[..., nn.Module
 
 
 def test_a_copy_that_shares_the_attributes_has_its_own_weights() -> None:
-    """Some scripts copy a module by its dictionary of attributes, and then set other weights."""
+    """Some scripts copy a module's dictionary of attributes into a new module, and then set other weights."""
     found: list[float] = []
 
     def share(ctx: Context) -> None:

@@ -1,4 +1,4 @@
-"""Hosts compare their counts of steps and epochs with the framework's: where they differ is recorded, and nothing else is."""
+"""Hosts compare their counts of steps and epochs with the framework's, and record only real differences."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_other_counts_are_logged_once_recorded_and_corrected(tmp_path: Path, cap
     counts = Counts(4, 7)
     run = HostedRun([JSONLLogger()], model=model, host="The loop", run_name="run", runs_folder=tmp_path)
     run.begin()
-    run.counts.follow(lambda: counts)  # the loop has trained before
+    run.counts.follow(lambda: counts)  # the loop has trained 4 steps and 7 epochs before
     run.driver.start("train_step")
     counts = Counts(6, 8)
     run.end_epoch(is_whole=True)
@@ -66,14 +66,14 @@ def test_other_counts_are_logged_once_recorded_and_corrected(tmp_path: Path, cap
 
 
 class Skips(lightning_loop.Module):
-    """Makes no loss for one batch, which Lightning then counts as a step too."""
+    """Returns no loss for one batch, which Lightning counts as a step nevertheless."""
 
     def training_step(self, batch: Any, index: int) -> Any:
         return None if index == 2 else super().training_step(batch, index)
 
 
 class SeveralOptimizers(lightning_loop.Module):
-    """Steps two optimizers in each batch, so that `global_step` counts two."""
+    """Steps two optimizers in each batch, so that Lightning's `global_step` grows by two."""
 
     def __init__(self) -> None:
         super().__init__(POINTS)
@@ -92,7 +92,7 @@ class SeveralOptimizers(lightning_loop.Module):
 
 
 class LeavesEpoch(LightningCallback):  # type: ignore[misc]
-    """Stops at a batch."""
+    """Stops training at the second batch of the second epoch."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         trainer.should_stop = trainer.current_epoch == 1 and batch_idx == 1
@@ -153,6 +153,6 @@ def test_huggingface(callbacks: list[Any], tmp_path: Path) -> None:
     counted = Counted()
     trainer = huggingface_trainer(tmp_path, huggingface_host([counted]), *callbacks)
     trainer.train()
-    trainer.train()  # counts from 0 again
+    trainer.train()  # the Trainer counts from 0 again
     assert counted.ends[0] == counted.ends[1]
     assert counted.ends[0][0] == trainer.state.global_step

@@ -1,4 +1,4 @@
-"""A resume names dataloaders whose order it cannot restore."""
+"""A resumed run logs a warning of a dataloader whose order it cannot restore."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from callsheet.bridges.epoch_position import warn_if_not_restored
 
-DATA: Any = list(range(4))  # as a dataset
+DATA: Any = list(range(4))  # used as a dataset
 
 
 @pytest.mark.parametrize(

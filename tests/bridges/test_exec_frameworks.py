@@ -1,4 +1,4 @@
-"""`callsheet exec` with scripts of frameworks: their trainers get a host, on one rank and on two."""
+"""`callsheet exec` runs scripts of frameworks and adds a host to their trainers, on one rank and on two."""
 
 from __future__ import annotations
 

@@ -91,13 +91,13 @@ def with_a_fault(folder: str, is_observed: bool) -> tuple[list[float], list[Any]
             optimizer.step()
             optimizer.zero_grad()
     weights = [float(each) for parameter in model.parameters() for each in parameter.detach().flatten()]
-    # The process group is not destroyed: torch can hang when it frees a DDP model after its group, also without callsheet.
+    # Do not destroy the process group: even without callsheet, torch can hang if it frees a DDP model after its group.
     return weights, breaks.ends, log
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.test_all)])
 def test_the_other_ranks_continue_without_callsheet_too(count: int, tmp_path: Path) -> None:
-    """The rank with the fault closes its connections, so that the others do not wait for it until a timeout."""
+    """The rank whose host fails closes its connections, so that the other ranks do not wait for it until a timeout."""
     plain = run_ranks(with_a_fault, count, str(tmp_path / "plain"), False)
     began = time.monotonic()
     found = run_ranks(with_a_fault, count, str(tmp_path / "observed"), True)

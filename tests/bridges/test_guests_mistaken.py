@@ -53,7 +53,7 @@ def test_a_callback_of_another_framework(bridge: str) -> None:
 
 
 def test_a_list_of_callbacks(bridge: str) -> None:
-    if bridge != "megatron_bridge":  # which takes a list
+    if bridge != "megatron_bridge":  # its `guest` accepts a list
         assert "give them one at a time" in rejected(bridge, [lightning.pytorch.callbacks.Timer()])
 
 

@@ -224,7 +224,7 @@ def test_averaged_weights_are_used_for_evaluation_only(tmp_path: Path) -> None:
 def test_a_logger_writes_into_the_trainer_s_folder(tmp_path: Path) -> None:
     trainer(tmp_path, [host([JSONLLogger()])]).train()
     records = read_metrics(tmp_path / "out")
-    # The last two are logged after the last step, and at the end.
+    # The last two entries are logged after the last step and at the end of training.
     assert [record.step for record in records] == [
         2,
         4,
@@ -429,7 +429,7 @@ def test_other_values_that_the_trainer_logs_are_in_the_records(tmp_path: Path) -
 
 
 def test_logging_at_every_step_as_the_command_line_gives_it(tmp_path: Path) -> None:
-    """`--logging_steps 1` becomes the float 1.0, which the Trainer keeps."""
+    """The argument `--logging_steps 1` becomes the float 1.0, which the Trainer does not convert to an integer."""
     history = History()
     trained = trainer(tmp_path, [host([history])], logging_steps=1.0, max_steps=4)
     trained.train()
@@ -533,7 +533,7 @@ def test_ranks_train_unchanged_and_fire_the_same_events(ranks: tuple[Path, list[
     samples = [values["time/sample"] for _, values in one["records"]]
     assert samples[-1] == 2 * ROWS
     written = [record.step for record in read_metrics(folder / "one" / "out")]
-    assert written == [step for step, _ in one["records"]]  # once, not by each rank
+    assert written == [step for step, _ in one["records"]]  # only one rank writes
 
 
 def test_ranks_resume_together(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -548,4 +548,4 @@ def test_ranks_stop_together(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     assert one["guests"] == other["guests"]
     at_once, agreed = one["guests"]
     assert at_once == 1
-    assert 1 < agreed <= 3  # at the latest when the epoch ends
+    assert 1 < agreed <= 3  # the ranks agree at the epoch's end at the latest

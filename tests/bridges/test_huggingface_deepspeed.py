@@ -99,7 +99,7 @@ class StepStarts(Callback):
 
 @pytest.mark.parametrize("listens", [True, False])
 def test_the_optimizer_s_step_starts_before_the_engine_steps(listens: bool, tmp_path: Path) -> None:
-    """The recorded learning rate is that of the step, although the engine has stepped the scheduler when the Trainer reports it."""
+    """The recorded learning rate is that of the step, although the scheduler has stepped when the Trainer reports the step."""
     histories, starts, recorder = [History(), History()], StepStarts(), Recorder()
     ours = with_engine(tmp_path / "ours", [host([histories[0], *([starts, recorder] if listens else [])])])
     ours.train()

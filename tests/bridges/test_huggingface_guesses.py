@@ -1,4 +1,4 @@
-"""Things that a transformers Trainer, its subclasses and users' callbacks do which a host could misinterpret."""
+"""Actions of a transformers Trainer, its subclasses and users' callbacks that a host could misinterpret."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_callback_that_samples_at_every_event_does_not_open_an_evaluation(
     losses = [[entry["loss"] for entry in logged(each) if "loss" in entry] for each in (ours, plain)]
     assert losses[0] == losses[1]
     check_events(recorder.events)
-    assert recorder.events.count("on_eval_all_end") == 3  # before training, at steps 3 and 6
+    assert recorder.events.count("on_eval_all_end") == 3  # before training, and at steps 3 and 6
     assert recorder.events.count("on_eval_forward_end") == 3
     assert all("labels" in batch for event, batch in recorder.values["batch"] if event.startswith("on_eval_forward"))
     if not averages:
@@ -134,7 +134,7 @@ def test_evaluations_that_a_callback_makes_leave_order_and_weights(
 
 
 class TwoForwards(HuggingFaceTrainer):  # type: ignore[misc]
-    """R-Drop: the model is called twice, and the loss is computed from both outputs."""
+    """R-Drop regularization: the model is called twice per batch, and the loss is computed from both outputs."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         one, other = model(**inputs), model(**inputs)
@@ -143,7 +143,7 @@ class TwoForwards(HuggingFaceTrainer):  # type: ignore[misc]
 
 
 class OnlyInBackward(HuggingFaceTrainer):  # type: ignore[misc]
-    """A cached loss: the model is called with gradients only in the backward of the loss."""
+    """A cached loss: the model is called with gradients only during the loss's backward pass."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         with torch.no_grad():
@@ -212,7 +212,7 @@ def test_several_forwards_are_one_microbatch(kind: type, strict: bool, tmp_path:
     losses = [entry["loss"] for entry in logged(plain) if "loss" in entry]
     assert history["train/loss"][: len(losses)] == pytest.approx(losses, rel=1e-5)
     samples = [values["time/sample"] for _, values in history.records if "time/sample" in values]
-    assert samples[-1] == 2 * ROWS  # each one once
+    assert samples[-1] == 2 * ROWS  # each sample is counted once
 
 
 def test_several_forwards_without_listeners_are_counted_once(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ SAVERS: Mapping[str, tuple[Any, dict[str, Any], list[int]]] = {
         {"save_strategy": "no", "eval_steps": 2},
         [2, 4],
     ),
-    "what the Trainer finds best": (  # it resets the request of step 4, which is then made again
+    "what the Trainer finds best": (  # saving the best model resets the save request of step 4, which the host then repeats
         lambda: [CheckpointSaver(save_interval="2ba")],
         {"save_strategy": "best", "metric_for_best_model": "loss", "greater_is_better": True, "eval_steps": 2, "learning_rate": 0.001},
         [2, 5, 6],
@@ -313,7 +313,7 @@ def test_an_evaluation_that_fails_leaves_the_trained_weights(tmp_path: Path) -> 
     assert all(torch.equal(a, b) for a, b in zip(weights(ours), weights(plain), strict=True))
     check_events(recorder.events)
     found = [results for event, results in recorder.values["eval_results"] if event == "on_eval_all_end"]
-    assert found == [{"validation": {"loss": 1.0}}] * 4  # the Trainer tries again when the epoch ends
+    assert found == [{"validation": {"loss": 1.0}}] * 4  # the Trainer tries a failed evaluation again at the epoch's end
 
 
 def test_the_trained_weights_are_restored_if_an_evaluation_ends_train(tmp_path: Path) -> None:

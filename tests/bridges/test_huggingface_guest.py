@@ -1,4 +1,4 @@
-"""Callbacks of transformers, each in its own Trainer and as a guest in ours, on the same losses."""
+"""Callbacks of transformers do the same in the Hugging Face Trainer and as guests in callsheet's Trainer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SCRIPT = [5.0, 4.0, 3.0, 3.5, 2.9, 3.2, 3.1, 3.3, 3.0]
 
 
 class Line(nn.Module):
-    """A model that learns, but whose evaluation losses come from SCRIPT."""
+    """A model that learns. Its evaluation losses do not depend on the weights: they come from SCRIPT."""
 
     batches: Tensor
 
@@ -153,7 +153,7 @@ FLOW: dict[str, Any] = {"logging_steps": 2, "eval_strategy": "steps", "eval_step
 
 
 def in_framework(folder: Path, *callbacks: TrainerCallback, epochs: int = 2, accumulate: int = 1, **said: Any) -> Any:
-    """Train in the Hugging Face Trainer, after its own DefaultFlowCallback."""
+    """Train in the Hugging Face Trainer. The callbacks come after its own `DefaultFlowCallback`."""
     arguments = TrainingArguments(
         output_dir=str(folder / "framework"),
         num_train_epochs=epochs,
@@ -168,7 +168,7 @@ def in_framework(folder: Path, *callbacks: TrainerCallback, epochs: int = 2, acc
     )
     model = Line()
     trainer = HuggingFaceTrainer(model, arguments, train_dataset=DATA, eval_dataset=DATA[:8], optimizers=optimizers(model))
-    trainer.remove_callback(PrinterCallback)  # it comes with disable_tqdm
+    trainer.remove_callback(PrinterCallback)  # the Trainer adds it because of `disable_tqdm`
     for callback in callbacks:
         trainer.add_callback(callback)
     trainer.train()
@@ -299,7 +299,7 @@ class CallsheetActions(Callback):
 
 
 def numbers(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the logged values that are the same in every run. They may be given as text."""
+    """Return only those logged values that are the same in every run, such as losses. Convert text to numbers."""
     return {name: float(value) for name, value in logs.items() if not name.endswith(SPEEDS) and name != "step"}
 
 
@@ -487,7 +487,7 @@ def test_states_are_in_our_checkpoints(tmp_path: Path) -> None:
     assert stopper.state.global_step == unbroken.state.global_step == 14
     same(stopper.state.log_history[:-1], unbroken.state.log_history[:-1])  # the last entry has the duration
     assert counter.foreign.steps == 14
-    assert counter.foreign.start == 7  # the constructor arguments are those of the new instance
+    assert counter.foreign.start == 7  # the new instance keeps its own constructor arguments
 
 
 def test_a_second_run_starts_from_scratch(tmp_path: Path) -> None:
@@ -503,7 +503,7 @@ def test_a_second_run_starts_from_scratch(tmp_path: Path) -> None:
 
 
 class Asks(TrainerCallback):  # type: ignore[misc]
-    """Sets flags each time one event is fired."""
+    """Sets flags of its `TrainerControl` each time a certain event is fired."""
 
     def __init__(self, event: str, *flags: str) -> None:
         def set_them(args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -649,7 +649,7 @@ def test_trackio_s_own_callback_writes_what_was_logged(tmp_path: Path, monkeypat
 
     for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "trackio"]:
         for place, inside in {"TRACKIO_DIR": "", "MEDIA_DIR": "media", "ARTIFACTS_DIR": "artifacts"}.items():
-            if isinstance(vars(module).get(place), Path):  # it was read when Trackio was imported
+            if isinstance(vars(module).get(place), Path):  # Trackio has set the folder at its import
                 monkeypatch.setattr(module, place, tmp_path / "trackio" / inside)
     as_guests(tmp_path, guest(TrackioCallback(), args={"project": "small"}))
     assert trackio.context_vars.current_run.get() is None

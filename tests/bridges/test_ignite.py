@@ -37,7 +37,7 @@ from .loops.job import POINTS
 
 
 def iterations(number: int) -> dict[str, int | None]:
-    """Return the arguments of `Engine.run` for this many iterations. Before Ignite 0.5.5, an epoch has to be that long."""
+    """Return the arguments of `Engine.run` for `number` iterations. Ignite before 0.5.5 needs one epoch of that length."""
     is_new = "max_iters" in signature(Engine.run).parameters
     return {"max_iters": number, "max_epochs": None} if is_new else {"epoch_length": number, "max_epochs": 1}
 
@@ -49,7 +49,7 @@ STEPS = 6
 
 
 class Setup:
-    """A trainer as a user of Ignite creates it, which records its losses and the results of its evaluations."""
+    """A trainer as a user of Ignite creates it. It records its losses and the results of its evaluations."""
 
     def __init__(self, folder: Path, *, accumulate: int = 1, evaluates: bool = True) -> None:
         self.folder, self.accumulate = folder, accumulate
@@ -61,7 +61,7 @@ class Setup:
         self.evaluator: Any = create_supervised_evaluator(self.model, {"loss": Loss(POINTS.loss), "mae": MeanAbsoluteError()})
         self.losses: list[float] = []
         self.found: list[dict[str, float]] = []
-        # Make the dropout of an epoch depend on the epoch alone.
+        # Seed each epoch, so that its dropout does not depend on earlier epochs.
         self.trainer.add_event_handler(Events.EPOCH_STARTED, lambda: torch.manual_seed(self.trainer.state.epoch))
         self.trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: self.losses.append(self.trainer.state.output))
         if evaluates:
@@ -255,7 +255,7 @@ def test_a_callback_that_only_saves_is_rejected_if_nothing_can_be_saved(tmp_path
         rejected.run()
     assert rejected.trainer.state.iteration == 0
     continued = Setup(tmp_path)
-    continued.host([SaveOnTrigger()], saves=False)  # which makes other requests too
+    continued.host([SaveOnTrigger()], saves=False)  # this callback makes other requests too
     continued.run()
 
 
@@ -528,7 +528,7 @@ def test_a_terminated_step_is_a_skipped_step(tmp_path: Path) -> None:
     setup.run()
     skipped = [value for event, value in recorder.values["step_skipped"] if event == "on_train_step_end"]
     assert skipped == [False, False, True]
-    assert len(history["train/loss"]) == 2  # the last record has the remaining values
+    assert len(history["train/loss"]) == 2  # one record after two steps, and one at the end
     check_events(recorder.events)
 
 

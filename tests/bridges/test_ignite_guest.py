@@ -1,4 +1,4 @@
-"""Ignite's handlers in an Ignite engine and as guests in a callsheet Trainer, on the same losses."""
+"""Ignite's handlers do the same in an Ignite engine and as guests in callsheet's Trainer."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def early_stopping(given: Given) -> Callable[[], Any]:
 def early_stopping_on_the_loss(given: Given) -> Callable[[], Any]:
     if not hasattr(EarlyStopping, "attach"):
         pytest.skip("Ignite before 0.5.4 does not have it")
-    known = signature(EarlyStopping).parameters  # they were renamed in Ignite 0.5.5
+    known = signature(EarlyStopping).parameters  # Ignite 0.5.5 renamed some of them
     options = {"threshold": 0.5, "cumulative": True} if "threshold" in known else {"min_delta": 0.5, "cumulative_delta": True}
     stopper = EarlyStopping(2, lambda engine: -engine.state.metrics["loss"], given.trainer, **options)
     stopper.attach(given.evaluator, reset_engine=given.trainer)
@@ -402,7 +402,7 @@ def test_a_batch_may_be_replaced(tmp_path: Path) -> None:
 
     model, optimizer = made(0.1)
     run_here(tmp_path, [guest(zeros, Events.GET_BATCH_COMPLETED(every=2), phase="change"), Sees()], model, optimizer)
-    assert [value == 0 for value in seen[:3]] == [True, False, True]  # the filter counts the iterations that are over
+    assert [value == 0 for value in seen[:3]] == [True, False, True]  # the filter counts completed iterations
 
 
 @pytest.mark.parametrize("skips", [False, True])

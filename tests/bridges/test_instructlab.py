@@ -50,7 +50,7 @@ def _one_thread() -> None:
 
 @pytest.fixture(params=INTERFACES)
 def api(request: pytest.FixtureRequest) -> Any:
-    """InstructLab's interface: callsheet's copy of its names, and the package's own."""
+    """InstructLab's callback interface: callsheet's copy, and the package's own."""
     return request.param
 
 
@@ -112,7 +112,7 @@ def test_a_second_run_in_a_locked_folder_fails_within_its_time(tmp_path: Path) -
     context.output_dir, context.max_epochs, context.is_world_process_zero = str(output), 1, True
     failures: list[BaseException] = []
 
-    def begin() -> None:  # on another thread, as in InstructLab: the owner's thread would not wait
+    def begin() -> None:  # on another thread, as in InstructLab; on the thread of the folder's owner, it would not wait
         try:
             hosted.on_train_begin(context)
         except RunInUseError as error:
@@ -121,7 +121,7 @@ def test_a_second_run_in_a_locked_folder_fails_within_its_time(tmp_path: Path) -
     thread = threading.Thread(target=begin)
     began = time.monotonic()
     thread.start()
-    thread.join(20)  # the default is 30
+    thread.join(20)  # the default time limit would be 30
     assert not thread.is_alive()
     assert time.monotonic() - began >= 0.2
     assert len(failures) == 1
@@ -207,11 +207,11 @@ def test_a_run_that_gets_a_signal_is_preempted(place: str, steps: int, tmp_path:
     loop.interrupted_at = (place, 2)
     loop.run()
     assert ends.outcome == "preempted"
-    assert counts.steps == steps  # the second step had finished or not
+    assert counts.steps == steps  # depends on whether the second step was complete
     check_events(recorder.events)
 
 
-# The coroutine is InstructLab's own; kept with the warning, it would keep the host alive.
+# A recorded warning would refer to InstructLab's coroutine, which would keep the host alive.
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 def test_a_run_that_breaks_off_has_failed_once_the_host_is_deleted(tmp_path: Path) -> None:
     ends = Ends()
@@ -219,17 +219,17 @@ def test_a_run_that_breaks_off_has_failed_once_the_host_is_deleted(tmp_path: Pat
     loop.validate_every = 2
 
     def breaks() -> dict[str, float]:
-        # A closed manager drops the hooks that its thread has not reached, among them the first.
+        # Wait for the first hook, because a closed manager drops the hooks that its thread has not called yet.
         assert ends.has_begun.wait(60)
         raise ZeroDivisionError
 
     loop.validate = breaks  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         loop.run()
-    assert ends.outcome == ""  # InstructLab does not report it to its callbacks
+    assert ends.outcome == ""  # InstructLab does not report errors to its callbacks
     del loop
     deadline = time.monotonic() + 60
-    while not ends.has_ended.wait(0.01) and time.monotonic() < deadline:  # the thread of the manager ends first
+    while not ends.has_ended.wait(0.01) and time.monotonic() < deadline:  # until the manager's thread has ended
         gc.collect()
     assert ends.outcome == "failed"
 
@@ -491,7 +491,7 @@ def test_a_guest_is_called_in_its_own_order(api: Any, interval: str, tmp_path: P
     microbatch = ["on_before_forward", "on_after_backward"]
     expected: list[tuple[str, int, int]] = [("on_train_begin", 1, 0)]
     for epoch in range(2):
-        expected.append(("on_epoch_begin", max(1, 3 * epoch), epoch))  # the number of the last step is not yet increased
+        expected.append(("on_epoch_begin", max(1, 3 * epoch), epoch))  # still the number of the last step
         for step in range(3 * epoch + 1, 3 * epoch + 4):
             is_last = step in (3, 6)
             evaluated = ["on_evaluate"] if (step % 2 == 0 if interval == "2ba" else is_last) else []
@@ -510,7 +510,7 @@ def test_a_guest_receives_what_the_run_logs(tmp_path: Path) -> None:
     losses = history["train/loss"]
     assert [found["on_log", step]["loss"] for step in range(1, 7)] == losses
     assert [found["on_pre_optimizer_step", step]["loss"] for step in range(1, 7)] == pytest.approx(losses)
-    assert [found["on_step_begin", step]["loss"] for step in range(1, 7)] == [None, *losses[:-1]]  # values that were set are kept
+    assert [found["on_step_begin", step]["loss"] for step in range(1, 7)] == [None, *losses[:-1]]  # that of the previous step
     assert found["on_log", 4]["learning_rate"] == 0.01
     assert found["on_log", 4]["total_samples"] == 16
     assert found["on_log", 4]["batch_metrics"] == {
@@ -532,7 +532,7 @@ def test_all_events_are_delivered_also_to_async_hooks(api: Any, tmp_path: Path) 
 
     class Slow(api.TrainerCallback):  # type: ignore[misc]  # `api` is one of two modules
         async def on_step_begin(self, context: Any) -> None:
-            await asyncio.to_thread(may_go.wait, 60)  # training has ended by then
+            await asyncio.to_thread(may_go.wait, 60)  # waits until training has ended
             noted.append(("begin", context.step))
 
         async def on_step_end(self, context: Any) -> None:
@@ -624,7 +624,7 @@ def test_a_guest_keeps_its_state(api: Any, tmp_path: Path) -> None:
     fit([guest(Keeps()), CheckpointSaver(save_interval="1ep")], tmp_path, max_duration="1ep")
     again = Keeps()
     fit([guest(again)], tmp_path, resume="auto")
-    assert again.steps >= 5  # when the first epoch's checkpoint was written, the end of the third step had not been delivered
+    assert again.steps >= 5  # 2 or 3 were saved: the hook of the third step's end may not have been called yet
 
 
 def test_a_guest_does_not_change_training(api: Any, tmp_path: Path) -> None:
@@ -657,7 +657,7 @@ def test_a_callback_receives_what_it_receives_in_its_framework(api: Any, row: st
     fire = manager.fire
 
     def waits(hook: str, **given: Any) -> None:
-        """Continue the loop only after the callbacks were called, because InstructLab changes the context afterwards."""
+        """Wait until the callbacks were called, because InstructLab's loop changes the context afterwards."""
         received = len(there) + (hook in HOOK_ROWS[row])
         fire(hook, **given)
         deadline = time.monotonic() + 30

@@ -145,7 +145,7 @@ def test_nothing_is_left_in_the_model(tmp_path: Path) -> None:
     assert "apply" not in vars(model.optimizer)
     assert "_PatchedFunction" not in model.train_function.__qualname__
     assert "_PatchedFunction" not in model.test_function.__qualname__
-    trained([bridge], model=model)  # and the host can be used again
+    trained([bridge], model=model)  # the host can be used again
     assert recorder.events.count("on_run_start") == recorder.events.count("on_run_end") == 2
     assert recorder.events.count("on_train_step_end") == 24
 
@@ -249,7 +249,7 @@ def test_the_outcome_of_a_run_is_reported(tmp_path: Path) -> None:
     given: Any = [hosted(tmp_path / "5", ends), keras.callbacks.LambdaCallback(on_epoch_begin=fails)]
     with pytest.raises(ZeroDivisionError):
         trained(given)
-    assert ends.noted == []  # Keras does not report another callback's error
+    assert ends.noted == []  # Keras does not tell callbacks of another callback's error
     del given
     gc.collect()
     assert ends.noted == ["failed"]
@@ -386,12 +386,12 @@ ROWS = {
     "ReduceLROnPlateau": Row(
         "drives",
         lambda folder: keras.callbacks.ReduceLROnPlateau(min_delta=100, patience=1, factor=0.3),
-        lambda callback: [callback.best, callback.wait],  # the learning rate affects the weights,
+        lambda callback: [callback.best, callback.wait],  # the test compares the weights too, which show the learning rate
     ),
     "LearningRateScheduler": Row(
         "drives",
         lambda folder: keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5 if epoch else rate),
-        lambda callback: [],  # the learning rate affects the weights
+        lambda callback: [],  # the test compares the weights, which show the learning rate
     ),
     "CSVLogger": Row("reads", lambda folder: keras.callbacks.CSVLogger(str(folder / "log.csv")), _rows_of),
     "History": Row(

@@ -1,4 +1,4 @@
-"""The driver fires events in the lifecycle's order, whatever the loop reports about its steps."""
+"""The lifecycle driver fires events in order, whatever a loop reports about its steps."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def test_lightning_carries_out_requests(tmp_path: Path) -> None:
     evaluated = [
         noted.batch for event, noted in zip(recorder.events, recorder.recorded, strict=True) if event == "on_eval_all_end"
     ]
-    assert evaluated == [3, 6, 8]  # requested, at the end of the epoch, and because Lightning evaluates before it stops
+    assert evaluated == [3, 6, 8]  # step 3: requested; step 6: the epoch's end; step 8: Lightning evaluates before it stops
     assert trainer.check_val_every_n_epoch == 1
     check_events(recorder.events)
 
@@ -537,4 +537,4 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     for noted, numbers in ((events, losses), (fabric_events, fabric_losses)):
         check_events(noted)
         assert noted.count("on_forward_end") == noted.count("on_train_step_end") == len(numbers)
-        assert len(numbers) < 12  # fewer than 4 epochs of 3 steps, because it was stopped
+        assert len(numbers) < 12  # 4 epochs of 3 steps would be 12, but training was stopped

@@ -1,4 +1,4 @@
-"""Lightning's callbacks in callsheet's Trainer and in Lightning's, on the same losses."""
+"""Lightning's callbacks do the same in Lightning's Trainer and as guests in callsheet's Trainer."""
 
 from __future__ import annotations
 
@@ -362,7 +362,7 @@ def test_a_file_of_its_checkpoint_callback_is_one_that_lightning_reads(tmp_path:
     torch.manual_seed(0)
     module = NativeModule()
     validate = quiet_trainer(tmp_path, []).validate
-    options = {"weights_only": True} if "weights_only" in signature(validate).parameters else {}  # from Lightning 2.6
+    options = {"weights_only": True} if "weights_only" in signature(validate).parameters else {}  # Lightning 2.6 and later
     validate(module, POINTS.validation_batches(), ckpt_path=ended.foreign.best_model_path, verbose=False, **options)
     for mine, other in zip(ended.model.state_dict().values(), module.state_dict().values(), strict=True):
         assert torch.equal(mine, other)

@@ -1,4 +1,4 @@
-"""The matrix of built-ins and hosts has the results that the tests find. `make matrix` writes them."""
+"""The matrix of built-in callbacks and hosts agrees with what these tests find. `make matrix` writes it."""
 
 from __future__ import annotations
 
@@ -70,5 +70,5 @@ def test_the_matrix_has_a_row_for_each_and_says_which_version() -> None:
         try:
             it = loop_of(where)
         except ModuleNotFoundError:
-            continue  # tested in a separate venv, in which this test runs too
+            continue  # this test also runs in a separate venv, for the frameworks that need one
         assert (framework.name, framework.version, framework.how) == (it.NAME, it.VERSION, getattr(it, "HOW", ""))

@@ -142,7 +142,7 @@ def test_the_model_has_hooks_only_while_events_have_listeners() -> None:
     assert without_listeners
     trained = loop(None, host([Looks(), Recorder()]))
     trained.run()
-    assert counts[without_listeners:][:6] == [1] * 6  # and none once training is over
+    assert counts[without_listeners:][:6] == [1] * 6  # the next line shows that no hook is left after training
     assert not trained.model[0]._forward_hooks
     assert not trained.optimizer.optimizer._optimizer_step_pre_hooks
 
@@ -198,7 +198,7 @@ def test_a_stop_shortens_training_and_a_save_is_written_at_once(tmp_path: Path) 
     trained = loop(tmp_path / "checkpoints", hosted)
     trained.run()
     assert trained.state.train_state.step == 7
-    assert trained.saved == [3, 7]  # Megatron itself saves the last one
+    assert trained.saved == [3, 7]  # Megatron itself saves the last step
     assert trained.cfg.train.train_iters == 12
     assert trained.cfg.checkpoint.save_interval == 1000
     published = [info for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"]
@@ -396,7 +396,7 @@ def test_errors_end_the_run_as_they_are(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="alone"):
         breaks(loop(None, host([ending])), ValueError("alone"))
     gc.collect()
-    assert ending.noted == ["failed"]  # when the host was deleted
+    assert ending.noted == ["failed"]  # recorded when the host was deleted
 
 
 def test_a_run_that_a_signal_ends_is_reported_as_preempted(tmp_path: Path) -> None:
@@ -436,7 +436,7 @@ def test_without_validation_the_run_ends_with_training() -> None:
 
 
 def test_data_events_are_fired_if_they_have_listeners() -> None:
-    """The host rejects intervals in epochs if that event has handlers."""
+    """The host has this hook only if it is needed, because Megatron rejects a training length in epochs if a callback has it."""
     assert not hasattr(host([History()]), "on_data_init_start")
     loop(None, host([recorder := Recorder()])).run()
     order = ["on_checkpoint_load_end", "on_data_init_start", "on_data_init_end", "on_train_start"]

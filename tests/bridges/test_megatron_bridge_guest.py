@@ -1,4 +1,4 @@
-"""Megatron Bridge's callbacks act as guests as they do in Megatron Bridge, whose interface is a recorded copy."""
+"""Megatron Bridge's callbacks do the same as guests as in Megatron Bridge, of whose interface there is a copy."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class Watches(ours.Callback):
         context.user_state["best"] = min(loss, context.user_state.get("best", math.inf))
 
 
-@pytest.mark.parametrize("make", [Watches, Decays, StopsByStep, StopsByLength])  # the tiers: listens, drives, drives, drives
+@pytest.mark.parametrize("make", [Watches, Decays, StopsByStep, StopsByLength])  # the first one only listens, the others drive
 def test_a_guest_does_what_it_does_in_its_framework(make: type[ours.Callback], tmp_path: Path) -> None:
     manager, in_framework = ours.CallbackManager(), ours.CallbackManager()
     manager.add(make())
@@ -220,7 +220,7 @@ def test_setting_a_copy_of_the_state_has_no_effect(tmp_path: Path) -> None:
         later = copy.deepcopy(context.state)
         later.train_state.step += 2
         later.cfg.train.train_iters += 2
-        context.state.train_state.step = context.state.train_state.step  # assignments on the state have a listener
+        context.state.train_state.step = context.state.train_state.step  # the guest checks each assignment
 
     manager = ours.CallbackManager()
     manager.register("on_train_step_end", looks_ahead)
@@ -297,11 +297,13 @@ def test_plain_values_of_user_state_are_saved(tmp_path: Path) -> None:
         trained.fit()
     assert again.common.user_state["steps"] == 12
     assert foreign.loaded == {"own": 5}
-    assert again.state.train_state.consumed_valid_samples == 12 * 3  # read once in the first run
+    assert (
+        again.state.train_state.consumed_valid_samples == 12 * 3
+    )  # three evaluations of 12 samples, the first of them before the resume
 
 
 def test_events_that_are_never_fired_are_rejected_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    class Base:  # like Megatron-LM's base class, which has more events
+    class Base:  # like Megatron-LM's base class, which has events that Megatron Bridge lacks
         def on_log(self, context: Any) -> None: ...
         def on_train_end(self, context: Any) -> None: ...
 
@@ -324,7 +326,7 @@ def test_events_that_are_never_fired_are_rejected_by_name(caplog: pytest.LogCapt
 def test_a_guest_listens_to_what_it_overrides_and_nothing_else() -> None:
     manager = OwnManager([guest(Decays())])
     received = [event for event in GUEST_EVENTS if manager.list_callbacks(event)]
-    assert received == ["on_eval_step_end", "on_train_step_start"]  # the first event, because the guest counts samples
+    assert received == ["on_eval_step_end", "on_train_step_start"]  # the guest counts samples at the first
 
 
 @pytest.mark.skipif(real is None, reason="megatron-bridge is not installed")

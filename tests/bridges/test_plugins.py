@@ -1,4 +1,4 @@
-"""The host that the plugins for axolotl and ms-swift make. `tools/built_on.py` trains with these programs."""
+"""The host that callsheet's plugins for axolotl and ms-swift create. `tools/built_on.py` trains with the programs themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command that trains with programs which are built on the frameworks: its results, and what it finds out about a training."""
+"""`tools/built_on.py`, which trains with programs that are built on the frameworks: its results, and what it measures."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_every_way_has_a_result_in_the_versions_that_are_listed(tool: Any) -> No
 
 
 def test_no_training_differs_with_callsheet(tool: Any) -> None:
-    """Results of programs that train are all good, so that a new result that is not must be looked at before it is committed."""
+    """Training with callsheet gives the same results. A new result that differs must be examined before it is committed."""
     for result in tool.read().values():
         if result.verdict == "trains":
             assert (result.order, result.weights) == ("", True), result.title

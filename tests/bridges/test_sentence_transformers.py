@@ -139,7 +139,7 @@ def test_a_sentence_transformer_trains_as_without_callsheet(name: str, averages:
     assert recorder.events.count("on_microbatch_end") == recorder.events.count("on_train_step_end") == 2 * ROWS // 4
     assert recorder.events.count("on_eval_all_end") == 4
     assert recorder.events.count("on_eval_step_end") == 4 * 2
-    assert len(history["validation/spearman_cosine"]) == 4  # from its evaluator
+    assert len(history["validation/spearman_cosine"]) == 4  # a metric of the user's evaluator
     assert history.records[-1][1]["time/sample"] == 2 * ROWS
     losses = [entry["loss"] for entry in logged(plain, of_training=True)]
     assert history["train/loss"][: len(losses)] == pytest.approx(losses, rel=1e-5)
@@ -155,7 +155,7 @@ def test_a_cross_encoder_trains_as_without_callsheet(saved: Path, tmp_path: Path
     assert logged(ours, of_training=True) == logged(plain, of_training=True)
     check_events(recorder.events)
     assert recorder.events.count("on_eval_all_end") == 4
-    assert recorder.events.count("on_checkpoint_published") == 4  # it also evaluates when it saves
+    assert recorder.events.count("on_checkpoint_published") == 4  # the Trainer evaluates whenever it saves
 
 
 def test_a_few_shot_classifier_trains_as_without_callsheet(saved: Path, tmp_path: Path) -> None:
@@ -186,4 +186,4 @@ def test_a_few_shot_classifier_trains_as_without_callsheet(saved: Path, tmp_path
     assert len(history["train/loss"]) >= 6
     assert {name for _, results in history.evaluations for name in results["validation"]} == {
         "loss"
-    }  # SetFit uses another prefix
+    }  # SetFit's metrics have another prefix

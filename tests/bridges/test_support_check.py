@@ -68,7 +68,7 @@ def test_a_callback_of_which_no_request_is_supported_is_rejected() -> None:
     ):
         check(Saves()).before_run((), control)
     check(Saves()).before_run((), Control(able=("stop", "save")))
-    check(Saves()).before_run((), Control(able=()))  # a run that supports no request at all does not train
+    check(Saves()).before_run((), Control(able=()))  # no error: a run that supports no request at all does not train
 
 
 def test_a_function_that_listens_to_all_events_depends_on_none() -> None:

@@ -232,7 +232,7 @@ def test_states_of_another_step_are_rejected(tmp_path: Path) -> None:
     unit.callsheet = hosted(tmp_path, Fails(5))
     saver = DistributedCheckpointSaver(str(tmp_path / "dcp"), save_every_n_train_steps=3)
     with pytest.raises(ZeroDivisionError):
-        trained([saver, unit.callsheet], unit=unit, job=LINE)  # it saves before the host receives the step
+        trained([saver, unit.callsheet], unit=unit, job=LINE)  # the saver saves before the host counts the step
     again = own_loop.Unit(LINE)
     again.callsheet = hosted(tmp_path / "again", History())
     assert DistributedCheckpointSaver.restore_from_latest(str(tmp_path / "dcp"), again)
@@ -282,7 +282,7 @@ def test_the_outcome_of_a_run_is_reported(tmp_path: Path) -> None:
     given = [hosted(tmp_path / "4", ends), Interrupts()]
     with pytest.raises(KeyboardInterrupt):
         trained(given)
-    assert ends.noted == []  # torchtnt does not report it
+    assert ends.noted == []  # torchtnt does not report this error to callbacks
     del given
     gc.collect()
     assert ends.noted == ["failed"]
@@ -353,7 +353,7 @@ def test_two_ranks_fire_the_same_events_and_stop_together(tmp_path: Path) -> Non
     assert one["losses"] == other["losses"] == pytest.approx(means, rel=1e-6)
     assert 4 <= one["stopped"] == other["stopped"] < 60
     expected = 2 if hasattr(NEW, "TimeLimitInterrupter") else 0
-    assert one["limited"] == other["limited"] == expected  # at once, because both ranks request it
+    assert one["limited"] == other["limited"] == expected  # training stops at once, because both ranks request it
     check_events(one["events"])
 
 
@@ -477,7 +477,7 @@ def _logged(callback: Any) -> Any:
 
 
 def _names_logged(callback: Any) -> Any:
-    """Return only the logged names by step, for values that are times."""
+    """Return only the names that were logged at each step, because the values are times."""
     return {step: sorted(values) for step, values in _logged(callback).items()}
 
 
@@ -629,7 +629,7 @@ def test_a_guest_that_asks_for_more_is_rejected(tmp_path: Path) -> None:
 
 
 def test_a_guest_in_torchtnt_itself(tmp_path: Path) -> None:
-    """A torchtnt callback as a guest of callsheet, which torchtnt hosts."""
+    """A guest of a torchtnt callback works in a host, which runs in torchtnt."""
     in_framework, here = _every_hook(tmp_path), _every_hook(tmp_path)
     trained([in_framework], job=LINE)
     trained([hosted(tmp_path, guest(here))], job=LINE)

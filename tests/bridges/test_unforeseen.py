@@ -1,4 +1,4 @@
-"""A framework does not do what its host expects: events stay in order, weights are not changed, and training continues."""
+"""If a framework does not do what its host expects, events stay in order, weights are unchanged, and training continues."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class ReadsAll(Callback):
 
 
 class Loop:
-    """A run whose framework makes arbitrary calls of the host. `weights` are the weights that training alone would give."""
+    """A run in which the test plays the framework and may call the host in any order. Training alone would give `weights`."""
 
     def __init__(self, folder: Path, callbacks: list[Callback]) -> None:
         self.model = nn.Linear(3, 1)
@@ -206,7 +206,7 @@ def test_an_evaluation_that_is_not_ended_is_ended_before_the_weights_are_trained
         loop.train()
         run.end_step()
         run.eval.begin("validation")
-        assert not torch.equal(loop.model.weight, loop.weights)  # the averaged weights
+        assert not torch.equal(loop.model.weight, loop.weights)  # the model has the averaged weights here
     loop.train()
     assert torch.equal(loop.model.weight, loop.weights)
     run.finish()
@@ -297,7 +297,7 @@ def test_torchtnt_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.L
 
     recorder = Watched()
     held(recorder, trained(None), trained(recorder))
-    counts_held(recorder, 18, 3, caplog, is_corrected=False)  # faults may look like accumulated gradients, which are not counted
+    counts_held(recorder, 18, 3, caplog, is_corrected=False)  # some faults look like gradient accumulation, which is not counted
 
 
 @pytest.mark.usefixtures("counts_may_differ")
@@ -379,7 +379,7 @@ def test_megatron_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.L
             hosted = [megatron_host([*(make() for make in OBSERVERS), recorder], strict=False)]
             steps = ("on_train_step_start", "on_train_step_end", "on_checkpoint_save")
             judged = ("on_eval_start", "on_eval_step_start", "on_eval_step_end", "on_eval_end")
-            tested = ("on_test_start", "on_test_step_start", "on_test_step_end")  # the run ends with the test
+            tested = ("on_test_start", "on_test_step_start", "on_test_step_end")  # without `on_test_end`, which ends the run
             faults = RandomFaults(hosted[0], (), seed)
             for name in (*steps, *judged, *tested):  # Megatron's manager accepts only methods
                 call = faults.around(getattr(hosted[0], name))
@@ -396,7 +396,7 @@ def test_megatron_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.L
 
 
 class FaultyHandler(CallbackHandler):  # type: ignore[misc]  # transformers' types are not read
-    """The Trainer's handler with faults: it skips, repeats and reorders events, but only those for callsheet's host."""
+    """The Trainer's callback handler with faults: it skips, repeats and reorders the events that callsheet's host receives."""
 
     drawn: random.Random
     callbacks: list[Any]
@@ -451,7 +451,7 @@ def test_huggingface_with_random_faults(seed: int, tmp_path: Path, caplog: pytes
 
 
 class Ends(Callback):
-    """Records how a run ends whose host disabled itself."""
+    """Records how the run ends after its host has disabled itself."""
 
     def __init__(self) -> None:
         self.recorded: list[Any] = []
@@ -535,7 +535,7 @@ def test_automodel_a_step_without_its_measurements(tmp_path: Path, caplog: pytes
         def _run_train_optim_step(self, batches: list[Any]) -> Any:
             sample = super()._run_train_optim_step(batches)
             if self.step_scheduler.step == 4:
-                self.callback_runner.on_train_batch_end(self, train_log_data=sample.metrics)  # not wrapped in a MetricsSample
+                self.callback_runner.on_train_batch_end(self, train_log_data=sample.metrics)  # a dict instead of a MetricsSample
             return sample
 
     def trained(name: str, *callbacks: Any) -> nn.Module:
@@ -700,9 +700,9 @@ class OddLoop:
             elif call == "forward":
                 loss = POINTS.loss(self.called(inputs), targets)
             elif call == "backward":
-                if loss is None:  # a backward without a forward
+                if loss is None:  # a backward pass without a forward pass
                     loss = sum((weight.square().sum() for weight in self.model.parameters()), start=torch.tensor(0.0))
-                with suppress(RuntimeError):  # the weights have changed since the forward
+                with suppress(RuntimeError):  # raised if the weights have changed since the forward pass
                     self.backward(loss)
                 loss = None
             elif call == "clip":

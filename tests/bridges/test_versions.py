@@ -1,4 +1,4 @@
-"""The tested versions of the frameworks: the page, what hosts do in other versions, and the parts of frameworks that they need."""
+"""The tested versions of the frameworks: the page about them, and what hosts do if a version is not tested or lacks a part."""
 
 from __future__ import annotations
 

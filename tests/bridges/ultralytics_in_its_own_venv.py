@@ -234,7 +234,7 @@ def test_the_loss_of_a_step_that_begins_in_one_epoch_and_ends_in_the_next(folder
     losses = Losses()
     trained = Trained(folder, [losses], nbs=8)  # two batches a step, and three batches an epoch
     one, two, three, four, five, six = trained.losses
-    # The second is not counted: the optimizer steps in the next epoch.
+    # The second entry is the epoch's third batch: its step is left and not counted, and the optimizer steps in the next epoch.
     assert [(step, is_skipped) for step, _, is_skipped in losses.steps] == [(1, False), (2, True), (2, False), (3, False)]
     assert [loss for _, loss, _ in losses.steps] == pytest.approx([one + two, three, three + four, five + six])
 
@@ -302,7 +302,7 @@ def test_a_stop_ends_the_epoch_after_the_step(folder: Path) -> None:
     assert len(trained.losses) == 2
     assert ends.recorded[0] == "stopped"
     check_events(recorder.events)
-    assert recorder.events.count("on_checkpoint_published") == 1  # Ultralytics saves at the end of this epoch too
+    assert recorder.events.count("on_checkpoint_published") == 1  # Ultralytics saves at the end of a stopped epoch too
 
 
 def test_ultralytics_own_early_stop_is_an_outcome(folder: Path) -> None:
@@ -328,7 +328,7 @@ def test_a_requested_save_is_written_after_the_epoch(folder: Path) -> None:
 
     saved, recorder = Saved(), Recorder()
     trained = Trained(folder, [Asks("save", 2), saved, recorder], epochs=3, save=False)
-    assert saved.paths == [("last.pt", 3, ("Asks",)), ("last.pt", 9, ())]  # Ultralytics saves the last epoch
+    assert saved.paths == [("last.pt", 3, ("Asks",)), ("last.pt", 9, ())]  # Ultralytics also saves after the last epoch
     assert (trained.trainer.wdir / "callsheet").is_dir()
     check_events(recorder.events)
 
@@ -375,7 +375,7 @@ def test_a_trainer_is_freed_after_its_training(folder: Path) -> None:
     seen: list[weakref.ref[Any]] = []
     model.add_callback("on_train_start", lambda trainer: seen.append(weakref.ref(trainer)))
     model.train(**{**SETTINGS, "data": str(folder / "data.yaml"), "project": str(Path.cwd() / "freed"), "epochs": 1})
-    model.trainer = None  # Ultralytics keeps it until the next training
+    model.trainer = None  # otherwise Ultralytics would keep the trainer until the next training
     gc.collect()
     assert seen[0]() is None
 
@@ -691,7 +691,7 @@ def test_callbacks_reach_the_workers_of_ultralytics(folder: Path, weights_of_wor
     observed = run(folder, OBSERVED)
     assert observed.returncode == 0, observed.stderr
     assert weights_of(observed) == weights_of_workers
-    assert weights_of(observed).endswith(" []")  # the key is not in the environment of later processes
+    assert weights_of(observed).endswith(" []")  # later processes do not have the payload's key in their environment
     for rank in (0, 1):
         assert notes(rank, "on_run_start") == ["2"]
         losses = [float(text.split()[1]) for text in notes(rank, "on_train_step_end")]
@@ -781,7 +781,7 @@ def test_a_script_is_observed(is_parallel: bool, folder: Path, request: pytest.F
     assert {"forward", "backward", "optimizer_step"} <= {each.name for window in found.windows for each in window.slices}
     assert observed.stderr.count("report: ") == 1
     assert "no training was recognized" not in observed.stderr
-    assert not list(Path("out").rglob("callsheet"))  # nothing is added to Ultralytics' checkpoints
+    assert not list(Path("out").rglob("callsheet"))  # callsheet adds nothing to Ultralytics' checkpoints
 
 
 @pytest.mark.parametrize(

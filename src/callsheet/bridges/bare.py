@@ -47,11 +47,11 @@ _EVALUATION = (
     "the results of each evaluation that the loop makes to run.evaluated({'validation': {'loss': ...}}); evaluate=FUNCTION makes those that "
     "callbacks ask for"
 )
-"""What to use in `attach` instead of them, for error messages."""
+"""What to use in `attach` instead of the arguments in `_OF_EVALUATION`, for error messages."""
 
 
 def _familiar() -> dict[str, str]:
-    """Return what to use in `attach` instead of argument names that users know from other frameworks or the Trainer."""
+    """Return a hint for each argument that users know from other frameworks or the Trainer: what to use in `attach` instead."""
     of_evaluation = {name: _EVALUATION for name, meant in TRAINER_ARGUMENTS.items() if meant.startswith(_OF_EVALUATION)}
     shared = {name: meant for name, meant in TRAINER_ARGUMENTS.items() if meant.partition("=")[0] in _SHARED}
     return shared | of_evaluation | dict.fromkeys(_OF_EVALUATION, _EVALUATION)
@@ -103,7 +103,7 @@ def attach(
         save_in_background: whether to copy the state and write the copy while training continues.
         preempt_signals: the signals that make the run save a checkpoint and end as preempted.
         timeout_seconds: the run fails if a rank does not answer for this long.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder. Then `RunInUseError` is raised.
+        lock_timeout_seconds: how long to wait while another process trains in the run's folder; then `RunInUseError` is raised.
         strict: whether to raise an error if a callback listens to an event that the loop does not fire; else log a warning.
 
     Returns:
@@ -242,15 +242,15 @@ class AttachedRun:
         self._position = DataPosition()
         run.parts["place"] = self._position
         self._is_over = False
-        self._is_end_logged = False  # whether the log says that training has ended, or that the run was complete at its start
-        self._counts_epochs = False  # whether the loop uses `epochs`
+        self._is_end_logged = False  # whether a warning has said that training has ended, or that it was complete before it began
+        self._counts_epochs = False  # whether the loop iterates over `epochs()`
         self._is_iterating = False
         self._is_checked = False
         self._listens_to_fetch = self._listens_to_microbatch = True
         self._hooks: list[ForwardHooks | OptimizerHooks | BackwardWatch] = []
         self._backward: Any = None  # a BackwardWatch, set within the `with` block
         self._has_given_up = False
-        self._was_in_step = False  # whether the loop was in a step when callsheet ended the run because of its own error
+        self._was_in_step = False  # whether the loop was in a step when an error in callsheet ended the run
         self._epoch: int | None = None  # the epoch of the last call of `steps`
         self._group: list[Any] = []  # the batches of the current step
         run.fails_by(self._give_up)
@@ -283,7 +283,7 @@ class AttachedRun:
             self._run.ctx.log(values, *misplaced, **options)
 
     def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> None:
-        """Fire the events of an evaluation that the loop has carried out.
+        """Fire the start and end events of an evaluation, after the loop has carried it out.
 
         `results` are the metrics by dataset name: `{"validation": {"loss": 1.2}}`.
         """
@@ -312,10 +312,7 @@ class AttachedRun:
             self._give_up(error)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the indices of the epochs that are left, of `count` in total.
-
-        A resumed run skips the epochs that are complete.
-        """
+        """Yield the index of each epoch, from 0 to `count - 1`. A resumed run leaves out the epochs that are complete."""
         if not hasattr(count, "__index__"):
             raise ConfigError(f"epochs({count!r}): give the number of epochs, a whole number")
         self._counts_epochs = True
@@ -331,7 +328,7 @@ class AttachedRun:
                     raise RequestRejected(
                         "an epoch of run.epochs() has ended without a step: take its batches from run.steps(dataloader)"
                     )
-                return  # the loop has left the steps of an epoch early
+                return  # the epoch was not counted, so the loop has left it with `break`
 
     def steps(self, dataloader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of one epoch.
@@ -350,7 +347,7 @@ class AttachedRun:
         run, driver, ctx, position, watch = self._run, self._run.driver, self._run.ctx, self._position, self._backward
         batches: Iterator[Any] | None = None
         self._is_iterating = True
-        given = 0  # how many batches of the current step were given to the loop
+        given = 0  # how many batches of the current step the loop has received
         try:
             if not self._has_given_up:
                 self._is_over = run.finish_undone("epoch", position)
@@ -403,7 +400,7 @@ class AttachedRun:
             yield from self._remaining(batches, self._group, given)
 
     def _begin_epoch(self) -> bool:
-        """Begin the next epoch. Return False if training is over."""
+        """Begin the next epoch and return True, or return False if training is over."""
         state = self._run.state
         if self.is_over:
             self._log_over()
@@ -427,7 +424,7 @@ class AttachedRun:
         return True
 
     def _log_complete(self, why: str, longer: str) -> None:
-        """Log that no step is taken, because the run was complete when it was started again."""
+        """Log a warning that nothing is trained, because the resumed run was already complete."""
         run, self._is_end_logged = self._run.ctx.run, True
         self._warn(
             f"{run.folder or run.name} is complete at step {self._run.ctx.step}: {why}, and no further step is taken. To train longer, give "
@@ -435,7 +432,7 @@ class AttachedRun:
         )
 
     def _log_over(self) -> None:
-        """Log that `steps` yields nothing because training has ended, unless the log says so already."""
+        """Log a warning that `steps` yields nothing because training has ended. Do so only once."""
         if self._is_end_logged:
             return
         self._is_end_logged = True
@@ -451,7 +448,7 @@ class AttachedRun:
         )
 
     def _reject_evaluation(self) -> None:
-        """Log that the results of an evaluation are ignored, unless the log already says that the loop continues after the end."""
+        """Log a warning that the results of an evaluation are ignored. After a warning that training has ended, do nothing."""
         if not self._is_end_logged:
             self._warn(
                 "run.evaluated() was called a second time without a training step in between, so its results are ignored. Give the results of "
@@ -463,9 +460,9 @@ class AttachedRun:
             self._run.driver.warn_once(message)
 
     def _remaining(self, batches: Iterator[Any], group: list[Any], given: int) -> Iterator[Any]:
-        """Yield the epoch's remaining batches without firing events, after an error of callsheet has ended the run.
+        """Yield the epoch's remaining batches without firing events, because an error in callsheet has ended the run.
 
-        Only count steps and epochs, so that training still ends at its duration.
+        Only steps and epochs are counted, so that training still ends at `max_duration`.
         """
         state, was_in_step, self._was_in_step = self._run.state, self._was_in_step, False
         waiting = group[given:]
@@ -498,7 +495,7 @@ class AttachedRun:
         return longest is not None and longest.unit in (TimeUnit.SAMPLE, TimeUnit.TOKEN)
 
     def _ends_step(self, given: int) -> bool:
-        """Return whether the step is complete after `given` batches."""
+        """Return whether the step is complete after `given` of its batches."""
         return given >= self._batches_per_step
 
     def _count_step(self) -> None:
@@ -507,7 +504,7 @@ class AttachedRun:
         self._is_over |= state.is_complete
 
     def _count_epoch(self) -> None:
-        """Count the epoch of the last call of `steps`, unless it has been counted already."""
+        """Count the epoch that the last call of `steps` began, unless it has been counted already."""
         state = self._run.state
         if state.timestamp.epoch == self._epoch:
             state.timestamp = state.timestamp.next_epoch()
@@ -521,7 +518,7 @@ class AttachedRun:
         was_in_step = run.driver.is_open("train_step")
         give_up(run, error)  # raises the error if it comes from the user's code
         self._has_given_up, self._was_in_step = True, was_in_step
-        self._is_over |= run.signals.received is not None  # a signal stops the loop here, since the ended run cannot
+        self._is_over |= run.signals.received is not None  # no run handles the signal any more, so end the loop here
         self._release()
 
     def _release(self) -> None:
@@ -544,10 +541,10 @@ class AttachedRun:
             try:
                 ctx.batch = batch = next(batches, None)
             except Exception as error:
-                mark_as_users(error)  # so that the error is raised and not only logged; without data, training is impossible
+                mark_as_users(error)  # raise the error to the user, since training is impossible without data
                 raise
             if batch is not None:
-                group.append(batch)  # appended first, so that the loop gets the batch even if a callback fails
+                group.append(batch)  # appended before `on_fetch_end`, so that the batch is not lost if a callback fails there
             if has_listeners:
                 driver.end("fetch")
                 if batch is not None:
@@ -600,7 +597,7 @@ class AttachedRun:
 
     def __enter__(self) -> Self:
         run = self._run
-        run.is_busy = lambda: True  # until the `with` block ends, no other run of this process may use the run's folder
+        run.is_busy = lambda: True  # no other run of this process may use the run's folder before the `with` block ends
         try:
             try:
                 self._begin()
@@ -614,7 +611,7 @@ class AttachedRun:
             raise
         self._is_over = run.boundaries.is_over
         if run.control.stop_requested is not None:
-            self._is_end_logged = True  # `Boundaries.begin` has logged which callback had stopped the run
+            self._is_end_logged = True  # `run.begin` has already logged which callback stopped the run before the resume
         elif run.state.is_complete and run.state.baseline.batch:
             self._log_complete(f"it has reached max_duration, {run.state.max_duration}", "a longer max_duration")
         return self
@@ -656,7 +653,7 @@ class AttachedRun:
                 )
             try:
                 self._close_epoch(continues=False)
-                with self._position.at_checkpoint():  # `finish` may run an evaluation that a resume left to do
+                with self._position.at_checkpoint():  # `finish` may run the evaluation that a signal prevented before the resume
                     self._run.finish()
             except Exception as error:
                 self._give_up(error)

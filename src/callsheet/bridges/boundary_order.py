@@ -6,7 +6,7 @@ from callsheet.bridges.lifecycle_driver import LifecycleDriver
 
 
 class BoundaryOrder:
-    """Checks that records, evaluations and checkpoints between two steps of another framework's loop come in the right order.
+    """Checks the order of metrics records, evaluations and checkpoints between two steps of another framework's loop.
 
     Args:
         host: the name of the framework in messages.
@@ -30,7 +30,7 @@ class BoundaryOrder:
         self._fired = None
 
     def allows(self, what: str) -> bool:
-        """Return whether an event may be fired now: a record (L), an evaluation (E), a due checkpoint (D) or its save (S).
+        """Return whether `what` may be fired now: a record (L), an evaluation (E), `on_checkpoint_due` (D) or a save (S).
 
         During training, a boundary may have one of each before its evaluation and one after it, in the lifecycle's order.
         """
@@ -42,7 +42,7 @@ class BoundaryOrder:
         return self._fired is not None and self._fired + what in _AT_BOUNDARIES
 
     def may_come(self, what: str) -> bool:
-        """Return whether an event may be fired now, as `allows` does, and if so, count it as fired."""
+        """Return whether the event `what` may be fired now; see `allows`. If so, record that it is fired."""
         if not self.allows(what):
             return False
         if self._fired is not None:
@@ -50,7 +50,7 @@ class BoundaryOrder:
         return True
 
     def is_barred(self, name: str) -> bool:
-        """Return whether an evaluation, a test or a prediction must not begin now. If so, log it."""
+        """Return whether the evaluation, test or prediction `name` must not begin now. If it must not, log a warning."""
         if self._driver.innermost == "run" or (name == "eval_all" and self.may_come("E")):
             return False
         self._driver.warn_once(
@@ -60,20 +60,20 @@ class BoundaryOrder:
         return True
 
     def warn_of_checkpoint(self) -> None:
-        """Log that the framework writes a checkpoint whose events cannot be fired now."""
+        """Log a warning that the framework writes a checkpoint at a place where its events cannot be fired."""
         self._driver.warn_once(
             f"{self._host} writes a checkpoint where callsheet does not expect it: within a step or an evaluation, or a second time "
             "between two steps. Its events are not fired; training continues."
         )
 
     def warn_of_missing_end(self, name: str) -> None:
-        """Log that training continues although the framework has not reported the end of an evaluation, a test or a prediction."""
+        """Log a warning that the framework trains on without having reported the end of `name`, an evaluation or test."""
         self._driver.warn_once(
             f"{self._host} continues, and the end of {name} was not reported. It is ended here; training continues."
         )
 
     def excuse(self, what: str) -> None:
-        """Log that a handler is not called at this event, because it reads a field for which the framework has given no value."""
+        """Log a warning that a handler is not called, because it reads a field for which the framework provides no value here."""
         self._driver.warn_once(
             f"{what}, and {self._host} has not provided it there. The handler is not called at this event; training continues."
         )

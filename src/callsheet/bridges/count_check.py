@@ -44,8 +44,8 @@ class CountCheck:
     def follow(self, counted: Callable[[], Counts]) -> None:
         """Compare callsheet's counts with those that `counted` returns, from now on.
 
-        The difference between the two counts now is accepted, because the framework may have trained before this run. A count that is
-        None now is accepted to begin at callsheet's count.
+        The framework may have trained before this run, so the present difference between the two counts is accepted. A count that
+        is None now must later begin at callsheet's count.
 
         Args:
             counted: returns the counts of the framework. At the end of an epoch it includes this epoch. It must not keep the host or
@@ -57,11 +57,11 @@ class CountCheck:
         self._partial_epochs, self._last_equal_step = 0, now.batch
 
     def leave_epoch(self) -> None:
-        """Record that an epoch was left before its end. callsheet does not count it; the framework may do so or not."""
+        """Record that an epoch was left before its end. callsheet does not count it; some frameworks do."""
         self._partial_epochs += 1
 
     def check(self, *, epochs: bool = True) -> None:
-        """Compare the counts, and set callsheet's to the framework's if they differ. Between two epochs, `epochs` is False."""
+        """Compare the counts, and if they differ, set callsheet's to the framework's. With `epochs=False`, compare only steps."""
         ctx, now, counted = self._ctx, self._ctx.state.timestamp, self._counted()
         steps = now.batch if counted.steps is None else counted.steps - (self._ahead.steps or 0)
         done = now.epoch if counted.epochs is None or not epochs else counted.epochs - (self._ahead.epochs or 0)

@@ -40,7 +40,7 @@ class DataPosition:
         self._data: PreshardedData | None = None  # yields the batches of the latest epoch's dataloader
         self._is_inside = False  # whether the loop is inside an epoch
         self._seed: int | None = None
-        self._first: list[Any] = []  # the states of the loader's random generators before its first epoch
+        self._first: list[Any] = []  # the states of the dataloader's random generators before its first epoch
         self._epochs = 0  # how many epochs have been begun with this loader
         self._is_renewed = False  # whether the loop makes a new loader for each epoch
         self._restored: Mapping[str, Any] | None = None
@@ -57,7 +57,7 @@ class DataPosition:
             try:
                 return self._restore(loader, restored, epoch)
             except Exception as error:
-                mark_as_users(error)  # the error comes from the loader or prevents the resume, so raise it
+                mark_as_users(error)  # raise the error to the user, because the requested resume has failed
                 raise
         self._set(loader)
         self._is_inside = True
@@ -70,14 +70,14 @@ class DataPosition:
             raise
 
     def begin_unobserved(self, loader: Iterable[Any], epoch: int) -> Iterator[Any]:
-        """Return the epoch's batches as `begin` does, but save no position: an error of callsheet has ended its run."""
+        """Return the epoch's batches without saving a position, because an error in callsheet has ended the run."""
         return _iterator(loader) if self._restored is None else self.begin(loader, epoch)
 
     @contextmanager
     def at_checkpoint(self) -> Iterator[None]:
-        """Run the `with` block, such as an evaluation left over from before a resume, with the checkpoint's random states.
+        """After a resume, run the `with` block with the random states from the checkpoint.
 
-        The block then draws the same random numbers as if it had run before the checkpoint was saved.
+        The block is, for example, an evaluation that a signal prevented. It draws the same random numbers as without the resume.
 
         After `begin` this does nothing, because the states are restored already.
         """
@@ -89,7 +89,7 @@ class DataPosition:
             self._restored = {**restored, "now": {**restored["now"], "global": random_state()}}
 
     def end(self) -> None:
-        """Reset the position, because the epoch has ended."""
+        """Reset the position to the first batch, because the epoch has ended."""
         self.taken, self._length, self._is_inside = 0, None, False
 
     def release(self) -> None:
@@ -103,7 +103,7 @@ class DataPosition:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, the random states of the process, the loader and its samplers, and the loader's own state."""
-        if self._restored is not None:  # no batch has been used since the state was loaded
+        if self._restored is not None:  # `begin` was not called since the state was loaded
             return dict(self._restored)
         return {
             "taken": self.taken,
@@ -116,7 +116,7 @@ class DataPosition:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a saved position, at which the next epoch continues."""
+        """Store a saved position, from which the next call of `begin` continues."""
         self._restored = state
 
     def _set(self, loader: Any) -> None:
@@ -130,7 +130,7 @@ class DataPosition:
         self._loader, self._first, self._epochs = loader, generators_of(loader), 1
         self._data = None
         if self._length != 0:
-            # The ranks do not communicate here, since each rank has its own dataloader.
+            # A group of one rank, because each rank has a dataloader of its own.
             world = ProcessGroups(Ranks(), torch.device("cpu"), timeout=0)
             self._data = PreshardedData(loader, world, _ARGUMENT, self._seed, sets_epoch=False)
 
@@ -158,10 +158,7 @@ class DataPosition:
         return data.begin(epoch + 1)
 
     def _continues_loader(self, fresh: list[Any], restored: Mapping[str, Any]) -> bool:
-        """Return whether the resumed epoch's dataloader gets the saved states of the previous epoch's, such as its generator's.
-
-        This is true if the loop uses one dataloader for all epochs.
-        """
+        """Return whether the loop uses one dataloader for all epochs, so that its saved generator state must be restored."""
         if restored["is_renewed"] or not restored["epochs"]:
             return False
         if restored["epochs"] > 1 or _same(fresh, restored["first"]):
@@ -175,7 +172,7 @@ class DataPosition:
 
 
 def _warn_of_wrapper(loader: Any) -> None:
-    """Warn if the loader wraps a DataLoader with a generator or persistent workers of its own, which a resume cannot restore."""
+    """Warn if the loader wraps a DataLoader that has its own generator or persistent workers. A resume cannot restore these."""
     if isinstance(loader, DataLoader):
         return
     for inner in getattr(loader, "__dict__", {}).values():

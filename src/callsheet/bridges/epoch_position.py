@@ -24,7 +24,7 @@ def length_of(loader: Any) -> int | None:
 
 
 def warn_if_not_restored(loader: Any, host: str) -> None:
-    """Warn of a dataloader whose order depends on more than the process's random states, so that a resume cannot restore it."""
+    """Warn if a dataloader has its own generator or persistent workers, because a resume cannot restore the order of its data."""
     has_workers = isinstance(loader, DataLoader) and loader.num_workers > 0 and loader.persistent_workers
     causes = [*(["persistent workers"] if has_workers else []), *(["a generator of its own"] if generators_of(loader) else [])]
     if causes:
@@ -58,7 +58,7 @@ class EpochPosition:
         self.taken, self._began = 0, random_state()
 
     def skipped(self) -> None:
-        """Record that no batches are left to skip, and restore the random states of the checkpoint, if there is one."""
+        """Record that all `to_skip` batches were skipped. After a resume, restore the random states of the checkpoint."""
         self.to_skip = 0
         if self._now is not None:
             restore_random_state(self._now)
@@ -66,9 +66,9 @@ class EpochPosition:
 
     @contextmanager
     def at_checkpoint(self) -> Iterator[None]:
-        """Run the `with` block, such as an evaluation left over from before a resume, with the checkpoint's random states.
+        """After a resume, run the `with` block with the random states from the checkpoint.
 
-        The block then draws the same random numbers as if it had run before the checkpoint was saved.
+        The block is, for example, an evaluation that a signal prevented. It draws the same random numbers as without the resume.
         """
         if self._now is not None:
             restore_random_state(self._now)
@@ -77,14 +77,14 @@ class EpochPosition:
             self._now = random_state()
 
     def end(self) -> None:
-        """Forget the position, because the epoch has ended."""
+        """Reset the position to the first batch, because the epoch has ended."""
         self.taken, self._began = 0, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and the random states at the epoch's start and now."""
+        """Return the position, the random states at the epoch's start, and the present random states."""
         return {"taken": self.taken, "epoch_began": self._began, "now": random_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a saved position, at which the next epoch continues."""
+        """Load a saved position, from which the next epoch continues."""
         self.taken = self.to_skip = state["taken"]
         self._began, self._now = state["epoch_began"], state["now"]

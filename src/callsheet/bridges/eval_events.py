@@ -18,7 +18,7 @@ from callsheet.run.tally import Tally
 
 
 class EvalEvents:
-    """Fires the events of evaluations that another framework carries out (in a host).
+    """Fires the events of evaluations, tests and predictions that another framework carries out.
 
     The host reports to `driver` how far an evaluation, a test or a prediction has come.
 
@@ -61,7 +61,7 @@ class EvalEvents:
         return any(edge is not None for edge in (forward.starts, forward.ends, step.ends))
 
     def begin_all(self, *, standalone: bool = False) -> None:
-        """Fire the start of an evaluation by the framework, unless it was fired already."""
+        """Fire `on_eval_all_start`, unless the evaluation has begun already."""
         ctx, driver = self.ctx, self.driver
         if not driver.is_open("eval_all"):
             self._tally.stop()
@@ -70,13 +70,13 @@ class EvalEvents:
             driver.start("eval_all")
 
     def begin(self, name: str, *, standalone: bool = False) -> None:
-        """Fire the start of the evaluation of one dataset. Before the first dataset, also fire the start of the whole evaluation."""
+        """Fire `on_eval_start` for one dataset. For the first dataset, fire `on_eval_all_start` before it."""
         self.begin_all(standalone=standalone)
         self.ctx.eval_name = name
         self.driver.start("eval")
 
     def end_dataset(self, name: str, found: Mapping[str, Any]) -> None:
-        """End the evaluation of a dataset. `found` has its losses and metrics by name."""
+        """Log the results of one dataset (`found`: losses and metrics by name), and fire `on_eval_end`."""
         ctx = self.ctx
         self.found[name] = values = {metric: float(value) for metric, value in found.items()}
         ctx.eval_name = name
@@ -85,7 +85,7 @@ class EvalEvents:
         self.driver.end("eval")
 
     def end(self) -> None:
-        """End the evaluation, because all datasets are done."""
+        """Fire `on_eval_all_end`, because all datasets are evaluated."""
         if self.driver.is_open("eval_all"):
             self._results.update(self.found)
             self.ctx.eval_results = self.found
@@ -93,7 +93,7 @@ class EvalEvents:
         self._tally.start()
 
     def fire(self, results: Mapping[str, Mapping[str, Any]], *, standalone: bool = False) -> None:
-        """Fire the events of an evaluation that the framework has already carried out.
+        """Fire all start and end events of an evaluation, after the framework has carried it out.
 
         `results` are by dataset name, then by metric name.
         """
@@ -104,9 +104,9 @@ class EvalEvents:
             self.end()
 
     def leave(self) -> None:
-        """Close an evaluation whose end the framework has not reported.
+        """Fire the missing end events of an evaluation, test or prediction whose end the framework has not reported.
 
-        Callbacks such as `EMA`, which swapped the weights for the evaluation, then restore the trained weights.
+        At these events, callbacks such as `EMA`, which swapped the weights for the evaluation, restore the trained weights.
         """
         driver = self.driver
         self.order.warn_of_missing_end(driver.opened[1].name)
@@ -118,7 +118,7 @@ class EvalEvents:
             driver.end(span)
 
     def _is_barred(self, name: str) -> bool:
-        """Return whether an evaluation, a test or a prediction must not begin at this point of training."""
+        """Return whether the evaluation, test or prediction `name` must not begin at this point of training."""
         if len(self.driver.opened) > 1:  # an earlier evaluation is still open, because its end was not reported
             self.leave()
         return self.order.is_barred(name)

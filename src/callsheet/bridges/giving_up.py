@@ -30,7 +30,7 @@ class ObservedRun(Protocol):
 
 
 def is_for_user(error: BaseException) -> bool:
-    """Return whether the error must be raised, so that the user sees it. If not, a host is at fault, on this rank or another.
+    """Return whether the error must be raised to the user. If not, it is a bug in callsheet's host, on this rank or another.
 
     The user must know about:
 
@@ -49,7 +49,7 @@ def is_for_user(error: BaseException) -> bool:
 
 
 def give_up(run: ObservedRun, error: BaseException, *, contained: bool = False) -> None:
-    """End the run because of a fault of callsheet's adapter: log the error, and fire `on_exception` and `on_run_end`.
+    """End the run because of a bug in callsheet's adapter: log the error, and fire `on_exception` and `on_run_end`.
 
     Training continues without callsheet. The caller removes the host's hooks. If there are several ranks, the run ends in the same
     way on the others, at their next collective of callsheet.
@@ -65,7 +65,7 @@ def give_up(run: ObservedRun, error: BaseException, *, contained: bool = False) 
     is_fault = not is_for_user(error)
     if not is_fault and not contained:
         raise error
-    if run.lifetime.has_ended:  # an earlier error has ended the run and was logged
+    if run.lifetime.has_ended:  # an earlier error, which was logged, has ended the run
         return
     message = (
         f"callsheet cannot follow {run.host} after step {run.state.timestamp.batch} ({type(error).__name__}: {text_of(error)}). The callbacks "
@@ -81,7 +81,7 @@ def give_up(run: ObservedRun, error: BaseException, *, contained: bool = False) 
 
 
 def weakly(leave: Callable[[Exception], None]) -> Callable[[Exception], None]:
-    """Return a function that calls the bound method `leave`, but does not keep its object alive.
+    """Return a function that calls `leave`, a method of a host, without keeping the host alive.
 
     A host that no longer exists has ended its run and removed its hooks. An error of a hook that was still running is ignored.
     """

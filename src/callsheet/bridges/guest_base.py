@@ -20,7 +20,7 @@ logger = logging.getLogger("callsheet")
 
 
 class NotOnTheList(NotSupported, AttributeError):
-    """A guest used an attribute that is not supported. This is also an AttributeError, so that `hasattr` returns False."""
+    """Raised if a guest uses an attribute that is not supported. It is an AttributeError too, so that `hasattr` returns False."""
 
 
 class Facade:
@@ -38,7 +38,7 @@ class Facade:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)  # Python itself reads such attributes, for example when it copies an object
-        if name in self._allowed():  # a property with this name exists, but has raised an AttributeError
+        if name in self._allowed():  # the name is a property that has just raised an AttributeError
             raise NotOnTheList(f"{self.OF}: {name!r} cannot be read now, only while an event that provides it is fired")
         raise NotOnTheList(
             f"{self.OF} has here no {name!r}: a guest may use {', '.join(sorted(self._allowed()))}; for the rest, run the callback in "
@@ -85,7 +85,7 @@ class SharedFirst(CompositeHandler):
 
     @property
     def first(self) -> Handler:
-        """The method that handles this event in the guest's `common`, the state that it shares with other guests.
+        """The method for this event of `common`, the state that the guest shares with other guests.
 
         It is looked up each time, because `common` can change when the guest is added to a call sheet.
         """
@@ -99,7 +99,7 @@ class SharedFirst(CompositeHandler):
             self._rest(ctx)
 
     def parts(self, entry: HandlerEntry, earlier: Sequence[HandlerEntry]) -> Iterator[HandlerEntry]:
-        """Yield an entry for the shared method, unless an `earlier` entry calls it, then one for the guest's own handler."""
+        """Split the call sheet's `entry`: one for the shared method (unless `earlier` has it), one for the guest's handler."""
         first = self.first
         if all(each.handler != first for each in earlier):
             registration = Registration(first, type(self._guest.common).__name__, where(first), number=-1)
@@ -177,17 +177,20 @@ class Guest(Callback):
                 setattr(self, event, handler)
 
     def listens_to(self, theirs: str) -> bool:
-        """Return whether the foreign callback overrides `theirs`, a method of its framework's base class."""
+        """Return whether the foreign callback overrides the method `theirs` of its framework's base class."""
         method = getattr(self.foreign, theirs, None)
         inherited = getattr(self.BASE, theirs, None)
         return method is not None and (inherited is None or getattr(method, "__func__", method) is not inherited)
 
     def handler(self, theirs: str, method: Any) -> Handler:
-        """Return a handler that calls `method` with its framework's arguments. `method` is None if the callback has no such attribute."""
+        """Return a handler that calls the foreign callback's `method` with its framework's arguments.
+
+        `method` is None if the callback has no method `theirs`.
+        """
         raise NotImplementedError
 
     def share_with(self, others: Sequence[Callback]) -> None:
-        """Use the shared state (`common`) of an earlier callback of the same framework. The first one of a run creates it."""
+        """Share the `common` of an earlier callback of the same framework in `others`. If there is none, create a new one."""
         if self.common is None or self.common.is_alone:
             return
         guests = (other for other in others if isinstance(other, Guest) and other.lane == "inline")
@@ -212,9 +215,9 @@ class Guest(Callback):
 
 
 def is_another_s(given: Any) -> bool:
-    """Return whether `given` is certainly no callback of this framework, although it may have methods with the same names.
+    """Return whether `given` cannot be a callback of this framework: it is a class, or a callback of callsheet or another bridge.
 
-    This is so for a class, and for a callback of callsheet or of another bridge.
+    Bridges that accept any object with methods of certain names call this.
     """
     return isinstance(given, (type, Callback)) or bool(guest_hint(given))
 

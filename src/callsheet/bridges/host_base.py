@@ -89,9 +89,7 @@ class HostBase:
         end: Callable[[HostedRun, list[Any]], object] | None = None,
         **options: Any,
     ) -> None:
-        """Begin a run of callsheet's callbacks that has been set up, and keep its hooks for removal at the end.
-
-        At the latest when the host is garbage-collected, its hooks are removed and it ends.
+        """Begin `run`. When it ends, its hooks are removed; at the latest, this happens when the host is garbage-collected.
 
         Args:
             run: the run to begin.
@@ -109,7 +107,7 @@ class HostBase:
         run.begin(**options)
 
     def _check_first_step(self, run: HostedRun) -> None:
-        """After the run's first step, raise an error or log a warning for events that have listeners but were not fired."""
+        """After the run's first step, raise an error (or log a warning) if an event that has listeners was not fired."""
         self._is_checked = True
         self._support(run).after_first_step(run.driver)
 
@@ -118,7 +116,7 @@ class HostBase:
         return SupportCheck(run.manager, run.host, strict=self._strict)
 
     def _stop_if_asked(self, run: HostedRun, loop: Any = None) -> None:
-        """Stop the framework's training if a callback has requested it. `loop` is passed to `_stop`."""
+        """Stop the framework's training if a callback has requested a stop. `loop` is passed to `_stop`."""
         if run.control.stop_requested is not None or (self._STOPS_IF_PREEMPTED and run.boundaries.is_preempted):
             self._stop(loop)
 
@@ -127,7 +125,7 @@ class HostBase:
         raise NotImplementedError
 
     def _handle(self, method: Callable[..., None], *args: Any, **given: Any) -> None:
-        """Call a method that `in_a_run` decorates. A subclass overrides this if it must do something else first."""
+        """Call a method that `in_a_run` decorates, if there is a run. A subclass may do something else before or after it."""
         if self._run is not None:
             method(self, self._run, *args, **given)
 
@@ -184,7 +182,7 @@ class HostBase:
 
 
 def end_run(run: Run, hooks: list[Any]) -> None:
-    """Remove the hooks, the last one first, and end the run as failed if it has not ended.
+    """Remove the hooks in reverse order, and end the run as failed if it has not ended.
 
     This also runs when the program ends or the host is garbage-collected. In these cases, an exception that the framework does
     not report has ended training.
@@ -196,7 +194,7 @@ def end_run(run: Run, hooks: list[Any]) -> None:
 
 
 def observing(method: Observed) -> Observed:
-    """Decorate a method that observes a framework's loop, so that an error in it ends the run; see `HostBase._leave`.
+    """Decorate a method that the framework's loop calls, so that an error in it ends callsheet's run; see `HostBase._leave`.
 
     Methods that are called at every step catch errors themselves.
     """
@@ -212,9 +210,9 @@ def observing(method: Observed) -> Observed:
 
 
 def in_a_run(method: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a host's handler of a framework event: it is called with the current run, if there is one.
+    """Decorate a host's handler of a framework event, so that it gets the current run as its first argument.
 
-    The handler gets the run as its first argument, and is not called if there is no run.
+    If there is no run, the handler is not called.
 
     An error ends the run, as with `observing`. Methods that are called at every step handle errors themselves.
     """

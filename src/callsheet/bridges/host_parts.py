@@ -1,7 +1,4 @@
-"""Evaluation and checkpoints in a host, if the other framework evaluates and saves.
-
-Requests at a run's boundaries are passed on to the host.
-"""
+"""Passes callbacks' requests for evaluations and checkpoints on to the other framework whose loop runs."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ Evaluates = Callable[[], Mapping[str, Mapping[str, Any]]]
 
 
 class HostEvaluation:
-    """Lets the framework whose loop runs carry out requested evaluations, if it supports that.
+    """Makes the framework whose loop runs carry out the evaluations that callbacks request.
 
     `results` holds the latest results by dataset name.
     """
@@ -53,9 +50,9 @@ class HostEvaluation:
         """
 
     def due(self, ctx: Context, is_over: bool) -> list[str]:
-        """Return `[""]`, a single nameless dataset, if the framework has to evaluate now; otherwise an empty list.
+        """Return `[""]`, a single dataset without a name, if `evaluate` must be called now; otherwise an empty list.
 
-        A host that evaluates later is asked for the evaluation here.
+        If the framework evaluates later, pass the request on to its host here.
         """
         is_left = self.undone is not None and self.undone.step == ctx.step
         if ctx.control.evaluate_requested is None:
@@ -67,7 +64,7 @@ class HostEvaluation:
         return []
 
     def evaluate(self, loaders: Any, *, standalone: bool) -> dict[str, dict[str, float]]:
-        """Let the framework evaluate, and fire the events with its results."""
+        """Make the framework evaluate, and fire the events of the evaluation with the results."""
         assert self._evaluates is not None  # without this function, the request would have been rejected
         try:
             found = self._evaluates()
@@ -78,7 +75,7 @@ class HostEvaluation:
         return self.results
 
     def take(self) -> dict[str, float]:
-        """Return nothing, because `evaluate` has logged the results."""
+        """Return an empty dict, because `evaluate` has already logged the results."""
         return {}
 
     def done(self, ctx: Context, names: Iterable[str]) -> None:
@@ -87,7 +84,7 @@ class HostEvaluation:
         ctx.control.done("evaluate")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the evaluation that is due and not yet done."""
+        """Return the evaluation that is due but not done yet, if there is one, for the checkpoint."""
         return {"undone": asdict(self.undone) if self.undone is not None else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -96,7 +93,7 @@ class HostEvaluation:
 
 
 class HostCheckpoints:
-    """Passes requests to save on to the framework whose loop runs, which writes the checkpoints.
+    """Passes callbacks' requests to save on to the framework whose loop runs, since that framework writes the checkpoints.
 
     The host reports a checkpoint after it has written it.
     """
@@ -125,7 +122,7 @@ class HostCheckpoints:
         return 0
 
     def load(self, resume: str | None) -> None:
-        """Load the callbacks' states. The framework has already loaded the rest."""
+        """Load the callbacks' states. The framework has already loaded the model and the optimizer."""
         with self._spans.checkpoint_load:
             self._ctx.checkpoint = self.loads()
         self._ctx.close("on_checkpoint_load_end")

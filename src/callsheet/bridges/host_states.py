@@ -16,7 +16,7 @@ STATE = "callsheet"
 
 
 def own_state(run: HostedRun) -> dict[str, Any]:
-    """Return the run's progress, the callbacks' states and the unfinished metrics record, as plain data and tensors."""
+    """Return the run's progress, the callbacks' states and the values logged since the last metrics record."""
     return {"state": run.state.state_dict(), "callbacks": run.callback_states.state_dict(), "records": run.records.state_dict()}
 
 
@@ -29,13 +29,13 @@ def restore_states(run: HostedRun, own: Mapping[str, Any]) -> None:
 
 
 def resume_without_states(run: HostedRun, step: int, epoch: int) -> None:
-    """Set the run's step and epoch after the framework has resumed from a checkpoint without callbacks' states."""
+    """Set the run's step and epoch, because the framework has resumed from a checkpoint that has no states of callbacks."""
     run.state.timestamp = run.state.baseline = run.state.timestamp._replace(batch=step, epoch=epoch, epoch_in_round=epoch)
     run.ctx.step, run.ctx.epoch = step, epoch
 
 
 def write_states(run: HostedRun, checkpoint: Path, info: CheckpointInfo, own: Mapping[str, Any] | None = None) -> None:
-    """Write the callbacks' states into a checkpoint that is a folder: the current states, or `own`. All ranks have to call this."""
+    """Write the callbacks' states (the current ones, or `own`) into the folder `checkpoint`. All ranks must call this."""
     own = own_state(run) if own is None else own
     described = {"run": run.ctx.run.name, "step": info.step, "epoch": info.epoch, "kind": info.kind}
     local = {"callbacks": own["callbacks"], "records": own["records"]}
@@ -43,7 +43,7 @@ def write_states(run: HostedRun, checkpoint: Path, info: CheckpointInfo, own: Ma
 
 
 def read_states(run: HostedRun, checkpoint: Path, step: int) -> CheckpointInfo:
-    """Restore what `write_states` wrote. All ranks have to call this.
+    """Restore what `write_states` wrote. All ranks must call this.
 
     Raises:
         CheckpointError: the states are damaged, or of another step than the one that the host resumes from.

@@ -1,4 +1,4 @@
-"""A run in another framework's loop: its context, records, agreement between ranks, checkpoints, and the events' order."""
+"""A run of callsheet's callbacks in another framework's loop."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class HostedRecords(Records):
 class HostedRun(Run):
     """A run of callsheet's callbacks in another framework's loop.
 
-    The host, the adapter for that framework, reports to `driver` how far the loop has come.
+    A host, the adapter for that framework, reports to `driver` how far the loop has come.
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
@@ -147,7 +147,7 @@ class HostedRun(Run):
         )
         ctx = self.ctx
         self.counts = CountCheck(host, ctx)
-        """Compares the counts of steps and epochs with the framework's, if the host has called `follow`."""
+        """Compares callsheet's counts of steps and epochs with the framework's, if the host has called `counts.follow`."""
         self._has_own_name = run_name is not None
         self._writes_checkpoints = saves is None
         self.log_ranks.start()
@@ -162,8 +162,8 @@ class HostedRun(Run):
                 manager, ctx, self.spans, world, self.guard, in_background=save_in_background, grace=GRACE_SECONDS
             )
         self.connect(self.evaluation, checkpoints, _Boundaries)
-        # The events whose listeners make it necessary to read each step's loss, because a checkpoint stores the last one. If the
-        # framework writes checkpoints, these are the checkpoint events. If callsheet does, any handler may request a checkpoint.
+        # A checkpoint stores the last step's loss, so each step's loss is read if an event in `may_read_loss` has listeners. If
+        # the framework writes checkpoints, these are the checkpoint events. Otherwise, any handler may request a checkpoint.
         may_read_loss = _OF_CHECKPOINTS if saves is not None else EVENTS
         signal_saves = saves is None and bool(signals)
         self.driver = LifecycleDriver(
@@ -188,13 +188,13 @@ class HostedRun(Run):
             is_loss_needed=lambda: signal_saves or any(getattr(self.manager.has_listeners, event) for event in may_read_loss),
         )
         self.eval = EvalEvents(host, self.manager, ctx, self.driver, self.records.tally, self.evaluation.results)
-        # References for speed, since each step reads these objects.
+        # Each step reads these objects, and an attribute of `self` is faster than a chain of attributes.
         self._order, self._open_eval_spans = self.eval.order, self.eval.driver.opened
         self.lifetime.before_end = self._leave_evaluation
         self.records.may_come = self.boundaries.may_come = self._order.may_come
         ctx.excuse = self.eval.ctx.excuse = self._order.excuse
         self.losses: Callable[[], Tensor | None] = lambda: None
-        """A function that returns the mean loss of the step, or None. The host replaces the default, which returns None."""
+        """A function that returns the step's loss, or None. The host replaces the default, which returns None."""
         self.other_losses: Mapping[str, Tensor] = {}
         """The step's other losses by name."""
         self.step_skipped = False
@@ -209,9 +209,9 @@ class HostedRun(Run):
         Its events are fired when the step has ended.
         """
         self.parts: dict[str, Stateful] = {}
-        """The host's own state in a checkpoint, in addition to model, optimizer, scheduler and callbacks.
+        """Objects whose states are saved in checkpoints, in addition to model, optimizer, scheduler and callbacks.
 
-        Each rank has its own.
+        Each rank saves its own states.
         """
         self._next_boundary = 0
         self._is_dropping = False  # whether `drop_step` is ending a step that must not be counted
@@ -243,7 +243,7 @@ class HostedRun(Run):
             try:
                 self.guard.acquire()
             except BaseException as error:
-                self.lifetime.fail(error)  # fires no event, since `on_run_start` was not fired; it only closes what was opened
+                self.lifetime.fail(error)  # only closes what was opened, and fires no event, since `on_run_start` was not fired
                 raise
         self.lifetime.start()
         shared: dict[str, Stateful] = {"state": self.state, "model": self.model, "tally": self.records.tally}
@@ -300,15 +300,15 @@ class HostedRun(Run):
         self.lifetime.end()
 
     def fails_by(self, leave: Callable[[Exception], None]) -> None:
-        """Set the function that handles errors in the hooks that observe the loop: `leave`, a method of the host.
+        """Set `leave`, a method of the host, as the function that is called with errors in the hooks that observe the loop.
 
-        `leave` raises the error if the user must know about it. Otherwise, the user's training continues. Only a weak reference to
-        the host is kept.
+        It raises the error if the user must know about it. Otherwise, the user's training continues. Only a weak reference to the
+        host is kept.
         """
         self.driver.give_up = self.eval.driver.give_up = weakly(leave)
 
     def finish_undone(self, boundary: str, position: EpochPosition | DataPosition) -> bool:
-        """After a resume, run the evaluation that was due at the end of a step or epoch (`boundary`) when a signal ended the run.
+        """After a resume, run the evaluation that a signal prevented at the end of the last step or epoch (`boundary`).
 
         Its random states are those of the checkpoint. Return whether training is over after that.
         """
@@ -353,7 +353,7 @@ class HostedRun(Run):
 
         The host does this later, after the evaluation of the epoch.
         """
-        for span in ("train_step", "fetch"):  # these spans may be open if the loop left a step early, or if the data ran out
+        for span in ("train_step", "fetch"):  # one of them is open if the loop left a step early, or if the data ran out
             self.driver.end(span)
         self.records.tally.update_timestamp(self.state)
         if is_whole:
@@ -378,7 +378,7 @@ class HostedRun(Run):
     def fire_checkpoint(
         self, path: str, write: Callable[[CheckpointInfo], Any], *, is_durable: bool = True, step: int | None = None
     ) -> CheckpointInfo:
-        """Fire the events of a checkpoint that the framework has just written.
+        """Add the callbacks' states to a checkpoint that the framework has just written, and fire its events.
 
         Args:
             path: where the checkpoint is.
@@ -414,7 +414,7 @@ class HostedRun(Run):
         return info
 
     def publish(self, info: CheckpointInfo) -> None:
-        """Fire `on_checkpoint_published` for a checkpoint of the framework that is completely written."""
+        """Fire `on_checkpoint_published`, because the framework has completely written the checkpoint."""
         ctx = self.ctx
         ctx.checkpoint = info
         self.manager.fire("on_checkpoint_published", ctx)
@@ -498,7 +498,7 @@ class HostedRun(Run):
             self.set_learning_rate()
 
     def _complete_step_without_listeners(self) -> None:
-        """Do the same as `_complete_step` for a step without listeners: count it, record its loss, and close its fields."""
+        """Count a step without listeners, record its loss, and delete its fields. This is a faster `_complete_step`."""
         ctx, loss = self.ctx, self._count_step()
         if self.driver.is_read:
             if loss is not None and not self._is_dropping:
@@ -519,7 +519,7 @@ class HostedRun(Run):
         del ctx.batch
 
     def _count_step(self) -> Tensor | None:
-        """Count the step with its samples and tokens. Return its loss, or None if no handler reads the loss."""
+        """Count the step, its samples and its tokens. Return the step's loss, or None if nothing reads it."""
         self._order.reach()
         if self._is_dropping:
             return self.losses()
@@ -532,9 +532,9 @@ class HostedRun(Run):
 
 
 def _is_other_and_alive(thread: threading.Thread) -> bool:
-    """Return whether a loop that began in `thread` may still be running: `thread` is alive, and is not the caller's own.
+    """Return whether a loop that began in `thread` may still be running: `thread` is alive and is not the current thread.
 
-    A loop of the caller's own thread counts as ended, because a framework does not report when an exception ends its loop.
+    A loop of the current thread counts as ended, because a framework does not report when an exception ends its loop.
     """
     return thread is not threading.current_thread() and thread.is_alive()
 

@@ -21,7 +21,7 @@ logger = logging.getLogger("callsheet")
 
 
 def _parents() -> dict[str, str]:
-    """Return the parent of each span, which is the span around it. Spans that can have several parents are left out."""
+    """Return the parent (the span around it) of each span. Spans that can have several parents are left out."""
     found: dict[str, set[str]] = {}
     for span in SPANS.values():
         for name in names_in(span.order):
@@ -60,9 +60,9 @@ def _raise(error: Exception) -> None:
 
 
 class Part:
-    """The driver's data about one span: its place in the lifecycle and its current state.
+    """The driver's data about one span: its place in the lifecycle, and whether it is open now.
 
-    They are attributes of one object, for speed, because each event of a step reads them.
+    All of it is in one object, because each event of a step reads it and attributes are faster than dictionaries.
     """
 
     __slots__ = (
@@ -79,15 +79,15 @@ class Part:
         self.is_repeated = name in _REPEATED
         self.parent: Part | None = None
         self.sequence: list[Part] = []
-        # How many inner spans, counted in their fixed order, must have fired their events when this span ends.
+        # The first `needed` spans of `sequence` must have fired their events before this span ends.
         self.needed = 0
-        self.index = -1  # the place of this span in its parent's order of inner spans; -1 if the order does not include it
+        self.index = -1  # the position of this span in its parent's `sequence`; -1 if it is not in it
         self.is_open = self.has_no_listeners = False
-        self.done = 0  # how many inner spans, counted in their fixed order, have fired their events so far
+        self.done = 0  # the first `done` spans of `sequence` have fired their events
 
 
 class LifecycleDriver:
-    """Tracks how far another framework's loop has come in a run, and fires callsheet's events in order; see the module.
+    """Tracks how far another framework's loop has come in a run, and fires callsheet's events in lifecycle order.
 
     Args:
         spans: the spans of the run's context.
@@ -126,7 +126,7 @@ class LifecycleDriver:
         self._is_recorded, self._is_loss_needed = is_recorded, is_loss_needed
         self.seen_links = -1
         """The version of the table of handlers (`Spans.links`) at the last `listen`."""
-        self._open = [parts["run"]]  # the open spans, innermost last; `Lifetime` fires the start and end of `run`
+        self._open = [parts["run"]]  # the open spans, innermost last; `run` stays in it, because `Lifetime` fires its events
         parts["run"].is_open = True
         self.has_listeners = False
         """Whether any event of a step had a listener at the last `listen`."""
@@ -158,26 +158,26 @@ class LifecycleDriver:
             logger.warning("%s", message)
 
     def is_open(self, name: str) -> bool:
-        """Return whether the span's start has been fired and its end has not.
+        """Return whether the span has started and has not ended.
 
         Code that runs in each step reads `parts[name].is_open`, which is faster.
         """
         return self.parts[name].is_open
 
     def listen(self) -> bool:
-        """Before a step, decide which of its spans (such as `forward`) have no listeners and are left out.
+        """Before a step, find out which of its spans (such as `forward`) have no listeners and can be left out.
 
-        The functions of `before` are called even for those.
+        The functions of `before` are called even for these spans.
 
-        Return whether this has changed since the previous step. Only then must a host install or remove hooks.
+        Return whether the result has changed since the previous step. Only then must a host install or remove hooks.
         """
         if self.seen_links == self._spans.links:
             return False
         has_changed, self.seen_links = self.seen_links < 0, self._spans.links
         lack_listeners = [all(part.span.starts is None and part.span.ends is None for part in group) for group in self._groups]
-        # A later handler may read the model's outputs, so the forward pass is observed even if it has no listeners.
+        # A handler of a later event may read the outputs of the forward pass, which is then observed even without listeners.
         lack_listeners[_BACKWARD] &= "outputs" not in self._ctx.kept
-        for later in _AFTER_BACKWARD:  # the start of these spans ends the forward and backward pass
+        for later in _AFTER_BACKWARD:  # observe these spans if the backward pass has listeners, since their start ends it
             lack_listeners[later] &= lack_listeners[_BACKWARD]
         step = self._step
         has_listeners = not all(lack_listeners) or step.span.starts is not None or step.span.ends is not None
@@ -195,13 +195,13 @@ class LifecycleDriver:
         return has_changed
 
     def listens_to(self, name: str) -> bool:
-        """Return whether this span of the step, or another span of its group, has listeners."""
+        """Return whether this span of a step has to be observed, because it or another span of its group has listeners."""
         return not self.parts[name].has_no_listeners
 
     def start(self, name: str) -> None:
-        """Enter a span. First, enter the spans around it, and fire the spans before it that the loop has not reported.
+        """Start a span. First, start the spans around it, and fire the spans before it that the loop has not reported.
 
-        If the span is open already, do nothing. But if it can be repeated, end it and begin the next one.
+        If the span is open already, do nothing. But if it can be repeated, as a microbatch can, end it and start the next one.
         """
         part = self.parts[name]
         if part.has_no_listeners:
@@ -217,7 +217,7 @@ class LifecycleDriver:
             if not parent.is_open:
                 self.start(parent.name)
                 if not parent.is_open:
-                    return  # the parent span has ended, as for a forward pass after the optimizer's step
+                    return  # the parent span cannot start now, for example at a forward pass after the optimizer's step
             while self._open[-1] is not parent:
                 self._pop()
             if (index := part.index) >= 0:
@@ -232,7 +232,7 @@ class LifecycleDriver:
                     self.start_and_end("fetch")
                 parent.done = 0
             elif part is self._fetch:
-                parent.done = 1  # the batch of the epoch's next step has been fetched
+                parent.done = 1  # the next step needs no synthesized fetch
         if part.before_start is not None:
             part.before_start()
         self._open.append(part)
@@ -241,7 +241,7 @@ class LifecycleDriver:
             part.span.__enter__()
 
     def end(self, name: str) -> None:
-        """Leave a span, and the spans that are open inside it. If it is not open, do nothing."""
+        """End a span, and before it the spans that are open inside it. If the span is not open, do nothing."""
         part = self.parts[name]
         if part.has_no_listeners:
             if part.act_at_end is not None:
@@ -274,7 +274,7 @@ class LifecycleDriver:
             step.is_open = False
 
     def start_and_end(self, name: str) -> None:
-        """Enter a span and leave it at once, because the loop has already left it or does nothing in it."""
+        """Start a span and end it at once, because the loop is already past it or does nothing in it."""
         part = self.parts[name]
         if part.has_no_listeners:
             if part.before_start is not None:
@@ -287,7 +287,7 @@ class LifecycleDriver:
 
     @property
     def opened(self) -> Sequence[Part]:
-        """The open spans, innermost last. It is always the same list object."""
+        """The open spans, innermost last. It is always the same list, so a caller may keep it."""
         return self._open
 
     @property
@@ -296,7 +296,7 @@ class LifecycleDriver:
         return self._open[-1].name
 
     def forget(self) -> None:
-        """Close all spans without firing their ends, because an exception has left the loop."""
+        """Mark all spans except `run` as ended without firing their end events, because an exception has ended the loop."""
         while len(self._open) > 1:
             self._open.pop().is_open = False
 
@@ -314,9 +314,9 @@ class LifecycleDriver:
             self._ctx.close(part.closes)
 
     def _synthesize(self, parent: Part, until: int) -> None:
-        """Fire the start and end of the spans in `parent` that the loop did not report, up to the position `until`.
+        """Fire the start and end of those inner spans of `parent`, up to the position `until`, that the loop did not report.
 
-        For spans without listeners, only call the functions of `before`, because they set fields that are read later.
+        For spans without listeners, only call the functions in `before`, because they set fields that are read later.
         """
         for part in parent.sequence[parent.done : until]:
             if not part.has_no_listeners:

@@ -1,4 +1,4 @@
-"""Observes the calls of a model in frameworks that do not report which microbatch or batch a forward pass belongs to."""
+"""Hooks that fire events when a loop calls its model, for frameworks that do not report their microbatches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from callsheet.bridges.torch_hooks import Hook, NotCopied
 
 
 class ModelCalls(NotCopied):
-    """The base class of hooks that take a call of the model for a microbatch in training, or for a batch in an evaluation.
+    """The base class of hooks that treat each call of the model as a microbatch in training, or as a batch in an evaluation.
 
     A subclass decides in `begin_call` what a call is. An error in a hook goes to the host, and the loop's call continues.
 
@@ -31,14 +31,14 @@ class ModelCalls(NotCopied):
         self._after = Hook(model.register_forward_hook)
 
     def begin_call(self, model: nn.Module, batch: Any) -> Any:
-        """Fire the events that begin with a call of `model`, and return `batch`, or what the model is called with instead."""
+        """Fire the events that begin with a call of `model`. Return `batch`, or the batch by which a callback has replaced it."""
         raise NotImplementedError
 
     def start_forward(self) -> Any:
         """Start a microbatch and its forward pass, and return the microbatch, which a callback may have replaced."""
         run = self._run
         driver, ctx = run.driver, run.ctx
-        driver.end("microbatch")  # end the previous microbatch if nothing has ended it, so that its fields become unavailable
+        driver.end("microbatch")  # end the previous microbatch, whose end the framework has not reported, to close its fields
         ctx.microbatch = ctx.batch
         driver.start("microbatch")
         driver.start("forward")
@@ -79,7 +79,7 @@ class ModelCalls(NotCopied):
 
 
 def _arguments(given: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the arguments of the model's call with `given` in place of the batch in `args` or `kwargs`."""
+    """Return the arguments of the model's call, `args` and `kwargs`, with the batch in them replaced by `given`."""
     if kwargs:
         return args, dict(given)
     return ((given,) if len(args) == 1 else tuple(given)), kwargs

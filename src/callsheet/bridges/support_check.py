@@ -61,7 +61,7 @@ class SupportCheck:
         self._hint = hint
 
     def before_run(self, never: Collection[str], control: Control) -> None:
-        """Before a run, raise an error or warn about callbacks that cannot work in the framework's loop.
+        """Before a run, raise an error (or log a warning) if a callback cannot work in the framework's loop.
 
         A callback cannot work in two cases: it listens to no event that the host fires except the run's start and end, or the
         host supports none of the requests that it declares (`Callback.requests`). For other callbacks, log which of their events
@@ -79,31 +79,31 @@ class SupportCheck:
             if is_served(each) and not self._listens_to_all(each):
                 missed = ", ".join(event for event in never if each in self._manager.list_callbacks(event))
                 logger.info("%s also listens to %s, which %s does not fire", _name_of(each), missed, self._host)
-        if control.able:  # skip this if no request is supported, because such a run does not train
+        if control.able:  # it is empty in a run that does not train
             self._reject_requests(control)
 
     def after_first_step(self, driver: LifecycleDriver) -> None:
-        """Raise an error or warn about events that have listeners, but were not fired in the first step."""
+        """Raise an error (or log a warning) if an event that has listeners was not fired in the first step."""
         for span, event in events_of(driver.synthesized):
             self._reject_listeners(event, "did not fire in its first step", _CAUSES.get(span, ""))
         driver.synthesized.clear()
 
     def without_optimizer_step(self, driver: LifecycleDriver, *, is_scaled: bool, message: str) -> None:
-        """Raise an error or warn if the loop's first step did not call the optimizer's `step`.
+        """If `strict`, raise an error, because the loop's first step did not call the optimizer's `step`.
 
         Args:
             driver: the driver of training.
             is_scaled: whether a loss scaler may have skipped the optimizer's step, which is not an error.
             message: the error message, which says what is wrong and what to do.
         """
-        # A first step without an optimizer step is no error here: the loss scaler skips steps while its scale is too large.
+        # No error with a loss scaler, which skips the first optimizer steps while its scale is too large.
         if is_scaled:
             driver.synthesized -= {"clip_gradients", "optimizer_step"}
         elif self.strict:
             raise NotSupported(message)
 
     def served(self, never: Collection[str]) -> Callable[[Any], bool]:
-        """Return a function that returns whether a callback handles any event fired here, other than the run's start and end."""
+        """Return a function that tells whether a callback listens to an event that is fired, except the run's start and end."""
         fired = (event for event in EVENTS if event not in _ALWAYS_FIRED and event not in never)
         served = {_key(each) for event in fired for each in self._manager.list_callbacks(event)}
         return lambda listener: _key(listener) in served
@@ -144,14 +144,14 @@ class SupportCheck:
                     )
 
     def _listens_to_all(self, listener: Any) -> bool:
-        """Return whether the listener listens to all events, so that it does not depend on a single one."""
+        """Return whether the listener listens to all events. It then does not depend on any single event."""
         if isinstance(listener, Callback):
             return type(inner(listener)).on_event is not Callback.on_event
         return all(listener in self._manager.list_callbacks(event) for event in EVENTS)
 
 
 def events_of(spans: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield the start and the end event of each span, each with the span's name, in the order of the lifecycle."""
+    """Yield `(span, event)` for the start and the end event of each of the `spans`, in the order of the lifecycle."""
     for span in sorted(spans, key=list(SPANS).index):
         yield span, SPANS[span].start_event
         yield span, SPANS[span].end_event

@@ -32,12 +32,12 @@ _watches: list[BackwardWatch] = []
 
 The latest is called first, so that a run inside a step of another run gets its own losses.
 """
-_backward = _ORIGINAL_BACKWARD  # the `Tensor.backward` that callsheet's wrapper has replaced and calls
-_is_installed = False  # whether callsheet's wrapper is installed, perhaps inside that of another library
+_backward = _ORIGINAL_BACKWARD  # the `Tensor.backward` that callsheet's wrapper has replaced, and which the wrapper calls
+_is_installed = False  # whether callsheet's wrapper is installed, possibly below a wrapper of another library
 
 
 class InertHooks:
-    """Replaces, in a copy of a model, the object whose methods are hooks of the model. The hooks of the copy do nothing.
+    """Replaces the owner of a model's hooks in a copy of the model, so that the hooks of the copy do nothing.
 
     The loop does not call the copy, so each method does nothing and returns None.
     """
@@ -51,7 +51,7 @@ class InertHooks:
 
 
 class NotCopied:
-    """The base class of objects whose methods are hooks of a model. Copies of the model do not call these hooks.
+    """The base class of objects whose methods are hooks of a model. Copies of the model do not run these hooks.
 
     Copies and pickles of the model contain `InertHooks` instead.
     """
@@ -64,9 +64,9 @@ class NotCopied:
 
 
 class Hook:
-    """One of torch's hooks, which is registered only while it is needed, because hooks slow a model down.
+    """A PyTorch hook that is registered only while it is needed, because hooks slow a model down.
 
-    Copies of the model do not have it.
+    Copies of the model do not have the hook.
 
     Args:
         register: the method of a model or an optimizer that registers the hook.
@@ -79,9 +79,9 @@ class Hook:
         """Whether the hook is registered."""
 
     def install(self, is_wanted: bool, function: Callable[..., Any]) -> None:
-        """Register the hook or remove it, unless that is already done.
+        """Register the hook if `is_wanted`, otherwise remove it. Do nothing if that is done already.
 
-        No reference to `function` is kept, because the object whose method it is refers to this one.
+        No reference to `function` is kept, because it is a method of an object that refers to this hook.
         """
         if is_wanted and not self.is_registered:
             self._remove, self.is_registered = add_hook(self._register, function), True
@@ -110,7 +110,7 @@ def is_traced() -> bool:
 
 
 def not_compiled(function: Function, *, recursive: bool = True) -> Function:
-    """Decorate a function, so that Dynamo does not compile it when code between two compiled regions of a script calls it.
+    """Decorate a function, so that Dynamo does not compile it.
 
     `torch.compiler.disable` does the same, but makes each call slower and imports Dynamo. In a version of torch without the private
     names that are used here, the function is returned unchanged, and a compiled step may have more graphs.
@@ -131,7 +131,7 @@ def not_compiled(function: Function, *, recursive: bool = True) -> Function:
 
 
 def untraced(hook: Function) -> Function:
-    """Decorate a hook of optimizers, so that the graph of a compiled step ends where the hook is called, and does not contain it."""
+    """Decorate a hook of an optimizer, so that torch.compile leaves it out of a compiled step, with a graph break."""
     hook._torchdynamo_disable = True
     return not_compiled(hook)
 
@@ -152,7 +152,7 @@ def start_forward(driver: LifecycleDriver, ctx: Context) -> None:
         ctx.microbatch = given
         driver.start("microbatch")
         if ctx.microbatch is not given:
-            ctx.microbatch = given  # restore the microbatch that the loop got at the beginning of the step
+            ctx.microbatch = given  # the loop already uses this microbatch, so undo the callback's replacement
             driver.warn_once(
                 "A callback has replaced ctx.microbatch in a loop that takes several microbatches of one batch. The loop has the batch "
                 "already, so only what replaces the first microbatch of a step is used. Replace ctx.batch at on_fetch_end instead."
@@ -161,7 +161,7 @@ def start_forward(driver: LifecycleDriver, ctx: Context) -> None:
 
 
 def value_of(loss: Tensor) -> Tensor | None:
-    """Return a detached copy of a loss with one element, without dimensions. The copy is needed because a loop may change its loss.
+    """Return a loss as a detached scalar tensor. It is a copy, because the loop may change the loss in place.
 
     If the loss is a DTensor, return the value on this rank without calling a collective, or None if this rank has not the whole value.
     """
@@ -176,7 +176,7 @@ def value_of(loss: Tensor) -> Tensor | None:
 
 
 class SkipsSteps(Protocol):
-    """Protocol of a run that `SteppedHooks` can report to: the run records whether the optimizer has skipped the step."""
+    """Protocol of the run to which `SteppedHooks` reports whether the optimizer has stepped."""
 
     driver: LifecycleDriver
     step_skipped: bool
@@ -201,7 +201,7 @@ class ForwardHooks(NotCopied):
         self._before, self._after = Hook(model.register_forward_pre_hook), Hook(model.register_forward_hook)
 
     def listen(self, has_listeners: bool) -> None:
-        """Register the hooks in the model, or remove them."""
+        """Register the hooks in the model if `has_listeners`, otherwise remove them."""
         self._before.install(has_listeners, self._begins)
         self._after.install(has_listeners, self._ends)
 
@@ -244,7 +244,7 @@ class ForwardHooks(NotCopied):
 def with_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any], around: Callable[..., Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments of an optimizer's step in which `around(closure, ...)` replaces the closure.
+    """Return the arguments of an optimizer's step with its closure replaced by `around(closure, ...)`.
 
     The arguments have the form in which torch passes them to a step hook, with the optimizer first. If they contain no closure,
     return None.
@@ -264,7 +264,8 @@ class OptimizerHooks(NotCopied):
 
     Args:
         optimizers: the optimizers, in the order in which the loop steps them.
-        asks: whether the host also reads `has_stepped` in steps whose results nothing reads.
+        asks: whether the host reads `has_stepped` after every step, even if no callback or metrics record reads the step's
+            results.
         watch: the object that sums the losses of the loop.
         ended: called after each step of the optimizer.
     """
@@ -285,7 +286,7 @@ class OptimizerHooks(NotCopied):
         self._watch = watch
         self._ended = ended
         self._is_given_closures = False  # whether the loop passes a closure to the optimizer
-        self._has_begun = False  # whether the start of this step was reported; set only for steps with a closure
+        self._has_begun = False  # whether the start of this optimizer step was reported; used only if the step has a closure
         self._is_removed = False
         self._kept: Sequence[Hook] = ()  # hooks that cannot be removed now, because torch is iterating over them
         self._before = [Hook(each.register_step_pre_hook) for each in optimizers[:1]]
@@ -293,7 +294,7 @@ class OptimizerHooks(NotCopied):
         self.listen(True)
 
     def listen(self, is_read: bool) -> None:
-        """Register the hooks that are needed. `is_read` says whether callbacks or metrics records need the results of steps."""
+        """Register the hooks that are needed. `is_read` is whether callbacks or metrics records read the results of steps."""
         for hook in self._before:
             hook.install(is_read or self._is_given_closures, self._begins)
         for hook in self._after:
@@ -326,10 +327,10 @@ class OptimizerHooks(NotCopied):
         if not own.has_no_listeners:
             self._driver.start("optimizer_step")
         elif own.before_start is not None and self._driver.is_read:
-            own.before_start()  # faster than `driver.start`, which would do the same here
+            own.before_start()  # the same as `driver.start`, but faster
 
     def _evaluate(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Evaluate the closure; after its first evaluation, start the optimizer's step."""
+        """Call the optimizer's closure. After its first call in a step, report the start of the optimizer's step."""
         loss = closure(*args, **kwargs) if self._watch is None else self._watch.evaluate(closure, *args, **kwargs)
         try:
             if not self._has_begun:
@@ -385,8 +386,8 @@ class OptimizerHooks(NotCopied):
             if not self._has_begun:  # the optimizer has not called the closure
                 self._report_start()
         elif (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
-            # Without listeners, no hook ran before this step. Register the hooks now that the loop has passed a closure, because
-            # checkpoints need the loss of the last step.
+            # This is the first step with a closure, and without listeners no hook has run before it. Register the hook for the
+            # next steps, because checkpoints need the loss of the last step.
             self.expect_closures()
 
     def remove(self) -> None:
@@ -398,12 +399,12 @@ class OptimizerHooks(NotCopied):
 
 
 class SteppedHooks:
-    """Reports the end of the optimizer's step, for a framework that reports its start.
+    """Reports the end of the optimizer's step, for frameworks that report only its start.
 
-    Until the end is reported, the step counts as skipped.
+    Until its end is reported, the step counts as skipped.
 
-    An error of the host is only kept in `fault`, and the host raises it at the end of the step. Giving up at once would remove
-    the hooks while torch is iterating over them.
+    An error in a hook is stored in `fault`, and the host raises it at the end of the step. To give up at once would remove the
+    hooks while torch iterates over them.
 
     Args:
         run: the run. Its `step_skipped` is True when a step begins.
@@ -453,9 +454,9 @@ class SteppedHooks:
 
 
 def _remove_after_calls(hooks: dict[int, Callable[..., Any]], own: Callable[..., Any], remove: Callable[[], None]) -> None:
-    """Call `remove` as soon as torch has called all of these `hooks`.
+    """Call `remove` as soon as torch has called the last of these `hooks`.
 
-    Before that, torch iterates over them, so no key may be removed.
+    Until then, torch iterates over the dict, so no key may be removed from it.
     """
     last = next(reversed(hooks))
     theirs = hooks[last]
@@ -471,7 +472,7 @@ def _remove_after_calls(hooks: dict[int, Callable[..., Any]], own: Callable[...,
                 hooks[last] = theirs
             remove()
 
-    hooks[last] = called  # a dict's value may be replaced while torch iterates over it
+    hooks[last] = called  # replacing a value is allowed while torch iterates over the dict
 
 
 class BackwardWatch:
@@ -505,11 +506,11 @@ class BackwardWatch:
 
     @property
     def reader(self) -> Callable[[], Tensor | None]:
-        """A function that returns the sum of the losses. It is a `partial` of a builtin, which is faster than a method."""
+        """A function that returns `total`, the sum of the losses. It is a `partial`, because that is faster than a method."""
         return partial(getattr, self, "total")
 
     def listen(self, is_read: bool) -> None:
-        """Watch `backward`, or stop watching it if nothing reads the loss. If no run watches it, restore the original function."""
+        """Wrap `Tensor.backward` if `is_read`. Otherwise remove the wrapper, unless another run still needs it."""
         self._listens = is_read
         if not is_read:
             self.total = None
@@ -530,7 +531,7 @@ class BackwardWatch:
         self._before_closure = self.total
 
     def evaluate(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the optimizer's closure. Its losses replace those of an earlier evaluation in this step, if there was one."""
+        """Call the optimizer's closure. Its losses replace those of an earlier call of the closure in the same step."""
         earlier = self.total
         self.begin_step()
         was_on, self.is_in_closure, self.is_on = self.is_on, True, True
@@ -547,9 +548,9 @@ class BackwardWatch:
                     self._driver.give_up(error)
 
     def run(self, loss: Tensor, *args: Any, **options: Any) -> bool:
-        """Fire the events of `loss` and call its backward pass, if `loss` has one element and this is the training thread.
+        """Fire the events of `loss` and run its backward pass. Return whether this was done.
 
-        Return whether this was done.
+        Do nothing if `loss` has several elements, or if this is not the training thread.
         """
         if not self._listens or self._is_running or loss.numel() != 1 or get_ident() != self._thread:
             return False
@@ -582,7 +583,7 @@ class BackwardWatch:
         except Exception as error:
             self._driver.give_up(error)
             return False
-        self._is_running = True  # ignore the call of this method that `_backward` makes under a torch function mode
+        self._is_running = True  # under a torch function mode, `_backward` calls this method again, which then must do nothing
         try:
             _backward(given, *args, **options)
         except BaseException:  # such as running out of memory, after which the loop may try again
@@ -601,7 +602,7 @@ class BackwardWatch:
 
 
 def _install(is_wanted: bool) -> None:
-    """Wrap `Tensor.backward`, or remove the wrapper. Leave the wrapper in place if another library has wrapped it since."""
+    """Wrap `Tensor.backward`, or remove the wrapper. If another library has wrapped the wrapper since, leave it in place."""
     global _backward, _is_installed
     now: Any = Tensor.backward
     if is_wanted:

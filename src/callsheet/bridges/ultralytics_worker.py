@@ -1,6 +1,7 @@
 """A DDP worker of Ultralytics: it runs the script that Ultralytics has generated, and attaches the callbacks to its trainer.
 
-It is not in the package `ultralytics`, which imports Ultralytics: this process can only find that when the payload is opened.
+This module is not in the package `bridges.ultralytics`, which imports Ultralytics: a worker cannot import Ultralytics before it
+has opened the payload.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from callsheet.transport.payload import open_payload
 
 
 def main() -> None:
-    """Rebuild the callbacks, attach them to the trainer that Ultralytics' file makes, and run the file."""
+    """Rebuild the callbacks from the payload, and run the script of Ultralytics with the callbacks attached to its trainer."""
     file = sys.argv[2]
     unpacked = open_payload(os.environ, is_ours=True)
     sent = unpacked.extra

@@ -1,7 +1,7 @@
-"""The versions of each framework with which its bridge is tested, and what a bridge does with another version.
+"""The framework versions with which each bridge is tested, and the check of the installed version.
 
-A version that is not tested causes one warning in the log. If it lacks a part of the framework that a bridge needs and that is not
-public API, the bridge raises `NotSupported`, which names that part.
+If the installed version is not tested, a warning is logged once. If it lacks an attribute that a bridge needs and that is not
+public API, the bridge raises `NotSupported`, which names the attribute.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ warned: set[str] = set()
 
 
 def check_version(package: str, internals: Iterable[str] = (), *, needed_by: str = "") -> None:
-    """Log a warning, once in a process, if the installed version of a framework is not tested.
+    """Log a warning, once per process, if the installed version of a framework is not tested.
 
     Args:
-        package: the name with which it is installed, as in `TESTED`.
-        internals: the parts of the framework that are needed and not public API, as dotted names; see `has`.
-        needed_by: what needs them, for the error message.
+        package: the name of the framework's package, as in `TESTED`.
+        internals: the attributes of the framework that are needed and not public API, as dotted names; see `has`.
+        needed_by: what needs these attributes, for the error message.
 
     Raises:
         NotSupported: the framework lacks some of `internals`; the message names them.
@@ -87,10 +87,10 @@ def span(tested: tuple[str, ...]) -> str:
 
 
 def has(name: str) -> bool:
-    """Return whether a dotted name exists, such as `ignite.engine.Engine._event_handlers`.
+    """Return whether a dotted name such as `ignite.engine.Engine._event_handlers` exists in the installed version.
 
-    After the module, the name has a class or function, and for a class also an attribute. An attribute of the instances counts as
-    one of the class if the class annotates it or one of its methods assigns it.
+    The name consists of a module, a class or function, and for a class perhaps an attribute. An attribute of the class's
+    instances counts too, if the class annotates it or one of its methods assigns it.
     """
     parts = name.split(".")
     found: Any = None

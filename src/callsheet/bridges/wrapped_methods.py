@@ -1,4 +1,4 @@
-"""Wrappers around methods of an object of another framework, used where the framework has no event for callbacks."""
+"""Wraps methods of another framework's object, such as its trainer, where the framework has no callback event."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class WrappedMethods:
-    """Wraps methods of one object of a framework, such as a trainer, and removes the wrappers again.
+    """Wraps methods of one object of another framework, such as its trainer, until `remove` restores them.
 
     The wrappers are attributes of the object, so they also apply to methods of subclasses. They do not keep the object alive.
     """
@@ -20,7 +20,7 @@ class WrappedMethods:
         self._wrapped: dict[str, Any] = {}
 
     def wrap(self, name: str, around: Callable[..., Any], put: Callable[[Any, str, Any], Any] = setattr) -> None:
-        """Replace the method, so that `around(method, *args, **kwargs)` is called instead. `method` is the original.
+        """Replace the method `name`: its callers then call `around(method, *args, **kwargs)`, where `method` is the original.
 
         `put` sets the attribute. For a wrapper that is never removed, it is `copies.replace`, so that no copy of the object calls
         the wrapper.
@@ -34,16 +34,15 @@ class WrappedMethods:
             original = own if own is not None else functools.partial(method, reference())
             return around(original, *args, **kwargs) if name in self._wrapped else original(*args, **kwargs)
 
-        del wrapper.__wrapped__  # this attribute would make the object refer to itself
+        del wrapper.__wrapped__  # this attribute refers to the object, and a reference cycle would delay the object's deletion
         wrapper.__signature__ = inspect.signature(bound)  # type: ignore[attr-defined]
         put(owner, name, wrapper)
         self._wrapped[name] = (wrapper, own)
 
     def remove(self) -> None:
-        """Remove the wrappers, so that the object has its own methods again.
+        """Restore the object's own methods.
 
-        If another library has wrapped the method again, our wrapper stays below that library's wrapper and only calls the
-        original.
+        If another library has wrapped one of our wrappers since, our wrapper stays in place and only calls the original.
         """
         owner, wrapped = self._owner(), dict(self._wrapped)
         self._wrapped.clear()

@@ -92,7 +92,7 @@ class EarlyStopper(Callback):
             return
         self._best_at = self._best_at or now
         self._waited += 1
-        # A run that has reached its maximum duration ends without a request.
+        # No request is needed if the run has reached its maximum duration.
         if self._has_run_out(ctx) and not ctx.state.is_complete:
             self._stop(ctx)
 

@@ -81,8 +81,8 @@ class EMA(Callback):
     def _begin(self) -> None:
         self._average: dict[str, Tensor] = {}
         self._trained: dict[str, Tensor] = {}  # backup of the trained weights while the model holds the average
-        self._moving: tuple[list[Tensor], list[Tensor]] = ([], [])  # the averages, and beside them the model's weights
-        self._wanted = 0  # how many spans in progress, such as evaluations, need the average in the model
+        self._moving: tuple[list[Tensor], list[Tensor]] = ([], [])  # the averages, and the model's weights in the same order
+        self._wanted = 0  # how many open spans, such as an evaluation, need the average in the model
         self._stays = False
         self._layout = ""  # how the model is sharded: "whole" (not sharded), or a description of the device mesh
         # Names of the tensors that this rank saves: its shards, and on rank 0 also the tensors that are not sharded.

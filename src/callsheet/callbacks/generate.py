@@ -53,8 +53,8 @@ class Generate(Callback):
 
     collective = True  # all ranks must call the handlers, since a sharded model's forward pass runs collectives
     required_fields = ("model",)
-    # `draws_random` is not set: it would save and restore the random states at every step, but only generating texts draws random
-    # numbers, and `written` restores the states itself.
+    # `draws_random` is not set, because it would save and restore the random states at every step. Only `written` draws random
+    # numbers, and it restores the states itself.
 
     def __init__(
         self,

@@ -159,7 +159,7 @@ class HangDetector(Callback):
         reported: float | None = None  # time of the last progress before the hang that was reported; None if there is none
         while not is_over.wait(pause):
             now, seen_steps = time.monotonic(), self._state.timestamp.batch
-            # The check is late because the process was stopped or the machine was asleep: no hang.
+            # If this check comes late, the process was stopped or the machine was asleep, so the run does not hang.
             if now - looked > 5 * pause + 1:
                 self._beat = now
             elif seen_steps > steps:
@@ -259,6 +259,6 @@ def _call_with_timeout(seconds: float, what: Callable[..., object], *arguments: 
     thread = threading.Thread(target=what, args=arguments, name="callsheet-hangs-report", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # the process cannot start more threads; skip `what`
+    except RuntimeError:  # the process cannot start more threads, so `what` is not called
         return
     thread.join(seconds)

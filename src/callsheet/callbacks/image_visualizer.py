@@ -67,7 +67,7 @@ class ImageVisualizer(Callback):
         self._begin()
 
     def _begin(self) -> None:
-        self._logged = self._taken = -1  # numbers of the last `every` intervals with logged and with collected images
+        self._logged = self._taken = -1  # the number of the last interval whose images were logged, and were collected
         self._is_due = False
         self._kept: dict[str, Pictures] = {}
         self._warnings: set[str] = set()

@@ -34,10 +34,10 @@ class AsyncWriter:
         self._ranks = RankGroup(group)
         self._staging = Staging()
         self._thread = disk_thread("callsheet-checkpoint")
-        # Let torch check the written data on this one thread, so that it starts no second pool of threads beside that of training.
+        # Make torch use only this one thread to check the written data. Otherwise it would start a second pool of threads.
         threads = torch.get_num_threads()
         self._thread.submit(_use_one_thread).result()
-        torch.set_num_threads(threads)  # restore the default for new threads, which the call in the other thread has changed
+        torch.set_num_threads(threads)  # restore the default for new threads, which `_use_one_thread` has changed
         self._written: Future[Seal] | None = None
         self._prepared: Future[None] | None = None
         self._is_reported = True
@@ -132,5 +132,5 @@ class AsyncWriter:
 
 
 def _use_one_thread() -> None:
-    torch.get_num_threads()  # makes torch set its default now, because later it would overwrite the value that is set below
+    torch.get_num_threads()  # makes torch set its default now; later, that would overwrite the value 1
     torch.set_num_threads(1)

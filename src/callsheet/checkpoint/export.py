@@ -69,7 +69,7 @@ def export_weights(
                 os.replace(f"{os.fspath(path)}.new", path)
             return seal
         finally:
-            for _ in turns:  # if writing failed, still take part in the remaining collectives
+            for _ in turns:  # even if writing has failed, take part in the remaining collectives
                 pass
 
     seal = ranks.exchange(write, lambda written: [written[0]] * ranks.size)
@@ -109,7 +109,7 @@ def export_huggingface(
                 if processor is not None:
                     processor.save_pretrained(os.fspath(path))
         finally:
-            for _ in turns:  # if writing failed, still take part in the remaining collectives
+            for _ in turns:  # even if writing has failed, take part in the remaining collectives
                 pass
 
     ranks.together(write)

@@ -155,7 +155,7 @@ class Callback(Hooks):
         def __getattr__(self, name: str) -> Any:  # Python calls this only if there is no such attribute
             from callsheet.core import familiar_names
 
-            # If the class has the name, a property raised an AttributeError. Below, it is evaluated again and raises that error.
+            # If the class has the name, it is a property that raised an AttributeError, and the last line raises that again.
             is_foreign = name in familiar_names.EVENTS or name in familiar_names.CALLBACK_METHODS
             if is_foreign and not hasattr(type(self), name):
                 raise AttributeError(

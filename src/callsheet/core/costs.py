@@ -35,7 +35,7 @@ _STEPS_PER_TIMED_STEP = 16  # at most one step in this many is timed
 _MAX_PAUSE_SECONDS, _PAUSE_SHARE = 1.0, 0.25
 # Costs are published again when the run's time has grown by this factor, plus these seconds.
 _PUBLISH_GROWTH, _PUBLISH_SECONDS = (1.1, 2.0)
-_MAX_SLICES = 20_000  # how many timed slices are kept for one timing window; a long evaluation may have more
+_MAX_SLICES = 20_000  # keep at most this many timed slices of one timing window, since a long evaluation may have more
 _MIN_WARN_STEPS = 20  # how many steps must be timed before a warning during the run
 # At the end of a short run, fewer timed steps are enough if a callback takes this share and this time of a step.
 _CLEAR_SHARE, _CLEAR_SECONDS = 0.25, 10e-3

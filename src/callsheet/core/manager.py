@@ -300,7 +300,7 @@ class CallbackManager:
             first, second, more, named, calls = self._active[event]
         except KeyError:
             first, second, more, named, calls = self._table.lookup(as_event(event))
-            ctx.dispatcher = self  # also for a context that was never given to `open`
+            ctx.dispatcher = self  # set here too, because a context need not have been passed to `open`
             self._is_over = False
         if first is not None:
             outer, self.current = self.current, named

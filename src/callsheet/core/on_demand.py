@@ -34,7 +34,7 @@ def attributes(package: str, modules: Mapping[str, str], subpackages: Collection
             setattr(sys.modules[package], name, found)  # stored, so that `__getattr__` is called only once for each name
             return found
         if name in subpackages:
-            return importlib.import_module(f"{package}.{name}")  # which also stores it as an attribute of the package
+            return importlib.import_module(f"{package}.{name}")  # this also stores the module as an attribute of the package
         hint = _hint(package, name)
         if hint and _is_import_from(sys._getframe(1)):
             # In a `from package import name` statement, Python would replace the message of an AttributeError by its own.

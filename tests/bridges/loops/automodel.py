@@ -1,4 +1,4 @@
-"""A small copy of NeMo AutoModel's recipe, because the package needs a GPU to train.
+"""A small copy of NeMo AutoModel's recipe, because the package itself needs a GPU to train.
 
 The callbacks are those of its pull request 875, which is in no release. The copy has the step scheduler, the order of hooks, the
 checkpoints and the stops of that pull request.
@@ -187,7 +187,7 @@ class Recipe:
     def _run_validation_epoch(self, loader: Any) -> MetricsSample:
         model = self.model_parts[0]
         model.eval()
-        with torch.random.fork_rng(devices=[]):  # evaluating does not change training
+        with torch.random.fork_rng(devices=[]):  # random numbers of the evaluation must not change training
             losses = [float(self.job.loss(model(inputs), targets)) for inputs, targets in loader]
         metrics = {"val_loss": sum(losses) / len(losses), "lr": self.optimizer[0].param_groups[0]["lr"], "mem": 0.0}
         return MetricsSample(self.step_scheduler.step, self.step_scheduler.epoch, metrics)

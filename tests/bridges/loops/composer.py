@@ -54,7 +54,7 @@ class MeanLoss(Metric):  # type: ignore[misc,unused-ignore]  # where torchmetric
 
 
 class JobComposerModel(ComposerModel):  # type: ignore[misc]  # Composer's types are not read
-    """The methods that Composer requires of a model; see `trained`."""
+    """A mixin with the methods that Composer requires of a model; see `trained`."""
 
     made_of: type[nn.Module]
     of_outputs: Callable[[Tensor, Tensor], Tensor]
@@ -101,7 +101,7 @@ def train(
     evaluate: bool = True,
 ) -> nn.Module:
     given: dict[str, Any] = {"save_folder": str(folder / "saved"), "save_interval": "0ba"}  # save only on request
-    if evaluate:  # the name that the built-ins of the matrix use
+    if evaluate:  # the label must be the dataset's name that the built-in callbacks of the matrix monitor
         validation = composer.Evaluator(label="validation", dataloader=job.validation_batches(), metric_names=["loss"])
         given["eval_dataloader"] = validation
     trainer = made(

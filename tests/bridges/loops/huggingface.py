@@ -58,7 +58,7 @@ def train(
         eval_dataset=Rows(job.validation) if evaluate else None,
         optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
     )
-    trainer.remove_callback(PrinterCallback)  # the Trainer adds it with disable_tqdm
+    trainer.remove_callback(PrinterCallback)  # the Trainer adds it because of `disable_tqdm`
     if callbacks is not None:
         trainer.add_callback(Empty() if isinstance(callbacks, str) else host(callbacks, strict=strict))
     torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""A small copy of InstructLab Training's loop of release 0.16.2, because the package needs GPUs to train.
+"""A small copy of the training loop of InstructLab Training 0.16.2, because the package itself needs GPUs to train.
 
 The copy calls the same hooks in the same order with the same context. It uses the package's own callback manager if the package is
 installed (`pip install --no-deps instructlab-training`).

@@ -1,4 +1,4 @@
-"""The jobs that every loop trains: the same small models on the same data in the same order."""
+"""The training jobs of all loops: small models and their data, the same in each framework's loop."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Job:
 
 
 class TrainFunction(Protocol):
-    """The type of `train` of a loop, which trains and returns the model. It writes files to `folder`.
+    """The type of a loop's function `train`, which trains and returns the model. It writes its files to `folder`.
 
     It trains `epochs` of `steps_an_epoch` steps: 6, or a multiple of 6, as in the benchmark. If `evaluate` is False, it does not evaluate.
     """

@@ -19,7 +19,7 @@ NAME, VERSION = "Lightning", lightning.__version__
 
 
 class Module(LightningModule):  # type: ignore[misc]  # Lightning's types are not read
-    """The job's model as a LightningModule with the model's children and methods."""
+    """The job's model as a LightningModule, which has the same children and methods as the model."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A copy of Megatron Bridge's loop, because Megatron Bridge can train only on GPUs. It fires the events in the recorded order.
+"""A small copy of Megatron Bridge's training loop, because Megatron Bridge itself needs GPUs. It fires events in the same order.
 
 `interface` returns the package's own module if the package is installed. A wheel without its dependencies is enough.
 """
@@ -112,7 +112,7 @@ class Loop:
         self.data, self.validation = (
             list(job.batches()),
             list(job.validation_batches()),
-        )  # iterating over lists draws no random numbers
+        )  # lists, because iterating over a list draws no random numbers
         torch.manual_seed(3)
         self.manager = names.normalize_callbacks(callbacks)
         train_state = SimpleNamespace(

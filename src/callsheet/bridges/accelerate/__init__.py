@@ -1,4 +1,4 @@
-"""The Accelerate bridge: callsheet's callbacks in a loop written by hand around an Accelerator, and Accelerate's trackers as loggers."""
+"""The Accelerate bridge: `host` runs callsheet's callbacks in an Accelerate loop, and `guest` turns trackers into loggers."""
 
 from callsheet.core.optional import needed_by
 

@@ -1,4 +1,4 @@
-"""For each call in a loop with Accelerate, the events of callsheet that are fired there; and the events that are never fired."""
+"""Tables: which events of callsheet each call of an Accelerate loop fires, and which events are never fired in such a loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accelerate's trackers as loggers. Trackers are the only extension point of Accelerate."""
+"""Makes Accelerate's trackers usable as loggers of callsheet. Accelerate has no callbacks that could be wrapped."""
 
 from __future__ import annotations
 
@@ -22,19 +22,17 @@ from callsheet.loggers.support.tracker import flat
 def guest(tracker: Any, *, name: str = "", phase: Phase = "report", strict: bool = True) -> Callback:
     """Return a tracker of Accelerate as a logger: `guest(TensorBoardTracker("run", "logs"))`.
 
-    It may also be a tracker that you wrote.
-
-    The tracker is started with the run and finished at the run's end. It receives the settings, every metrics record, and images and tables
-    if it supports them.
+    The tracker may also be of a class of your own. It is started at the run's start and finished at the run's end. It receives
+    the settings and every metrics record, and also images and tables, if it has methods for them.
 
     Args:
         tracker: an instance of `accelerate.tracking.GeneralTracker` that has not been started.
-        name: its name in messages. Empty: the name of its class.
-        phase: its place in the order of each event.
-        strict: see `Guest`. It has no effect on a tracker.
+        name: the tracker's name in messages. Empty: the name of its class.
+        phase: the tracker's place in the order of each event.
+        strict: has no effect on a tracker.
 
     Raises:
-        RegistrationError: `tracker` is not such an instance.
+        RegistrationError: `tracker` is not an instance of `GeneralTracker`.
     """
     return TrackerGuest(tracker, name=name, phase=phase, strict=strict)
 
@@ -52,13 +50,13 @@ class TrackerGuest(Guest, Logger):
     OWN: ClassVar[Mapping[str, str]] = {"on_run_start": "begin"}
 
     def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:
-        """Return a handler for the tracker's method `theirs`: `log` gets the metrics record, and `finish` gets no arguments."""
+        """Return a handler that calls `method`: `log` with a metrics record's values and step, or `finish` without arguments."""
         if theirs == "log":
             return lambda ctx: method(ctx.record.values, step=ctx.record.step)
         return lambda ctx: method()
 
     def begin(self, ctx: Context) -> None:
-        """At the run's start, start the tracker."""
+        """Start the tracker, because the run starts."""
         # In earlier versions of Accelerate, a tracker has no `start`; it starts when it is created.
         if hasattr(self.foreign, "start"):
             self.foreign.start()
@@ -84,13 +82,13 @@ class TrackerGuest(Guest, Logger):
                 self.foreign.log_images({name: numpy.stack(group)}, step=ctx.step)
 
     def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Pass the table to the tracker, if it supports tables."""
+        """Pass the table to the tracker, if it has a method `log_table`."""
         if hasattr(self.foreign, "log_table"):
             self.foreign.log_table(name, columns=list(columns), data=[list(row) for row in rows], step=ctx.step)
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are a single number, without the other values."""
+    """Return only those values that are a single number: an `int`, a `float` or a tensor with one element."""
     return {
         name: value
         for name, value in values.items()

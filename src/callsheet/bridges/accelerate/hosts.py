@@ -1,4 +1,4 @@
-"""The Accelerate bridge: callsheet's callbacks in a loop written by hand around an Accelerator, and Accelerate's trackers as loggers."""
+"""Runs callsheet's callbacks in a training loop that is written by hand with an Accelerator."""
 
 from __future__ import annotations
 
@@ -62,10 +62,11 @@ def host(
 ) -> AcceleratedRun:
     """Run the callbacks in a loop around an Accelerator: `with host([...], accelerator=..., model=..., optimizer=...) as run:`.
 
-    The loop iterates over `run.steps(dataloader)`, and is otherwise unchanged. A step ends where `accelerator.sync_gradients` is
-    true, so gradient accumulation follows the accelerator's setting. Gradient norms come from `accelerator.clip_grad_norm_`,
-    logged values from `accelerator.log`, checkpoints from `accelerator.save_state`. A checkpoint that a callback asks for is also
-    written with `save_state`. `accelerator.register_for_checkpointing(run)` adds the callbacks' states to the checkpoints.
+    The loop has to iterate over `run.steps(dataloader)`. Nothing else in it changes. A step ends with a batch for which
+    `accelerator.sync_gradients` is true, so gradient accumulation follows the accelerator's setting. The gradient norm is that of
+    `accelerator.clip_grad_norm_`. What the loop logs with `accelerator.log` is in the metrics records. Checkpoints are written
+    with `accelerator.save_state`, by the loop or because a callback requests one. To save the callbacks' states in them, call
+    `accelerator.register_for_checkpointing(run)`.
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
@@ -74,13 +75,13 @@ def host(
         max_duration: how long to train, such as `"2ep"`. `run.steps` ends then. None: until the loop ends.
         log_interval: how often a metrics record is made. A bare number means batches.
         run_name, runs_folder: the run's name, and the folder that contains the run's folder.
-        resume: a folder that `accelerator.save_state` wrote. It is loaded when the `with` block is entered.
+        resume: a folder that `accelerator.save_state` has written. It is loaded at the start of the `with` block.
         evaluate: called without arguments when a callback asks for an evaluation. It returns the results by dataset name, such as
             `{"validation": {"loss": 1.2}}`.
         config: the program's settings, stored with the run.
         preempt_signals: the signals that make the run save a checkpoint and end as preempted.
         timeout_seconds: the run fails if a rank does not answer for this long.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder. Then `RunInUseError` is raised.
+        lock_timeout_seconds: how long to wait while another process trains in the run's folder; then `RunInUseError` is raised.
         strict: whether to raise an error if a callback listens to an event that is not fired; else log a warning.
 
     Returns:
@@ -88,7 +89,7 @@ def host(
 
     Raises:
         ConfigError: the model is not a `torch.nn.Module`, or the optimizer not a `torch.optim.Optimizer`.
-        NotSupported: the accelerator uses DeepSpeed or Megatron-LM; or, at the start of the block or after the first step, see `strict`.
+        NotSupported: the accelerator uses DeepSpeed or Megatron-LM; or a callback cannot work in this loop, see `strict`.
     """
     check_versions(PACKAGE, HOST, "this host")
     if accelerator.distributed_type in _OWN_ENGINES:
@@ -152,11 +153,11 @@ class AcceleratedRun(AttachedRun):
         self._loaded: Mapping[str, Any] | None = None
         self._is_inside = False  # whether the loop is inside the `with` block of this run
         self._microbatches = 0  # how many microbatches the current step has had
-        self._taken = 0  # the number of batches of the epoch that were yielded
+        self._taken = 0  # how many batches of the current epoch were yielded
         self._to_skip = 0  # how many batches of the first epoch to skip after a resume
         self._is_resumed = False
-        self._may_fire_save = True  # whether a save may fire checkpoint events: not within a step, and once per boundary
-        self._saves = False  # whether a callback requested the checkpoint that is being written
+        self._may_fire_save = True  # whether a save may fire checkpoint events: only between two steps, and only once there
+        self._saves = False  # whether a checkpoint that a callback requested is being written
         self._is_saved = False  # whether the latest checkpoint holds the callbacks' states
 
     def __enter__(self) -> Self:
@@ -184,7 +185,7 @@ class AcceleratedRun(AttachedRun):
         self._patches.end()
 
     def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> None:
-        """Fire the events of an evaluation that the loop has carried out.
+        """Fire the start and end events of an evaluation, after the loop has carried it out.
 
         `results` are the metrics by dataset name: `{"validation": {"loss": 1.2}}`.
         """
@@ -192,7 +193,7 @@ class AcceleratedRun(AttachedRun):
         self._may_fire_save = True
 
     def steps(self, dataloader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of one epoch. After a resume, `Accelerator.skip_first_batches` skips those already trained on.
+        """Yield the batches of one epoch. A resumed run leaves out the batches that it has already trained on.
 
         Raises:
             RequestRejected: this is called inside another call of `steps`.
@@ -243,7 +244,7 @@ class AcceleratedRun(AttachedRun):
             if self._backward is not None:
                 self._backward.is_on = False
         if self._has_given_up and not self._is_over:
-            # After an error of callsheet, only count steps: the current step here, the later ones in `_remaining`.
+            # An error in callsheet has ended the run, so only count steps: this one here, and later ones in `_remaining`.
             was_in_step, self._was_in_step = self._was_in_step, False
             if was_in_step and not self._group and self._ends_step(1):
                 self._count_step()
@@ -267,17 +268,17 @@ class AcceleratedRun(AttachedRun):
         self._taken = skip
         if self._is_resumed and hasattr(dataloader, "set_epoch"):  # the dataloader's own epoch count starts at 0 in a new process
             dataloader.set_epoch(self._run.state.timestamp.epoch)
-        # A stateful dataloader continues at its saved position without help.
+        # A stateful dataloader needs no skipping, because it continues at its saved position by itself.
         if not skip or self._accelerator.dataloader_config.use_stateful_dataloader:
             return dataloader  # type: ignore[no-any-return]
         left = self._accelerator.skip_first_batches(dataloader, skip)
         if hasattr(dataloader, "iteration"):
-            # Before Accelerate 1.15, the new dataloader counts epochs from 0, so the data would get the first epoch's order.
+            # Before Accelerate 1.15, `left` counts epochs from 0, so it would shuffle the data as in the first epoch.
             left.iteration = dataloader.iteration
         return left  # type: ignore[no-any-return]
 
     def _fetch(self, batches: Iterator[Any]) -> Any:
-        """Return the next batch, or None. Fire the fetch events for the first batch of a step only.
+        """Return the next batch, or None at the epoch's end. Fire the fetch events only for the first batch of a step.
 
         Batches are not fetched in advance, because the accelerator saves the dataloader's position.
         """
@@ -298,7 +299,7 @@ class AcceleratedRun(AttachedRun):
             mark_as_users(error)  # raise the error to the user, since training is impossible without data
             raise
         if batch is not None:
-            self._group.append(batch)  # stored first, so that the loop gets this batch even if something fails here
+            self._group.append(batch)  # stored before events are fired, so that the loop gets the batch even if firing them fails
         if is_first:
             ctx.batch = batch
             if self._listens_to_fetch:
@@ -311,7 +312,7 @@ class AcceleratedRun(AttachedRun):
         return batch
 
     def _end_microbatch(self) -> None:
-        """End the microbatch, or the step if gradients were synchronized."""
+        """End the microbatch. If Accelerate synchronized the gradients in it, end the whole step."""
         if not self._microbatches:
             return
         if self._accelerator.sync_gradients:
@@ -394,17 +395,17 @@ class AcceleratedRun(AttachedRun):
             self._saves = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the callbacks' states and the run's progress. `accelerator.save_state` calls this for a registered object."""
+        """Return the callbacks' states and the run's progress. If the run is registered, `accelerator.save_state` calls this."""
         run = self._run
         self._is_saved = True
         if self._loaded is not None:
             return dict(self._loaded)
         if self._has_given_up:
-            return {}  # the run ended earlier because of an error, so its state is older than this checkpoint
+            return {}  # an error in callsheet ended the run earlier, so the callbacks' states are older than this checkpoint
         return {**own_state(run), "taken": self._taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the callbacks' states and the run's progress: at once inside the `with` block, otherwise when it is entered.
+        """Restore the callbacks' states and the run's progress: now, or at the start of the `with` block if it has not begun.
 
         Raises:
             RequestRejected: this is called within an epoch.
@@ -442,7 +443,7 @@ class _AcceleratorPatches:
         self._before: dict[str, Any] = {}
 
     def begin(self) -> None:
-        """Wrap the Accelerator's methods, and add the tracker to it."""
+        """Wrap methods of the Accelerator, and add a `_Tracker` to its trackers."""
         run = self._run
         for name, method in (("clip_grad_norm_", run._clip), ("save_state", run._save_state)):
             self._before[name] = vars(self._accelerator).get(name)
@@ -450,7 +451,7 @@ class _AcceleratorPatches:
         self._accelerator.trackers.append(self._tracker)
 
     def end(self) -> None:
-        """Remove the wrappers and the tracker from the Accelerator."""
+        """Remove the wrappers and the `_Tracker` from the Accelerator."""
         for name, before in self._before.items():
             if before is None:
                 delattr(self._accelerator, name)

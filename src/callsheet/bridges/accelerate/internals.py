@@ -1,4 +1,4 @@
-"""The parts of Accelerate that the bridge needs and that are not public API. Without them, the host raises `NotSupported`."""
+"""The attributes of Accelerate that the host needs. If the installed version lacks one, the host raises `NotSupported`."""
 
 PACKAGE = "accelerate"
 

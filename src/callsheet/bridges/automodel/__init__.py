@@ -1,4 +1,4 @@
-"""The AutoModel bridge: callsheet callbacks in NeMo AutoModel's recipes (`host`), and AutoModel's callbacks in callsheet's loop (`guest`)."""
+"""The AutoModel bridge: `host` runs callsheet's callbacks in AutoModel, and `guest` runs AutoModel's callbacks in callsheet."""
 
 from callsheet.core.optional import needed_by
 

@@ -1,4 +1,4 @@
-"""For each hook of AutoModel, the events of callsheet that are fired there; and the events that are never fired."""
+"""Tables: which events of callsheet are fired at each hook of AutoModel, and which events are never fired in AutoModel."""
 
 from __future__ import annotations
 

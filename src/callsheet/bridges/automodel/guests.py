@@ -1,4 +1,4 @@
-"""Runs AutoModel's callbacks in callsheet's loop (as guests), in AutoModel's order and with AutoModel's metrics."""
+"""Runs AutoModel's callbacks in callsheet's loop (as guests). They are called in AutoModel's order and receive its metrics."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from callsheet.core.wrappers import Handler
 
 EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_train_start": ("on_train_start",),
-    "on_train_step_end": ("on_train_batch_end",),  # when AutoModel calls its hook, the scheduler has stepped
-    "on_eval_all_end": ("on_validation_end",),  # when AutoModel calls its hook, the model is in eval mode
-    "on_checkpoint_published": ("on_save_checkpoint",),  # when AutoModel calls its hook, it has written everything
+    "on_train_step_end": ("on_train_batch_end",),  # AutoModel calls this hook after the scheduler's step
+    "on_eval_all_end": ("on_validation_end",),  # AutoModel calls this hook while the model is still in eval mode
+    "on_checkpoint_published": ("on_save_checkpoint",),  # AutoModel calls this hook after it has written everything
     "on_exception": ("on_exception",),
     "on_train_end": ("on_train_end",),
 }
@@ -32,15 +32,15 @@ GIBIBYTE = 1024**3
 
 
 def guest(foreign: Any, *, name: str = "", phase: Phase = "measure", strict: bool = True) -> AutoModelGuest:
-    """Wrap a callback of AutoModel as a callsheet callback, for any loop that fires callsheet's events.
+    """Wrap a callback of AutoModel as a callsheet callback.
 
-    It receives a facade of a recipe with `dist_env`, `step_scheduler`, `cfg`, `model_parts`, `model`, `optimizer` and
-    `lr_scheduler`; any other attribute raises `NotSupported`. Steps and epochs count from 0, as in AutoModel. Setting
-    `step_scheduler.max_steps` or `sigterm_flag` stops callsheet's loop.
+    The callback receives an object in place of AutoModel's recipe, with the attributes `dist_env`, `step_scheduler`, `cfg`,
+    `model_parts`, `model`, `optimizer` and `lr_scheduler`. Reading any other attribute raises `NotSupported`. Steps and epochs
+    count from 0, as in AutoModel. Setting `step_scheduler.max_steps` or `step_scheduler.sigterm_flag` stops callsheet's loop.
 
     Args:
         foreign: a callback of AutoModel or of `callsheet.compat.automodel`, or any object that has some of the six hooks; or a
-            `CallbackRunner` of several callbacks, which share the measured values.
+            `CallbackRunner` with several callbacks, for which the metrics are measured only once.
         name, phase, strict: see `callsheet.bridges.guest_base.Guest`.
 
     Returns:
@@ -48,7 +48,7 @@ def guest(foreign: Any, *, name: str = "", phase: Phase = "measure", strict: boo
 
     Raises:
         RegistrationError: the callback has none of the hooks.
-        NotSupported: when the callback reads another attribute of the recipe.
+        NotSupported: while training, if the callback reads another attribute of the recipe.
     """
     return AutoModelGuest(foreign, name=name, phase=phase, strict=strict)
 
@@ -67,7 +67,7 @@ class AutoModelGuest(Guest):
 
     FRAMEWORK = "NeMo AutoModel"
     EVENTS = EVENTS
-    collective = True  # with several ranks, the measured values are gathered, so that they are the same on all ranks
+    collective = True  # all ranks must call the handlers, because the handlers gather the metrics of all ranks
 
     def __init__(
         self, foreign: Any, *, name: str = "", phase: Phase = "measure", strict: bool = True, recipe: Any = None,
@@ -96,13 +96,13 @@ class AutoModelGuest(Guest):
         super().__init__(foreign, name=name, phase=phase, strict=strict)
 
     def listens_to(self, theirs: str) -> bool:
-        """Return whether AutoModel's callback, or one of its `CallbackRunner`'s callbacks, overrides the hook."""
+        """Return whether the wrapped callback, or one of the callbacks in a wrapped `CallbackRunner`, overrides the hook."""
         foreign = self.foreign
         several = foreign.callbacks if isinstance(foreign, CallbackRunner) else [foreign]
         return any(_has_listeners(each, theirs) for each in several)
 
     def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:
-        """Return a handler that calls `method` with the recipe and the hook's keyword arguments."""
+        """Return a handler that calls `method`, a hook of the wrapped callback, with the recipe and keyword arguments."""
         given = self._GIVEN.get(theirs)
         is_in_training = theirs not in ("on_train_start", "on_train_end")
 
@@ -116,16 +116,13 @@ class AutoModelGuest(Guest):
         return call
 
     def facade_for(self, ctx: Context) -> RecipeFacade:
-        """Return the object that the callback receives as its recipe.
-
-        Create it at the first call, from the context of training.
-        """
+        """Return the object that the callback receives in place of AutoModel's recipe. The first call creates it from `ctx`."""
         if self.facade is None:
             self.facade = self.made(ctx)
         return self.facade
 
     def made(self, ctx: Context) -> RecipeFacade:
-        """Create the object that the callback receives as its recipe in this run.
+        """Create the object that the callback receives in place of AutoModel's recipe.
 
         Args:
             ctx: the context of the training loop.
@@ -136,7 +133,7 @@ class AutoModelGuest(Guest):
         return RecipeFacade(ctx)
 
     def fire_exception(self, error: BaseException) -> None:
-        """Call `on_exception`, unless it was called for this error already.
+        """Call `on_exception` of the wrapped callback, unless it was called for this error already.
 
         Errors of the set-up are reported too.
 
@@ -171,7 +168,7 @@ class AutoModelGuest(Guest):
     # --- what AutoModel measures ---
 
     def _create_facade(self, ctx: Context) -> None:
-        self.facade, self.reported = self.made(ctx), None  # forget the values of an earlier run
+        self.facade, self.reported = self.made(ctx), None  # replaces the values of an earlier run
 
     def _begin(self, ctx: Context) -> None:
         self._moment = time.perf_counter()
@@ -180,7 +177,7 @@ class AutoModelGuest(Guest):
         self._counts.add(ctx.microbatch, ctx.outputs)
 
     def _measured(self, ctx: Context) -> dict[str, Any]:
-        """Return the metrics of a step as floats, as AutoModel does. This waits for the device."""
+        """Return the metrics that AutoModel gives its callbacks at a step's end. Reading them as numbers waits for the device."""
         counts, self._counts = self._counts, _Counts()
         losses = {name: float(loss) for name, loss in ctx.loss_dict.items()}
         labels, tokens, right, samples = (float(count) for count in (counts.labels, counts.tokens, counts.right, counts.samples))
@@ -271,7 +268,7 @@ class AutoModelGuest(Guest):
 
 
 class _Counts:
-    """Counts the labels, tokens and samples in the microbatches of a step. The sums stay on their device."""
+    """Counts labels, tokens and samples in a step's microbatches. The sums stay on the device, so that counting never waits."""
 
     def __init__(self) -> None:
         self.labels: Any = 0
@@ -310,12 +307,12 @@ def _rate(ctx: Context) -> float:
 
 
 def _memory(ctx: Context) -> float:
-    """Return the peak memory of the device in GiB; 0 on a CPU."""
+    """Return the peak GPU memory in GiB; 0 without a GPU."""
     return torch.cuda.max_memory_allocated(ctx.run.device) / GIBIBYTE if ctx.run.device.startswith("cuda") else 0.0
 
 
 def _has_listeners(callback: Any, hook: str) -> bool:
-    """Return whether the callback overrides `hook`. Its base class is AutoModel's `Callback` or callsheet's copy of that class."""
+    """Return whether the callback overrides `hook` of its base class, which is AutoModel's `Callback` or callsheet's copy."""
     method = getattr(callback, hook, None)
     function: Any = getattr(method, "__func__", method)
     if function is getattr(AutoModelCallback, hook):

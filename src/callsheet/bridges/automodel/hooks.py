@@ -1,4 +1,4 @@
-"""Hooks on the model of an AutoModel recipe. They show what the recipe does between AutoModel's own hooks."""
+"""Hooks on the model of an AutoModel recipe. They report microbatches and forward passes, for which AutoModel has no hooks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WITH_BACKWARD = len(SEQUENCE["microbatch"])
 
 
 class CalledModel(ModelCalls):
-    """Observes the calls of the model.
+    """Fires the events of steps, microbatches and evaluation batches when the recipe calls the model.
 
     In training, a call is a microbatch, and the first one begins a step. Otherwise, a call is a batch of an evaluation.
 
@@ -68,7 +68,7 @@ class CalledModel(ModelCalls):
         self._before.install(True, self._begins)
 
     def wrap(self, recipe: Any) -> WrappedMethods:
-        """Wrap the recipe's methods that train and validate, if it has them, so that they set `_is_training` and `is_validating`."""
+        """Wrap the recipe's methods for training and validation, if it has both, so that this object knows which is running."""
         methods, self_now = WrappedMethods(recipe), weakref.proxy(self)
 
         def within(name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +85,7 @@ class CalledModel(ModelCalls):
         return methods
 
     def end_step(self) -> None:
-        """End the step, because the recipe has reported its end."""
+        """End the step, because the recipe has called `on_train_batch_end`."""
         if not self._is_in_step:  # the recipe did not call the model, which would have begun the step
             run = self._run
             self._begin_step(run)
@@ -118,26 +118,26 @@ class CalledModel(ModelCalls):
         return self.start_forward() if self._listens_to_forward else ctx.batch
 
     def _is_of_this_microbatch(self) -> bool:
-        """Return whether this call of the model belongs to the current microbatch, in which the backward pass has not ended yet.
+        """Return whether this call of the model is a further one for the current microbatch, before its backward pass has ended.
 
-        A contrastive loss, for example, calls the model several times.
+        A contrastive loss, for example, calls the model several times for one microbatch.
         """
         parts = self._run.driver.parts
         return parts["microbatch"].is_open and (parts["backward"].is_open or parts["microbatch"].done < _WITH_BACKWARD)
 
     def _begin_step(self, run: HostedRun) -> None:
-        if run.eval.driver.is_open("eval_all"):  # the recipe has not reported the validation's end
+        if run.eval.driver.is_open("eval_all"):  # the recipe has begun a training step without reporting the validation's end
             run.eval.end()
         driver, watch = run.driver, self._watch
         if self._scheduler.epoch != self._epoch:
-            if driver.is_open("epoch"):  # the data had no known length, so the epoch's end was not recognized
+            if driver.is_open("epoch"):  # the previous epoch: its length was not known, so its end was not noticed
                 run.end_epoch(is_whole=True)
             self._epoch = self._scheduler.epoch
         if not driver.parts["epoch"].is_open:
             driver.start("epoch")
         if driver.listen():
             self._listens_to_forward = driver.listens_to("forward")
-            # Both are also True if only the forward or backward pass has listeners: the start of either span ends that pass.
+            # These spans are also observed if only the forward or backward pass has listeners, since their start ends it.
             watch.listen(driver.listens_to("clip_gradients") or driver.listens_to("optimizer_step"))
             self._optimizer.listen(driver.is_read)
         self._is_in_step = True

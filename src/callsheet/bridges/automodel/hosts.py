@@ -1,4 +1,4 @@
-"""The AutoModel bridge: callsheet callbacks in NeMo AutoModel's recipes (`host`), and AutoModel's callbacks in callsheet's loop (`guest`)."""
+"""Runs callsheet's callbacks in NeMo AutoModel's recipes, as one callback of AutoModel."""
 
 from __future__ import annotations
 
@@ -53,60 +53,60 @@ def host(
 ) -> AutoModelHost:
     """Wrap the callbacks in one callback of AutoModel, for `Recipe(cfg, callbacks=[host([...])])`.
 
-    One `recipe.run_train_validation_loop()` is one run. AutoModel has six hooks; the host observes the rest of a step with
-    PyTorch hooks on the model, in `backward` and on the optimizer. `ctx.batch` is what the model is called with. The values that
-    AutoModel measures at a step are in the metrics records. They have callsheet's name if there is one, otherwise
-    `automodel/<name>`.
+    A run is one call of `recipe.run_train_validation_loop()`. AutoModel has only six hooks. The host observes the other parts of
+    a step with PyTorch hooks on the model, in `backward` and on the optimizer. `ctx.batch` is the argument of the model's call.
+    The metrics that AutoModel measures at a step are in the metrics records, as `automodel/<name>` if callsheet has no name for
+    them.
 
-    AutoModel carries out requests to stop, save or evaluate: the host changes its step scheduler, so that this step is the last one or
-    one at which to save or validate. AutoModel validates at every step at which it saves. Its checkpoints contain the callbacks' states,
-    which are loaded when training resumes from one.
+    If a callback requests a stop, a save or an evaluation, AutoModel carries it out after the current step, because the host
+    changes AutoModel's step scheduler. AutoModel validates whenever it saves. The host adds the callbacks' states to AutoModel's
+    checkpoints, and loads them when training resumes from one.
 
-    Not supported: gradients at `on_train_step_end`, which are zeroed by then; the fetch of a step's microbatches after the first; the
-    steps of an evaluation of several sets; pipeline parallelism. An exception is reported only if the script calls
-    `CallbackRunner.on_exception`, as AutoModel's own `main` does. Otherwise a run that fails ends when the host is garbage-collected or
-    the program ends; it is recorded as failed.
+    Not supported: gradients at `on_train_step_end`, because AutoModel has already zeroed them; the fetch of a step's microbatches
+    after the first; the steps of an evaluation of several validation sets; pipeline parallelism. The host learns of an exception
+    only if the script calls `CallbackRunner.on_exception`, as AutoModel's own `main` does. Otherwise a failed run ends when the
+    host is garbage-collected or the program ends; it is recorded as failed.
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
         log_interval: how often a metrics record is made.
         strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder, before `RunInUseError` is raised.
+        lock_timeout_seconds: how long to wait while another process trains in the run's folder; then `RunInUseError` is raised.
 
     Returns:
         A callback of AutoModel.
 
     Raises:
-        NotSupported: when training begins or after the first step, depending on `strict`.
+        NotSupported: a callback cannot work in this loop, see `strict`. Raised when training begins or after the first step.
     """
     return AutoModelHost(callbacks, log_interval=log_interval, strict=strict, lock_timeout_seconds=lock_timeout_seconds)
 
 
 class _HostRequests:
-    """Carries out requests by changing AutoModel's step scheduler.
+    """Carries out callbacks' requests (save, evaluate, stop) by changing AutoModel's step scheduler.
 
-    It has no reference to the recipe. The run refers to this object, and must not keep the recipe alive, and with it the host.
+    It has no reference to the recipe: the run refers to this object, and must not keep the recipe (and so the host) alive.
     """
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self._changed: dict[str, Any] = {}  # the original values of the scheduler's intervals that were changed
+        self._changed: dict[str, Any] = {}  # the original values of those intervals of the scheduler that were changed
 
     def save(self, requests: tuple[Request, ...]) -> None:
-        """Make the recipe save after the current step, by setting the scheduler's checkpoint interval to end at this step."""
+        """Make the recipe save after the current step, by changing the scheduler's checkpoint interval until `restore`."""
         self._now("ckpt_every_steps")
 
     def evaluate(self) -> None:
-        """Make the recipe validate after the current step, by setting the scheduler's validation interval to end at this step."""
+        """Make the recipe validate after the current step, by changing the scheduler's validation interval until `restore`."""
         self._now("val_every_steps")
 
     def stop(self, *, now: bool = False) -> None:
-        """Stop after the current step, as if it were the last one. With `now`, stop before the step ends."""
+        """Make the recipe stop after the current step. With `now`, given before the first step, make it train no step."""
         scheduler = self._scheduler
         scheduler.max_steps = min(scheduler.max_steps, scheduler.step + (not now))
 
     def restore(self) -> bool:
-        """Restore the intervals after a step. Return whether they had been changed."""
+        """Restore the scheduler's intervals that `save` and `evaluate` have changed. Return whether there were any."""
         changed, self._changed = self._changed, {}
         for name, value in changed.items():
             setattr(self._scheduler, name, value)
@@ -137,7 +137,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
         self._log_interval = log_interval
         self._lock_timeout_seconds = lock_timeout_seconds
         self._requests: Any = None  # the _HostRequests, set once a run has begun
-        self._is_over = True  # whether AutoModel is not iterating over steps
+        self._is_over = True  # False only while AutoModel iterates over its steps
         self._is_due_fired = False  # whether on_checkpoint_due was fired after the latest step, so that a save need not fire it
         self._being_written: CheckpointInfo | None = None  # the checkpoint that AutoModel is writing in the background
 
@@ -198,7 +198,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
     def on_train_end(self, run: HostedRun, recipe: Any, **_: Any) -> None:
         """End the run of callsheet's callbacks, because AutoModel has finished training."""
         self._is_over = True
-        if run.driver.is_open("epoch"):  # the length of the data is not known, so its last batch was not recognized
+        if run.driver.is_open("epoch"):  # the last epoch: its length is not known, so its last step was not noticed
             scheduler = recipe.step_scheduler
             is_whole = not _is_leaving(recipe) and scheduler.step < scheduler.max_steps
             if length := getattr(scheduler, "epoch_len", None):  # AutoModel has not reported the end of the last step
@@ -224,7 +224,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
         self._being_written = None
 
     def _handle(self, method: Callable[..., None], recipe: Any, **given: Any) -> None:
-        """Call `method`, the host's handler of an AutoModel hook, with the current run.
+        """Call `method`, which handles a hook of AutoModel, with the current run, if there is one.
 
         Until it returns, calls of the model come from a callback and are not part of the loop.
         """
@@ -262,9 +262,9 @@ class AutoModelHost(HostBase, AutoModelCallback):
             self._leave(error)
 
     def _take(self, run: HostedRun, measured: Mapping[str, Any]) -> None:
-        """Copy the loss and the other values that AutoModel measured to the run, if a callback or a metrics record reads them.
+        """Copy AutoModel's loss, gradient norm and other metrics of the step to the run, if a callback or a record reads them.
 
-        AutoModel's loss is that of all ranks and microbatches.
+        AutoModel's loss covers all ranks and microbatches.
         """
         listeners = run.manager.has_listeners
         if not listeners.on_log and not listeners.on_train_step_end:
@@ -306,7 +306,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
 
     @in_a_run
     def on_save_checkpoint(self, run: HostedRun, recipe: Any, *, checkpoint_info: Mapping[str, Any], **_: Any) -> None:
-        """Add the callbacks' states to a checkpoint that was written or is being written.
+        """Add the callbacks' states to a checkpoint that AutoModel has written, or is writing in the background.
 
         AutoModel calls this even if it writes no checkpoints; then there is nothing to do.
         """
@@ -337,7 +337,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
 
 
 def _counted(host: AutoModelHost, scheduler: Any) -> Counts:
-    """Return the steps that AutoModel has completed, and the epochs if their length is known.
+    """Return how many steps AutoModel has completed, and how many epochs if the number of steps in an epoch is known.
 
     AutoModel counts a step only after all hooks of the step.
     """
@@ -347,7 +347,7 @@ def _counted(host: AutoModelHost, scheduler: Any) -> Counts:
 
 
 def _load(run: HostedRun, places: list[Path], scheduler: Any) -> CheckpointInfo | None:
-    """Load the callbacks' states from the AutoModel checkpoint from which training resumes. AutoModel has loaded the rest."""
+    """Load the callbacks' states from the checkpoint from which AutoModel has resumed model and optimizer."""
     step, found = scheduler.step, next((place for place in places if (place / STATE).is_dir()), None)
     if found is None:
         logger.warning("%s resumes from step %d, but no state of callbacks was found in its checkpoint", run.host, step)
@@ -362,11 +362,11 @@ def _is_leaving(recipe: Any) -> bool:
 
 
 def _preempt(run: HostedRun) -> None:
-    """Preempt the run, because AutoModel has received a SIGTERM. AutoModel's next checkpoint is the preemption checkpoint."""
+    """End the run as preempted, because AutoModel has received a SIGTERM. Its next checkpoint is the preemption checkpoint."""
     if not run.boundaries.is_preempted:
         run.control.able.add("save")  # allow the save that a preemption requests; AutoModel decides whether it saves
         run.signals.received, run.signals.arrived_at = signal.SIGTERM, time.monotonic()
-        run.boundaries.finish()  # exchanges requests, so that all ranks know them
+        run.boundaries.finish()  # makes the ranks exchange their requests, so that all of them know of the preemption
 
 
 def _scalar(measured: Any) -> Tensor:
@@ -375,14 +375,14 @@ def _scalar(measured: Any) -> Tensor:
 
 
 def _only(given: Any) -> Any:
-    """Return the first object of a list such as `model_parts`; None for an empty list, and anything else unchanged.
+    """Return the first item of a list such as `model_parts` (None if it is empty), or `given` itself if it is not a list.
 
-    A recipe has lists for pipeline parallelism."""
+    A recipe has such lists for pipeline parallelism."""
     return next(iter(given), None) if isinstance(given, (list, tuple)) else given
 
 
 def _validation_sets(recipe: Any) -> list[str]:
-    """Return the names of the recipe's validation sets in callsheet."""
+    """Return callsheet's names for the recipe's validation sets."""
     several = getattr(recipe, "val_dataloaders", None)
     if several is not None:
         return [_shown(name) for name in several]

@@ -1,4 +1,4 @@
-"""AutoModel's callback interface, for the bridge and `callsheet.compat.automodel`. NeMo AutoModel is not imported."""
+"""A copy of AutoModel's callback interface, which can be used without installing NeMo AutoModel."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Callback:
         """Called when everything is set up and training begins."""
 
     def on_train_batch_end(self, recipe: Any, **kwargs: Any) -> None:
-        """Called after a step and its learning rate step; `train_log_data` is its `MetricsSample`."""
+        """Called after the optimizer and the scheduler have stepped. The argument `train_log_data` is a `MetricsSample`."""
 
     def on_validation_end(self, recipe: Any, **kwargs: Any) -> None:
-        """Called after all validation sets have been evaluated; `val_results` has their `MetricsSample` by name."""
+        """Called after all validation sets were evaluated. The argument `val_results` maps set names to `MetricsSample`s."""
 
     def on_save_checkpoint(self, recipe: Any, **kwargs: Any) -> None:
-        """Called after a checkpoint has been saved; `checkpoint_info` is a dictionary about it."""
+        """Called after a checkpoint was saved. The argument `checkpoint_info` is a dict with its step, path and losses."""
 
     def on_exception(self, recipe: Any, **kwargs: Any) -> None:
-        """Called when training fails because of `exception`."""
+        """Called when training fails. The argument `exception` is the error."""
 
     def on_train_end(self, recipe: Any, **kwargs: Any) -> None:
         """Called when training has ended without an error."""

@@ -58,25 +58,26 @@ class DistEnv(Facade):
 
 
 class StepScheduler(Facade):
-    """The progress of training as AutoModel counts it, from 0. After training, `step` is the number of steps.
+    """The progress of training as AutoModel counts it: the first step and the first epoch are 0.
 
-    A callback may stop training with `sigterm_flag = True`, or with a `max_steps` that the current step reaches.
+    After training, `step` is the number of steps. A callback may stop training by setting `sigterm_flag` to True, or `max_steps`
+    to `step + 1`.
     """
 
     OF = "AutoModel's step_scheduler"
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
-        self._is_in_training = False  # False at on_train_start and on_train_end, when no step is in progress
+        self._is_in_training = False  # whether a step is in progress: False at on_train_start and on_train_end
 
     @property
     def step(self) -> int:
-        """The number of the current step."""
+        """The number of the current step, counted from 0."""
         return max(0, self._ctx.step - self._is_in_training)
 
     @property
     def epoch(self) -> int:
-        """The number of the current epoch."""
+        """The number of the current epoch, counted from 0."""
         return max(0, self._ctx.epoch - 1) if self._is_in_training else self._ctx.state.timestamp.epoch
 
     @property
@@ -96,7 +97,7 @@ class StepScheduler(Facade):
 
     @property
     def max_steps(self) -> int:
-        """The maximum number of steps."""
+        """The number of steps after which training ends."""
         longest = self._ctx.state.max_duration
         if longest is not None and longest.unit is TimeUnit.BATCH:
             return int(longest.value)
@@ -106,7 +107,7 @@ class StepScheduler(Facade):
 
     @max_steps.setter
     def max_steps(self, steps: int) -> None:
-        """Stop training after the current step. Raise NotSupported if `steps` would let training continue after it."""
+        """Stop training after the current step. Raise NotSupported for a later step, which a guest cannot request."""
         if steps > self.step + 1:
             raise NotSupported(
                 f"{self.OF}: max_steps={steps} at step {self.step}: a guest can end training only with the current step, not later"
@@ -115,12 +116,12 @@ class StepScheduler(Facade):
 
     @property
     def is_last_step(self) -> bool:
-        """Whether no step follows."""
+        """Whether the current step is the last one of training."""
         return self.step + 1 >= self.max_steps
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the epoch ends with this step; False if its length is not known."""
+        """Whether the current step is the epoch's last one; False if the epoch's length is not known."""
         return self.epoch_len is not None and self.step % self.epoch_len == self.epoch_len - 1
 
     @property
@@ -169,7 +170,7 @@ class ConfigNode:
         return found
 
     def set_by_dotted(self, name: str, value: Any) -> None:
-        """Set the value under a dotted name, and create missing nodes in between.
+        """Set the value under a dotted name, and create the nested nodes on its path that do not exist.
 
         Args:
             name: the name, such as `model.path`.
@@ -184,7 +185,7 @@ class ConfigNode:
         node.__dict__[last] = ConfigNode(value) if isinstance(value, Mapping) else value
 
     def to_dict(self) -> dict[str, Any]:
-        """Return nested dictionaries."""
+        """Return the values as a dict; a nested `ConfigNode` becomes a nested dict."""
         return {name: value.to_dict() if isinstance(value, ConfigNode) else value for name, value in self.__dict__.items()}
 
     def __getattr__(self, name: str) -> Any:
@@ -199,7 +200,7 @@ class ConfigNode:
 
 
 class RecipeFacade(Facade):
-    """Replaces AutoModel's recipe for its callbacks in callsheet's loop: the attributes that they may use."""
+    """Replaces AutoModel's recipe for its callbacks in callsheet's loop. It has only the attributes that callbacks may use."""
 
     OF = "AutoModel's recipe"
     WRITABLE: ClassVar[frozenset[str]] = frozenset()

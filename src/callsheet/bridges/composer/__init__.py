@@ -1,4 +1,4 @@
-"""The Composer bridge: callsheet callbacks in MosaicML Composer's Trainer (`host`), and Composer's callbacks in callsheet's loop (`guest`).
+"""The Composer bridge: `host` runs callsheet's callbacks in Composer, and `guest` runs Composer's callbacks in callsheet.
 
 Only the host needs Composer itself. It is imported when a host is created.
 """

@@ -1,4 +1,4 @@
-"""The events of Composer that correspond to each event of callsheet, and the events of callsheet that are never fired."""
+"""Tables: which events of Composer correspond to each event of callsheet, and which events are never fired in Composer."""
 
 from collections.abc import Mapping
 

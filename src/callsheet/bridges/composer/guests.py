@@ -1,4 +1,4 @@
-"""Runs Composer's callbacks and loggers in callsheet's loop (as guests), or wherever callsheet's callbacks run."""
+"""Runs Composer's callbacks and loggers as callbacks of callsheet (guests)."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ ONLY_WHERE: Mapping[str, Callable[[Context], bool]] = {
 def guest(
     foreign: Any, *, name: str = "", phase: Phase | None = None, strict: bool = True, run: ComposerRun | None = None
 ) -> ComposerGuest:
-    """Wrap a callback or logger that is written for Composer, or for `callsheet.compat.composer`, as a callsheet callback.
+    """Wrap a callback or logger of Composer, or of `callsheet.compat.composer`, as a callsheet callback.
 
-    It is called for Composer's forty events in Composer's order, then `close` is called, and `post_close` once all guests of the
-    run are closed. The callback receives a State and a Logger with the attributes that `state.py` lists. `state.stop_training()`
-    requests a stop of callsheet's loop, and what the callback logs appears in callsheet's metrics records. Checkpoints contain
-    its `state_dict` under its own name.
+    The callback is called for Composer's forty events in Composer's order. At the run's end its `close` is called, and its
+    `post_close` when all guests of the run are closed. It receives a State and a Logger that have some of the attributes of
+    Composer's own. `state.stop_training()` requests a stop of callsheet's loop. What the callback logs is in callsheet's metrics
+    records, and its `state_dict` is in callsheet's checkpoints.
 
     Args:
-        foreign: the callback, an instance. If it overrides `run_event`, that is called for every event, and no other method is.
+        foreign: the callback, an instance. If it overrides `run_event`, only this method is called, for every event.
         name: the name under which the callback's state is saved; by default that of its class.
         phase: the callback's phase; by default `measure`, and `report` for a logger.
         strict: has no effect, because callsheet fires every event of Composer.
@@ -118,7 +118,7 @@ class ComposerGuest(Guest):
         return self._catches_all or (method is not None and getattr(method, "__func__", method) is not inherited)
 
     def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:
-        """Return a handler that calls the callback with State and Logger, unless its condition in `ONLY_WHERE` is false."""
+        """Return a handler that calls the wrapped callback with State and Logger, if its condition in `ONLY_WHERE` is met."""
         call = self._call_of_run_event(theirs) if self._catches_all else self._call_of_method(method)
         is_fired = ONLY_WHERE.get(theirs)
         return call if is_fired is None else lambda ctx: call(ctx) if is_fired(ctx) else None
@@ -158,7 +158,7 @@ class ComposerGuest(Guest):
         return run
 
     def _close(self, ctx: Context) -> None:
-        """Close Composer's callback at the run's end. After the last one, call `post_close` of all. Errors are only logged."""
+        """Call `close` of the wrapped callback. When all guests are closed, call `post_close` of each. Errors are only logged."""
         run = self._run
         if run is None:
             return
@@ -233,7 +233,7 @@ class ComposerGuest(Guest):
     # --- state ---
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the state of Composer's callback, and the counters that Composer updates at every batch."""
+        """Return the wrapped callback's state, and the samples, tokens and times that Composer counts at every batch."""
         foreign = dict(super().state_dict())
         return {"foreign": foreign, "counted": list(self._run.counted if self._run is not None else Counted())}
 
@@ -244,7 +244,7 @@ class ComposerGuest(Guest):
 
 
 class ComposerLoggerGuest(ComposerGuest):
-    """The callsheet callback that `guest` returns for a logger (`LoggerDestination`) of Composer.
+    """The callsheet callback that `guest` returns for a Composer logger (`LoggerDestination`).
 
     It receives the events, and callsheet's metrics records under Composer's names.
     """
@@ -257,7 +257,7 @@ class ComposerLoggerGuest(ComposerGuest):
     ) -> None:
         super().__init__(foreign, name=name, phase=phase, strict=strict, run=run)
         begins = self.on_run_start
-        self.on_run_start = at("change")(lambda ctx: begins(ctx))  # type: ignore[method-assign]  # at this event loggers are called before other callbacks
+        self.on_run_start = at("change")(lambda ctx: begins(ctx))  # type: ignore[method-assign]  # Composer calls loggers first here
 
     def _record(self, ctx: Context) -> None:
         run = self._run or self._joined(ctx)
@@ -265,22 +265,22 @@ class ComposerLoggerGuest(ComposerGuest):
         self.foreign.log_metrics(to_their_names(ctx.record.values, list(run.evaluated)), step=ctx.record.step)
 
     def log_hyperparameters(self, ctx: Context, values: Mapping[str, Any]) -> None:
-        """Log the settings of the run."""
+        """Pass the run's settings to the wrapped logger."""
         self.foreign.log_hyperparameters(dict(values))
 
     def log_table(self, ctx: Context, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Log a table."""
+        """Pass a table to the wrapped logger."""
         self.foreign.log_table(list(columns), [list(row) for row in rows], name, step=ctx.step)
 
     def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
-        """Log images."""
+        """Pass images to the wrapped logger."""
         self.foreign.log_images(list(images), name, step=ctx.step)
 
     def log_file(self, ctx: Context, name: str, path: Path) -> None:
-        """Upload a file."""
+        """Upload a file through the wrapped logger."""
         run = self._run or self._joined(ctx)
         self.foreign.upload_file(run.state, name, path, overwrite=True)
 
 
 def _nothing(*_: Any) -> None:
-    """Do nothing. This is called in place of a callback's `close` or `post_close`, if the callback has no such method."""
+    """Do nothing. Called if a callback has no `close` or no `post_close`."""

@@ -1,4 +1,4 @@
-"""Parts of the host (which runs callsheet's callbacks in Composer's Trainer): handlers, evaluations, checkpoints, logger, loss.
+"""Parts of `ComposerHost`: its handlers, its requests for evaluations and checkpoints, and what it reads of logs and losses.
 
 This module imports Composer.
 """
@@ -38,7 +38,7 @@ _LOSS = ("after_loss",)
 
 
 class HandlerTables:
-    """The handlers that the host calls for Composer's events, by the event's value. They depend on what callbacks listen to.
+    """Selects the handlers that the host calls for Composer's events. For speed, events that nothing needs have no handler.
 
     Args:
         handlers: the handlers by the event's value.
@@ -53,13 +53,13 @@ class HandlerTables:
         self._of_closure = self._outside | of_closure
 
     def listen(self, driver: LifecycleDriver) -> None:
-        """Add the handlers of the forward pass, loss and step's end if something needs them; otherwise remove them."""
+        """Before a step, add the handlers for the forward pass, the loss and the optimizer that are needed; remove the others."""
         self._choose(_FORWARD, driver.listens_to("forward"))
         self._choose(_OPTIMIZER, driver.is_read)
         self._choose(_LOSS, driver.is_loss_read)
 
     def of_closure(self) -> dict[Any, Callable[..., None]]:
-        """Return the handlers to use while an optimizer evaluates its closure again in the same step."""
+        """Return the handlers for further calls of the optimizer's closure in the same step: they only record the loss."""
         return self._of_closure if Event.AFTER_LOSS.value in self.training else self._outside
 
     def _choose(self, events: Iterable[str], has_listeners: bool) -> None:
@@ -71,17 +71,17 @@ class HandlerTables:
 
 
 class EvaluationRequests:
-    """Wraps the intervals of Composer's evaluators, so that all of them evaluate when a callback has requested an evaluation."""
+    """Carries out callbacks' requests for evaluations, by wrapping the functions that decide when Composer evaluates."""
 
     def __init__(self) -> None:
         self.is_pending = False
 
     def ask(self) -> None:
-        """Request an evaluation. It begins when Composer next checks the intervals."""
+        """Request an evaluation. It begins when Composer next checks whether one is due."""
         self.is_pending = True
 
     def install(self, evaluators: Iterable[Any]) -> None:
-        """Wrap the evaluators' intervals that are not wrapped yet, so that they check for requests."""
+        """Wrap the `eval_interval` of each evaluator, unless it is wrapped already."""
         for evaluator in evaluators:
             if getattr(evaluator.eval_interval, "requests", None) is not self:
                 evaluator.eval_interval = _Interval(evaluator.eval_interval, self)
@@ -96,15 +96,15 @@ class _Interval:
 
 
 class SavedCheckpoints:
-    """The checkpoints that Composer's savers write. Composer has no event for them."""
+    """Finds the checkpoints that Composer's `CheckpointSaver`s have written, since Composer has no event for them."""
 
     def __init__(self, state: Any, logger: Any) -> None:
         self._state, self._logger = state, logger
         self.savers = [each for each in state.callbacks if isinstance(each, CheckpointSaver)]
-        self._saved_at = [each.last_checkpoint_batch for each in self.savers]  # the batch at which each saver saved last
+        self._saved_at = [each.last_checkpoint_batch for each in self.savers]  # for each saver, the batch of its last checkpoint
 
     def save(self) -> None:
-        """Make Composer's first saver save now, at this batch, regardless of its interval."""
+        """Make the Trainer's first `CheckpointSaver` save now, regardless of its interval."""
         saver = self.savers[0]
         interval, saver.save_interval = saver.save_interval, lambda state, event: True
         try:
@@ -113,7 +113,7 @@ class SavedCheckpoints:
             saver.save_interval = interval
 
     def report(self, run: HostedRun) -> None:
-        """Fire the events of checkpoints that were written since the last call."""
+        """Fire the events of each checkpoint that was written since the last call of this method."""
         if not self.savers:
             return
         for place, saver in enumerate(self.savers):
@@ -123,7 +123,7 @@ class SavedCheckpoints:
 
 
 class StepLosses:
-    """The losses of a step's microbatches."""
+    """Collects the losses of a step's microbatches, for their weighted mean."""
 
     def __init__(self) -> None:
         self.parts: list[tuple[Tensor, int]] = []
@@ -132,14 +132,15 @@ class StepLosses:
     def add(self, state: Any, loss: Tensor, samples: int) -> None:
         """Add the loss of a microbatch, with its number of samples as the weight.
 
-        `samples` is the number of samples in the step. If a microbatch may have as many, it is the step's only one.
+        `samples` is the number of samples in the whole step. If Composer's microbatch size is at least that, the step has only
+        one microbatch.
         """
         value = loss.detach().clone()  # a copy, because Composer scales a total of several losses in place
-        is_whole = state.device_train_microbatch_size >= samples  # a step's only microbatch gets weight 1
+        is_whole = state.device_train_microbatch_size >= samples  # if so, this is the step's only microbatch
         self.parts.append((value, 1 if is_whole else counts_of(state.batch)[0] or 1))
 
     def mean(self) -> Tensor | None:
-        """Return the step's loss, or None if the step has none."""
+        """Return the mean loss of the microbatches, weighted by their samples; None if there is no loss."""
         parts = self.parts
         if len(parts) < 2:
             return parts[0][0] if parts else None
@@ -148,13 +149,13 @@ class StepLosses:
 
 
 class Listener(LoggerDestination):  # type: ignore[misc]  # mypy does not read Composer's types
-    """Adds everything that is logged to Composer's Logger to callsheet's metrics records too."""
+    """A logger of Composer that adds the metrics logged in Composer's Trainer to callsheet's metrics records."""
 
     def __init__(self, run: HostedRun, logger: Any) -> None:
         self._records, self._log, self._driver = run.records, run.ctx.log, run.driver
         self._logger = logger
         logger.destinations = (*logger.destinations, self)
-        self._names: dict[str, str] = {}  # Composer's name of a metric -> callsheet's name, empty if it is not logged
+        self._names: dict[str, str] = {}  # Composer's name of a metric -> callsheet's name; "" for metrics that are left out
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Log Composer's metrics, except times and results of evaluations, which callsheet logs itself."""
@@ -165,7 +166,7 @@ class Listener(LoggerDestination):  # type: ignore[misc]  # mypy does not read C
                 self._driver.give_up(error)
 
     def remove(self) -> None:
-        """Remove this destination from the Logger."""
+        """Remove this logger from Composer's Logger."""
         self._logger.destinations = tuple(each for each in self._logger.destinations if each is not self)
 
     def _take(self, metrics: dict[str, Any]) -> None:
@@ -191,7 +192,7 @@ def is_one_number(value: Any) -> bool:
 
 
 def trained_on(loss: Any) -> Tensor:
-    """Return the loss on which Composer runs the backward pass. It is the `total` of a dictionary, or the sum of all losses."""
+    """Return the loss on which Composer runs the backward pass: of several losses, the one named `total`, otherwise their sum."""
     if isinstance(loss, Tensor):
         return loss if loss.dim() == 0 else loss.mean()
     if isinstance(loss, Mapping) and "total" in loss:

@@ -1,4 +1,4 @@
-"""Runs callsheet's callbacks in Composer's Trainer, as one callback of Composer, which is imported only when this is used."""
+"""`host`, which runs callsheet's callbacks in Composer's Trainer. Composer is imported only when `host` is called."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ def host(
 ) -> Any:
     """Wrap the callbacks in one `composer.Callback`, for `Trainer(callbacks=[host([...])])`. A Trainer can have several of them.
 
-    One Composer Trainer is one run. The run begins when the Trainer's constructor has loaded its checkpoint, if there is one, and
-    ends with `close()`. Composer's events cause all events of a step, except the end of the optimizer's step, for which there is
-    a hook on the optimizer. A stop request calls `state.stop_training()`. The Trainer's evaluators carry out requests to
-    evaluate, and its CheckpointSaver carries out requests to save. Requests that the Trainer cannot carry out are rejected.
-    Composer's checkpoints contain the callbacks' states in addition to those of its own callbacks, and they are loaded together.
+    A run lasts as long as a Composer Trainer: it begins when the Trainer's constructor has loaded a checkpoint, if there is one,
+    and ends with `close()`. The host fires the events of a step at Composer's events, and the end of the optimizer's step in a
+    hook on the optimizer. If a callback requests a stop, the host calls `state.stop_training()`. The Trainer's evaluators carry
+    out requests to evaluate, and its `CheckpointSaver` carries out requests to save. Requests that the Trainer cannot carry out
+    are rejected. Composer's checkpoints also contain the states of callsheet's callbacks, which are restored when the Trainer
+    loads one.
 
-    Not supported: the gradient norm, the end of clipping, forward passes after the first of a batch that is evaluated in parts,
-    signals, and exceptions that were not raised by a callback of this host. Composer does not report such exceptions; the run
-    then ends with `close()` and is recorded as failed.
+    Not supported: the gradient norm, the end of clipping, signals, forward passes after the first of a batch that is evaluated in
+    parts, and exceptions that were not raised by a callback of this host. Composer does not report such exceptions. The run then
+    ends with `close()` and is recorded as failed.
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
@@ -40,13 +41,13 @@ def host(
         log_interval: how often a metrics record is made; an integer means batches.
         run_name: the name of callsheet's run; None: Composer's run name.
         runs_folder: the folder that contains the run's folder.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder, before `RunInUseError` is raised.
+        lock_timeout_seconds: how long to wait while another process trains in the run's folder; then `RunInUseError` is raised.
 
     Returns:
         A `composer.Callback`.
 
     Raises:
-        NotSupported: when the Trainer is created or after its first step, depending on `strict`.
+        NotSupported: a callback cannot work in this Trainer, see `strict`. Raised at its creation or after its first step.
         MissingPackage: Composer is not installed.
     """
     with needed_by("callsheet.bridges.composer.host"):

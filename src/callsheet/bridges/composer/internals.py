@@ -1,4 +1,4 @@
-"""The parts of Composer that the host needs and that are not public API. Without them, it raises `NotSupported`."""
+"""The attributes of Composer that the host needs. If the installed version lacks one, the host raises `NotSupported`."""
 
 PACKAGE = "mosaicml"
 

@@ -1,6 +1,6 @@
-"""Composer's names: its forty events, callsheet's events for them, and the base classes of callbacks and loggers.
+"""A copy of Composer's callback interface, which can be used without Composer: events, and base classes of callbacks and loggers.
 
-This module does not import Composer. The members of `Event` are in the order in which a run of Composer fires them.
+The members of `Event` are in the order in which a run of Composer fires them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Event(StrEnum):
-    """The events of Composer's loop. A member equals its value, and Composer's own member of the same name."""
+    """The events of Composer's loop. `Event.INIT` equals the string `"init"`, and `INIT` of Composer's own `Event`."""
 
     INIT = "init"
     BEFORE_LOAD = "before_load"
@@ -60,12 +60,12 @@ class Event(StrEnum):
 
     @property
     def is_before_event(self) -> bool:
-        """Whether the event begins something that another event ends."""
+        """Whether the event is a start, such as `BATCH_START` or `BEFORE_LOSS`."""
         return self.value.startswith("before_") or "_before_" in self.value or self.value.endswith("_start")
 
     @property
     def is_after_event(self) -> bool:
-        """Whether the event ends something that another event began."""
+        """Whether the event is an end, such as `BATCH_END` or `AFTER_LOSS`."""
         return self.value.startswith("after_") or "_after_" in self.value or self.value.endswith("_end")
 
     @property
@@ -214,7 +214,7 @@ class LoggerDestination(Callback):
         """
 
     def upload_file(self, state: Any, remote_file_name: str, file_path: Any, *, overwrite: bool) -> None:
-        """Upload a file that was written.
+        """Upload a file.
 
         Args:
             state: Composer's State.
@@ -224,7 +224,7 @@ class LoggerDestination(Callback):
         """
 
     def can_upload_files(self) -> bool:
-        """Return whether `upload_file` uploads files."""
+        """Return whether this logger can upload files with `upload_file`."""
         return False
 
 
@@ -244,5 +244,5 @@ def to_their_names(values: Mapping[str, float], evaluated: Sequence[str]) -> dic
 
 
 def label_of_dataset(name: str) -> str:
-    """Return Composer's label for an evaluated dataset. A dataset without a name of its own is `eval`."""
+    """Return Composer's label for an evaluated dataset: `eval` for callsheet's default name `validation`, otherwise `name`."""
     return "eval" if name == "validation" else name

@@ -1,4 +1,4 @@
-"""The state of one run that all of Composer's callbacks share when they run in callsheet's loop.
+"""The state that Composer's callbacks share in one run of callsheet's loop.
 
 Samples, tokens and seconds are counted here at every batch, as in Composer. callsheet's timestamps count them only at log
 boundaries.
@@ -48,7 +48,7 @@ class Kinds(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """The numbers of samples and tokens and the times that Composer counts at every batch, for its `Timestamp`."""
+    """The counters of Composer's `Timestamp` that callsheet does not update at every batch: samples, tokens and seconds."""
 
     sample: int = 0
     token: int = 0
@@ -61,7 +61,7 @@ class Counted(NamedTuple):
     batch: float = 0.0
 
     def next_batch(self, samples: int, tokens: int, seconds: float) -> Counted:
-        """Return the counters after one more batch."""
+        """Return the counters after one more batch, with its samples, tokens and seconds added."""
         sample, token, in_epoch, token_in_epoch, token_in_iteration, total, iteration, epoch, _ = self
         return Counted(
             sample + samples, token + tokens, in_epoch + samples, token_in_epoch + tokens, token_in_iteration + tokens,
@@ -69,11 +69,11 @@ class Counted(NamedTuple):
         )  # fmt: skip
 
     def next_epoch(self) -> Counted:
-        """Return the counters after one more epoch."""
+        """Return the counters after the end of an epoch: those of the epoch are 0 again."""
         return self._replace(sample_in_epoch=0, token_in_epoch=0, epoch=0.0, batch=0.0)
 
     def next_iteration(self) -> Counted:
-        """Return the counters after one more iteration."""
+        """Return the counters after the end of an iteration (a group of epochs): those of the iteration are 0 again."""
         return self.next_epoch()._replace(token_in_iteration=0, iteration=0.0)
 
 
@@ -82,7 +82,7 @@ class ComposerRun:
 
     def __init__(self, kinds: Kinds) -> None:
         self.kinds = kinds
-        self.ctx: Any = None  # the current context: that of training or of an evaluation
+        self.ctx: Any = None  # the context of the current event: that of training or of an evaluation
         self.state = State(self)
         self.logger = Logger(self)
         self.guests: list[Any] = []
@@ -103,7 +103,7 @@ class ComposerRun:
         self._made: tuple[Any, Any, Any] = (None, None, None)
 
     def fetched(self, ctx: Context) -> None:
-        """Add the samples and tokens of a fetched batch to the counters of the step, which may have several batches."""
+        """Add the samples and tokens of a fetched batch to those of the current step, which may have several batches."""
         if ctx.batch is not None:
             samples, tokens = _counts_of(ctx.batch)
             self._fetched = self._fetched[0] + samples, self._fetched[1] + tokens
@@ -118,19 +118,19 @@ class ComposerRun:
         self.loss = ctx.loss if ctx.has("loss") else None
 
     def resume_clock(self) -> None:
-        """Resume the clock that measures the time of training."""
+        """Resume the training clock after an evaluation."""
         self._since += time.perf_counter() - self._paused
 
     def pause_clock(self) -> None:
-        """Pause the clock that measures the time of training, because an evaluation begins."""
+        """Pause the training clock during an evaluation."""
         self._paused = time.perf_counter()
 
     def start_clock(self) -> None:
-        """Start the clock that measures the time of training."""
+        """Start the training clock, which measures the seconds of each step."""
         self._since = time.perf_counter()
 
     def begin_eval(self) -> None:
-        """Start counting an evaluation of one dataset, or a prediction."""
+        """Set the counters of evaluations to 0, because the evaluation of a dataset or a prediction begins."""
         self.eval_counted, self.eval_batches, self._eval_since = Counted(), 0, time.perf_counter()
 
     def eval_stepped(self, ctx: Context) -> None:
@@ -170,6 +170,6 @@ class ComposerRun:
         )
 
     def time(self, ours: Time) -> Any:
-        """Convert a time of callsheet to one of Composer."""
+        """Convert callsheet's `Time` to Composer's `Time`."""
         value = float(ours.value) if ours.unit.value == "dur" else int(ours.value)
         return self.kinds.Time(value, ours.unit.value)

@@ -1,8 +1,8 @@
 """The State and Logger that Composer's callbacks receive when they run in callsheet's loop.
 
-They are facades with some of the original's attributes, which come from the context.
+They have only some of the attributes of Composer's own objects. The values come from callsheet's context.
 
-All guests of one run share them, as callbacks of one Composer Trainer do; see `run.py`.
+All guests of a run share one State and one Logger, as the callbacks of one Composer Trainer do; see `run.py`.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from callsheet.errors import NotSupported
 
 
 class Found:
-    """The value of a metric that callsheet has computed, as an object with a `compute` method, like a metric of torchmetrics."""
+    """A computed value with a `compute` method, since Composer's callbacks expect metrics of torchmetrics."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
 
     def compute(self) -> Tensor:
-        """Return the value as a scalar tensor."""
+        """Return the value as a tensor."""
         return torch.as_tensor(self._value)
 
 
 class State(Facade):
-    """The state that Composer callbacks receive in callsheet's loop.
+    """Replaces Composer's State for Composer callbacks in callsheet's loop. It has only the attributes that they may use.
 
-    It has those attributes of Composer's State that they may use. callsheet makes it, one for all Composer callbacks of a run.
+    All Composer callbacks of a run share one object, which callsheet makes.
 
     Args:
         run: the object that counts what Composer counts, and has the context.
@@ -53,7 +53,7 @@ class State(Facade):
 
     @property
     def timestamp(self) -> Any:
-        """The progress of training."""
+        """The progress of training as a Composer `Timestamp`."""
         return self._run.timestamp(self._run.ctx.state.timestamp, self._run.counted)
 
     @property
@@ -64,7 +64,7 @@ class State(Facade):
 
     @property
     def eval_timestamp(self) -> Any:
-        """The progress of the current evaluation."""
+        """The progress of the current evaluation as a Composer `Timestamp`."""
         run = self._run
         return run.timestamp_of(Timestamp(batch=run.eval_batches, batch_in_epoch=run.eval_batches), run.eval_counted)
 
@@ -72,17 +72,17 @@ class State(Facade):
 
     @property
     def max_duration(self) -> Any:
-        """The length of training, or None. If a Composer callback has stopped training, the time of the stop."""
+        """The length of training; None if there is no limit. After `stop_training`, the time of the stop."""
         longest = self._run.ctx.state.max_duration
         return self._stopped or (self._run.time(longest) if longest is not None else None)
 
     def get_elapsed_duration(self) -> Any:
-        """Return the completed fraction of `max_duration`, or None."""
+        """Return the completed fraction of `max_duration`; None if there is no limit."""
         longest = self.max_duration
         return None if longest is None else self.timestamp.get(longest.unit) / longest
 
     def stop_training(self) -> None:
-        """Request that training stops after this step and the actions at its end, such as an evaluation."""
+        """Request a stop of training after this step. An evaluation that is due after the step is still carried out."""
         run = self._run
         longest = self.max_duration
         unit = longest.unit.value if longest is not None and longest.unit.value != "ep" else "ba"
@@ -99,7 +99,7 @@ class State(Facade):
 
     @property
     def dataloader_len(self) -> Any:
-        """The number of batches in an epoch; None if it is not known, or during an evaluation or prediction."""
+        """The number of batches in an epoch of training; None if it is not known, and during evaluations and predictions."""
         batches = self._run.ctx.state.epoch_batches
         return self._run.kinds.Time(batches, "ba") if batches is not None and self.dataloader_label == "train" else None
 
@@ -107,7 +107,7 @@ class State(Facade):
 
     @property
     def model(self) -> Any:
-        """The model. If it is not a ComposerModel, Composer's own callbacks get it in a wrapper like DDP's."""
+        """The model. If it is not a ComposerModel, Composer's own callbacks get a wrapper with the model as its `module`."""
         model = self._run.ctx.model
         models = sys.modules.get("composer.models") if self._run.kinds.is_theirs else None
         return model if models is None or isinstance(model, models.ComposerModel) else _Wrapped(model)
@@ -132,12 +132,12 @@ class State(Facade):
 
     @batch.setter
     def batch(self, value: Any) -> None:
-        """Replace the batch or microbatch."""
+        """Replace the batch; during a forward or backward pass, replace the microbatch."""
         ctx = self._run.ctx
         setattr(ctx, "microbatch" if ctx.has("microbatch") else "batch", value)
 
     def batch_get_item(self, key: Any) -> Any:
-        """Return a part of the batch.
+        """Return a part of the batch, such as its inputs.
 
         Args:
             key: the key or index of the part, a function that takes the batch, or a pair of functions that get and set the part.
@@ -147,7 +147,7 @@ class State(Facade):
         return key(self.batch) if callable(key) else self.batch[key]
 
     def batch_set_item(self, key: Any, value: Any) -> None:
-        """Replace a part of the batch.
+        """Replace a part of the batch, such as its inputs.
 
         Args:
             key: see `batch_get_item`. To replace a part, a single function is not enough.
@@ -173,7 +173,7 @@ class State(Facade):
 
     @property
     def loss(self) -> Any:
-        """The microbatch's loss, a scalar tensor. Between steps it is the loss of the last step, as in Composer."""
+        """The microbatch's loss, a scalar tensor. Between two steps it is the loss of the last step, as in Composer."""
         run = self._run
         return run.loss if run.loss is not None and not run.ctx.has("loss") else run.ctx.loss
 
@@ -192,7 +192,7 @@ class State(Facade):
 
     @property
     def eval_metrics(self) -> Mapping[str, Mapping[str, Any]]:
-        """Objects with a `compute` method, by the dataset's label and the metric's name."""
+        """The results of evaluations, by the dataset's label and the metric's name, as objects with a `compute` method."""
         return {
             label_of_dataset(name): {metric: Found(value) for metric, value in values.items()}
             for name, values in self._run.evaluated.items()
@@ -200,12 +200,12 @@ class State(Facade):
 
     @property
     def eval_metric_values(self) -> Mapping[str, Any]:
-        """The last value of each evaluation metric."""
+        """The latest value of each evaluation metric, by its name."""
         return {name: value for values in self._run.evaluated.values() for name, value in values.items()}
 
     @property
     def train_metric_values(self) -> Mapping[str, Any]:
-        """The last value of each training metric."""
+        """The latest value of each training metric, by its name."""
         return {name: metric.compute() for name, metric in self.train_metrics.items()}
 
     # --- the rest ---
@@ -218,7 +218,7 @@ class State(Facade):
 
     @property
     def callbacks(self) -> Sequence[Any]:
-        """The Composer callbacks that run in this run of callsheet."""
+        """All Composer callbacks of this run."""
         return [guest.foreign for guest in self._run.guests]
 
     @property
@@ -238,12 +238,12 @@ class State(Facade):
 
     @property
     def fsdp_enabled(self) -> bool:
-        """Whether parameters must be gathered before they are read. Composer's callbacks never have to do this here."""
+        """False, because Composer's callbacks need not gather parameters before they read them in callsheet's loop."""
         return False
 
 
 class _Wrapped:
-    """A wrapper of a model that has the model as its attribute `module`, as DDP has."""
+    """Wraps a model as its attribute `module`, as DDP does, because Composer's own callbacks expect such a wrapper."""
 
     def __init__(self, model: nn.Module) -> None:
         self.module = model
@@ -254,11 +254,11 @@ class _Wrapped:
     def __call__(self, *args: Any, **given: Any) -> Any:
         return self.module(*args, **given)
 
-    __class__ = property(lambda self: type(self.module))  # isinstance() sees the class of the wrapped model
+    __class__ = property(lambda self: type(self.module))  # so that `isinstance` checks the class of the wrapped model
 
 
 class Device(Facade):
-    """The device, with the interface of Composer's `Device`."""
+    """Wraps a torch device with the interface of Composer's `Device`."""
 
     OF: ClassVar[str] = "Composer's Device"
 
@@ -280,9 +280,9 @@ class Device(Facade):
 
 
 class Logger(Facade):
-    """Composer's Logger. What is logged to it goes into callsheet's metrics records and to the run's loggers.
+    """Replaces Composer's Logger for Composer callbacks: what they log goes to callsheet's metrics records and the run's loggers.
 
-    callsheet makes it, one for all Composer callbacks of a run.
+    All Composer callbacks of a run share one object, which callsheet makes.
 
     Args:
         run: the object that has the context.
@@ -298,11 +298,11 @@ class Logger(Facade):
 
     @property
     def destinations(self) -> Sequence[Any]:
-        """An empty tuple, because the run's loggers are not Composer's."""
+        """An empty tuple, because the run's loggers are callsheet's and not Composer's."""
         return ()
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log metrics for the next metrics record. Of several values under one name, the last one counts.
+        """Log metrics for the next metrics record. If a name is logged several times before it, the last value counts.
 
         Args:
             metrics: numbers or scalar tensors by name.
@@ -358,7 +358,7 @@ class Logger(Facade):
         self._run.ctx.log_images(name, [_one_image(torch.as_tensor(image)) for image in several])
 
     def upload_file(self, remote_file_name: str, file_path: Any, *, overwrite: bool = False) -> None:
-        """Log a file that was written.
+        """Pass a file to the run's loggers.
 
         Args:
             remote_file_name: the name of the file in the loggers' storage.
@@ -373,7 +373,5 @@ class Logger(Facade):
 
 
 def _one_image(image: Tensor) -> Tensor:
-    """Return the image without a channel dimension of size 1, because callsheet's loggers expect such images to have two
-    dimensions.
-    """
+    """Return an image of shape (1, height, width) as (height, width), and any other image unchanged."""
     return image.squeeze(0) if image.ndim == 3 and image.shape[0] == 1 else image

@@ -55,7 +55,7 @@ class Time:
 
     @classmethod
     def from_input(cls, given: Any, default_int_unit: TimeUnit | str | None = None) -> Time:
-        """Create a time from what a user gave.
+        """Create a time from a user's argument, such as `"10ba"` or 10.
 
         Args:
             given: a time, a string, or a number.
@@ -80,7 +80,7 @@ class Time:
 
     @classmethod
     def from_timestring(cls, text: str) -> Time:
-        """Create a time from a string.
+        """Create a time from a string such as `"10ba"`.
 
         Args:
             text: a number and a unit, such as `"10ba"` or `"0.5dur"`, or hours, minutes and seconds, such as `"1h30m"`.
@@ -209,7 +209,7 @@ _NO_TIME = datetime.timedelta(0)
 
 
 class Timestamp:
-    """The progress of a run in every unit. It is immutable; the methods that advance it return a new one.
+    """The progress of a run, counted in every unit. It is immutable: methods such as `to_next_batch` return a new one.
 
     It can be compared with times and strings: the counter of their unit is compared.
 
@@ -249,14 +249,14 @@ class Timestamp:
             setattr(self, name, counted.get(name) or _NO_TIME)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters as numbers."""
+        """Return the counters as plain numbers, by name."""
         return {name: getattr(self, name).value for name in _UNITS} | {name: getattr(self, name) for name in _CLOCKS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         Timestamp.__init__(self, **state)
 
     def copy(self, **changes: Any) -> Timestamp:
-        """Return a copy with some counters changed.
+        """Return a copy in which some counters have other values.
 
         Args:
             changes: the new values by name; see the constructor. None leaves a counter as it is.
@@ -264,7 +264,7 @@ class Timestamp:
         return Timestamp(**self.state_dict() | {name: value for name, value in changes.items() if value is not None})
 
     def get(self, unit: str | TimeUnit) -> Time:
-        """Return the counter of a unit.
+        """Return the progress in one unit, such as epochs.
 
         Args:
             unit: the unit, or its suffix or name, such as `"ba"`.

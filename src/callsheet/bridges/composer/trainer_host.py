@@ -1,4 +1,4 @@
-"""Runs callsheet's callbacks in Composer's Trainer (as a host); see `callsheet.bridges.composer`. It imports Composer."""
+"""`ComposerHost`, which runs callsheet's callbacks in Composer's Trainer. This module imports Composer."""
 
 from __future__ import annotations
 
@@ -67,14 +67,11 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
             {event.value: getattr(self, f"_{event.value}") for event in Event if hasattr(self, f"_{event.value}")},
             {Event.BEFORE_TRAIN_BATCH.value: self._before_train_batch, Event.AFTER_LOSS.value: self._after_loss_again},
         )
-        self._handlers: dict[Any, Callable[..., None]] = self._idle  # the handlers in use, by Composer's event
+        self._handlers: dict[Any, Callable[..., None]] = self._idle  # the handlers in use now, by the value of Composer's event
 
     def run_event(self, event: Any, state: Any, logger: Any) -> None:
-        """Handle an event of Composer. An error of a callback fails the run.
-
-        If callsheet itself fails, training continues without it.
-        """
-        handler = self._handlers.get(event._value_)  # looked up by the event's value, since hashing the event itself is slow
+        """Handle an event of Composer. An error in a callback is raised. After an error in callsheet, training continues."""
+        handler = self._handlers.get(event._value_)  # the value, because hashing the event itself is slow
         if handler is None:
             return
         try:
@@ -117,7 +114,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         self._handlers = self._tables.training
 
     def _loads(self) -> CheckpointInfo | None:
-        """Load the callbacks' states from the checkpoint that Composer has loaded."""
+        """Load the callbacks' states from the checkpoint that Composer has loaded. Return its info, or None for a new run."""
         run, saved, self._saved = self._run, self._saved, None
         at = self._state.timestamp
         if saved is not None:
@@ -140,7 +137,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         return CheckpointInfo(str(getattr(self._state, "load_path", None) or ""), int(at.batch), int(at.epoch), "periodic")
 
     def begin(self, trainer: Any) -> None:
-        """Add this host to a Trainer that was created without it, and begin a run. Training has not started yet."""
+        """Add this host to a Trainer that was created without it, before `Trainer.fit` is called, and begin a run."""
         trainer.state.callbacks.append(self)
         self.run_event(Event.AFTER_LOAD, trainer.state, trainer.logger)
 
@@ -185,7 +182,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         if driver.listen():
             self._tables.listen(driver)
             self._stepped.listen(driver.is_loss_read)
-        if not driver.is_open("fetch"):  # the span is open if Composer skips batches that were trained on before
+        if not driver.is_open("fetch"):  # it is open if a resumed Trainer has just skipped a batch that was trained on before
             driver.start("fetch")
 
     def _after_dataloader(self, state: Any) -> None:
@@ -203,14 +200,14 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
     def _before_train_batch(self, state: Any) -> None:
         driver = self._run.driver
         self._losses.parts.clear()
-        if driver.is_open("optimizer_step"):  # the optimizer calls its closure again; only the loss of the last call counts
+        if driver.is_open("optimizer_step"):  # the optimizer calls its closure again, and the loss of its last call counts
             self._handlers = self._tables.of_closure()
         else:
             driver.start("forward_backward")
 
     def _before_forward(self, state: Any) -> None:
         run = self._run
-        run.driver.end("microbatch")  # Composer may not have reported its end, which closes `ctx.microbatch`
+        run.driver.end("microbatch")  # the previous microbatch, whose end Composer may not have reported
         run.ctx.microbatch = state.batch
         run.driver.start("microbatch")
         state.batch = run.ctx.microbatch
@@ -261,7 +258,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         if not parts["forward_backward"].has_no_listeners:
             driver.end("forward_backward")
         if not parts["clip_gradients"].has_no_listeners:
-            driver.start_and_end("clip_gradients")  # fired whether or not an algorithm has clipped the gradients
+            driver.start_and_end("clip_gradients")  # fired even if no algorithm has clipped the gradients
         driver.start("optimizer_step")
 
     def _batch_end(self, state: Any) -> None:
@@ -281,7 +278,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
     def _epoch_end(self, state: Any) -> None:
         self._saves.report(self._run)
         if self._run.driver.is_open("fetch"):
-            self._run.ctx.batch = None  # None says that the data has ended
+            self._run.ctx.batch = None  # at `on_fetch_end`, None means that the data has ended
         self._run.close_epoch(is_whole=True)
         self._ask_for_evaluation()
 
@@ -344,7 +341,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
 
     def _eval_end(self, state: Any) -> None:
         label = state.dataloader_label
-        if label not in state.eval_metrics:  # Composer trains now, and does not evaluate
+        if label not in state.eval_metrics:  # the current dataloader is not that of an evaluation
             return
         found = {name: metric.compute() for name, metric in state.eval_metrics[label].items()}
         self._run.eval.end_dataset(label, {name: value for name, value in found.items() if is_one_number(value)})
@@ -392,7 +389,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         return {} if self.only_observes else {"hosts": [each._own_state() for each in self._hosts]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Store the states until the run begins, which is after Composer has loaded everything else."""
+        """Store the callbacks' states. They are restored when the run begins, after Composer has loaded everything else."""
         self._saved = state
 
     def _own_state(self) -> dict[str, Any]:
@@ -400,7 +397,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
 
 
 def _end(run: HostedRun, hooks: list[Any]) -> None:
-    """Remove the hooks, and end the run. If training is not over, an exception has ended it, and the run has failed."""
+    """Remove the hooks and end the run. If training or an evaluation is still open, an exception has ended it: the run failed."""
     for hook in reversed(hooks):
         hook.remove()
     if run.driver.is_open("train") or run.eval.driver.is_open("eval_all"):

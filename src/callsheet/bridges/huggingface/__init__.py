@@ -1,4 +1,4 @@
-"""The Hugging Face bridge: callsheet's callbacks in a transformers Trainer, and in libraries built on it such as TRL."""
+"""The Hugging Face bridge: `host` runs callsheet's callbacks in a transformers Trainer, `guest` its callbacks in callsheet."""
 
 from callsheet.core.optional import needed_by
 

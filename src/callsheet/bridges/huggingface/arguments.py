@@ -41,7 +41,7 @@ _STRATEGIES = {"eval_strategy": IntervalStrategy, "logging_strategy": IntervalSt
 
 
 class Arguments(Facade):
-    """The `args` of a transformers callback in callsheet's loop: the user's arguments, and attributes that the run provides."""
+    """Replaces `TrainingArguments` for a transformers callback in callsheet's loop. Its values come from the user and the run."""
 
     OF = "transformers' TrainingArguments"
 
@@ -63,7 +63,7 @@ class Arguments(Facade):
         vars(self).update(values)
 
     def _take(self, ctx: Context, resumed: str | None) -> None:
-        """Set the attributes that come from the run, such as `world_size` and `output_dir`, except those that the user gave."""
+        """Set the attributes that come from the run, such as `world_size` and `output_dir`, unless the user has set them."""
         run = ctx.run
         vars(self).update(
             {
@@ -87,7 +87,7 @@ class Arguments(Facade):
             | {name: vars(self)[name] for name in self._given}
         )
         self._config = dict(run.config)
-        if self.output_dir and self.should_save:  # the Hugging Face Trainer makes the folder, too, before it calls its callbacks
+        if self.output_dir and self.should_save:  # callbacks rely on the folder, which the Hugging Face Trainer creates too
             os.makedirs(self.output_dir, exist_ok=True)
 
     def to_dict(self) -> dict[str, Any]:
@@ -96,11 +96,11 @@ class Arguments(Facade):
         return {**self._config, **own}
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """Return the same as `to_dict`, with values other than numbers and strings converted to strings."""
+        """Return all arguments and the run's configuration, with values other than numbers and strings as strings."""
         return {name: value if type(value) in (bool, int, float, str) else str(value) for name, value in self.to_dict().items()}
 
     def to_json_string(self) -> str:
-        """Return the same as `to_dict`, as JSON text."""
+        """Return all arguments and the run's configuration as JSON text."""
         return json.dumps(self.to_dict(), indent=2, default=str)
 
 

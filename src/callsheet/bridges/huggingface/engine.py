@@ -22,7 +22,7 @@ def engine_of(trainer: Any) -> Any:
 
 
 def check_engine(engine: Any, *, strict: bool) -> None:
-    """Raise an error for settings of DeepSpeed with which callbacks would get wrong losses or weights.
+    """Raise an error if DeepSpeed's settings would give callbacks wrong losses or weights.
 
     Raises:
         NotSupported: the engine trains in fp16; or with ZeRO stage 3, if `strict`. Otherwise, a warning is logged for stage 3.

@@ -1,4 +1,4 @@
-"""For each event or call of the Trainer, the events of callsheet that are fired there; and the events that are never fired."""
+"""Tables: which events of callsheet are fired at each event or call of the Hugging Face Trainer, and which are never fired."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ GUEST_EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_train_start": ("on_train_begin",),
     "on_epoch_start": ("on_epoch_begin",),
     "on_train_step_start": ("on_step_begin",),
-    "on_microbatch_start": ("on_substep_end",),  # called after each microbatch of a step but the last
+    "on_microbatch_start": ("on_substep_end",),  # called for the microbatch before this one, if it belongs to the same step
     "on_optimizer_step_start": ("on_pre_optimizer_step",),
     "on_optimizer_step_end": ("on_optimizer_step",),
     "on_train_step_end": ("on_step_end",),
@@ -74,26 +74,28 @@ def guest(
     phase: Phase = "measure",
     strict: bool = True,
 ) -> HuggingFaceGuest:
-    """Return a `transformers.TrainerCallback` as a callback of callsheet.
+    """Return a callsheet callback that calls a `transformers.TrainerCallback`.
 
-    Its methods are called as in the Hugging Face Trainer, in the same order: `state` is a `TrainerState` of this run, `control` a
-    `TrainerControl` that asks this run to stop, save or evaluate, and `logs` and `metrics` have the names of the Hugging Face Trainer. Its
-    `state()` is in our checkpoints, with the best metric and the log history.
+    The callback's methods are called in the same order as in the Hugging Face Trainer. They receive a `TrainerState` of
+    callsheet's run, and a `TrainerControl` with which the callback can make the run stop, save or evaluate. The values in `logs`
+    and `metrics` have the names that the Hugging Face Trainer uses. callsheet's checkpoints contain the callback's `state()`, the
+    best metric and the log history.
 
     Args:
         foreign: the callback, an instance.
-        args: the values of its `args`: some of them by name, such as `{"metric_for_best_model": "loss"}`, or a `TrainingArguments`. The
-            run provides its own (`output_dir`, `run_name`, `world_size` ...). `eval_strategy` defaults to `epoch` if the run evaluates.
-        train_dataloader, eval_dataloader, processing_class: passed to the callback as they are, since a run does not have them.
+        args: the `TrainingArguments` that the callback receives, or some of them by name, such as
+            `{"metric_for_best_model": "loss"}`. Some values come from the run, such as `output_dir`, `run_name` and `world_size`.
+            `eval_strategy` defaults to `epoch` if the run evaluates.
+        train_dataloader, eval_dataloader, processing_class: passed on to the callback.
         replicated: whether the callback makes the same requests on every rank, so that they act at once. If not, they act when
             the ranks have agreed. None: true for transformers' own callbacks that control the Trainer.
         name, phase, strict: see `Guest`.
 
     Raises:
-        NotSupported: the callback overrides an event that is not fired here. While training: it uses an argument that was not given, or
-            makes an unsupported request: to end an epoch early, or a log at a step without a metrics record. With `strict=False` the two
-            requests are warnings.
-        ConfigError: `args` has an unknown argument.
+        NotSupported: the callback listens to an event that callsheet does not fire. While training: the callback reads an
+            argument that was not given, or makes an unsupported request (to end an epoch early, or to log at a step without a
+            metrics record). With `strict=False`, such a request only causes a warning.
+        ConfigError: `args` contains an unknown argument.
 
     Examples:
         >>> from transformers import EarlyStoppingCallback
@@ -124,7 +126,7 @@ class HuggingFaceGuest(Guest):
         "on_train_end": "_log_summary",
     }
     EVENTS = {event: theirs for event, theirs in GUEST_EVENTS.items() if event not in ("on_log", "on_eval_all_end")} | {
-        "on_train_end": ("on_train_end",)  # leave out `on_log` here, because `_log_summary` calls it
+        "on_train_end": ("on_train_end",)  # without `on_log`, which `_log_summary` calls
     }
     NEVER = ("on_push_begin",)
 
@@ -156,14 +158,14 @@ class HuggingFaceGuest(Guest):
         }
 
     def listens_to(self, theirs: str) -> bool:
-        """Return whether transformers' callback overrides the method of this event; see `Guest.listens_to`.
+        """Return whether the wrapped callback overrides the method `theirs`.
 
         callsheet never pushes to a hub, so `on_push_begin` is reported as missing only if `args` ask for pushes.
         """
         return super().listens_to(theirs) and (theirs != "on_push_begin" or bool(self.args.push_to_hub))
 
     def handler(self, theirs: str, method: Any) -> Handler:
-        """Return a handler that calls `method` with args, state and control as positional arguments, and the rest as keywords."""
+        """Return a handler that calls `method` with args, state and control as positional arguments, and others by keyword."""
         honored = _HONORED.get(theirs, frozenset(_FLAGS))
         is_substep, is_predict = theirs == "on_substep_end", theirs == "on_predict"
 
@@ -194,7 +196,7 @@ class HuggingFaceGuest(Guest):
     # --- the state ---
 
     def _reset(self, ctx: Context | None = None) -> None:
-        """At the start of a run, reset the `TrainerState`, which may have the values of an earlier run."""
+        """Create a new `TrainerState` at the start of a run, because the old one may have the values of an earlier run."""
         self.state, self.control = TrainerState(), TrainerControl()
         self._is_training = False
         self._resumed: str | None = None
@@ -218,7 +220,7 @@ class HuggingFaceGuest(Guest):
         self._set_lengths(ctx)
 
     def _set_lengths(self, ctx: Context) -> None:
-        """Set the length of training in steps and in epochs, to `sys.maxsize` if it is not known."""
+        """Set the length of training in steps and in epochs. If it is not known, set `sys.maxsize`."""
         state, each, longest = self.state, ctx.state.epoch_batches, ctx.state.max_duration
         self._last_step, epochs = sys.maxsize, None
         if longest is not None and longest.unit is TimeUnit.BATCH:
@@ -243,12 +245,12 @@ class HuggingFaceGuest(Guest):
         self._logged_at = self.state.global_step
 
     def _update(self, ctx: Context) -> None:
-        """Update the `TrainerState` and `TrainerControl` that the callback receives to the run's progress."""
+        """Update the callback's `TrainerState` to the run's progress, and reset its `TrainerControl` at each new step."""
         if ctx.step != self._step:
             self._check_logged()
             self._step, self._microbatches = ctx.step, 0
             self.control._new_step()
-            self.control._new_epoch()  # forget a request to end the epoch: callsheet has rejected it or warned of it
+            self.control._new_epoch()  # reset the request to end the epoch, of which callsheet has warned
             self._save_kind = ""
             if self._passed_on:
                 self._passed_on &= {"should_training_stop"}
@@ -262,7 +264,7 @@ class HuggingFaceGuest(Guest):
     # --- requests ---
 
     def _pass_on_requests(self, ctx: Context, honored: frozenset[str]) -> None:
-        """Pass on each request that the callback makes through its control, once.
+        """Pass each request that the callback makes through its `TrainerControl` on to the run, but only once.
 
         `honored` are the flags that the Trainer obeys at this event.
         """
@@ -278,11 +280,11 @@ class HuggingFaceGuest(Guest):
                 self._save_kind = "requested"
             elif flag == "should_evaluate":
                 ctx.control.evaluate(f"{self.name} set control.{flag}", replicated=self._replicated)
-            elif self.state.global_step < self._last_step:  # at the last step, training ends anyway
+            elif self.state.global_step < self._last_step:  # no request is needed at the last step
                 ctx.control.stop(f"{self.name} set control.{flag}", replicated=self._replicated)
 
     def _ask_for_checkpoint(self, ctx: Context) -> None:
-        """Ask for a checkpoint, but only after the evaluation that is due after the same step, as in the Hugging Face Trainer."""
+        """Request the checkpoint that the callback wants. If an evaluation is due after this step, request it after that one."""
         if self._save_kind and ctx.boundary != "before_eval":
             kind, self._save_kind = self._save_kind, ""
             ctx.control.save(f"{self.name} set control.should_save", kind=kind, by=self.name, replicated=self._replicated)
@@ -306,7 +308,7 @@ class HuggingFaceGuest(Guest):
         self._norm = ctx.grad_norm
 
     def _log(self, ctx: Context, logs: dict[str, Any]) -> None:
-        """Add the values to `log_history`, and call `on_log` of transformers' callback."""
+        """Add the values to the `log_history` of the `TrainerState`, and call `on_log` of the wrapped callback."""
         logs["epoch"] = self.state.epoch
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.control.should_log = False
@@ -315,7 +317,7 @@ class HuggingFaceGuest(Guest):
             handle(ctx, logs=logs)
 
     def _log_record(self, ctx: Context) -> None:
-        """Log a metrics record under the names of the Hugging Face Trainer. `_log_evaluation` logs the results of evaluations."""
+        """Log a metrics record, without the results of evaluations, under the names that the Hugging Face Trainer uses."""
         self._update(ctx)
         logs: dict[str, Any] = {}
         values = dict(ctx.record.values)
@@ -352,13 +354,13 @@ class HuggingFaceGuest(Guest):
             self._update_best(found)
 
     def _update_best(self, found: Mapping[str, float]) -> None:
-        """Update the best metric after `on_evaluate`, as the Hugging Face Trainer does. `on_evaluate` sees the best of earlier evaluations."""
+        """Update the best metric after `on_evaluate`, so that `on_evaluate` still sees the earlier one, as in transformers."""
         args, state = self.args, self.state
         if args.metric_for_best_model is None:
             return
         value = found.get(f"eval_{args.metric_for_best_model.removeprefix('eval_')}")
         if value is None:
-            return  # the dataset of the metric was not evaluated now
+            return  # this evaluation did not include the dataset of the metric
         if state.best_metric is None:
             state.best_metric = -math.inf if args.greater_is_better else math.inf
         is_best = value > state.best_metric if args.greater_is_better else value < state.best_metric
@@ -376,7 +378,7 @@ class HuggingFaceGuest(Guest):
             self.state.best_model_checkpoint = ctx.checkpoint.path
 
     def _log_summary(self, ctx: Context) -> None:
-        """Log a summary at the end, as the Hugging Face Trainer does: how long training took, and its mean loss."""
+        """Log how long training took and its mean loss, as the Hugging Face Trainer does at the end of training."""
         self._update(ctx)
         self._check_logged()
         steps = self.state.global_step - self._began_at
@@ -394,7 +396,7 @@ class HuggingFaceGuest(Guest):
         return {**state, "own": self.foreign.state()["attributes"] if isinstance(self.foreign, ExportableState) else {}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the callback's state. The arguments of its constructor stay as they are now."""
+        """Restore the callback's state, but not the arguments of its constructor."""
         for name, value in state.items():
             if name != "own":
                 setattr(self.state, name, list(value) if name == "log_history" else value)

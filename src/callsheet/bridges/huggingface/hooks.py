@@ -33,7 +33,7 @@ def find_trainer(state: Any, frame: FrameType | None) -> Any:
     for _ in range(_MAX_CALL_DEPTH):
         if frame is None:
             break
-        # Reading a frame's variables keeps them alive as long as the frame, so read only frames of methods.
+        # Reading `f_locals` keeps a frame's variables alive as long as the frame, so read only the frames of methods.
         if frame.f_code.co_argcount and frame.f_code.co_varnames[0] == "self":
             found = frame.f_locals.get("self")
             if getattr(found, "__dict__", {}).get("state") is state and hasattr(found, "evaluate"):
@@ -43,7 +43,7 @@ def find_trainer(state: Any, frame: FrameType | None) -> Any:
 
 
 class HuggingFaceForwardHooks(ModelCalls):
-    """Reports the model's first call in each `training_step` and `prediction_step`, and its outputs if they have listeners.
+    """Fires the events of the model's first call in each `training_step` and `prediction_step` of the Trainer.
 
     Other calls do not come from the loop: for example those of a callback that samples, a loss that calls the model a second
     time, or a separate evaluator.
@@ -64,11 +64,11 @@ class HuggingFaceForwardHooks(ModelCalls):
         self._before.install(True, self._begins)
 
     def listen(self, has_listeners: bool) -> None:
-        """Register the hook for the model's outputs if a callback listens to them; otherwise remove it."""
+        """Register the hook that observes the model's outputs if `has_listeners`, otherwise remove it."""
         self._after.install(has_listeners, self._ends)
 
     def training_step(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Wrap `training_step`: expect a call of the model for training."""
+        """Call the Trainer's `training_step` (`method`). The first call of the model inside it is reported as a microbatch."""
         self.expected, self.inputs = "train", args[1] if len(args) > 1 else kwargs.get("inputs")
         try:
             return method(*args, **kwargs)
@@ -76,9 +76,9 @@ class HuggingFaceForwardHooks(ModelCalls):
             self.expected, self.inputs = "", None
 
     def compute_loss(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Wrap the Trainer's `compute_loss`, to fire the events of the loss.
+        """Call the Trainer's `compute_loss` (`method`). Calls of `backward` inside it are not reported.
 
-        A cached loss calls backward on its parts during that time; this must not be taken for the backward pass of the step.
+        Such calls come from a cached loss, which calls `backward` on parts of itself before the step's backward pass.
         """
         self.is_computing = True
         try:
@@ -87,7 +87,7 @@ class HuggingFaceForwardHooks(ModelCalls):
             self.is_computing = False
 
     def prediction_step(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Wrap `prediction_step`: in an evaluation, expect a call of the model. Predictions are not reported."""
+        """Call the Trainer's `prediction_step` (`method`). In an evaluation, the model's first call inside it is reported."""
         if not self._run.eval.driver.is_open("eval_all"):
             return method(*args, **kwargs)
         self.expected = "eval"
@@ -97,7 +97,7 @@ class HuggingFaceForwardHooks(ModelCalls):
             self.expected = ""
 
     def begin_without_forward(self) -> None:
-        """Begin a microbatch at its backward pass, for a loss that calls the model with gradients only there (cached loss)."""
+        """Begin a microbatch at its backward pass, because a cached loss calls the model with gradients only there."""
         if self.expected == "train":
             self._begin_microbatch(self.inputs)
             run = self._run
@@ -146,14 +146,15 @@ class HuggingFaceForwardHooks(ModelCalls):
 
 
 class StepWatch(BackwardWatch):
-    """A `BackwardWatch` for losses that call the model only during their backward pass, such as
-    `CachedMultipleNegativesRankingLoss`.
+    """A `BackwardWatch` that also supports cached losses, such as `CachedMultipleNegativesRankingLoss` of Sentence Transformers.
+
+    A cached loss calls the model with gradients only during its backward pass.
     """
 
     hooks: HuggingFaceForwardHooks
 
     def run(self, loss: Tensor, *args: Any, **options: Any) -> bool:
-        """Begin the microbatch, if no forward pass has begun it, and do the same as `BackwardWatch`."""
+        """Begin the microbatch, if no forward pass has begun it. Then do what `BackwardWatch.run` does."""
         if self.hooks.is_computing:
             return False
         if self.hooks.expected and self._listens and not loss.dim():
@@ -165,7 +166,7 @@ class StepWatch(BackwardWatch):
 
 
 def found_in(metrics: Mapping[str, Any], prefix: str) -> dict[str, float]:
-    """Return the results of an evaluation without the Trainer's prefix, and without its timings.
+    """Return the results of an evaluation without the prefix (such as `eval_`) in their names, and without timings.
 
     A subclass of the Trainer may have extended the prefix, as SetFit does. The name of the evaluation's time shows the whole prefix.
     """

@@ -1,4 +1,4 @@
-"""The Hugging Face bridge: callsheet's callbacks in a transformers Trainer, and in libraries built on it such as TRL."""
+"""Runs callsheet's callbacks in a transformers Trainer, or a trainer built on it such as one of TRL's."""
 
 from __future__ import annotations
 
@@ -46,29 +46,30 @@ def host(
 ) -> HuggingFaceHost:
     """Return the callbacks as one `transformers.TrainerCallback`, for `Trainer(callbacks=[host([...])])`.
 
-    A run is one `trainer.train()`. Steps come from the Trainer's own events, microbatches from its `training_step`, the loss from
-    `backward`, evaluations from `evaluate` and `prediction_step`. `ctx.batch`, `ctx.microbatch` and `ctx.outputs` are those of the
-    model's first call in a `training_step` or `prediction_step`. Samples and tokens are counted there. Further calls, as in contrastive
-    losses, belong to the loss. Calls of the model elsewhere, such as those of a callback that samples from it, are not reported.
+    A run is one call of `trainer.train()`. The host observes steps by the Trainer's own events, microbatches in its
+    `training_step`, the loss in `backward`, and evaluations in `evaluate` and `prediction_step`. `ctx.batch`, `ctx.microbatch`
+    and `ctx.outputs` are those of the model's first call in a `training_step` or `prediction_step`, where samples and tokens are
+    counted too. Further calls, as in contrastive losses, belong to the loss. Calls of the model elsewhere, such as those of a
+    callback that samples from it, are not reported.
 
-    Metrics records are made every `logging_steps`. Other values that the Trainer logs are in them as `huggingface/<name>`. The Trainer
-    carries out a stop, a save or an evaluation that a callback asks for. The callbacks' states are saved in its checkpoints, and loaded when
-    training resumes from one.
+    A metrics record is made every `logging_steps` steps. It contains the other values that the Trainer logs, as
+    `huggingface/<name>`. If a callback requests a stop, a save or an evaluation, the Trainer carries it out. The host adds the
+    callbacks' states to the Trainer's checkpoints, and loads them when training resumes from one.
 
-    Not supported: gradient norms except in metrics records, the scheduler's step before `on_train_step_end`, the fetch of microbatches
-    after the first, predictions, and evaluations outside training or within a step. An exception that leaves `train` fires `on_exception`
-    and ends the run as failed. If the host was added with `add_callback`, the run ends without `on_exception`: when `train` is called again,
-    the host is deleted, or the program ends.
+    Not supported: gradient norms except in metrics records, the scheduler's step before `on_train_step_end`, the fetch of
+    microbatches after the first, predictions, and evaluations outside training or within a step. If `train` raises an exception,
+    the host fires `on_exception` and ends the run as failed. But if the host was added with `add_callback`, such a run ends later
+    and without `on_exception`: when `train` is called again, the host is deleted, or the program ends.
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
         eval_names: the names of the evaluation datasets, if the Trainer's `eval_dataset` does not have them.
         strict: whether to raise an error if a callback listens to an event that is not fired; else log a warning.
         run_name, runs_folder: the run's name, and the folder that contains the run's folder. None: those of `output_dir`.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder. Then `RunInUseError` is raised.
+        lock_timeout_seconds: how long to wait while another process trains in the run's folder; then `RunInUseError` is raised.
 
     Raises:
-        NotSupported: when training begins, or after the first step; see `strict`.
+        NotSupported: a callback cannot work in this loop, see `strict`. Raised when training begins or after the first step.
     """
     return HuggingFaceHost(
         callbacks,
@@ -84,11 +85,14 @@ _LOGGED_ELSEWHERE = frozenset({"loss", "learning_rate", "epoch", "total_flos", "
 """Values that the Trainer logs, and that metrics records have under other names or from other sources."""
 
 _BOUNDARY = re.compile("(DS?)?(E(DS?)?)?")
-"""What may be fired between two steps or epochs: on_checkpoint_due (D) with a checkpoint's save (S), an evaluation (E), and once more."""
+"""What may be fired between two steps or epochs: on_checkpoint_due (D), a save (S), an evaluation (E), then D and S again."""
 
 
 class _HostRequests:
-    """Passes the requests of callbacks on to the Trainer. It is a separate object, so that the run does not refer to the host."""
+    """Passes callbacks' requests to save and evaluate on to the Trainer.
+
+    It is a separate object from the host, so that the run has no reference to the host.
+    """
 
     def __init__(self) -> None:
         self.control = TrainerControl()
@@ -129,7 +133,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         self._requests = _HostRequests()
         self._eval_names = tuple(eval_names)
         self._listens_to_optimizer = True
-        # One letter for each event that was fired since the last step or epoch; see `_BOUNDARY`. It is None within a step.
+        # The events that were fired since the last step or epoch ended, one letter each; see `_BOUNDARY`. None within a step.
         self._fired: str | None = None
         self._prefix: str | None = None  # the metrics prefix of the innermost call of `evaluate`; None outside of it
         self._warned: set[str] = set()
@@ -140,9 +144,9 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
 
     @observing
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Wrap the Trainer's training, so that an error that leaves it ends the run before the caller gets the error."""
+        """Wrap the Trainer's training loop, so that an error in it ends callsheet's run as failed before it reaches the user."""
         trainer, reference = find_trainer(state, sys._getframe()), weakref.ref(self)
-        if not hasattr(trainer, "_inner_training_loop"):  # the method to wrap: without it, the error is noticed later
+        if not hasattr(trainer, "_inner_training_loop"):  # there is nothing to wrap, so an error is noticed only later
             if any((kind.__module__, kind.__name__) == ("transformers.trainer", "Trainer") for kind in type(trainer).__mro__):
                 self._warn(
                     "it has no _inner_training_loop, so an error that ends training may be recorded late and without its reason"
@@ -150,7 +154,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
             return
 
         def train(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            earlier = _run_of(reference)  # the run before this call, which an error of this call must not end
+            earlier = _run_of(reference)  # an error in this call must not end a run that began before it
             try:
                 return method(*args, **kwargs)
             except BaseException as error:
@@ -159,7 +163,8 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
                     host._fail(error)
                 raise
 
-        # Do not wrap `train`: in `Trainer(...).train()`, nothing but the wrapper would keep the trainer alive during the call.
+        # Do not wrap `train`: the wrapper has no strong reference to the trainer, so in `Trainer(...).train()` nothing would keep
+        # the trainer alive during the call.
         WrappedMethods(trainer).wrap("_inner_training_loop", train, put=replace)
 
     @observing
@@ -212,14 +217,14 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         self._begin_run(run, [hooks, watch, *wrapped], NOT_FIRED)
         if state.global_step:
             self._resume(args, state)
-        # Without a known length, the Trainer's `epoch` is no count of epochs.
+        # If the data's length is not known, the Trainer's `epoch` does not count epochs.
         run.counts.follow(lambda: Counts(state.global_step, int(state.epoch or 0) if length is not None else None))
         self._requests.control = control
         if trainer is None:
             self._warn("the Trainer was not found in the call stack: neither batches nor the steps of evaluations are reported")
         self._requests.is_written, self._prefix = False, None
         self._fired = "" if args.eval_on_start else None
-        if not args.eval_on_start:  # with `eval_on_start`, training begins after the first evaluation
+        if not args.eval_on_start:  # with `eval_on_start`, the round starts after the first evaluation
             run.driver.start("round")
 
     def _wrap_methods(self, trainer: Any) -> WrappedMethods:
@@ -242,7 +247,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         return methods
 
     def _warn(self, what: str) -> None:
-        """Log once that the Trainer does something unexpected."""
+        """Log a warning that the Trainer does something unexpected, unless the same warning was logged before."""
         if what not in self._warned:
             self._warned.add(what)
             logger.warning("callsheet in the Hugging Face Trainer: %s. Training continues", what)
@@ -250,7 +255,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
     def _handle(
         self, method: Callable[..., None], args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Call a method of the host with the run, the Trainer's `args` and `state`, and a dictionary of all other arguments."""
+        """Call `method`, which handles a Trainer event, with the run, `args`, `state`, and a dict of the other arguments."""
         if self._run is not None:
             self._requests.control = control
             method(self, self._run, args, state, given)
@@ -267,7 +272,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         run.driver.start("epoch")
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Prepare a step. Its events are fired only when the model is called with the first batch."""
+        """Prepare a step. Its start is fired later, when the Trainer calls the model with the first batch."""
         run = self._run
         if run is None:
             return
@@ -290,7 +295,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
             self._leave(error)
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Start the optimizer's step, because the gradients are computed and clipped."""
+        """Fire the start of the optimizer's step, because the gradients are computed and clipped."""
         run = self._run
         if run is None or self._has_engine or not self._listens_to_optimizer:
             return
@@ -325,7 +330,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
                 if driver.is_read and not self._has_engine:
                     driver.start("optimizer_step")
             if driver.has_listeners:
-                driver.end_step()  # also ends the optimizer's step; if nothing has listeners, `on_step_end` ends the step
+                driver.end_step()  # this also ends the optimizer's step; without listeners, `on_step_end` ends the step instead
         except BaseException as error:
             self._leave(error)
 
@@ -358,7 +363,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
 
     @in_a_run
     def on_epoch_end(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
-        """End the epoch, which may have been left before its last batch."""
+        """End the epoch, even if the Trainer has left it before its last batch."""
         is_whole = state.epoch is not None and float(state.epoch).is_integer()
         run.end_epoch(is_whole=is_whole)
         self._fired = "D" if is_whole else ""
@@ -383,7 +388,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
 
     @in_a_run
     def on_log(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
-        """Log the Trainer's values into the next metrics record, except the loss, the learning rate and evaluation results."""
+        """Add what the Trainer logs to the next metrics record, except the loss, the learning rate and evaluation results."""
         values = {name: value for name, value in (given.get("logs") or {}).items() if isinstance(value, (int, float))}
         if "grad_norm" in values:
             run.ctx.log({"train/grad_norm": values.pop("grad_norm")}, across="same")
@@ -442,7 +447,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         self._end_evaluation(run, found_in(found, prefix) if isinstance(found, Mapping) else {})
 
     def _fits(self, run: HostedRun, what: str) -> bool:
-        """Return whether the events in `what`, as letters of `_BOUNDARY`, may be fired now, between two steps or epochs."""
+        """Return whether the events `what` may be fired now: one letter for each, as in `_BOUNDARY`."""
         fired = self._fired
         return fired is not None and not run.driver.is_open("train_step") and _BOUNDARY.fullmatch(fired + what) is not None
 
@@ -455,7 +460,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
             )
 
     def _close_evaluation(self, run: HostedRun, found: Mapping[str, float]) -> bool:
-        """End the evaluation, if one is open. Return whether one was open."""
+        """End the current evaluation and return True; return False if there is none."""
         if not run.eval.driver.is_open("eval_all"):
             return False
         self._fired = (self._fired or "") + "E"
@@ -472,7 +477,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
             return
         run.fire_record()
         self._stop_if_asked(run)
-        if run.driver.is_open("train"):  # skipped for an evaluation before training begins
+        if run.driver.is_open("train"):  # False for an evaluation before training
             self._fire_due(run)
 
     @in_a_run
@@ -504,10 +509,10 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
 
     @in_a_run
     def on_save(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
-        """Report a checkpoint that the Trainer has written, and add the callbacks' states to it."""
+        """Add the callbacks' states to a checkpoint that the Trainer has written, and fire its events."""
         self._requests.is_written, self._path, self._step = True, _checkpoint(args, state), state.global_step
         if not self._fits(run, "S") and self._fits(run, "DS"):
-            self._fire_due(run)  # a save that callbacks request at this event is satisfied by this checkpoint
+            self._fire_due(run)  # if a callback requests a save at this event, this checkpoint is that save
             if self._fits(run, "S"):
                 self._fire_checkpoint(run)
         elif self._fits(run, "S"):
@@ -544,17 +549,14 @@ def _run_of(host: weakref.ref[HuggingFaceHost]) -> HostedRun | None:
 
 
 def _begin_engine_step(host: weakref.ref[HuggingFaceHost]) -> None:
-    """Start the optimizer's step, because DeepSpeed's engine begins it."""
+    """Fire the start of the optimizer's step, because DeepSpeed's engine is about to step."""
     found, run = host(), _run_of(host)
     if found is not None and run is not None and (found._listens_to_optimizer or run.driver.is_read):
         found._guarded(run, found._begin_optimizer_step)
 
 
 def _dataset(prefix: str | None) -> str:
-    """Return the name of the dataset whose metrics have this prefix.
-
-    The prefix is `eval_<name>` for one of several datasets, `eval` for a single one.
-    """
+    """Return the name of the dataset whose metrics have this prefix: `<name>` for `eval_<name>`, and `validation` for `eval`."""
     return prefix.removeprefix("eval_") if prefix and prefix != "eval" else "validation"
 
 

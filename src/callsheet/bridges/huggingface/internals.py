@@ -1,4 +1,4 @@
-"""The parts of transformers that the bridge needs and that are not public API. Without them, a host or guest raises `NotSupported`."""
+"""The attributes of transformers that the bridge needs. If the installed version lacks one, the bridge raises `NotSupported`."""
 
 PACKAGE = "transformers"
 

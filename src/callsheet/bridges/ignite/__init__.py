@@ -1,4 +1,4 @@
-"""The Ignite bridge: callsheet's callbacks attached to an Engine, and Ignite's handlers as callbacks of callsheet."""
+"""The Ignite bridge: `host` attaches callsheet's callbacks to an Engine, and `guest` runs Ignite's handlers in callsheet."""
 
 from callsheet.core.optional import needed_by
 

@@ -1,4 +1,4 @@
-"""The engine to which Ignite's handlers are attached in callsheet. It runs nothing itself; callsheet's loop fires its events."""
+"""The engine to which Ignite's handlers are attached when they run in callsheet's loop, which fires the engine's events."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ It may also read `state`, `last_event_name`, `should_terminate` and `logger`.
 
 
 class GuestState(State):  # type: ignore[misc]  # mypy does not read Ignite's types
-    """Ignite's `engine.state`, without `dataloader` and `seed`, which callsheet lacks. Handlers may add attributes to it."""
+    """The `engine.state` of a `GuestEngine`. It lacks Ignite's `dataloader` and `seed`. Handlers may add attributes to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's 
 
     def __init__(self, output: Callable[[Context], Any] = lambda ctx: ctx.loss) -> None:
         super().__init__(_runs_nothing)
-        self._at: dict[int, tuple[Any, list[Any]]] = {}  # for each event, by its id: the event and its handlers
+        self._at: dict[int, tuple[Any, list[Any]]] = {}  # `id` of an event -> the event and its handlers
         self.state = GuestState()
         self.output = output
         self.evaluators: dict[str, GuestEngine] = {}
@@ -72,9 +72,9 @@ class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's 
         """The names of the events that are fired in this run. None before training has begun."""
 
     def evaluator(self, name: str = "validation", output: Callable[[Context], Any] | None = None) -> GuestEngine:
-        """Return the engine that replaces the evaluator of a dataset. It is created at the first call for this name.
+        """Return the engine that replaces Ignite's evaluator of the dataset `name`. The first call creates it.
 
-        Its `state.metrics` at the end are the results and the values of attached Ignite metrics.
+        After an evaluation, its `state.metrics` contain the evaluation's results and the values of attached Ignite metrics.
 
         Args:
             name: the name of the dataset.
@@ -87,11 +87,11 @@ class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's 
         return self.evaluators[name]
 
     def add_event_handler(self, event_name: Any, handler: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Add a handler for an event, as Ignite does.
+        """Add a handler for an event, as `Engine.add_event_handler` of Ignite does.
 
         Args:
             event_name: an event of Ignite's, with or without filter, or several of them, joined by `|`.
-            handler: called with the engine, unless it takes no argument, and then with the further arguments.
+            handler: a function. It is called with the engine (unless it takes no arguments) and the further arguments given here.
 
         Returns:
             What Ignite returns: an object with which the handler can be removed.
@@ -109,7 +109,7 @@ class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's 
         return super().add_event_handler(event_name, handler, *args, **kwargs)
 
     def remove_event_handler(self, handler: Callable[..., Any], event_name: Any) -> None:
-        """Remove a handler from an event, as Ignite does.
+        """Remove a handler from an event, as `Engine.remove_event_handler` of Ignite does.
 
         Args:
             handler: the handler.
@@ -128,7 +128,7 @@ class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's 
             known = self._at[id(event_name)] = event_name, self._event_handlers[event_name]
         self.last_event_name = event_name
         for handler, args, kwargs in known[1]:
-            if args and type(args[0]) is ReferenceType:  # the first argument is a weak reference to this engine
+            if args and type(args[0]) is ReferenceType:  # Ignite stores a weak reference to the engine as the first argument
                 if len(args) == 1 and not (kwargs or event_args):
                     handler(self)
                 else:
@@ -137,7 +137,7 @@ class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's 
                 handler(*event_args, *args, **kwargs)
 
     def terminate(self, skip_completed: bool = False) -> None:
-        """Request that the run stops. After this, only Ignite's events at the end of a run are fired.
+        """Request that callsheet's run stops. After this, of Ignite's events only those at the end of a run are fired.
 
         Args:
             skip_completed: whether `COMPLETED` is not fired either.
@@ -163,7 +163,7 @@ class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's 
         found: dict[int, Any] = {}
         for registered in self._event_handlers.values():
             for handler, _, _ in registered:
-                # If the event has a filter, Ignite has wrapped the handler.
+                # Ignite has wrapped the handler of an event with a filter, such as `every=10`.
                 handler = handler._parent() if hasattr(handler, "_parent") else handler
                 owner = getattr(handler, "__self__", handler)
                 found.setdefault(id(owner), owner)
@@ -190,7 +190,7 @@ for _name in dir(Engine):
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics that are a single number, without the other metrics."""
+    """Return only those metrics that are a single number: an `int`, a `float` or a tensor with one element."""
     return {
         str(name): float(value)
         for name, value in metrics.items()
@@ -207,14 +207,14 @@ def _runs_nothing(engine: Engine, batch: Any) -> None: ...
 
 
 def reject_handler(handler: Any) -> None:
-    """Raise NotSupported if the handler needs something of Ignite that callsheet's loop does not have."""
+    """Raise NotSupported if the handler cannot be a guest; `NO_GUESTS` lists such handlers."""
     why = NO_GUESTS.get(label_of_handler(handler))
     if why is not None:
         raise NotSupported(f"{label_of_handler(handler)} cannot be a guest: {why}")
 
 
 def label_of_handler(handler: Any) -> str:
-    """Return the name of the handler for messages: that of the function, or of the class of a callable object."""
+    """Return a handler's name for messages: the function's name, or the class name of an object."""
     handler = handler._parent() if hasattr(handler, "_parent") else handler
     owner = handler.__self__ if ismethod(handler) else handler
     return getattr(owner, "__qualname__", None) or type(owner).__name__

@@ -1,4 +1,4 @@
-"""The events of callsheet that are fired at each event of Ignite, if callsheet's callbacks are attached to an engine."""
+"""Tables: which events of callsheet are fired at each event of Ignite's trainer and evaluators, and which are never fired."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ EVALUATOR_EVENTS: Mapping[str, tuple[Events, ...]] = {
     "evaluator_iteration_completed": (Events.ITERATION_COMPLETED,),
     "evaluators_completed": (Events.EPOCH_COMPLETED, Events.COMPLETED),
 }
-"""For each name in `EVALUATOR_EVENTS`, the Ignite events of an evaluator that are fired together."""
+"""For each name that `GUEST_EVENTS` uses for evaluators, the Ignite events of an evaluator that are fired together."""
 
 TRAINER_ONLY = ("TERMINATE", "EXCEPTION_RAISED")
 """Events that are fired for a trainer, and never for an evaluator."""
@@ -60,16 +60,16 @@ def guest(
 ) -> Callback:
     """Return Ignite's handlers as one callback: `guest(Timer())`, `guest(TerminateOnNan(), Events.ITERATION_COMPLETED)`.
 
-    For several handlers, or to pass other arguments to `attach`, attach the handlers to a `GuestEngine` as to a trainer, and pass
-    that engine. The states of handlers that have a `state_dict` are saved in and loaded from callsheet's checkpoints.
+    To use several handlers in one callback, or handlers whose `attach` takes more arguments, attach them to a `GuestEngine` as to
+    a trainer, and pass this engine. If a handler has a `state_dict`, callsheet's checkpoints contain its state.
 
     Args:
         foreign: a handler whose `attach` takes only the engine; a handler that is called at `event`; or a `GuestEngine`.
         event: an event of Ignite's, with or without filter, or several of them, joined by `|`.
         to_save: more objects to save, by name, such as the model of an `EMAHandler`.
         name: the key of the state in checkpoints. Empty: the name of the handler's class.
-        phase: its place in the order of each event.
-        strict: whether to raise an error if it listens to an event that callsheet never fires; else log a warning.
+        phase: the callback's place in the order of each event.
+        strict: whether to raise an error if a handler listens to an event that callsheet never fires; else log a warning.
 
     Raises:
         NotSupported: the handler cannot be a guest, or listens to an event that is never fired. The message names it.
@@ -96,7 +96,7 @@ def guest(
 
 
 class IgniteGuest(Guest):
-    """The callsheet callback that `guest` returns. `foreign` is the engine to which Ignite's handlers are attached.
+    """The callsheet callback that `guest` returns: it calls the Ignite handlers that are attached to the engine `foreign`.
 
     Make it with `guest`, which describes `to_save` and the `options` that every guest has.
     """
@@ -119,10 +119,10 @@ class IgniteGuest(Guest):
         self._to_save = dict(to_save or {})
 
     def listens_to(self, theirs: str) -> bool:
-        """Return whether a handler is attached for the event."""
+        """Return whether an Ignite handler is attached for the event `theirs`."""
         if theirs in EVALUATOR_EVENTS:
             events = EVALUATOR_EVENTS[theirs]
-            # The method for this event also counts the iterations, and handlers of the iteration's end read that count.
+            # `_evaluator_iteration_started` counts the iterations, and handlers of an iteration's end read that count.
             if theirs == "evaluator_iteration_started":
                 events += EVALUATOR_EVENTS["evaluator_iteration_completed"]
             return any(engine.listens_to(event) for engine in self.foreign.evaluators.values() for event in events)
@@ -158,7 +158,7 @@ class IgniteGuest(Guest):
             each.fired_events = frozenset(event.name for event in Events if each.listens_to(event))
 
     def _update(self, ctx: Context) -> Any:
-        """Update the engine's state and return it, or None if a handler has terminated the engine."""
+        """Update the engine's state to the run's progress and return it; return None if a handler has terminated the engine."""
         engine = self.foreign
         if engine.should_terminate:
             return None
@@ -208,7 +208,7 @@ class IgniteGuest(Guest):
             self.foreign._fire_event(Events.ITERATION_COMPLETED)
 
     def _epoch_completed(self, ctx: Context) -> None:
-        if ctx.state.timestamp.epoch >= ctx.epoch:  # skipped if the epoch was left early, since Ignite then fires no event
+        if ctx.state.timestamp.epoch >= ctx.epoch:  # not if the epoch was left early, because Ignite fires no event then
             self._fire(Events.EPOCH_COMPLETED, ctx)
             self._log(ctx, self.foreign, "ignite")
 
@@ -225,7 +225,7 @@ class IgniteGuest(Guest):
         try:
             self.foreign._fire_event(Events.EXCEPTION_RAISED, ctx.exception)
         except BaseException as raised:
-            if raised is not ctx.exception:  # a handler of Ignite raises the run's error again, but callsheet does that itself
+            if raised is not ctx.exception:  # Ignite's handlers raise the run's error again, but callsheet does that itself
                 raise
 
     # --- the evaluators' events ---
@@ -268,7 +268,7 @@ class IgniteGuest(Guest):
                 engine._fire_event(Events.COMPLETED)
 
     def _log(self, ctx: Context, engine: GuestEngine, family: str, *, known: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Log the values of Ignite's metrics, which are in the engine's state, to callsheet's metrics record."""
+        """Add the values of the attached Ignite metrics to callsheet's next metrics record."""
         if found := {name: value for name, value in numbers(engine.state.metrics).items() if name not in known}:
             ctx.log({f"{family}/{name}": value for name, value in found.items()})
 

@@ -57,32 +57,32 @@ def host(
 ) -> IgniteHost:
     """Return the callbacks as one Ignite handler: `host([...], model=model, optimizer=optimizer).attach(trainer)`.
 
-    A run is one `trainer.run()`. Steps and epochs come from the engine's events, the forward from the model, the loss from `backward`, the
-    optimizer's step from the optimizer. If a callback asks for a stop, the host calls `trainer.terminate()`. A run of an evaluator during
-    the trainer's run is an evaluation, with the evaluator's metrics as its results.
+    A run is one call of `trainer.run()`. The host observes steps and epochs by the engine's events, and forward pass, loss and
+    optimizer step with PyTorch hooks. If a callback requests a stop, the host calls `trainer.terminate()`. If an evaluator runs
+    while the trainer does, that is an evaluation, whose results are the evaluator's metrics.
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
         model: the model that the trainer's process function calls. With DDP, callbacks see the module inside the wrapper.
-        optimizer: the optimizer that it steps.
+        optimizer: the optimizer that the process function steps.
         scheduler: the scheduler, for callbacks to read.
         gradient_accumulation_steps: how many iterations the trainer uses for one optimizer step.
         scaler: the `torch.amp.GradScaler` that scales the loss.
-        evaluators: evaluators by dataset name, such as `{"validation": evaluator}`. Evaluators that run one after the other are one
-            evaluation, which ends with the last of them, or when the trainer continues.
-        evaluate: runs the evaluators; called without arguments when a callback asks for an evaluation.
+        evaluators: evaluators by dataset name, such as `{"validation": evaluator}`. Evaluators that run one after the other form
+            one evaluation, which ends with the last of them, or when the trainer continues.
+        evaluate: a function without arguments that runs the evaluators, called when a callback requests an evaluation.
         log_interval: how often a metrics record is made. A bare number means batches.
         run_name, runs_folder: the run's name, and the folder that contains the run's folder.
         config: the program's settings, stored with the run.
         preempt_signals: the signals that make the run save a checkpoint and end as preempted. They need a checkpoint handler, see
             `IgniteHost.attach`.
-        timeout_seconds: a rank that does not answer for so long fails the run.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder. Then `RunInUseError` is raised.
+        timeout_seconds: the run fails if a rank does not answer for this long.
+        lock_timeout_seconds: how long to wait while another process trains in the run's folder; then `RunInUseError` is raised.
         strict: whether to raise an error if a callback listens to an event that is not fired; else log a warning.
 
     Raises:
         ConfigError: an argument is invalid.
-        NotSupported: when training begins, or after the first step; see `strict`.
+        NotSupported: a callback cannot work in this loop, see `strict`. Raised when training begins or after the first step.
     """
     check_accumulation(gradient_accumulation_steps)
     if evaluate is not None and not evaluators:
@@ -102,7 +102,7 @@ def host(
 
 @dataclass
 class _Evaluations:
-    """The progress of the evaluations that run within the trainer's run."""
+    """The host's data about the evaluations that Ignite's evaluators run during training."""
 
     dataset: str = ""
     """The dataset that is being evaluated, or empty."""
@@ -153,11 +153,11 @@ class IgniteHost(HostBase):
 
     def _reset(self) -> None:
         self._listens_to_microbatch = False
-        self._microbatches = 0  # number of microbatches in the current step
-        self._steps_left = 0  # number of steps that were left before their last microbatch
+        self._microbatches = 0  # how many microbatches the current step has had
+        self._steps_left = 0  # how many steps were left before their last microbatch
         self._in_epoch = False
         self._evaluations = _Evaluations()
-        self._is_due_fired = False  # whether on_checkpoint_due was fired at this boundary, for a save that follows
+        self._is_due_fired = False  # whether on_checkpoint_due was fired after the latest step or epoch, so a save may follow
 
     def attach(self, trainer: Engine, *, checkpoint: Checkpoint | None = None) -> Self:
         """Attach callsheet's callbacks to Ignite's trainer and evaluators.
@@ -183,8 +183,7 @@ class IgniteHost(HostBase):
         self._trainer = trainer
         for event in FIRED_AT:
             trainer.add_event_handler(event, getattr(self, f"_{event.value}"))
-        # Move the host's handler to the front, because after a handler that raises the exception again, Ignite calls no other
-        # handler.
+        # Move the host's handler to the front, because Ignite calls no further handler after one that raises the exception again.
         handlers = trainer._event_handlers[Events.EXCEPTION_RAISED]
         handlers.insert(0, handlers.pop())
         for name, evaluator in self._evaluators.items():
@@ -199,10 +198,10 @@ class IgniteHost(HostBase):
 
     @observing
     def _started(self, trainer: Engine) -> None:
-        self._forget_earlier_run()  # end an earlier run that was interrupted, since it is not continued
+        self._forget_earlier_run()  # ends an interrupted run, which the engine has not continued
         self._reset()
         model, optimizer = self._model, self._settings["optimizer"]
-        me = weakref.proxy(self)  # a weak reference, because the run must not keep the engine and its handlers alive
+        me = weakref.proxy(self)  # the run must not keep the engine and its handlers alive
         self._run = self._last = run = HostedRun(
             self.manager,
             model=getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model,
@@ -222,12 +221,12 @@ class IgniteHost(HostBase):
         run.control.hints = {"save": "give attach(trainer, checkpoint=...) the handler that writes checkpoints"}
         run.checkpoints.loads = lambda: me._load()
         never = NOT_FIRED + (() if self._saves is not None else OF_CHECKPOINTS) + (() if self._evaluators else OF_EVALUATIONS)
-        self._begin_run(run, hooks, never)  # training starts later: an evaluation before the first epoch is not part of it
+        self._begin_run(run, hooks, never)  # does not start `train`: an evaluation before the first epoch is not part of training
         run.counts.follow(lambda: me._counted())
         self._stop_if_asked(run)
 
     def _counted(self) -> Counts:
-        """Return the steps and epochs that Ignite has counted, without an epoch in which the engine was terminated."""
+        """Return how many steps and epochs Ignite has counted. An epoch in which the engine was terminated is left out."""
         trainer = self._trainer
         assert trainer is not None
         steps = trainer.state.iteration // self._iterations_per_step + self._steps_left
@@ -247,21 +246,18 @@ class IgniteHost(HostBase):
     @in_a_run
     def _completed(self, run: HostedRun, trainer: Engine) -> None:
         self._continue_training(run)
-        run.driver.start("round")  # without an epoch, `on_round_start` and `on_train_start` were not fired yet
+        run.driver.start("round")  # if no epoch was run, `on_train_start` and `on_round_start` were not fired yet
         self._leave_step(run)
         self._finish()
 
     @in_a_run
     def _interrupt(self, run: HostedRun, trainer: Engine) -> None:
-        """Record that the run was interrupted.
-
-        It may be continued; if it is not, this is its outcome.
-        """
+        """Record `interrupted` as the run's outcome. If the engine continues the run later, the outcome is replaced."""
         run.lifetime.outcome = Outcome.INTERRUPTED
 
     @in_a_run
     def _terminate(self, run: HostedRun, trainer: Engine) -> None:
-        """Record a stop, unless training has completed all of its `max_iters`."""
+        """Record that the run was stopped, unless the engine was terminated because it has reached `max_iters`."""
         max_iters = _max_iters(trainer.state)
         if max_iters is None or trainer.state.iteration < max_iters:
             run.control.agree(Request("stop", "the engine was terminated", "Engine.terminate"))
@@ -286,7 +282,7 @@ class IgniteHost(HostBase):
 
     def _leave(self, error: BaseException) -> None:
         super()._leave(error)
-        self._last = None  # forget the run that the error has ended, since later checkpoints must not get its state
+        self._last = None  # later checkpoints must not contain the state of the run that the error has ended
 
     def _stop(self, loop: Any) -> None:
         assert self._trainer is not None
@@ -304,7 +300,7 @@ class IgniteHost(HostBase):
     def _get_batch_started(self, trainer: Engine) -> None:
         try:
             run = self._run
-            if run is None or self._microbatches:  # there is no run, or an earlier microbatch has begun the step
+            if run is None or self._microbatches:  # an earlier microbatch has already begun the step
                 return
             if self._evaluations.is_between_steps:
                 self._continue_training(run)
@@ -341,7 +337,7 @@ class IgniteHost(HostBase):
             driver, ctx, watch = run.driver, run.ctx, self._watch
             watch.is_on = True
             is_first = not self._microbatches
-            # Ignite fires no event for a batch if the process function makes its own data.
+            # Ignite does not fire GET_BATCH_STARTED and GET_BATCH_COMPLETED if the process function makes its own data.
             if is_first and trainer.state.dataloader is None:
                 self._get_batch_started(trainer)
                 self._get_batch_completed(trainer)
@@ -355,7 +351,7 @@ class IgniteHost(HostBase):
                 samples, tokens = counts_of(batch)
                 run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
             if self._listens_to_microbatch:
-                if driver.parts["microbatch"].is_open:  # the engine has not reported its end, which closes `ctx.microbatch`
+                if driver.parts["microbatch"].is_open:  # end the previous microbatch, whose end the engine has not reported
                     driver.end("microbatch")
                 ctx.microbatch = batch
                 driver.start("microbatch")
@@ -412,7 +408,7 @@ class IgniteHost(HostBase):
             self._reach(run)
 
     def _leave_step(self, run: HostedRun) -> None:
-        """Discard the microbatches of the current step, because the engine skips the step's remaining iterations.
+        """Leave the current step, because the engine skips its remaining iterations.
 
         The lifecycle driver fires the step's end later.
         """
@@ -423,7 +419,7 @@ class IgniteHost(HostBase):
             run.step_skipped = not self._optimizer_hooks.has_stepped
 
     def _reach(self, run: HostedRun) -> None:
-        """Carry out the actions due after an epoch, such as a save, if they were delayed until the epoch's evaluation."""
+        """Carry out the actions after an epoch, such as a save, if they have waited for the epoch's evaluation."""
         if self._evaluations.is_awaited:
             self._evaluations.is_awaited = False
             run.boundaries.reach("epoch")
@@ -436,7 +432,7 @@ class IgniteHost(HostBase):
         self._epoch_completed(trainer)
 
     def _continue_training(self, run: HostedRun) -> None:
-        """End the evaluation and carry out the actions that have waited for it, because the trainer continues."""
+        """End the current evaluation, and carry out the actions that have waited for it, because the trainer trains on."""
         if run.eval.driver.is_open("eval_all"):
             self._end_evaluation(run)
         self._reach(run)
@@ -444,9 +440,9 @@ class IgniteHost(HostBase):
         self._evaluations.begun.clear()
 
     def _handle_current_event(self) -> None:
-        """Handle the engine's current event now.
+        """Handle the engine's current event before Ignite calls the host's own handler for it.
 
-        Another handler of this event needs the result before the host's own handler is called.
+        This is called if another handler of this event, which Ignite calls earlier, needs the result.
         """
         trainer, name = self._trainer, self._evaluations.dataset
         if self._run is None or trainer is None:
@@ -479,7 +475,7 @@ class IgniteHost(HostBase):
         run, evaluations = self._run, self._evaluations
         begun = evaluations.begun
         if run is None or name in begun or (begun and not run.eval.driver.is_open("eval_all")):
-            return  # do not report a second evaluation between two steps, because the lifecycle allows only one
+            return  # the lifecycle allows only one evaluation between two steps, so a second one is not reported
         evaluations.dataset, evaluations.is_between_steps = name, True
         begun.add(name)
         self._eval_hooks.listen(run.eval.listens_to_outputs("eval"))
@@ -510,11 +506,11 @@ class IgniteHost(HostBase):
 
     def _end_evaluation(self, run: HostedRun) -> None:
         run.eval.end()
-        if self._evaluations.is_requested:  # the code that started the requested evaluation also fires the events after it
+        if self._evaluations.is_requested:  # callsheet has requested this evaluation, and fires the events after it
             return
         run.fire_record()
         if self._evaluations.is_awaited:
-            run.control.done("evaluate")  # this evaluation also satisfies requests that were made since the epoch's end
+            run.control.done("evaluate")  # no further evaluation is needed for requests that were made since the epoch's end
             self._reach(run)
             return
         run.boundaries.fire_checkpoint_due("step")
@@ -531,7 +527,7 @@ class IgniteHost(HostBase):
 
     @observing
     def _saved(self, engine: Engine) -> None:
-        """Report a checkpoint, if the `Checkpoint` handler that was given to `host` has written one."""
+        """Fire the events of a checkpoint, if the `Checkpoint` handler that was given to `attach` has written one."""
         assert self._saves is not None
         run, path = self._run, self._saves.new()
         if run is None or path is None:
@@ -554,7 +550,7 @@ class IgniteHost(HostBase):
         return own_state(run)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next run resume from this state. Load the trainer's state from the same checkpoint too."""
+        """Make the next run resume from this state. The user has to load the trainer's state from the same checkpoint."""
         self._loaded = state or None
 
     def _load(self) -> CheckpointInfo | None:
@@ -578,6 +574,6 @@ class IgniteHost(HostBase):
 
 
 def _max_iters(state: Any) -> int | None:
-    """Return the engine's `max_iters`, the iteration at which it stops, or None. Ignite before 0.5.5 has no `max_iters`."""
+    """Return the engine's `max_iters`, the iteration at which it stops; None if there is none, as in Ignite before 0.5.5."""
     iterations: int | None = getattr(state, "max_iters", None)
     return iterations

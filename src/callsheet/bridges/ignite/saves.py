@@ -1,4 +1,4 @@
-"""The checkpoints that an Ignite handler writes, by itself or because a callback requested one."""
+"""Requests checkpoints from Ignite's `Checkpoint` handler, and notices the checkpoints that it writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ignite.handlers import Checkpoint
 
 
 class Saves:
-    """Makes a `Checkpoint` handler write checkpoints, and finds those that it has written."""
+    """Makes an Ignite `Checkpoint` handler write checkpoints on request, and finds those that it has written."""
 
     def __init__(self, handler: Checkpoint) -> None:
         self._handler = handler
@@ -36,7 +36,7 @@ class Saves:
             self.is_requested = False
 
     def new(self) -> str | None:
-        """Return the path of the checkpoint that this handler has written since the last call, or None."""
+        """Return the path of the checkpoint that was written since the last call of this method, or None."""
         earlier, self._files = self._files, self._written()
         new = self._files - earlier
         return str(Path(getattr(self._handler.save_handler, "dirname", ""), new.pop())) if new else None

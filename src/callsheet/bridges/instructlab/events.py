@@ -1,4 +1,4 @@
-"""The event of callsheet that is fired at each hook of InstructLab, and the events that are never fired for lack of a hook."""
+"""Tables: which event of callsheet corresponds to each hook of InstructLab, and for which events InstructLab has no hook."""
 
 from collections.abc import Mapping
 

@@ -41,11 +41,11 @@ def guest(
 
 
 class InstructLabGuest(Guest):
-    """Runs a callback of InstructLab in callsheet's loop, in InstructLab's order, on a background thread; no event is dropped.
+    """Runs a callback of InstructLab in callsheet's loop, on a background thread and in InstructLab's order. No event is dropped.
 
-    Its `TrainingContext` is the same on all ranks, except for the two `is_..._process_zero` flags, because its values come from the
-    metrics records, which the ranks share. With `log_interval="1ba"` the values are those of InstructLab's own context, else the means
-    since the last record. An error of a hook is logged and not raised.
+    The callback's `TrainingContext` is the same on all ranks, except for the two `is_..._process_zero` flags, because its values
+    come from the metrics records, which the ranks share. With `log_interval="1ba"` the values are those of InstructLab's own context,
+    otherwise the means since the last record. An error of a hook is logged and not raised.
 
     Args:
         foreign: a `TrainerCallback`, of InstructLab or of `callsheet.compat.instructlab`.
@@ -107,7 +107,7 @@ class InstructLabGuest(Guest):
     # --- our events, from which the hooks are called in InstructLab's order ---
 
     def _train_begins(self, ctx: Context) -> Awaitable[None] | None:
-        ended = self._ended()  # the hooks that end an earlier `fit`, if they were not called yet
+        ended = self._ended()  # the last hooks of an earlier training in this run, if they were not called yet
         self._begin()
         context, run, now = self.context, ctx.run, ctx.state.timestamp
         context.step, context.epoch = now.batch + 1, now.epoch
@@ -139,7 +139,7 @@ class InstructLabGuest(Guest):
         return self._call(self._hook_call("on_after_backward"))
 
     def _gradients_are_there(self, ctx: Context) -> Awaitable[None] | None:
-        if ctx.run.world_size == 1:  # with several ranks, the loss is known only when the metrics record has averaged it
+        if ctx.run.world_size == 1:  # with several ranks, only a metrics record has the mean loss of all ranks
             self.context.loss = float(ctx.loss)
         return self._call(self._hook_call("on_pre_optimizer_step"))
 
@@ -151,7 +151,7 @@ class InstructLabGuest(Guest):
 
     def _logged(self, ctx: Context) -> Awaitable[None] | None:
         values = ctx.record.values
-        if "train/loss" not in values:  # the record is that of an evaluation: no step has ended since the last record
+        if "train/loss" not in values:  # this is the record of an evaluation
             return None
         context, now, last = self.context, ctx.state.timestamp, self._last
         steps, seconds = ctx.record.step - last[0], ctx.record.elapsed_seconds - last[3]
@@ -212,7 +212,7 @@ class InstructLabGuest(Guest):
     # --- calling the hooks ---
 
     def _boundary(self) -> list[_HookCall]:
-        """Return the pending calls of `on_step_end` and `on_epoch_end`, which come after evaluations and saves."""
+        """Return the calls of `on_step_end` and `on_epoch_end` that are due. Evaluations and saves come before them."""
         ended: list[_HookCall] = []
         if self._ends_step:
             self._ends_step = False
@@ -234,7 +234,7 @@ class InstructLabGuest(Guest):
         return None if method is None else (method, seen(self.context, hook, **changes))
 
     def _call(self, *calls: _HookCall) -> Awaitable[None] | None:
-        """Call these hooks of InstructLab's callback one after the other.
+        """Call these hooks of the wrapped callback one after the other.
 
         At the first `async` hook, return an awaitable that finishes it and calls the other hooks.
         """
@@ -250,7 +250,7 @@ _HookCall = tuple[Callable[[TrainingContext], Any], TrainingContext] | None
 
 
 def _called(method: Callable[[TrainingContext], Any], context: TrainingContext) -> Any:
-    """Call a hook of InstructLab's callback. Return its result if it must be awaited, otherwise None. An error is logged."""
+    """Call a hook of the wrapped callback. If it is `async`, return what must be awaited, otherwise None. Log an error."""
     try:
         result = method(context)
         return result if inspect.isawaitable(result) else None
@@ -260,7 +260,7 @@ def _called(method: Callable[[TrainingContext], Any], context: TrainingContext) 
 
 
 async def _rest(left: deque[Any], waits: Any) -> None:
-    """Await `waits`, the result of the first hook in `left`, and then call the other hooks in order. Errors are logged."""
+    """Await `waits`, which the first hook in `left` has returned. Then call the other hooks in order. Errors are logged."""
     while left:
         method, context = left.popleft()
         try:

@@ -45,14 +45,14 @@ def host_of(
     """Return an InstructLab callback that runs callsheet's callbacks; see `callsheet.bridges.instructlab.host`."""
     try:
         base: type = importlib.import_module("instructlab.training.callbacks").TrainerCallback
-    except ImportError:  # InstructLab or one of its requirements is not installed, so no other code uses its base class
+    except ImportError:  # without an installed InstructLab, the base class is callsheet's copy
         base = names.TrainerCallback
     return _class_over(base)(InstructLabHost(callbacks, strict=strict, lock_timeout_seconds=lock_timeout_seconds))
 
 
 @functools.cache
 def _class_over(TrainerCallback: type) -> Any:  # noqa: N803  # the class below is executed under this name
-    """Create the class of an InstructLab callback that passes its hooks to `InstructLabHost`, derived from `TrainerCallback`.
+    """Create a subclass of `TrainerCallback` that passes InstructLab's hooks on to `InstructLabHost`.
 
     InstructLab sends the source of the class to its ranks, executes it there, and calls the class without arguments. So the class
     uses no name outside its methods except that of its base.
@@ -62,7 +62,7 @@ def _class_over(TrainerCallback: type) -> Any:  # noqa: N803  # the class below 
         """An InstructLab callback that passes each hook on to `InstructLabHost`."""
 
         def __init__(self, host=None):  # type: ignore[no-untyped-def]
-            if host is None:  # the callback was created by InstructLab on a rank, so its host must be created
+            if host is None:  # InstructLab has created this callback on a rank, where there is no host yet
                 from callsheet.bridges.instructlab.hook_host import InstructLabHost
 
                 host = InstructLabHost.arrived()
@@ -127,7 +127,7 @@ class InstructLabHost(HostBase):
             self.manager, HOST, strict=strict, hint="leave the callback out, or pass strict=False to continue without that"
         )
         self._lock_timeout_seconds = checked_lock_timeout(lock_timeout_seconds)
-        self._saved: TrainingContext | None = None  # the context of a save after an epoch's last step, until `on_epoch_end`
+        self._saved: TrainingContext | None = None  # the context of a save after an epoch's last step; None after `on_epoch_end`
         self._is_between = False  # whether training is between two steps
         self._reject()
 
@@ -156,7 +156,7 @@ class InstructLabHost(HostBase):
 
     @classmethod
     def arrived(cls) -> InstructLabHost:
-        """Create the host on a rank, with the callbacks that were sent by the process that started the rank."""
+        """Create the host on a rank, with the callbacks that the process that started the rank has sent."""
         arrived = open_payload(os.environ)
         extra: Any = arrived.extra
         return cls(arrived.callbacks, strict=extra["strict"], lock_timeout_seconds=extra["lock_timeout_seconds"])
@@ -178,7 +178,7 @@ class InstructLabHost(HostBase):
                 self._check.reject([each], f"calls collectives, which would interleave with those of {HOST}")
 
     def _reject_listeners_of_not_fired(self, run: HookedRun) -> None:
-        """After the first step, raise an error or warn if callbacks listen to events that no hook has fired."""
+        """After the first step, raise an error (or log a warning) if callbacks listen to events that were not fired in it."""
         self._is_checked = True
         for _, event in events_of(run.driver.synthesized - _WITHOUT_HOOK):
             for each in self._check.listeners(event):
@@ -238,13 +238,13 @@ class InstructLabHost(HostBase):
 
     @in_a_run
     def on_optimizer_step(self, run: HookedRun, context: TrainingContext) -> None:
-        """Fire the end of gradient clipping, and the events of the optimizer's step, which is already over."""
+        """Fire the end of gradient clipping, and the start and end of the optimizer's step, because the optimizer has stepped."""
         run.driver.end("clip_gradients")
         run.driver.start_and_end("optimizer_step")
 
     @in_a_run
     def on_log(self, run: HookedRun, context: TrainingContext) -> None:
-        """End the step, because its metrics are known now, and make its metrics record."""
+        """End the step and make its metrics record, because the step's metrics are known now."""
         run.driver.end_step()
         if not self._is_checked:
             self._reject_listeners_of_not_fired(run)
@@ -252,12 +252,12 @@ class InstructLabHost(HostBase):
 
     @in_a_run
     def on_evaluate(self, run: HookedRun, context: TrainingContext) -> None:
-        """Fire the events of an evaluation that is already over."""
+        """Fire all start and end events of an evaluation, because InstructLab has completed it."""
         run.fire_evaluation({name.removeprefix("val_"): float(value) for name, value in context.val_metrics.items()})
 
     @in_a_run
     def on_save(self, run: HookedRun, context: TrainingContext) -> None:
-        """Add the callbacks' states to a checkpoint that was written.
+        """Add the callbacks' states to a checkpoint that InstructLab has written, and fire its events.
 
         A checkpoint after an epoch's last step belongs to the epoch's boundary, so its events are fired after the epoch's end.
         """
@@ -271,7 +271,7 @@ class InstructLabHost(HostBase):
 
     @in_a_run
     def on_step_end(self, run: HookedRun, context: TrainingContext) -> None:
-        """Record that training is between two steps from now on. The step itself has ended at `on_log`."""
+        """Record that training is between two steps. The step's events were already fired at `on_log`."""
         self._is_between = True
 
     @in_a_run

@@ -1,4 +1,4 @@
-"""Runs callsheet's callbacks in InstructLab's training. InstructLab and torch are imported only when this is used."""
+"""`host`, which runs callsheet's callbacks in InstructLab's training. InstructLab and torch are imported when it is called."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ def host(
 ) -> Any:
     """Wrap the callbacks in one callback of InstructLab, for `TrainingArgs(callbacks=[host([...])])` or its own `CallbackManager`.
 
-    InstructLab calls its callbacks on a separate thread. Training does not wait for them, and they cannot reach the model. Our callbacks
-    receive losses, rates, speeds, evaluations and checkpoints as InstructLab reports them, on each rank separately. A metrics record is
-    made at every `on_log`. An error of a callback ends callsheet's run as failed; InstructLab's training continues.
+    InstructLab calls its callbacks on a separate thread. Training does not wait for them, and they cannot read the model. So
+    callsheet's callbacks receive only what InstructLab reports, on each rank separately: losses, learning rates, speeds,
+    evaluations and checkpoints. A metrics record is made whenever InstructLab calls `on_log`. An error in a callback ends
+    callsheet's run as failed, but InstructLab's training continues.
 
-    If InstructLab starts the ranks itself, send them the callbacks: `with hosted.sent(): run_training(...)`.
+    If InstructLab starts the ranks itself, send the callbacks to the ranks: `with hosted.sent(): run_training(...)`, where
+    `hosted` is what `host` has returned.
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
-        strict: whether a callback that needs what is not available is an error. False: a warning is logged.
-        lock_timeout_seconds: how long to wait if another process writes in the run's folder. Then the run fails with `RunInUseError`, and
-            InstructLab's training continues.
+        strict: whether it is an error if a callback needs something that is not available. False: a warning is logged.
+        lock_timeout_seconds: how long to wait if another process writes in the run's folder. Then the run fails with
+            `RunInUseError`, and InstructLab's training continues.
 
     Returns:
         A callback of InstructLab.

@@ -1,4 +1,4 @@
-"""InstructLab Training's callback interface under its own names: base class, context and manager.
+"""A copy of InstructLab Training's callback interface: base class, context and manager.
 
 They can be used whether or not InstructLab is installed.
 
@@ -36,7 +36,7 @@ _PATIENCE_SECONDS = 10.0
 
 @dataclass
 class TrainingContext:
-    """The progress of training. Each hook receives a copy of its own.
+    """The progress of training, which each hook receives as its own copy.
 
     A value that is not known yet is None. A value stays until it is replaced: at `on_step_begin` the loss is still that of the
     last step.
@@ -122,10 +122,10 @@ class TrainerCallback:
         """Called when a step begins."""
 
     def on_before_forward(self, context: TrainingContext) -> Any:
-        """Called before each microbatch's forward."""
+        """Called before the forward pass of each microbatch."""
 
     def on_after_backward(self, context: TrainingContext) -> Any:
-        """Called after each microbatch's backward."""
+        """Called after the backward pass of each microbatch."""
 
     def on_pre_optimizer_step(self, context: TrainingContext) -> Any:
         """Called when all gradients are computed, before they are clipped."""
@@ -153,7 +153,7 @@ class TrainerCallback:
 
 
 def bases() -> tuple[type, ...]:
-    """Return the base classes of callbacks: callsheet's, and that of the installed package if it has been imported."""
+    """Return the base classes of InstructLab callbacks: callsheet's copy, and InstructLab's own class if it was imported."""
     theirs = getattr(sys.modules.get("instructlab.training.callbacks"), "TrainerCallback", None)
     return (TrainerCallback,) if theirs is None else (TrainerCallback, theirs)
 
@@ -197,7 +197,7 @@ class CallbackManager:
         self._callbacks.append(callback)
 
     def remove_callback(self, callback_or_type: Any) -> None:
-        """Remove a callback, or all of a class. Do nothing if there is none.
+        """Remove a callback, or all callbacks of a class. Do nothing if there is none.
 
         Args:
             callback_or_type: the callback, or a class.
@@ -230,8 +230,7 @@ class CallbackManager:
             ValueError: there is no such hook; or, if a callback overrides it, the context has no such field.
         """
         if hook_name not in _HOOKS:
-            # The messages here and below begin like those of InstructLab, because tests that are written for InstructLab compare
-            # them.
+            # The messages here and below begin like InstructLab's, because its users' tests compare them.
             raise ValueError(f"Unknown hook: '{hook_name}'. Valid hooks: {list(HOOK_NAMES)}{did_you_mean(hook_name, HOOK_NAMES)}")
         if self._is_closed or not (listeners := [each for each in self._callbacks if listens_to(each, hook_name)]):
             return
@@ -245,7 +244,7 @@ class CallbackManager:
             self._deliver()
 
     def close(self) -> None:
-        """Call the hooks of everything that was fired, and end the background thread. May be called twice."""
+        """Wait until all fired hooks were called, and end the background thread. A second call does nothing."""
         if not self._is_closed:
             self._is_closed = True
             self._deliver()
@@ -263,7 +262,7 @@ class CallbackManager:
         try:
             result = method(context)
             if inspect.isawaitable(result):
-                # One event loop for all hooks, so that their network clients stay usable.
+                # All hooks run in one event loop, because a network client can be used only in the event loop that created it.
                 self._runner = self._runner or asyncio.Runner()
                 self._runner.run(awaited(result))
         except BaseException as error:  # catches SystemExit too, because a hook must not end the program
@@ -275,7 +274,7 @@ class CallbackManager:
 
 
 def check(callback: Any) -> None:
-    """Raise TypeError if the callback is not an instance of a TrainerCallback."""
+    """Raise TypeError if `callback` is not an instance of a TrainerCallback."""
     if not isinstance(callback, bases()):
         is_class = isinstance(callback, type)
         hint = (
@@ -285,7 +284,7 @@ def check(callback: Any) -> None:
 
 
 def seen(context: TrainingContext, hook: str, **changes: Any) -> TrainingContext:
-    """Return a copy of the training context for one call of a callback, with the fields in `changes` replaced."""
+    """Return a copy of the training context for one call of `hook`, with the fields in `changes` replaced."""
     snapshot = copy(context)
     for name, value in changes.items():
         setattr(snapshot, name, value)
@@ -295,12 +294,12 @@ def seen(context: TrainingContext, hook: str, **changes: Any) -> TrainingContext
 
 
 async def awaited(result: Any) -> None:
-    """Await a hook's result, which may be any awaitable. This makes a coroutine of it, for `asyncio.Runner.run`."""
+    """Await a hook's result. `asyncio.Runner.run` needs a coroutine, and the result may be another awaitable."""
     await result
 
 
 def log_failure(method: Callable[..., Any], context: TrainingContext, error: BaseException) -> None:
-    """Log an error that a hook raised, instead of raising it."""
+    """Log an error that a hook has raised."""
     owner = type(getattr(method, "__self__", method)).__name__
     kind = type(error).__name__
     logger.error(

@@ -1,4 +1,4 @@
-"""A run of InstructLab Training as callsheet observes it, on a thread of its own and on each rank separately."""
+"""A run of callsheet's callbacks in InstructLab Training, on a background thread and on each rank separately."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ class _ContextWithoutModel(Context):
         )
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value in a list if there is only one rank. Otherwise raise NotSupported."""
+        """Return `[value]` if there is only one rank. Otherwise raise NotSupported."""
         if self.run.world_size > 1:
             raise NotSupported(f"ctx.gather() is not supported: it would interleave with the collectives of {HOST}'s training")
         return [value]
 
 
 class HookedRun(Run):
-    """A run of callsheet's callbacks in InstructLab's training, from `on_train_begin` to `on_train_end`; see the module."""
+    """A run of callsheet's callbacks in InstructLab's training, from `on_train_begin` to `on_train_end`."""
 
     host = HOST
     CONTEXT = _ContextWithoutModel
@@ -96,7 +96,7 @@ class HookedRun(Run):
         self.log_ranks.start()
         self._metrics = self.records.metrics
         self.counts = CountCheck(HOST, self.ctx)
-        self._counted = Counts()  # what InstructLab had counted at its latest hook that shows this
+        self._counted = Counts()  # InstructLab's counts of steps and epochs at the latest hook that shows them
         self.eval_ctx = self.ctx.sibling()
         self.driver = LifecycleDriver(
             self.spans,
@@ -161,7 +161,7 @@ class HookedRun(Run):
         If an epoch is open, InstructLab was preempted. A step that was not finished gets no end events.
         """
         driver = self.driver
-        if driver.is_open("epoch") and not driver.is_open("train_step"):  # a preemption ends training within a step
+        if driver.is_open("epoch") and not driver.is_open("train_step"):  # no preemption, which would end it within a step
             self.end_epoch(context)
         self.lifetime.outcome = Outcome.PREEMPTED if driver.is_open("epoch") else Outcome.FINISHED
         if driver.is_open("train_step") and self.has_stepped:
@@ -185,7 +185,7 @@ class HookedRun(Run):
         self.driver.end("epoch")
 
     def _check(self, steps: int, epochs: int | None = None) -> None:
-        """Compare the counts with InstructLab's, if training has begun."""
+        """Compare callsheet's counts of steps and epochs with InstructLab's, if a step was trained."""
         if self.state.timestamp.batch != self.state.baseline.batch:
             self._counted = Counts(steps, epochs)
             self.counts.check()
@@ -234,13 +234,13 @@ class HookedRun(Run):
             self.ctx.loss = self.loss
 
     def _clipped(self) -> None:
-        self.ctx.grad_norm = None  # the norm is not known yet: InstructLab reports it later, at `on_log`
+        self.ctx.grad_norm = None  # InstructLab reports the norm later, at `on_log`
 
     def _stepped(self) -> None:
         self.ctx.step_skipped, self.has_stepped = False, True
 
     def _step_ends(self) -> None:
-        """Count the step, and set the fields that handlers of the step's end read."""
+        """Count the step, and set the fields that are available at `on_train_step_end`."""
         self._order.reach()
         ctx, state, context = self.ctx, self.state, self.context
         if self.loss is not None:
@@ -259,7 +259,7 @@ class HookedRun(Run):
     # --- records, evaluations, checkpoints ---
 
     def fire_record(self, context: TrainingContext) -> None:
-        """Fire the step's metrics record, with the values that callbacks have logged.
+        """Make the step's metrics record, with the values that callbacks have logged, and fire `on_log`.
 
         Do nothing if the lifecycle allows no record here.
         """
@@ -294,13 +294,13 @@ class HookedRun(Run):
         self.manager.publish_costs(self.ctx)
 
     def fire_evaluation(self, found: Mapping[str, float]) -> None:
-        """Fire the events of an evaluation that InstructLab has completed, and its metrics record."""
+        """Fire the events of an evaluation that InstructLab has completed, and make its metrics record."""
         ctx, driver = self.eval_ctx, self.eval_driver
         self._found = dict(found)
         ctx.step, ctx.epoch, ctx.standalone, ctx.eval_name = self.ctx.step, self.ctx.epoch, False, "validation"
         driver.start("eval_all")
         if not driver.is_open("eval_all"):
-            # No evaluation may be fired now, so log the values into the next metrics record.
+            # The lifecycle allows no evaluation here, so add the values to the next metrics record.
             ctx.log({f"validation/{name}": value for name, value in found.items()}, across="same")
             return
         driver.start("eval")
@@ -327,7 +327,7 @@ class HookedRun(Run):
         ctx.boundary = boundary
         self.manager.fire("on_checkpoint_due", ctx)
         ctx.close("on_checkpoint_due")
-        self._order.may_come("S")  # record the save, which is always allowed after on_checkpoint_due
+        self._order.may_come("S")  # records the save; it is always allowed after on_checkpoint_due
         with self.spans.checkpoint_save:
             self._write(context, info)
         ctx.close("on_checkpoint_save_end")
@@ -345,9 +345,7 @@ class HookedRun(Run):
         write_checkpoint(folder, {"state": self.state.state_dict()}, local, saved_info, overwrite=True)
 
     def _load(self, context: TrainingContext) -> CheckpointInfo | None:
-        """Load the callbacks' states from the checkpoint from which training resumes, which is the one with the same number of
-        samples.
-        """
+        """Load the callbacks' states from the checkpoint from which training resumes: the one with the same number of samples."""
         if not context.total_samples:
             return None
         folder = Path(context.output_dir) / "hf_format"

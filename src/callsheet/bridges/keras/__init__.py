@@ -1,4 +1,4 @@
-"""The Keras bridge: callsheet callbacks in Keras 3 on the torch backend (`host`), and Keras callbacks in callsheet's loop (`guest`)."""
+"""The Keras bridge (torch backend): `host` runs callsheet's callbacks in Keras, `guest` Keras's callbacks in callsheet."""
 
 from callsheet.core.optional import needed_by
 

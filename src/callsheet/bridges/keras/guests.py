@@ -1,4 +1,4 @@
-"""Runs Keras's callbacks in callsheet's loop (as guests), in Keras's order, with Keras's logs and a stand-in for its model."""
+"""Runs Keras's callbacks in callsheet's loop (as guests). They are called in Keras's order and with Keras's logs."""
 
 from __future__ import annotations
 
@@ -56,8 +56,9 @@ REJECTED: Mapping[str, str] = {
 def guest(foreign: Any, *, verbose: int = 1, name: str = "", phase: Phase = "measure", strict: bool = True) -> KerasGuest:
     """Wrap a Keras callback as a callsheet callback.
 
-    Its `model` has `stop_training`, which stops our loop, `optimizer.learning_rate`, which may be written, `get_weights` and
-    `set_weights`. Its logs have the mean loss of the epoch so far, and after an evaluation its results, such as `val_loss`.
+    The callback's `model` has only these attributes: `stop_training`, which stops callsheet's loop, `optimizer.learning_rate`,
+    which may be set, `get_weights` and `set_weights`. The callback's `logs` contain the mean loss of the epoch so far, and after
+    an evaluation also the evaluation's results, such as `val_loss`.
 
     Args:
         foreign: the callback, an instance.
@@ -71,14 +72,14 @@ def guest(foreign: Any, *, verbose: int = 1, name: str = "", phase: Phase = "mea
 
     Raises:
         ConfigError: Keras runs on another backend than torch.
-        NotSupported: the callback is one of `REJECTED`; or later, when it uses anything else of the model.
+        NotSupported: the callback needs a Keras model, as `ModelCheckpoint` does; or, while training, it reads another attribute.
     """
     check_backend()
     return KerasGuest(foreign, verbose=verbose, name=name, phase=phase, strict=strict)
 
 
 def check_backend() -> None:
-    """Raise ConfigError if Keras does not run on torch."""
+    """Raise ConfigError if Keras does not run on the torch backend."""
     if keras.backend.backend() != "torch":
         raise ConfigError(
             f"Keras runs on {keras.backend.backend()}, but the bridge needs torch: set KERAS_BACKEND=torch before keras is imported"
@@ -113,7 +114,7 @@ class KerasGuest(Guest):
         super().__init__(foreign, name=name, phase=phase, strict=strict)
 
     def listens_to(self, theirs: str) -> bool:
-        """Return whether the callback overrides the method, or its older name (`on_batch_end` of `on_train_batch_end`)."""
+        """Return whether the callback overrides the method `theirs`, or its older name, such as `on_batch_end`."""
         return super().listens_to(theirs) or (theirs in ALIASES and super().listens_to(ALIASES[theirs]))
 
     def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:
@@ -149,7 +150,7 @@ class KerasGuest(Guest):
             self._set_up(ctx)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the epoch's loss so far, and the callback's own state if it has a `state_dict`. Keras itself saves no such state."""
+        """Return the epoch's loss so far, and the callback's own state if it has a `state_dict`."""
         return {**self.common.state_dict(), "foreign": super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -158,7 +159,7 @@ class KerasGuest(Guest):
 
 
 class GuestModel(Facade):
-    """The `model` of a Keras callback in callsheet's loop. It has the parts of a Keras model that callbacks may use."""
+    """Replaces the Keras model for a Keras callback in callsheet's loop. It has only the attributes that callbacks may use."""
 
     OF = "Keras's model"
     WRITABLE = frozenset({"history"})
@@ -181,12 +182,12 @@ class GuestModel(Facade):
 
     @property
     def optimizer(self) -> GuestOptimizer:
-        """The optimizer, as an object with the interface of a Keras optimizer."""
+        """The optimizer, with the interface of a Keras optimizer."""
         return self._optimizer
 
     @property
     def metrics(self) -> list[Any]:
-        """An empty list: there are no Keras metrics."""
+        """An empty list, because callsheet's loop has no Keras metrics."""
         return []
 
     @property
@@ -206,7 +207,7 @@ class GuestModel(Facade):
 
 
 class GuestOptimizer(Facade):
-    """The optimizer that a Keras callback in callsheet's loop finds at `model.optimizer`, with the attributes that it may use."""
+    """Replaces the Keras optimizer for a Keras callback in callsheet's loop, with the attributes that callbacks may use."""
 
     OF = "Keras's optimizer"
 
@@ -215,7 +216,7 @@ class GuestOptimizer(Facade):
 
     @property
     def learning_rate(self) -> float:
-        """The optimizer's learning rate; that of its first group if the groups differ."""
+        """The learning rate of the optimizer's first parameter group."""
         return float(self._model._ctx.optimizer.param_groups[0]["lr"])
 
     @learning_rate.setter

@@ -1,4 +1,4 @@
-"""The Keras bridge: callsheet callbacks in Keras 3 on the torch backend (`host`), and Keras callbacks in callsheet's loop (`guest`)."""
+"""Runs callsheet's callbacks in Keras's loops (torch backend), as one callback of Keras."""
 
 from __future__ import annotations
 
@@ -63,30 +63,31 @@ def host(
 ) -> KerasHost:
     """Wrap the callbacks in one Keras callback, for `model.fit(..., callbacks=[host([...])])`, `evaluate` or `predict`; torch backend only.
 
-    Each such call is one run. `ctx.batch` is what Keras passes to the model's train function. The host observes the forward with hooks
-    on the model, the loss in `backward`, and the step in the optimizer's `apply`. A stop request sets `model.stop_training`. A requested
-    checkpoint is written in callsheet's format, and `resume` resumes from it.
+    Each call of `fit`, `evaluate` or `predict` is one run. `ctx.batch` is the batch that Keras passes to the model's
+    `train_function`. The host observes the forward pass with hooks on the model, the loss in `backward`, and the optimizer's step
+    in its `apply`. If a callback requests a stop, the host sets `model.stop_training`. If a callback requests a checkpoint, the
+    host writes it in callsheet's format. `resume` continues a run from such a checkpoint.
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
         strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.
-        model: the torch module that callbacks see as `ctx.model`, with its own parameter names. The Keras model has to wrap it, and it
-            has to hold all of the Keras model's weights. None: the Keras model, whose weights have Keras's names.
+        model: the torch module that the Keras model wraps, if callbacks are to see this module and its parameter names as
+            `ctx.model`. It must contain all weights of the Keras model. None: the Keras model, whose weights have Keras's names.
         run_name: the run's name.
         runs_folder: the folder that contains the run's folder, in which checkpoints are written.
         resume: `"auto"` resumes from the newest valid checkpoint of this run, if there is one; a path resumes from that checkpoint; None
             starts a new run.
         log_interval: how often a metrics record is made; an integer means batches.
         preempt_signals: names of the signals that preempt the run: it saves a checkpoint and ends.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder, before `RunInUseError` is raised.
+        lock_timeout_seconds: how long to wait while another process trains in the run's folder; then `RunInUseError` is raised.
 
     Returns:
         A Keras callback.
 
     Raises:
         ConfigError: Keras runs on another backend; or when training begins, the Keras model has weights that are not in `model`.
-        NotSupported: when training begins or after the first step, depending on `strict`. Also if the model is compiled with
-            `jit_compile`, or its optimizer accumulates gradients itself: then the parts of a step cannot be observed.
+        NotSupported: a callback cannot work in Keras's loop, see `strict`; or the model is compiled with `jit_compile`, or its
+            optimizer accumulates gradients itself, so that the parts of a step cannot be observed.
     """
     check_backend()
     return KerasHost(
@@ -173,16 +174,13 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
             hooks.append(self._steps)
         run.losses = watch.reader
         self._is_epoch_open = self._is_whole = self._has_evaluated = False
-        self._evaluation: _PatchedFunction | None = None  # the patched `test_function` during an evaluation
-        self._epochs: int | None = None  # Keras's count of epochs, which is known from the first epoch on
+        self._evaluation: _PatchedFunction | None = None  # the patched `test_function`, only during an evaluation
+        self._epochs: int | None = None  # Keras's count of epochs; None before the first epoch
         self._begin_run(run, hooks, NOT_FIRED, resume=self._resume_path if is_training else None)
         return run
 
     def _patch(self, name: str, before: Callable[..., list[Any] | None], after: Callable[..., None]) -> _PatchedFunction:
-        """Patch `model.train_function`, or another function that Keras calls with a batch.
-
-        The patch is needed because Keras's callbacks do not receive the batch.
-        """
+        """Patch a function that Keras calls with a batch, such as `model.train_function`, because callbacks get no batch."""
         patched = _PatchedFunction(self.model, name, before, after)
         self._hooks.append(patched)
         return patched
@@ -197,16 +195,15 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
         self._patch("train_function", self._begin_step, self._end_step)
         run.driver.start("round")
         if run.state.timestamp.epoch:
-            self.model._initial_epoch = run.state.timestamp.epoch  # continue at this epoch, as Keras's own BackupAndRestore does
+            self.model._initial_epoch = run.state.timestamp.epoch  # makes `fit` continue at this epoch
         me = weakref.proxy(self)
         run.counts.follow(lambda: Counts(None, me._epochs))
         self._stop_if_asked(run)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Do nothing: the step's events are fired by the wrapper of `train_function`.
+        """Do nothing. The method exists because training is slower without it.
 
-        If no callback overrides this method, Keras calls its own callbacks in a thread, and training waits for the interpreter
-        lock.
+        If no callback overrides it, Keras calls its own callbacks in a thread, and training waits for the interpreter lock.
         """
 
     @in_a_run
@@ -221,7 +218,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
         run.driver.start("epoch")
 
     def _begin_step(self, run: HostedRun, data: Any) -> list[Any] | None:
-        """Start the step of a batch. Return the data on which Keras trains, or None to skip the batch."""
+        """Start the step of a batch. Return the data on which Keras is to train, or None if Keras is to skip the batch."""
         driver, ctx, place, watch = run.driver, run.ctx, self._place, self._watch
         if place.to_skip:
             place.to_skip -= 1
@@ -267,7 +264,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
 
     @in_a_run
     def on_epoch_end(self, run: HostedRun, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """End the epoch, whose evaluation is over. The metrics in Keras's logs go into the next metrics record."""
+        """End the epoch after its evaluation, and add the metrics in Keras's `logs` to the next metrics record."""
         self._close_epoch(run)
         self._epochs = epoch + 1
         found = {
@@ -291,15 +288,15 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
         self._is_in_fit = False
         self.model._initial_epoch = None
         if self._run is not None and self._epochs is not None and not self.model.stop_training:
-            self._epochs = self.params["epochs"]  # Keras has trained all of them
+            self._epochs = self.params["epochs"]  # nothing has stopped Keras, so it has trained all epochs
         self._finish()
 
     # --- evaluation and prediction ---
 
     @observing
     def on_test_begin(self, logs: Any = None) -> None:
-        """Start an evaluation. Outside training it is a run of its own."""
-        if self._has_given_up and self._is_in_fit:  # an evaluation within `fit` is not a run of its own
+        """Start an evaluation. Outside training, first begin a run for it."""
+        if self._has_given_up and self._is_in_fit:  # the run of this `fit` has ended early, and its evaluations begin no new one
             return
         run = self._run
         if run is None or not run.driver.is_open("train"):
@@ -384,7 +381,7 @@ class _PatchedFunction:
                 return {}
             try:
                 logs = function(given)
-            except BaseException as error:  # Keras does not report the error to callbacks, so end the run here
+            except BaseException as error:  # Keras has no callback event for errors, so end the run here
                 if host._run is run:
                     host._fail(error)
                 raise

@@ -1,4 +1,4 @@
-"""The parts of Keras that the bridge needs and that are not public API. Without them, a host raises `NotSupported`."""
+"""The attributes of Keras that the host needs. If the installed version lacks one, the host raises `NotSupported`."""
 
 PACKAGE = "keras"
 

@@ -1,6 +1,4 @@
-"""Makes a Keras optimizer look like a torch optimizer: fires the events of its steps, and exposes its loss scale, parameters and
-learning rate.
-"""
+"""Observes the steps of a Keras optimizer, and gives it the interface of a torch optimizer."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ class Steps:
                 return apply(*args, **named)
             try:
                 if not clip.has_no_listeners:
-                    driver.start_and_end("clip_gradients")  # fired here, because Keras clips within `apply`
+                    driver.start_and_end("clip_gradients")  # fired before `apply`, because Keras clips the gradients inside it
                 if driver.is_read:
                     driver.start("optimizer_step")
             except Exception as error:
@@ -48,20 +46,20 @@ class Steps:
         optimizer.apply = applied
 
     def remove(self) -> None:
-        """Restore the `apply` of the optimizer's class."""
+        """Restore the optimizer's own `apply`."""
         if "apply" in vars(self._optimizer):
             del self._optimizer.apply
 
 
 class Scale:
-    """Keras's loss scale, with the part of the interface of torch's `GradScaler` that callsheet needs."""
+    """Makes Keras's loss scale look like torch's `GradScaler`, as far as callsheet uses that."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
 
     @staticmethod
     def is_in(optimizer: Any) -> bool:
-        """Return whether the optimizer scales the loss."""
+        """Return whether the Keras optimizer scales the loss."""
         return hasattr(optimizer, "dynamic_scale") or getattr(optimizer, "loss_scale_factor", None) is not None
 
     def is_enabled(self) -> bool:
@@ -75,7 +73,7 @@ class Scale:
 
 
 class KerasOptimizer(Facade):
-    """A Keras optimizer as callbacks see it: one parameter group with its parameters and learning rate, and its state."""
+    """Makes a Keras optimizer look like a torch optimizer with one parameter group."""
 
     OF = "Keras's optimizer"
 
@@ -86,11 +84,11 @@ class KerasOptimizer(Facade):
 
     @property
     def param_groups(self) -> list[_Group]:
-        """A list with the only parameter group. Its `lr` may be written."""
+        """A list with one parameter group: `params` has all trainable parameters, and `lr` may be set."""
         return self._groups
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return all of the optimizer's variables, in their order."""
+        """Return all variables of the Keras optimizer, by index and path."""
         return {f"{i}:{variable.path}": variable.value.detach() for i, variable in enumerate(self._optimizer.variables)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -105,9 +103,9 @@ class KerasOptimizer(Facade):
 
 
 def shown_optimizer(optimizer: Any, model: Any) -> KerasOptimizer:
-    """Wrap the optimizer in a `KerasOptimizer` that has the class name of the optimizer itself.
+    """Wrap the optimizer in a `KerasOptimizer` whose class has the name of the optimizer's class, such as `Adam`.
 
-    Records and checkpoints contain this name.
+    Metrics records and checkpoints contain this name.
     """
     kind: type[KerasOptimizer] = type(type(optimizer).__name__, (KerasOptimizer,), {})
     return kind(optimizer, model)
@@ -125,10 +123,10 @@ class _Group(MutableMapping[str, Any]):
         if name != "lr":
             raise KeyError(name)
         rate = self._optimizer.learning_rate
-        if not isinstance(rate, keras.Variable):  # a schedule computes the rate for each step
+        if not isinstance(rate, keras.Variable):  # the result of a learning rate schedule
             return rate
         value = rate.value
-        if value._version != self._version:  # read the rate only if it has changed, because that waits for the device
+        if value._version != self._version:  # convert the rate only if it has changed, because `float` waits for the device
             self._rate, self._version = float(value), value._version
         return self._rate
 

@@ -1,4 +1,4 @@
-"""The state of a run in callsheet's loop that all of its Keras callbacks share, such as the logs of the epoch."""
+"""The state that Keras's callbacks share in one run of callsheet's loop, such as the logs of the epoch."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class KerasRun(Common):
         """The results of the last evaluation."""
         self.ended: int | None = None
         """The epoch whose end the guests handle at the current event. None at all other events."""
-        self._open: int | None = None  # an epoch that has ended, if Keras's callbacks have not handled its end yet
+        self._open: int | None = None  # the epoch that has ended, until Keras's `on_epoch_end` is called for it
         self._total: Any = 0.0
         self._samples = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch's loss so far."""
+        """Return the sum of the losses of the epoch so far, and the number of samples."""
         return {"total": float(self._total), "samples": self._samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -70,15 +70,15 @@ class KerasRun(Common):
         self._end(is_known=not ctx.state.evaluators)
 
     def on_checkpoint_due(self, ctx: Context) -> None:
-        """Let the guests call Keras's `on_epoch_end` now if an epoch has ended, because no evaluation was due."""
+        """If an epoch has ended without an evaluation, let the guests call Keras's `on_epoch_end` for it now."""
         self._end(is_known=ctx.boundary == "epoch")
 
     def on_train_end(self, ctx: Context) -> None:
-        """Let the guests call Keras's `on_epoch_end` for the last epoch if they have not, since no evaluation follows."""
+        """If Keras's `on_epoch_end` was not called for the last epoch yet, let the guests call it now."""
         self._end(is_known=True)
 
     def on_eval_all_start(self, ctx: Context) -> None:
-        """Start counting the evaluation's batches."""
+        """Reset the batch number, because an evaluation begins."""
         self.batch = -1
         if ctx.standalone:
             self.ctx = ctx
@@ -99,13 +99,16 @@ class KerasRun(Common):
         self._end(is_known=True)
 
     def on_predict_start(self, ctx: Context) -> None:
-        """Start counting the prediction's batches."""
+        """Reset the batch number, because a prediction begins."""
         self.ctx, self.batch = ctx, -1
 
     on_predict_step_start = on_eval_step_start
 
     def _end(self, *, is_known: bool) -> None:
-        """Let the guests call Keras's `on_epoch_end` at this event if `is_known` (whether no evaluation can still follow)."""
+        """Let the guests call Keras's `on_epoch_end` at this event if an epoch has ended and `is_known`.
+
+        `is_known` is True if no evaluation of the epoch can follow.
+        """
         self.ended = None
         if is_known:
             self.ended, self._open = self._open, None

@@ -1,6 +1,4 @@
-"""The Lightning bridge: callsheet's callbacks in Lightning's Trainer and in Fabric's loops, and Lightning's callbacks in
-callsheet's loop.
-"""
+"""The Lightning bridge: `host` and `fabric` run callsheet's callbacks in Lightning, `guest` its callbacks in callsheet."""
 
 from callsheet.core.optional import needed_by
 

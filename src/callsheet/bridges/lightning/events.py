@@ -1,4 +1,4 @@
-"""The hook of Lightning at which each event of callsheet is fired."""
+"""A table: the hook of Lightning's callbacks at which each event of callsheet is fired."""
 
 from __future__ import annotations
 

@@ -22,12 +22,12 @@ def fabric(
 ) -> Iterator[AttachedRun]:
     """Attach callbacks to a Fabric loop: `with fabric(fabric_, model=model, optimizer=optimizer, callbacks=[...]) as run`.
 
-    The loss comes from `fabric.backward`, without its scale. Values that the loop logs with `fabric.log` and `fabric.log_dict`
-    are also in the metrics records, as `fabric/<name>`. In all other respects this is `callsheet.attach`; the loop iterates over
-    `run.steps`.
+    The loop has to iterate over `run.steps`. The loss is the one on which the loop calls `fabric.backward`, without the scale of
+    a loss scaler. Values that the loop logs with `fabric.log` and `fabric.log_dict` are also in the metrics records, as
+    `fabric/<name>`. In all other respects, `fabric` does the same as `callsheet.attach`.
 
     Args:
-        loop: the `lightning.fabric.Fabric`, launched.
+        loop: a `lightning.fabric.Fabric` whose `launch` was called.
         model, optimizer: the return values of `fabric.setup`. Callbacks see the objects inside these wrappers.
         callbacks: a manager, a callback, or any iterable of callbacks.
         options: more arguments of `callsheet.attach`, such as `gradient_accumulation_steps`, `max_duration`, `run_name`,

@@ -1,4 +1,4 @@
-"""The objects that Lightning's callbacks in callsheet's loop receive instead of the Trainer and its parts (facades)."""
+"""Facades: objects that replace Lightning's Trainer and its parts for Lightning's callbacks in callsheet's loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class OfGuest(Facade):
-    """Replaces a part of Lightning for a Lightning callback in callsheet's loop, with values from callsheet's context."""
+    """The base class of this module's facades, whose values come from callsheet's context."""
 
     def __init__(self, guest: LightningGuest) -> None:
         self._guest = guest
@@ -32,7 +32,7 @@ class OfGuest(Facade):
 
 
 class LoggerFacade(OfGuest):
-    """The only logger of a Lightning callback in callsheet's loop. What it logs is in the next record as `lightning/<name>`."""
+    """Replaces the Trainer's loggers for a Lightning callback: adds values to callsheet's next record, as `lightning/<name>`."""
 
     OF = "Lightning's Logger"
     group_separator = "/"
@@ -47,11 +47,11 @@ class LoggerFacade(OfGuest):
     log_dir = root_dir = save_dir
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log numbers by name. `step` has no effect, because a record has its own step."""
+        """Log numbers by name. `step` has no effect, because a metrics record has the step at which it is made."""
         self._ctx.log({f"lightning/{name}": value for name, value in metrics.items()})
 
     def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
-        """Pass the settings to callsheet's loggers."""
+        """Pass the hyperparameters to callsheet's loggers."""
         self._ctx.log_hyperparameters(dict(params))
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
@@ -65,7 +65,7 @@ class LoggerFacade(OfGuest):
 
 
 class StrategyFacade(OfGuest):
-    """The `trainer.strategy` of a Lightning callback in callsheet's loop: collectives over the ranks."""
+    """Replaces `trainer.strategy` for a Lightning callback in callsheet's loop. It provides collectives over the ranks."""
 
     OF = "Lightning's Strategy"
 
@@ -80,7 +80,7 @@ class StrategyFacade(OfGuest):
         return self._ctx.run.is_world_process_zero
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether `decision` is true on all ranks, or on any rank.
+        """Return whether `decision` is true on all ranks; with `all=False`, whether it is true on any rank.
 
         All ranks must call this method and those below.
         """
@@ -88,7 +88,7 @@ class StrategyFacade(OfGuest):
         return min(votes) if all else max(votes)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of rank `src`."""
+        """Return the `obj` that rank `src` has passed."""
         return self._ctx.gather(obj)[src]
 
     def barrier(self, name: str | None = None) -> None:
@@ -96,23 +96,23 @@ class StrategyFacade(OfGuest):
         self._ctx.gather(None)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: str = "mean") -> Tensor:
-        """Return the mean over the ranks, or the sum."""
+        """Return the mean of the ranks' tensors, or their sum if `reduce_op` is `"sum"`."""
         stacked = torch.stack([torch.as_tensor(each, device=self.root_device) for each in self._ctx.gather(tensor)])
         return stacked.sum(0) if str(reduce_op).lower() == "sum" else stacked.float().mean(0)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a file that `save_checkpoint` has written."""
+        """Delete a file that `TrainerFacade.save_checkpoint` has written."""
         if self.is_global_zero:
             self._guest.checkpoint_io.remove_checkpoint(filepath)
 
 
 class AcceleratorFacade(OfGuest):
-    """The `trainer.accelerator` of a Lightning callback in callsheet's loop; it provides device statistics."""
+    """Replaces `trainer.accelerator` for a Lightning callback in callsheet's loop. It provides device statistics."""
 
     OF = "Lightning's Accelerator"
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
-        """Return the device's stats from Lightning's own accelerator."""
+        """Return the device's statistics from Lightning's own accelerator."""
         accelerators = self._guest.package.accelerators
         kind = accelerators.CUDAAccelerator if torch.device(device).type == "cuda" else accelerators.CPUAccelerator
         stats: dict[str, Any] = kind().get_device_stats(device)
@@ -120,15 +120,15 @@ class AcceleratorFacade(OfGuest):
 
 
 class ConnectorFacade(OfGuest):
-    """Replaces the Trainer's logger connector, from which Lightning's own callbacks read whether they should log now."""
+    """Replaces the Trainer's logger connector, which tells Lightning's own callbacks whether they should log at this batch."""
 
     OF = "Lightning's logger connector"
 
     @property
     def should_update_logs(self) -> bool:
-        """Whether Lightning's own callbacks should log now.
+        """Whether Lightning's own callbacks should log at this batch.
 
-        This is so after every `log_every_n_steps` steps or evaluation batches, and when a stop is requested.
+        This is True after every `log_every_n_steps` steps or evaluation batches, and when a stop is requested.
         """
         guest, trainer = self._guest, self._guest.trainer
         number = guest.eval_batches if trainer.evaluating or trainer.predicting else guest.steps_before + 1
@@ -140,13 +140,13 @@ class ConnectorFacade(OfGuest):
 
 
 class _ProgressFacade(OfGuest):
-    """The progress of callsheet's loop. This object replaces Lightning's loop, its epoch loop and their progress counters."""
+    """One object that replaces Lightning's loop, its epoch loop and their progress counters."""
 
     OF = "Lightning's loop"
 
     @property
     def epoch_loop(self) -> _ProgressFacade:
-        """The epoch loop, which is this object too."""
+        """This object, which replaces the epoch loop too."""
         return self
 
     batch_progress = total = current = epoch_loop
@@ -168,7 +168,7 @@ class _ProgressFacade(OfGuest):
 
     @property
     def total_batch_idx(self) -> int:
-        """The index of the batch in training, counted by this process."""
+        """The index of the batch among all batches that this process has trained on."""
         return self._guest.total_batch_idx
 
     @property
@@ -183,7 +183,10 @@ class _ProgressFacade(OfGuest):
 
 
 class TrainerFacade(OfGuest):
-    """Replaces Lightning's Trainer for its callbacks in callsheet's loop. It shows no sanity check, one evaluation per epoch."""
+    """Replaces Lightning's Trainer for a Lightning callback in callsheet's loop. It has the attributes that callbacks may use.
+
+    Some attributes have fixed values: there is never a sanity check, and an evaluation after every epoch.
+    """
 
     OF = "Lightning's Trainer"
 
@@ -210,14 +213,14 @@ class TrainerFacade(OfGuest):
 
     @property
     def log_every_n_steps(self) -> int:
-        """The number of steps between logs: the argument of `guest`."""
+        """The number of steps between two logs, which was given to `guest`."""
         return self._log_every_n_steps
 
     # --- progress ---
 
     @property
     def state(self) -> Any:
-        """The Trainer's state, with the attributes `fn`, `stage` and `status` of Lightning's."""
+        """The Trainer's state, an object of Lightning's own class with the attributes `fn`, `stage` and `status`."""
         return self._state
 
     def _set_state(self, fn: str, stage: str) -> None:
@@ -261,12 +264,12 @@ class TrainerFacade(OfGuest):
 
     @property
     def max_epochs(self) -> int:
-        """The length of training in epochs, or -1 if it is given in another unit."""
+        """The length of training in epochs; -1 if the user has not set it in epochs."""
         return self._longest(TimeUnit.EPOCH)
 
     @property
     def max_steps(self) -> int:
-        """The length of training in optimizer steps, or -1 if it is given in another unit."""
+        """The length of training in optimizer steps; -1 if the user has not set it in steps."""
         return self._longest(TimeUnit.BATCH)
 
     def _longest(self, unit: TimeUnit) -> int:
@@ -281,12 +284,12 @@ class TrainerFacade(OfGuest):
 
     @property
     def num_val_batches(self) -> list[float]:
-        """Infinity for each evaluation dataset, since the numbers are not known."""
+        """A list with infinity for each evaluation dataset, because the numbers of their batches are not known."""
         return [math.inf] * len(self._ctx.state.evaluators)
 
     @property
     def num_test_batches(self) -> list[float]:
-        """Infinity, since the number is not known."""
+        """A list with infinity, because the number of test batches is not known."""
         return [math.inf]
 
     num_predict_batches = num_test_batches
@@ -309,7 +312,7 @@ class TrainerFacade(OfGuest):
 
     @property
     def fit_loop(self) -> _ProgressFacade:
-        """The progress of the loop."""
+        """The object that replaces Lightning's fit loop and has the progress of training."""
         return self._progress
 
     _evaluation_loop = predict_loop = val_loop = fit_loop
@@ -365,27 +368,27 @@ class TrainerFacade(OfGuest):
 
     @property
     def loggers(self) -> list[LoggerFacade]:
-        """A list with one object that stands for all of callsheet's loggers."""
+        """A list with one logger, which replaces all of callsheet's loggers."""
         return [self._guest.logger]
 
     @property
     def logger(self) -> LoggerFacade:
-        """The object that stands for all of callsheet's loggers, as in `loggers`."""
+        """The logger that replaces all of callsheet's loggers."""
         return self._guest.logger
 
     @property
     def strategy(self) -> StrategyFacade:
-        """The strategy."""
+        """The object that replaces Lightning's strategy."""
         return self._strategy
 
     @property
     def accelerator(self) -> AcceleratorFacade:
-        """The accelerator."""
+        """The object that replaces Lightning's accelerator."""
         return self._accelerator
 
     @property
     def precision_plugin(self) -> Any:
-        """Lightning's default precision plugin."""
+        """Lightning's default precision plugin, for 32-bit training."""
         return self._guest.package.plugins.precision.Precision()
 
     @property
@@ -394,19 +397,19 @@ class TrainerFacade(OfGuest):
 
     @property
     def lightning_module(self) -> ModuleFacade:
-        """The model."""
+        """The model, as an object that replaces a LightningModule."""
         return self._guest.module
 
     model = lightning_module
 
     @property
     def optimizers(self) -> list[Any]:
-        """The optimizer, if there is one."""
+        """A list with the optimizer; empty if there is none."""
         return [self._ctx.optimizer] if self._ctx.has("optimizer") and self._ctx.optimizer is not None else []
 
     @property
     def lr_scheduler_configs(self) -> list[Any]:
-        """The scheduler, if there is one. It is stepped after each optimizer step."""
+        """A list with Lightning's configuration of a scheduler that steps after each training step; empty if there is none."""
         scheduler = self._ctx.scheduler if self._ctx.has("scheduler") else None
         kind = self._guest.package.utilities.types.LRSchedulerConfig
         return [] if scheduler is None else [kind(scheduler, interval="step")]
@@ -437,24 +440,24 @@ class TrainerFacade(OfGuest):
 
     @should_stop.setter
     def should_stop(self, value: Any) -> None:
-        """Request a stop."""
+        """Request a stop of callsheet's loop, if `value` is true."""
         if value and not self.should_stop:
             self._ctx.control.stop(f"{type(self._guest.foreign).__name__} has set trainer.should_stop")
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """The value that was set here, or 1. A new value takes effect at the next step."""
+        """The number of batches per step that a callback has set, or 1. A new value takes effect at the next step."""
         return self._accumulates
 
     @accumulate_grad_batches.setter
     def accumulate_grad_batches(self, value: int) -> None:
-        """Request this many batches per step."""
+        """Request this number of batches per step, from the next step on."""
         if value != self._accumulates:
             self._ctx.control.set_gradient_accumulation(value)
             self._accumulates = value
 
     def save_checkpoint(self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
-        """Write a checkpoint in Lightning's format on the first rank; see `LightningGuest.checkpoint`."""
+        """Write a checkpoint in Lightning's format, on rank 0 only; see `LightningGuest.checkpoint`."""
         if any(type(parameter).__name__ == "DTensor" for parameter in self._ctx.model.parameters()):
             raise NotSupported(
                 "the model is sharded, so that no rank can write it into one file; save it with callsheet's CheckpointSaver"
@@ -464,6 +467,6 @@ class TrainerFacade(OfGuest):
         self._strategy.barrier()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the first rank."""
+        """Print the arguments, on rank 0 only."""
         if self.is_global_zero:
             print(*args, **kwargs)

@@ -38,11 +38,11 @@ REJECTED: Mapping[str, str] = {
 def guest(
     foreign: Any, *, name: str = "", phase: Phase = "measure", log_every_n_steps: int = 50, strict: bool = True
 ) -> LightningGuest:
-    """Return a `lightning.pytorch.Callback` (or one of `pytorch_lightning`) as a callback of callsheet.
+    """Return a callsheet callback that calls a Lightning callback, of `lightning.pytorch` or `pytorch_lightning`.
 
-    Its hooks are called in Lightning's order: the end of an epoch comes after the evaluation at that end, and
-    `on_train_batch_end` once per batch. The callback receives facades as Trainer and LightningModule. It may stop training, set
-    gradient accumulation, write Lightning's checkpoints, log, and change the model's weights.
+    The callback's hooks are called in Lightning's order: `on_train_epoch_end` after the evaluation at the epoch's end, and
+    `on_train_batch_end` once per batch. The callback receives objects that replace the Trainer and the LightningModule. It may
+    stop training, set gradient accumulation, write Lightning's checkpoints, log, and change the model's weights.
 
     Args:
         foreign: the callback, an instance.
@@ -50,10 +50,11 @@ def guest(
         phase: the callback's place in the order of each event. Use `change` for a callback that swaps the weights for an
             evaluation.
         log_every_n_steps: the Trainer's `log_every_n_steps` that the callback sees. The default is Lightning's.
-        strict: whether to raise an error if it overrides a hook that is never called, or is known not to work; else log a warning.
+        strict: whether to raise an error if the callback overrides a hook that is never called, or is known not to work; else log
+            a warning.
 
     Raises:
-        NotSupported: with `strict`; and if it uses an attribute that a facade does not have.
+        NotSupported: see `strict`; or, while training, the callback uses an attribute that these objects do not have.
         RegistrationError: `foreign` is not an instance of Lightning's Callback.
     """
     return LightningGuest(foreign, name=name, phase=phase, log_every_n_steps=log_every_n_steps, strict=strict)
@@ -136,7 +137,7 @@ class LightningGuest(Guest):
         self.is_step_over = True
         self._batch, self._loss, self._batches = _NONE, None, 0
         self._dataset = -1
-        self._is_epoch_end_due = False  # whether the epoch has ended, and on_train_epoch_end has not been called yet
+        self._is_epoch_end_due = False  # whether an epoch has ended for which on_train_epoch_end was not called yet
         self._metrics: dict[str, Tensor] = {}
         self._loaded: Mapping[str, Any] | None = None
 
@@ -149,7 +150,7 @@ class LightningGuest(Guest):
                 logger.warning("%s", message)
 
     def _remove_unneeded_handlers(self) -> None:
-        """If Lightning's callback overrides no batch hook, remove this class's handlers of batches, so that they cost nothing."""
+        """If the wrapped callback overrides no batch hook, remove this class's handlers of batches, because they cost time."""
         if self._starts_batch is None and self._ends_batch is None:
             del self.on_microbatch_start, self.on_microbatch_end, self.on_train_step_end
         for theirs, event in (("validation", "on_eval"), ("test", "on_test"), ("predict", "on_predict")):
@@ -159,7 +160,7 @@ class LightningGuest(Guest):
     # --- Lightning's hooks ---
 
     def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:
-        """Return a handler that calls the hook with Lightning's arguments."""
+        """Return a handler that calls the hook `method` with Lightning's arguments."""
         if theirs == "on_train_epoch_end":
             return self._epoch_end_handler(method)
         if theirs == "teardown":
@@ -238,7 +239,7 @@ class LightningGuest(Guest):
     def _start_microbatch(self, ctx: Context) -> None:
         batch = ctx.batch
         if batch is self._batch:
-            return  # the microbatch belongs to the batch that has already begun
+            return  # this batch has begun already, with an earlier microbatch
         self.ctx = ctx
         if self._batch is not _NONE:
             self.is_step_over = False
@@ -287,7 +288,7 @@ class LightningGuest(Guest):
         self.eval_batches += 1
 
     def _batch_position(self, ctx: Context) -> tuple[int, ...]:
-        """Return the index of the batch. If there are several validation datasets, return the index of the dataset too."""
+        """Return the index of the evaluated batch; with several validation datasets, also the index of the dataset."""
         return (
             (self.eval_batches - 1, self._dataset)
             if len(ctx.state.evaluators) > 1 and self.trainer.validating
@@ -325,13 +326,13 @@ class LightningGuest(Guest):
             self._metrics[f"{'val' if family == 'validation' else family}_{metric}"] = tensor
 
     def metrics(self) -> dict[str, Tensor]:
-        """Return the latest value of each metric. The loss is the current step's, if there is one."""
+        """Return the latest value of each metric. At events where `ctx.loss` is available, that is the value of `train/loss`."""
         if self.ctx.has("loss"):
             self._put("train/loss", self.ctx.loss)
         return self._metrics
 
     def log(self, name: str, value: Any, *, prog_bar: bool, logger: bool) -> None:
-        """Keep a number that Lightning's callback has logged.
+        """Store a number that the wrapped callback has logged.
 
         Args:
             name: the name of the metric.
@@ -353,7 +354,7 @@ class LightningGuest(Guest):
         return self.package.plugins.TorchCheckpointIO()
 
     def checkpoint(self, *, weights_only: bool = False) -> dict[str, Any]:
-        """Return a checkpoint in Lightning's format, without the state of loops, and with the state of this callback only.
+        """Return a checkpoint in Lightning's format. It lacks the state of Lightning's loops, and of callbacks except this one.
 
         Args:
             weights_only: whether to leave out the states of the callback, the optimizers and the schedulers.
@@ -393,7 +394,7 @@ class LightningGuest(Guest):
         return state if any(state.values()) else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Store the state until training begins. The callback receives it then, after its `setup`, as in Lightning."""
+        """Store the state. The wrapped callback receives it when training begins, after its `setup`, as in Lightning."""
         self._loaded = state or None
 
 

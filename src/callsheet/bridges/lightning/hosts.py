@@ -1,6 +1,4 @@
-"""The Lightning bridge: callsheet's callbacks in Lightning's Trainer and in Fabric's loops, and Lightning's callbacks in
-callsheet's loop.
-"""
+"""Runs callsheet's callbacks in Lightning's Trainer, as one callback of Lightning."""
 
 from __future__ import annotations
 
@@ -59,20 +57,20 @@ def host(
 ) -> LightningHost:
     """Return the callbacks as one `lightning.pytorch.Callback`, for `Trainer(callbacks=[host([...])])`.
 
-    A run is one call of `trainer.fit`, `validate`, `test` or `predict`. Its folder is `trainer.log_dir`. Metrics records are made every
-    `log_every_n_steps`, and values that the LightningModule logs are in them as `lightning/<name>`. The Trainer carries out a stop or an
-    evaluation that a callback asks for. A checkpoint that a callback asks for is written with `trainer.save_checkpoint`. Checkpoints that
-    Lightning writes are reported, too. The callbacks' states are saved in all of them, and loaded when `fit` resumes from one. The sanity
-    check fires no events.
+    A run is one call of `trainer.fit`, `validate`, `test` or `predict`. Its folder is `trainer.log_dir`. A metrics record is made
+    every `log_every_n_steps` steps. It contains the values that the LightningModule logs, as `lightning/<name>`. If a callback
+    requests a stop or an evaluation, the Trainer carries it out. If a callback requests a checkpoint, the host calls
+    `trainer.save_checkpoint`. The host also reports the checkpoints that Lightning writes by itself. All of them contain the
+    callbacks' states, which are restored when `fit` resumes from one. No events are fired during Lightning's sanity check.
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
         strict: whether to raise an error if a callback listens to an event that is not fired; else log a warning.
         run_name, runs_folder: the run's name, and the folder that contains the run's folder. None: those of `trainer.log_dir`.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder. Then `RunInUseError` is raised.
+        lock_timeout_seconds: how long to wait while another process trains in the run's folder; then `RunInUseError` is raised.
 
     Raises:
-        NotSupported: in the first step; see `strict`.
+        NotSupported: a callback cannot work in Lightning's loop; see `strict`.
     """
     return LightningHost(
         callbacks, strict=strict, run_name=run_name, runs_folder=runs_folder, lock_timeout_seconds=lock_timeout_seconds
@@ -101,13 +99,13 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         self._run_name, self._runs_folder = run_name, runs_folder
         self._lock_timeout_seconds = lock_timeout_seconds
         self._run: Any = None  # a HostedRun between the first and the last hook of a run
-        self._trained: HostedRun | None = None  # the run of the latest `fit`; checkpoints may also be written after its end
+        self._trained: HostedRun | None = None  # the run of the latest `fit`; kept for checkpoints that are written after it
         self._loaded: Mapping[str, Any] | None = None
 
     # --- a run ---
 
     def _begin(self, trainer: Any, module: Any, mode: Mode = "eval", **options: Any) -> HostedRun:
-        """Begin a run of callsheet's callbacks. `mode` is `eval` for `fit` and `validate`, otherwise `test` or `predict`."""
+        """Begin a run of callsheet's callbacks. `mode` is `eval` for `Trainer.fit` and `Trainer.validate`."""
         self._forget_earlier_run()
         folder = Path(trainer.log_dir or trainer.default_root_dir).absolute()
         self._run = run = HostedRun(
@@ -157,7 +155,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         run.lifetime.end(Outcome.PREEMPTED)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """End a run that has not ended.
+        """End the run as stopped, if it is still open.
 
         Lightning's tuner, for example, leaves the loop without calling `on_train_end`.
         """
@@ -169,7 +167,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
 
     @observing
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin a run of callsheet's callbacks. Model, optimizers and data exist, and Lightning has loaded its checkpoint."""
+        """Begin a run of callsheet's callbacks, because `fit` begins to train. Lightning has already loaded its checkpoint."""
         optimizers, schedulers = trainer.optimizers, trainer.lr_scheduler_configs
         is_timed = getattr(trainer, "_val_check_time_interval", None) is not None
         evaluates = trainer.enable_validation and not is_timed and Cadence.is_able(trainer)
@@ -195,14 +193,14 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         run.losses = watch.reader
         self._forward = StepHooks(run.driver, run.ctx, pl_module)
         self._clip = ClipHook(pl_module, self._clipped)
-        # With manual optimization, observe no backward pass after `optimizer.step()`, since it belongs to another optimizer.
+        # With manual optimization, a backward pass after `optimizer.step()` belongs to another optimizer, so it is not observed.
         is_manual = not pl_module.automatic_optimization
         self._stepped = SteppedHooks(run, optimizers, ended=watch.stop if is_manual else None)
         self._stepped.has_begun = False
         self._stepped.listen(True)
         self._hooks += [watch, self._forward, self._clip, cadence, Saves(trainer, self._save_and_report), self._stepped]
         self._resume(trainer, run)
-        while run.state.timestamp.epoch < trainer.current_epoch:  # count the epoch: the checkpoint was written at its last step
+        while run.state.timestamp.epoch < trainer.current_epoch:  # a checkpoint of an epoch's last step does not count the epoch
             run.state.timestamp = run.state.timestamp.next_epoch()
         run.counts.follow(functools.partial(counted, weakref.proxy(trainer)))
         batches = trainer.num_training_batches
@@ -221,15 +219,18 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         self._start_epoch(run, trainer)
 
     def _start_epoch(self, run: HostedRun, trainer: Any) -> None:
-        """Start an epoch. Lightning does not call `on_train_epoch_start` if it resumes within an epoch."""
+        """Start an epoch.
+
+        Lightning calls no `on_train_epoch_start` if it resumes within an epoch; then `on_train_batch_start` calls this.
+        """
         control = run.control
         run.driver.start("epoch")
-        if control.accumulation is not None:  # set it here, since Lightning can change it only between epochs
+        if control.accumulation is not None:  # Lightning can change the number only between epochs
             trainer.accumulate_grad_batches, control.accumulation = control.accumulation, None
             self._set_epoch_length(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Start a microbatch. If it is the first one of a step, start the step too. The batch is already on the device."""
+        """Start a microbatch. If it is the first one of a step, start the step first."""
         run = self._run
         if run is None:
             return
@@ -258,7 +259,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             watch.is_on, watch.before = True, watch.total
             given = ctx.batch
             if self._listens_to_microbatch:
-                if parts["microbatch"].is_open:  # Lightning has not reported its end, which closes `ctx.microbatch`
+                if parts["microbatch"].is_open:  # end the previous microbatch, whose end Lightning has not reported
                     driver.end("microbatch")
                 ctx.microbatch = given
                 driver.start("microbatch")
@@ -274,7 +275,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             return
         try:
             watch, stepped = self._watch, self._stepped
-            if stepped.has_begun:  # the optimizer evaluates its closure again, or another optimizer steps
+            if stepped.has_begun:  # called again in this step: the optimizer calls its closure again, or another optimizer steps
                 watch.keep_last()
                 return
             stepped.has_begun, watch.is_on, watch.is_in_closure = True, True, True
@@ -301,7 +302,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             self._leave(error)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """End the microbatch. If it is the last one of the step, end the step too."""
+        """End the microbatch. If it is the last one of the step, then end the step."""
         run = self._run
         if run is None:
             return
@@ -323,7 +324,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             run.end_step()
             self._may_fire_save = True
             if not self._is_checked:
-                if not stepped.has_begun:  # with manual optimization, a step may come only after several batches
+                if not stepped.has_begun:  # no error: with manual optimization, a module may step only after several batches
                     run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
                 self._check_first_step(run)
             if run.control.pending:
@@ -333,7 +334,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
 
     @in_a_run
     def on_train_epoch_end(self, run: HostedRun, trainer: Any, pl_module: Any) -> None:
-        """End the epoch, which may have been left before its last batch."""
+        """End the epoch, even if Lightning has left it before its last batch."""
         if not run.driver.is_open("epoch"):
             return
         if run.manager.has_listeners.on_log:
@@ -353,15 +354,12 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         loop.should_stop = True
 
     def _log(self, trainer: Any) -> None:
-        """Log the values that the LightningModule has logged since the last call."""
+        """Add the values that the LightningModule has logged since the last call to callsheet's next metrics record."""
         if logged := {f"lightning/{name}": value.detach() for name, value in self._new_metrics(trainer).items()}:
             self._run.ctx.log(logged)
 
     def _new_metrics(self, trainer: Any) -> dict[str, Tensor]:
-        """Return the metrics of Lightning that have changed since the last call.
-
-        Lightning makes a new tensor for each value.
-        """
+        """Return those metrics of Lightning that were logged since the last call. They are recognized by their new tensors."""
         known, self._known = self._known, dict(trainer.callback_metrics)
         return {name: value for name, value in self._known.items() if known.get(name) is not value and value.numel() == 1}
 
@@ -369,9 +367,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
 
     @observing
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin an evaluation, during training or standalone, with its first dataset. `on_validation_batch_start` begins each further
-        dataset, at its first batch.
-        """
+        """Begin an evaluation with its first dataset. `on_validation_batch_start` begins each further dataset."""
         if trainer.sanity_checking or (self._has_given_up and trainer.state.fn == "fit"):
             return
         run = self._run
@@ -393,7 +389,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
     def on_validation_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Start a step of an evaluation. At the first batch of a further dataset, end the previous dataset first."""
+        """Start a step of an evaluation. At the first batch of the second or a later dataset, first end the previous dataset."""
         run = self._run
         if trainer.sanity_checking or run is None or not self._names:
             return
@@ -407,7 +403,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
     def on_validation_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """End the step of the evaluation."""
+        """End a step of the evaluation."""
         if not trainer.sanity_checking:
             self._end_batch("eval_step")
 
@@ -422,7 +418,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
 
     @observing
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """End the evaluation, whose results are available now."""
+        """End the evaluation, because its results are available now."""
         run = self._run
         if trainer.sanity_checking or run is None:
             return
@@ -459,14 +455,14 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
 
     @observing
     def on_test_batch_end(self, trainer: Any, *_: Any) -> None:
-        """End the step."""
+        """End a step of the test or the prediction."""
         self._end_batch("test_step" if trainer.testing else "predict_step")
 
     on_predict_batch_start, on_predict_batch_end = on_test_batch_start, on_test_batch_end
 
     @in_a_run
     def on_test_end(self, run: HostedRun, trainer: Any, pl_module: Any) -> None:
-        """End the test, whose results are available now."""
+        """End the test, because its results are available now."""
         found = self._found(trainer, "test")
         run.eval.ctx.eval_losses = {name: torch.tensor(value) for name, value in found.items() if "loss" in name}
         run.eval.ctx.log({f"test/{name}": value for name, value in found.items()}, across="same")
@@ -481,7 +477,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
 
     @in_a_run
     def on_predict_end(self, run: HostedRun, trainer: Any, pl_module: Any) -> None:
-        """End the prediction."""
+        """End the prediction, and with it the run."""
         run.eval.driver.end("predict")
         self._finish()
 
@@ -499,9 +495,9 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         trainer.save_checkpoint(str(Path(run.ctx.run.checkpoints) / f"step={run.state.timestamp.batch}.ckpt"))
 
     def _save_and_report(self, save: Any, path: Any, *args: Any, **given: Any) -> Any:
-        """Write a checkpoint through Lightning and report it.
+        """Make Lightning write a checkpoint, and fire the checkpoint's events.
 
-        If there are several at one boundary, only the first is reported.
+        Of several checkpoints between two steps, only the first is reported.
         """
         run = self._trained
         if run is None or not self._may_fire_save:
@@ -525,20 +521,20 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
                 save(path, *args, **given)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the callbacks' states of all ranks. All ranks must call this, as they do for a save."""
+        """Return the callbacks' states of all ranks, for Lightning's checkpoint. All ranks must call this."""
         run = self._trained
         if self.only_observes:
             return {}
         if run is None:
             return dict(self._loaded or {})
-        if self._has_given_up:  # the run ended earlier because of an error, so its state is older than this checkpoint
+        if self._has_given_up:  # an error in callsheet ended the run earlier, so its state is older than this checkpoint
             distributed.gather({})
             return {}
         own = own_state(run)
         return {"state": own.pop("state"), "ranks": distributed.gather(own)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Store the callbacks' states until training begins, when they are restored."""
+        """Store the callbacks' states. They are restored when training begins."""
         self._loaded = state_dict or None
 
     def _resume(self, trainer: Any, run: HostedRun) -> None:

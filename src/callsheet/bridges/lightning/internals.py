@@ -1,4 +1,4 @@
-"""The parts of Lightning that the bridge needs and that are not public API. Without them, a host raises `NotSupported`."""
+"""The attributes of Lightning that the host needs. If the installed version lacks one, the host raises `NotSupported`."""
 
 PACKAGE = "lightning"
 

@@ -1,4 +1,4 @@
-"""The object that Lightning's callbacks in callsheet's loop receive instead of the LightningModule (a facade)."""
+"""A facade: the object that replaces the LightningModule for Lightning's callbacks in callsheet's loop."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from callsheet.bridges.lightning.facades import LoggerFacade, OfGuest, TrainerFa
 class ModuleFacade(OfGuest):
     """Replaces a LightningModule for a Lightning callback in callsheet's loop.
 
-    Methods such as `parameters` are those of the model.
-
-    `isinstance` takes it for a LightningModule, which overrides no hook.
+    Methods such as `parameters` are those of the model. For `isinstance`, it is a LightningModule, which overrides no hook.
     """
 
     OF = "a LightningModule"
@@ -27,27 +25,27 @@ class ModuleFacade(OfGuest):
 
     @property  # type: ignore[misc]  # `object.__class__` has a setter, and this property has none
     def __class__(self) -> Any:
-        """The class that `isinstance` sees: LightningModule. Lightning's `is_overridden` calls `isinstance` first."""
+        """LightningModule, so that this object is an instance of it for `isinstance`, which Lightning calls."""
         return self._guest.package.LightningModule
 
     @property
     def configure_model(self) -> Any:
-        """LightningModule's own `configure_model`, so that Lightning does not take it for overridden."""
+        """LightningModule's own `configure_model`, because Lightning checks whether the method is overridden."""
         return self._inherited("configure_model")
 
     @property
     def optimizer_step(self) -> Any:
-        """LightningModule's own `optimizer_step`, so that Lightning does not take it for overridden."""
+        """LightningModule's own `optimizer_step`, because Lightning checks whether the method is overridden."""
         return self._inherited("optimizer_step")
 
     @property
     def optimizer_zero_grad(self) -> Any:
-        """LightningModule's own `optimizer_zero_grad`, so that Lightning does not take it for overridden."""
+        """LightningModule's own `optimizer_zero_grad`, because Lightning checks whether the method is overridden."""
         return self._inherited("optimizer_zero_grad")
 
     @property
     def configure_gradient_clipping(self) -> Any:
-        """LightningModule's own `configure_gradient_clipping`, so that Lightning does not take it for overridden."""
+        """LightningModule's own `configure_gradient_clipping`, because Lightning checks whether the method is overridden."""
         return self._inherited("configure_gradient_clipping")
 
     def _inherited(self, name: str) -> Any:
@@ -55,14 +53,14 @@ class ModuleFacade(OfGuest):
 
     @property
     def trainer(self) -> TrainerFacade:
-        """The Trainer."""
+        """The object that replaces Lightning's Trainer."""
         return self._guest.trainer
 
     _trainer = trainer
 
     @property
     def logger(self) -> LoggerFacade:
-        """The object that stands for all of callsheet's loggers."""
+        """The logger that replaces all of callsheet's loggers."""
         return self._guest.logger
 
     @property
@@ -82,12 +80,12 @@ class ModuleFacade(OfGuest):
 
     @property
     def device(self) -> torch.device:
-        """The run's device."""
+        """The device of this rank."""
         return torch.device(self._ctx.run.device)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the first parameter."""
+        """The dtype of the model's first parameter."""
         return next((parameter.dtype for parameter in self._model.parameters()), torch.get_default_dtype())
 
     @property
@@ -127,7 +125,7 @@ class ModuleFacade(OfGuest):
         return model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        # Callbacks that average weights copy this module, and only the model inside it needs to be copied.
+        # Callbacks that average weights copy this object. They need only a copy of the model.
         return copy.deepcopy(self._model, memo)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Parts of the host for Lightning's Trainer: wrappers of the module's and Trainer's methods, names of datasets and metrics."""
+"""Parts of `LightningHost`: wrappers of methods of the LightningModule and the Trainer, and names of datasets and metrics."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ _STEPS: Mapping[Mode, str] = {
 
 
 class Methods:
-    """Replaces methods of one object until `put_back` restores them."""
+    """Wraps methods of one object until `put_back` restores them."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
         self._restores: list[Callable[[], None]] = []
 
     def replace(self, name: str, around: Callable[..., Any]) -> None:
-        """Replace the method, so that `around(method, *args, **kwargs)` is called instead."""
+        """Replace the method `name`: its callers then call `around(method, *args, **kwargs)`, where `method` is the original."""
         method = getattr(self._owner, name)
 
-        @functools.wraps(method)  # Lightning inspects the method's parameters and whether it was overridden
+        @functools.wraps(method)  # because Lightning inspects the method's parameters, and whether it is overridden
         def called(*args: Any, **given: Any) -> Any:
             return around(method, *args, **given)
 
         self._restores.append(replace(self._owner, name, called))
 
     def put_back(self) -> None:
-        """Restore the methods."""
+        """Restore the original methods."""
         while self._restores:
             self._restores.pop()()
 
@@ -49,8 +49,8 @@ class Methods:
 class StepHooks(ForwardHooks):
     """Reports the forward pass in each step of a LightningModule, and the model's outputs, which a callback may replace.
 
-    If the module has a single child with parameters, a call of that child is reported too. The steps are wrapped, because
-    Lightning has no hook around a step, and under DDP it calls the module itself to begin a step.
+    If the module has a single child with parameters, a call of that child is reported too. Methods such as `training_step` are
+    wrapped, because Lightning has no hook around them, and because under DDP it calls the module itself to begin a step.
     """
 
     def __init__(self, driver: LifecycleDriver, ctx: Context, module: nn.Module, mode: Mode = "train") -> None:
@@ -58,13 +58,13 @@ class StepHooks(ForwardHooks):
         self._module, self._name = module, _STEPS[mode]
         self._methods = Methods(module)
         self._of_child: tuple[Hook, ...] = ()
-        self._is_inside = False  # whether the loop is inside a step
-        self._caller: nn.Module | None = None  # the module whose call is being reported
+        self._is_inside = False  # whether the loop is inside the step method
+        self._caller: nn.Module | None = None  # the module whose forward pass is running and is reported
         self.replaced: Any = None
         """A list with the batch by which a callback has replaced that of the step, or None."""
 
     def listen(self, has_listeners: bool) -> None:
-        """Wrap the step and register the hooks in the model, or remove both."""
+        """Wrap the module's step method and register the hooks in the model; without listeners, remove both."""
         if has_listeners is self._before.is_registered:
             return
         super().listen(has_listeners)
@@ -86,7 +86,7 @@ class StepHooks(ForwardHooks):
             self._caller, self._is_inside = None, False
 
     def _step(self, step: Callable[..., Any], batch: Any, *rest: Any) -> Any:
-        if self.replaced is not None:  # keep the replaced batch, because an optimizer may evaluate its closure again
+        if self.replaced is not None:  # not reset here, because an optimizer may call its closure again
             (batch,) = self.replaced
         self._is_inside = True
         try:
@@ -115,9 +115,9 @@ class StepHooks(ForwardHooks):
 
 
 class ClosureWatch(BackwardWatch):
-    """A `BackwardWatch` for Lightning, which passes a closure with the forward and backward pass to the optimizer's `step`.
+    """A `BackwardWatch` for Lightning, whose forward and backward pass run in a closure that the optimizer's `step` calls.
 
-    If a closure is evaluated several times in one step, only the last loss is used.
+    If an optimizer calls the closure several times in one step, only the last loss is used.
     """
 
     before: Tensor | None = None
@@ -131,7 +131,7 @@ class ClosureWatch(BackwardWatch):
         self.is_on = False
 
     def keep_last(self) -> None:
-        """Store the loss of the closure's last evaluation in place of the losses of its earlier evaluations."""
+        """Store the loss of the closure's last call. It replaces the losses of earlier calls in the same step."""
         if self.total is not None:
             self.last = self.total if self.before is None else self.before + self.total
             self.total = None
@@ -155,7 +155,7 @@ class ClipHook:
                 self._methods.put_back()
 
     def remove(self) -> None:
-        """Restore the method that clips the module's gradients."""
+        """Remove the wrapper of the method that clips gradients."""
         self.listen(False)
 
     def _clip(self, clip: Callable[..., Any], *args: Any, **given: Any) -> Any:
@@ -165,7 +165,7 @@ class ClipHook:
 
 
 class Saves:
-    """Wraps `trainer.save_checkpoint` while training runs, to learn of checkpoints that Lightning writes."""
+    """Wraps `trainer.save_checkpoint` during training, so that the host can report each checkpoint that Lightning writes."""
 
     def __init__(self, trainer: Any, around: Any) -> None:
         self._methods = Methods(trainer)
@@ -177,7 +177,7 @@ class Saves:
 
 
 class Cadence:
-    """Makes Lightning evaluate soon by changing its evaluation interval, and restores the interval afterwards."""
+    """Carries out callbacks' requests for evaluations, by changing Lightning's evaluation interval for a while."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -185,7 +185,7 @@ class Cadence:
 
     @staticmethod
     def is_able(trainer: Any) -> bool:
-        """Return whether this version of Lightning has the intervals that `ask` changes. Lightning sets them before training."""
+        """Return whether the Trainer has the two attributes that `ask` changes. Some versions of Lightning may lack them."""
         return hasattr(trainer, "val_check_batch") and hasattr(trainer, "check_val_every_n_epoch")
 
     def ask(self) -> None:
@@ -202,9 +202,9 @@ class Cadence:
 
 
 def duration_of(trainer: Any) -> str | None:
-    """Return how long `fit` will train, which is the limit of steps or epochs that comes first.
+    """Return how long `fit` will train: the limit in steps or in epochs, whichever comes first.
 
-    If that is not known, return the limit of steps.
+    If that is not known, return the limit in steps.
     """
     steps, epochs = trainer.max_steps, trainer.max_epochs
     has_epochs = epochs is not None and epochs >= 0
@@ -217,18 +217,18 @@ def duration_of(trainer: Any) -> str | None:
 
 
 def counted(trainer: Any) -> Counts:
-    """Return the steps and epochs that Lightning has counted.
+    """Return how many steps and epochs Lightning has counted.
 
     With manual optimization, `global_step` counts the steps of all optimizers, so each batch is a step, as in the host.
     """
     loop = trainer.fit_loop
     is_automatic = trainer.lightning_module.automatic_optimization
     steps = trainer.global_step if is_automatic else loop.epoch_loop.batch_progress.total.processed
-    return Counts(steps, loop.epoch_progress.current.processed)  # `current_epoch` does not include an epoch that is just ending
+    return Counts(steps, loop.epoch_progress.current.processed)  # unlike `current_epoch`, this includes an epoch that is ending
 
 
 def dataset_names(loaders: Any) -> list[str]:
-    """Return the names of evaluation datasets, for one Lightning dataloader or several.
+    """Return callsheet's names for Lightning's validation dataloaders.
 
     They are the keys of a dictionary, `validation_<index>` for a list of several, otherwise `validation`.
     """
@@ -240,6 +240,6 @@ def dataset_names(loaders: Any) -> list[str]:
 
 
 def plain_name(name: str, prefix: str) -> str:
-    """Return `loss` for `val_loss`, `val/loss`, `validation_loss` and `val_loss/dataloader_idx_1`."""
+    """Return a metric's name without Lightning's prefix and suffix: `loss` for `val/loss` and `val_loss/dataloader_idx_1`."""
     name = re.sub(r"/dataloader_idx_\d+$", "", name) if prefix == "val" else name
     return re.sub(r"^(val|valid|validation)[_/.-]" if prefix == "val" else rf"^{prefix}[_/.-]", "", name) or name

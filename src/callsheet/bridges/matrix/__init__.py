@@ -1,4 +1,4 @@
-"""The matrix: which of callsheet's callbacks work in which framework's loop, and which of other frameworks work in callsheet's.
+"""The matrix: which of callsheet's callbacks work in each framework's loop, and which of the framework's callbacks in callsheet.
 
 `make matrix` runs the tests that write the JSON files in this folder, one for each framework. The same tests check that the files
 agree with their results. So the table records which callbacks were run, and with which version of the framework.
@@ -41,7 +41,7 @@ class Derived:
 
 
 CHECKS = ("observers", "stop", "save", "EMA", "resume")
-"""What is checked of a trainer that is built on another: training with callbacks that only observe, and four ways to act on it."""
+"""The checks of a trainer that is built on another: training with callbacks that only observe, and four actions of callbacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Framework:
 
 @cache
 def frameworks() -> Mapping[str, Framework]:
-    """Return every framework by the name of its bridge, in alphabetical order."""
+    """Return all frameworks, by the names of their bridges and in alphabetical order."""
     files = sorted(resources.files(__name__).iterdir(), key=lambda file: file.name)
     return {file.name.removesuffix(".json"): read(file.read_text("utf-8")) for file in files if file.name.endswith(".json")}
 
@@ -85,7 +85,7 @@ def _cells(given: Mapping[str, Mapping[str, str]]) -> dict[str, Cell]:
 
 
 def overview() -> str:
-    """Return a text table of all built-in callbacks in the loops of all frameworks, with one sign per cell."""
+    """Return a text table with one sign (✓, ~ or ✗) for each built-in callback in each framework's loop."""
     found = frameworks()
     names = sorted({name for each in found.values() for name in each.callbacks}, key=str.lower)
     width = max(map(len, names), default=0)
@@ -100,7 +100,7 @@ def overview() -> str:
 
 
 def _derived(framework: Framework) -> list[str]:
-    """Return a text table of the trainers that are built on the framework's."""
+    """Return a text table of the trainers of other libraries that are built on the framework's trainer."""
     width = max(map(len, framework.derived))
     lines = [" ".join([" " * width, *CHECKS, "library"])]
     for name, row in framework.derived.items():
@@ -110,7 +110,7 @@ def _derived(framework: Framework) -> list[str]:
 
 
 def about(bridge: str) -> str:
-    """Return one framework's rows as text: the tested version, built-in callbacks with their limits, and its own callbacks."""
+    """Return the matrix of one framework as text: callsheet's callbacks in its loop, and its callbacks in callsheet's loop."""
     found = frameworks()[bridge]
     lines = [f"{found.name} {found.version}{f'. {found.how}.' if found.how else ''}"]
     for title, cells in (
@@ -133,7 +133,7 @@ def about(bridge: str) -> str:
 
 
 def _limits(framework: Framework) -> list[tuple[str, str, Cell]]:
-    """Return (trainer, check, result) for each result that has a reason, of the trainers built on the framework's own."""
+    """Return (trainer, check, result) for each result with a reason, of the trainers in `framework.derived`."""
     return [(name, check, cell) for name, row in framework.derived.items() for check, cell in row.checks.items() if cell.why]
 
 
@@ -150,7 +150,7 @@ def markdown() -> list[str]:
 
 
 def markdown_of_derived() -> list[str]:
-    """Return a Markdown table of the trainers that are built on a framework's, and below it what limits them."""
+    """Return a Markdown table of the trainers that are built on a framework's trainer, and below it a list of their limits."""
     lines = [f"| trainer | library | {' | '.join(CHECKS)} |", f"| --- | --- |{' --- |' * len(CHECKS)}"]
     limits = []
     for each in frameworks().values():
@@ -161,7 +161,7 @@ def markdown_of_derived() -> list[str]:
 
 
 def markdown_of(bridge: str) -> list[str]:
-    """Return the Markdown for a framework's page: limits of callsheet's callbacks in it, and its own callbacks in callsheet."""
+    """Return the Markdown for a framework's page: callsheet's callbacks that have limits in it, and its callbacks as guests."""
     found = frameworks()[bridge]
     lines = [f"The tests ran with {found.name} {found.version}.{f' {found.how}.' if found.how else ''}", ""]
     marked = {name: cell for name, cell in sorted(found.callbacks.items()) if cell.verdict != "works"}

@@ -1,4 +1,4 @@
-"""The Megatron Bridge bridge: callsheet callbacks in its training loop (`host`), and its callbacks in callsheet's loop (`guest`).
+"""The Megatron Bridge bridge: `host` runs callsheet's callbacks in Megatron Bridge, `guest` its callbacks in callsheet.
 
 Megatron-LM's own callbacks have the same methods, but their context has no `state`. In Megatron-LM, the host fires events but
 supports no requests.

@@ -1,4 +1,4 @@
-"""For each event of Megatron Bridge, the events of callsheet that are fired there; and the events that are never fired."""
+"""Tables: which events of callsheet are fired at each event of Megatron Bridge, and which events are never fired there."""
 
 from __future__ import annotations
 

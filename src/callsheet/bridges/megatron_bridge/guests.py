@@ -34,24 +34,24 @@ def guest(
 ) -> MegatronBridgeGuest:
     """Wrap a callback of Megatron Bridge, a list of callbacks, or a manager in one callsheet callback.
 
-    The callbacks are called in the order in which they were given. Each event has a context of its own, with the step as Megatron counts
-    it. All guests of a run receive the same context and share its `user_state`, as the callbacks of one manager do; a manager keeps its
-    own. Guests may read `context.state`, with `train_state`, `timers` and `cfg`. They end training as in Megatron: set
+    The callbacks are called in the given order. At each event, all of them receive the same new context. All guests of a run
+    share one `user_state`, but a manager that the user passes keeps its own. Callbacks may read `context.state`, with its
+    `train_state`, `timers` and `cfg`, where steps are counted as in Megatron. They end training as in Megatron: by setting
     `train_state.step` or `cfg.train.train_iters` so that `step` is at least `train_iters`.
 
     Args:
         foreign: the callback, a list of callbacks, or a manager.
-        name: the name under which state is saved; by default that of the callback's class or of the manager's.
+        name: the name under which the state is saved; by default that of the callback's or the manager's class.
         phase: the phase of all these callbacks.
         strict: whether a callback that listens to an event which callsheet never fires is an error. False: a warning is logged.
-        config: the object at `context.state.cfg`, which must have `train.train_iters`. None: an object that has only that.
+        config: the `context.state.cfg` of the callbacks; it must have `train.train_iters`. None: an object that has only that.
 
     Returns:
         A callback for `Trainer(callbacks=[...])`, `attach` or a host of another framework.
 
     Raises:
-        NotSupported: a callback listens to an event that is never fired, depending on `strict`; or later, when a callback reads what is not
-            available.
+        NotSupported: a callback listens to an event that is never fired, see `strict`; or, while training, a callback reads an
+            attribute that is not available.
     """
     state = GlobalState(config) if config is not None else None
     return MegatronBridgeGuest(foreign, name=name, phase=phase, strict=strict, state=state)
@@ -71,12 +71,12 @@ class MegatronBridgeGuest(Guest):
         self, foreign: Any, *, name: str = "", phase: Phase = "measure", strict: bool = True, state: GlobalState | None = None
     ) -> None:
         self.manager = _manager(foreign)
-        # Whether the manager is the user's own, in which more callbacks may be registered during the run.
+        # Whether the manager is the user's own. If so, the user may register more callbacks during the run.
         self._is_live = self.manager is foreign
         several = foreign if isinstance(foreign, list) else [foreign]
         self._alone: Any = several[0] if len(several) == 1 and not self._is_live else None
-        # Whether a callback's write to `step` or `train_iters` calls `drive`, as in callsheet's own state. With the user's state,
-        # `drive` is called after each event.
+        # Whether callsheet's own state is used, which calls `drive` when a callback writes `step` or `train_iters`. With a user's
+        # configuration, the guest calls `drive` after each event instead.
         self._sees_writes = state is None
         super().__init__(foreign, name=name or type(self._alone or self.manager).__name__, phase=phase, strict=strict)
         if self._is_live or state is not None:
@@ -84,11 +84,11 @@ class MegatronBridgeGuest(Guest):
 
     @property
     def state(self) -> GlobalState:
-        """The object that the callbacks find at `context.state`."""
+        """The object that the wrapped callbacks receive as `context.state`."""
         return self.common.state
 
     def listens_to(self, theirs: str) -> bool:
-        """Return whether any Megatron Bridge callback is registered for the event.
+        """Return whether any of the wrapped callbacks is registered for the event `theirs`.
 
         A manager counts as listening, because more callbacks may be registered later.
         """
@@ -100,7 +100,7 @@ class MegatronBridgeGuest(Guest):
         return self._is_live or self.manager.has_callbacks(theirs)
 
     def handler(self, theirs: str, method: Any) -> Handler:
-        """Return a handler that calls all Megatron Bridge callbacks that are registered for the event."""
+        """Return a handler that calls all wrapped callbacks that are registered for the event `theirs`."""
         function = getattr(self._alone, theirs) if self._alone is not None else partial(_fire, self.manager, theirs)
 
         def fire(ctx: Context) -> None:
@@ -113,9 +113,9 @@ class MegatronBridgeGuest(Guest):
         return fire if self._sees_writes else fire_and_drive
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the number of evaluated samples, and the entries of `user_state` that a checkpoint can hold.
+        """Return the number of evaluated samples, and those entries of `user_state` that a checkpoint can store.
 
-        If there is a single Megatron Bridge callback, and it has a `state_dict`, its state is included.
+        If there is only one wrapped callback, and it has a `state_dict`, its state is included.
         """
         saved: dict[str, Any] = {"consumed_valid_samples": self.common.steps["consumed_valid_samples"]}
         if user_state := {key: value for key, value in self.common.user_state.items() if _is_plain(key, value)}:
@@ -132,10 +132,7 @@ class MegatronBridgeGuest(Guest):
 
 
 def _manager(foreign: Any) -> Any:
-    """Return the manager that calls the callbacks.
-
-    This is `foreign` itself if it is a manager, otherwise a new one of the callbacks' own package.
-    """
+    """Return `foreign` if it is a manager, otherwise a new manager of the callbacks in `foreign`."""
     if hasattr(foreign, "callback_context"):
         raise NotSupported(
             "a manager of Megatron-LM cannot be a guest, because it calls its callbacks with a context of its own; pass a list of its "
@@ -154,12 +151,12 @@ def _manager(foreign: Any) -> Any:
 
 
 def _fire(manager: Any, theirs: str, context: CallbackContext) -> None:
-    if manager.has_callbacks(theirs):  # the manager of another version may not know the event
+    if manager.has_callbacks(theirs):  # `fire` raises an error if another version's manager does not know the event
         manager.fire(theirs, context)
 
 
 def _overrides(callback: Any, event: str) -> bool:
-    """Return whether the callback's base class has such an event and the callback overrides it."""
+    """Return whether the callback overrides the method `event` of its base class `Callback`."""
     bases = [kind for kind in type(callback).__mro__ if kind.__name__ == "Callback" and hasattr(kind, event)]
     return bool(bases) and all(getattr(type(callback), event) is not getattr(base, event) for base in bases)
 

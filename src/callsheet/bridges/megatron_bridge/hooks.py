@@ -1,4 +1,4 @@
-"""PyTorch hooks on the model, since Megatron Bridge reports no forward or backward passes; and the optimizers to observe."""
+"""PyTorch hooks on the model, because Megatron Bridge does not report forward and backward passes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from callsheet.bridges.model_calls import ModelCalls
 
 
 class MegatronForwardHooks(ModelCalls):
-    """Observes the calls of a model. Each call is a microbatch in training, or a batch in an evaluation or a test.
+    """Fires the events of the model's calls: each call is a microbatch in training, or a batch in an evaluation or a test.
 
-    The step's events begin at its first forward, when its data has been fetched. The loss span lasts from the end of the forward to the
-    start of the backward, which is when the first gradient reaches the outputs. The backward ends when the autograd engine has finished.
-    If nothing listens to loss, backward or the microbatch's end, the microbatch ends with what follows it.
+    A step starts at its first forward pass, when its data has been fetched. The loss span lasts from the end of the forward pass
+    to the start of the backward pass, when the first gradient reaches the outputs. The backward pass ends when the autograd
+    engine has finished. If no callback listens to loss, backward pass or the microbatch's end, the microbatch ends when the next
+    span starts.
     """
 
     def __init__(self, run: HostedRun, model: nn.Module) -> None:
@@ -29,7 +30,7 @@ class MegatronForwardHooks(ModelCalls):
 
     @property
     def evaluating(self) -> str:
-        """`eval` or `test` while one of these runs, otherwise empty."""
+        """`eval` during an observed evaluation, `test` during an observed test, otherwise empty."""
         return self._evaluating
 
     @evaluating.setter
@@ -37,14 +38,14 @@ class MegatronForwardHooks(ModelCalls):
         self._evaluating, self.eval_forward = kind, f"{kind or 'eval'}_forward"
 
     def listen(self, has_listeners: bool) -> None:
-        """Register the hooks if there are listeners, otherwise remove them."""
+        """Register the hooks if `has_listeners`, otherwise remove them."""
         self._before.install(has_listeners, self._begins)
         self._after.install(has_listeners, self._ends)
 
     def begin_call(self, model: nn.Module, batch: Any) -> Any:
         run = self._run
         if model.training and torch.is_grad_enabled() and run.eval.driver.is_open("eval"):
-            # Megatron is training again, and has reported neither the evaluation's end nor the step's start.
+            # Megatron trains again, although it has reported neither the end of the evaluation nor the start of a step.
             run.eval.leave()
             self.evaluating = ""
         if self._evaluating:
@@ -91,7 +92,7 @@ class MegatronForwardHooks(ModelCalls):
 
 
 def torch_optimizers(optimizer: Any) -> list[Optimizer]:
-    """Return the torch optimizers that a Megatron optimizer steps, in order. A torch optimizer is returned itself."""
+    """Return the torch optimizers inside a Megatron optimizer, in the order of their steps. A torch optimizer contains itself."""
     if isinstance(optimizer, Optimizer):
         return [optimizer]
     inner = getattr(optimizer, "chained_optimizers", None)
@@ -102,7 +103,7 @@ def torch_optimizers(optimizer: Any) -> list[Optimizer]:
 
 
 def _with_gradient(outputs: Any) -> Tensor | None:
-    """Return the first tensor that requires a gradient, or None."""
+    """Return the first tensor in the model's `outputs` that requires a gradient, or None."""
     if isinstance(outputs, Tensor):
         return outputs if outputs.requires_grad else None
     parts: Iterable[Any] = ()

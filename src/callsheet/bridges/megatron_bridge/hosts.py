@@ -1,4 +1,4 @@
-"""The Megatron Bridge bridge: callsheet callbacks in its training loop (`host`), and its callbacks in callsheet's loop (`guest`).
+"""Runs callsheet's callbacks in Megatron Bridge's training loop, as one callback of Megatron Bridge.
 
 Megatron-LM's own callbacks have the same methods, but their context has no `state`. In Megatron-LM, the host fires events but
 supports no requests.
@@ -45,17 +45,19 @@ def host(
 ) -> MegatronBridgeHost:
     """Wrap the callbacks in one callback of Megatron Bridge, for `pretrain(config, forward_step, callbacks=[host([...])])`.
 
-    One `pretrain` is one run. The host observes forward and backward with hooks on the model, unless the model is pipelined, and the
-    step with hooks on the torch optimizer inside Megatron's. The model has hooks only while a callback listens to their events. Losses,
-    gradient norm and skipped steps are those of Megatron; its loss is named `loss`. `ctx.model` is the model chunk without its wrappers,
-    or a list if there are several chunks.
+    A run is one call of `pretrain`. The host observes forward and backward passes with hooks on the model, unless the model is
+    pipelined, and the optimizer's step with hooks on the torch optimizer inside Megatron's optimizer. The model has hooks only
+    while a callback listens to their events. Losses, gradient norm and skipped steps are those that Megatron reports; Megatron's
+    `lm loss` is named `loss`. `ctx.model` is the model chunk without its wrappers, or a list if there are several chunks.
 
-    A stop request lowers `cfg.train.train_iters` until training ends. A save request sets `cfg.checkpoint.save_interval` to 1 for one
-    step. Evaluation requests are not supported: Megatron computes the amount of its validation data beforehand. The host writes the
-    callbacks' states into each of Megatron's checkpoints once it is durable, and loads them when training resumes from one.
+    If a callback requests a stop, the host lowers `cfg.train.train_iters` until training ends. If a callback requests a save, the
+    host sets `cfg.checkpoint.save_interval` to 1 for one step. Requests to evaluate are not supported, because Megatron computes
+    the amount of its validation data beforehand. The host adds the callbacks' states to each of Megatron's checkpoints when it is
+    completely written, and loads them when training resumes from one.
 
-    Megatron reports no exceptions to callbacks, and calls `sys.exit` on a signal. Such a run ends when the host is garbage-collected or
-    the program ends. Use a `with` block to end the run at once, with the right outcome:
+    Megatron does not report exceptions to callbacks, and calls `sys.exit` when it receives a signal. In both cases, the run ends
+    only when the host is garbage-collected or the program ends. Use a `with` block to end the run at once, with the right
+    outcome:
 
         with host([...]) as hosted:
             pretrain(config, forward_step, callbacks=[hosted])
@@ -63,13 +65,13 @@ def host(
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
         strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder, before `RunInUseError` is raised.
+        lock_timeout_seconds: how long to wait while another process trains in the run's folder; then `RunInUseError` is raised.
 
     Returns:
         A callback of Megatron Bridge, which can also be used in a `with` block.
 
     Raises:
-        NotSupported: when training begins or after the first step, depending on `strict`.
+        NotSupported: a callback cannot work in this loop, see `strict`. Raised when training begins or after the first step.
     """
     return MegatronBridgeHost(callbacks, strict=strict, lock_timeout_seconds=lock_timeout_seconds)
 
@@ -92,8 +94,8 @@ class MegatronBridgeHost(HostBase):
         self._lock_timeout_seconds = lock_timeout_seconds
         self._has_trained = False  # whether training has begun in the current run
         if any(self.manager.list_callbacks(event) for event in ("on_data_init_start", "on_data_init_end")):
-            # Define this hook only if a callback listens to the data events, because Megatron rejects a training length in epochs
-            # if any callback has the hook.
+            # Define this hook only if a callback listens to `on_data_init_start` or `on_data_init_end`: if any callback has the
+            # hook, Megatron rejects a training length in epochs.
             self.on_data_init_start = self._on_data_init_start
 
     # --- the run ---
@@ -125,13 +127,13 @@ class MegatronBridgeHost(HostBase):
         )
         samples = settings.get("train.global_batch_size") or 0
         tokens = samples * (settings.get("model.seq_length") or 0)
-        # Only rank 0 counts, because Megatron's counts are those of all ranks, and callsheet sums the counts of the ranks.
+        # Only rank 0 counts, because callsheet sums the counts of the ranks, and Megatron's counts already are such sums.
         run.counted = (samples, tokens) if run.ctx.run.rank == 0 else (0, 0)
         run.losses = lambda: settings.loss
         run.checkpoints.loads = functools.partial(load_states, run, settings)
         self._is_pipelined = len(chunks) > 1 or (settings.get("model.pipeline_model_parallel_size") or 1) > 1
         self._is_due_fired = self._is_checked = self._has_trained = self._listens_to_forward = False
-        self._states: dict[int, Any] = {}  # the callbacks' states by step, for checkpoints that are still being written
+        self._states: dict[int, Any] = {}  # step -> the callbacks' states, for each checkpoint that is still being written
         self._forward = MegatronForwardHooks(run, chunks[0])
         self._steps = OptimizerHooks(run.driver, *torch_optimizers(context.optimizer), asks=False)
         end = functools.partial(_end, settings)
@@ -141,22 +143,22 @@ class MegatronBridgeHost(HostBase):
 
     @observing
     def _on_data_init_start(self, context: CallbackContext) -> None:
-        """Begin a run of callsheet's callbacks, before Megatron makes the data."""
+        """Begin a run of callsheet's callbacks before Megatron creates its dataloaders."""
         self._forget_earlier_run()
         self._has_trained = False
         self._begin(context, data_is_made=False)
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Begin a run of callsheet's callbacks, unless it has begun already."""
-        if self._has_trained:  # training begins a second time, so an exception has ended the earlier run
+        if self._has_trained:  # an exception has ended the earlier training
             self._forget_earlier_run()
         self._start(context)
         self._has_trained = True
 
     def _handle(self, method: Callable[..., None], context: CallbackContext) -> None:
-        """Call `method` with the current run. If there is none yet, begin it first.
+        """Call `method`, which handles an event of Megatron Bridge, with the current run. If there is none yet, begin one.
 
-        After an error of callsheet has ended the run, do nothing.
+        If an error in callsheet has ended the run, do nothing.
         """
         if not self._has_given_up:
             method(self, self._run or self._begin(context), context)
@@ -193,7 +195,7 @@ class MegatronBridgeHost(HostBase):
     # --- steps ---
 
     def on_train_step_start(self, context: CallbackContext) -> None:
-        """Begin a training step.
+        """Start a training step.
 
         If a callback listens to events inside the step, the first forward pass fires the step's start.
         """
@@ -202,13 +204,13 @@ class MegatronBridgeHost(HostBase):
         try:
             run = self._run or self._begin(context)
             settings, driver = self._settings, run.driver
-            if not settings.is_training:  # this is no training step, because training is over
+            if not settings.is_training:  # no training step, because training is over
                 return
             interval, step = settings.save_interval, settings.step
             settings.restore_interval()
             settings.loss = None
             if step is not None and step != run.state.timestamp.batch:
-                driver.end("train_step")  # Megatron may not have reported the end of the step before
+                driver.end("train_step")  # Megatron may not have reported the end of the previous step
                 self._skip_iterations(run)
                 run.counts.check()
             if step and interval and step % interval == 0 and settings.get("checkpoint.async_save"):
@@ -223,24 +225,24 @@ class MegatronBridgeHost(HostBase):
             if not self._listens_to_forward:
                 driver.start_step()
             if not self._listens_to_step and driver.is_read:
-                driver.start("optimizer_step")  # started here, to record the learning rate that the step will use
+                driver.start("optimizer_step")  # records the learning rate that the step will use
         except BaseException as error:
             self._leave(error)
 
     def _skip_iterations(self, run: HostedRun) -> None:
-        """Count the iterations that Megatron skips because of its configuration, without reporting them."""
+        """Count the iterations that Megatron has skipped because of its setting `iterations_to_skip`. It does not report them."""
         skipped, at, step = self._settings.get("train.iterations_to_skip"), run.state.timestamp.batch, self._settings.step
         if skipped and step is not None and step > at and all(iteration in skipped for iteration in range(at, step)):
             move(run, step)
 
     def on_train_step_end(self, context: Any) -> None:
-        """End the step: optimizer and scheduler have stepped."""
+        """End the step, because optimizer and scheduler have stepped."""
         if self._has_given_up:
             return
         try:
             run = self._run or self._begin(context)
             settings, driver = self._settings, run.driver
-            if not settings.is_training:  # this is no training step, because training is over
+            if not settings.is_training:  # no training step, because training is over
                 return
             self._forward.in_step = False
             if not driver.parts["train_step"].is_open:
@@ -249,11 +251,11 @@ class MegatronBridgeHost(HostBase):
                 driver.start_step()
             settings.loss, run.other_losses = _losses(context.loss_dict or {})
             run.step_skipped = bool(context.skipped_iter)
-            if run.step_skipped and driver.is_read:  # torch's optimizer, whose hooks fire these events, was not called
+            if run.step_skipped and driver.is_read:  # hooks of torch's optimizer fire these events, but it was not called
                 driver.start_and_end("clip_gradients")
                 driver.start_and_end("optimizer_step")
             norm = context.grad_norm
-            if run.spans.train_step.ends is not None:  # a callback listens to `on_train_step_end`
+            if run.spans.train_step.ends is not None:  # whether a callback listens to `on_train_step_end`
                 run.grad_norm = norm if norm is None or isinstance(norm, Tensor) else torch.scalar_tensor(norm)
             if norm is not None and run.manager.has_listeners.on_log:
                 run.records.metrics.log({"train/grad_norm": norm}, over="mean", across="same")
@@ -264,7 +266,7 @@ class MegatronBridgeHost(HostBase):
             if not self._is_checked and not run.step_skipped:
                 self._check_first_step(run)
             if run.control.pending:
-                self._stop_if_asked(run, 1)  # stop at one step more than the present count, since Megatron counts this step later
+                self._stop_if_asked(run, 1)  # 1, because Megatron counts this step only later
         except BaseException as error:
             self._leave(error)
 
@@ -282,12 +284,12 @@ class MegatronBridgeHost(HostBase):
 
     @in_a_run
     def on_eval_step_start(self, run: HostedRun, context: Any) -> None:
-        """Start a step of the validation: one global batch."""
+        """Start a step of the validation, which evaluates one global batch."""
         run.eval.driver.start("eval_step")
 
     @in_a_run
     def on_eval_step_end(self, run: HostedRun, context: Any) -> None:
-        """End the step of the validation."""
+        """End a step of the validation."""
         run.eval.driver.end("eval_step")
 
     @in_a_run
@@ -313,17 +315,17 @@ class MegatronBridgeHost(HostBase):
 
     @in_a_run
     def on_test_step_start(self, run: HostedRun, context: Any) -> None:
-        """Start a step of the test: one global batch."""
+        """Start a step of the test, which evaluates one global batch."""
         run.eval.driver.start("test_step")
 
     @in_a_run
     def on_test_step_end(self, run: HostedRun, context: Any) -> None:
-        """End the step of the test."""
+        """End a step of the test."""
         run.eval.driver.end("test_step")
 
     @in_a_run
     def on_test_end(self, run: HostedRun, context: Any) -> None:
-        """End the test, and the run with it."""
+        """End the test. After training, end the run too."""
         self._end_observing()
         ctx = run.eval.ctx
         found = self._found(run, context)
@@ -356,7 +358,7 @@ class MegatronBridgeHost(HostBase):
 
     @in_a_run
     def on_checkpoint_save(self, run: HostedRun, context: Any) -> None:
-        """Add the callbacks' states to a checkpoint that is durable.
+        """Add the callbacks' states to a checkpoint that Megatron has completely written, and fire its events.
 
         A checkpoint that was written in the background is of an earlier step.
         """
@@ -407,14 +409,14 @@ _WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "F
 
 
 def _inner(chunk: Any) -> Any:
-    """Return the model without Megatron's wrappers."""
+    """Return the model inside Megatron's wrappers, such as `Float16Module`."""
     while type(chunk).__name__ in _WRAPPERS and hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
 
 
 def _losses(given: Mapping[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
-    """Return the loss and, by name, the other losses. The loss is Megatron's `lm loss`, or the first one if there is none."""
+    """Return the loss, and the other losses by name. The loss is Megatron's `lm loss`; without that, it is the first loss."""
     if len(given) == 1:  # usually there is only one loss, so check for this first
         return next(iter(given.values())), {}
     name = LM_LOSS if LM_LOSS in given else next(iter(given), None)

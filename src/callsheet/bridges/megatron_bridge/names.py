@@ -1,4 +1,4 @@
-"""Megatron Bridge's callback interface under its own names.
+"""A copy of Megatron Bridge's callback interface.
 
 Code that is written for Megatron Bridge works with these classes, whether or not Megatron Bridge is installed.
 
@@ -31,7 +31,7 @@ VALID_EVENTS: frozenset[str] = frozenset(
 
 @dataclass
 class CallbackContext:
-    """The object that every callback receives; all callbacks of one event receive the same one.
+    """The object that callbacks receive at an event. All callbacks receive the same object.
 
     Attributes:
         state: the global state, with `cfg`, `train_state` and `timers`.
@@ -57,19 +57,19 @@ class CallbackContext:
 
 
 class Callback:
-    """The base class of callbacks: override the events to listen to."""
+    """The base class of callbacks: override the methods of the events to listen to."""
 
     def on_data_init_start(self, context: CallbackContext) -> None:
-        """Called when model, optimizer and checkpoint are ready, before any data is opened."""
+        """Called before any data is opened. The model and the optimizer exist, and the checkpoint was loaded."""
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Called when the model is in training mode, before the first step."""
+        """Called before the first step. The model is in training mode."""
 
     def on_train_step_start(self, context: CallbackContext) -> None:
-        """Called before a step, which is all its microbatches and the optimizer step."""
+        """Called before a step, which consists of its microbatches and one step of the optimizer."""
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Called after a step. `state.train_state.step` does not count it yet."""
+        """Called after a step. `state.train_state.step` does not include this step yet."""
 
     def on_train_end(self, context: CallbackContext) -> None:
         """Called after training. Validation and test may follow."""
@@ -99,7 +99,7 @@ class Callback:
         """Called after a test. The model is still in evaluation mode."""
 
     def on_checkpoint_save(self, context: CallbackContext) -> None:
-        """Called when a checkpoint is durable. A checkpoint that was written in the background may be of an earlier step."""
+        """Called when a checkpoint was completely written. If that happened in the background, it may be of an earlier step."""
 
 
 Function = Callable[[CallbackContext], Any]
@@ -149,7 +149,7 @@ class CallbackManager:
             _warn_of_mistakes(each, found)
 
     def register(self, event_name: str, fn: Function) -> None:
-        """Call a function whenever an event is fired.
+        """Register a function, which is called whenever an event is fired.
 
         Args:
             event_name: the name of the event.
@@ -161,7 +161,7 @@ class CallbackManager:
         self._checked(event_name).append(fn)
 
     def list_callbacks(self, event_name: str) -> list[Function]:
-        """Return a new list of the functions that are called for an event, in order.
+        """Return the functions that are called for an event, in order, as a new list.
 
         Args:
             event_name: the name of the event.
@@ -194,13 +194,13 @@ class CallbackManager:
 
     def _checked(self, event: str) -> list[Function]:
         if event not in VALID_EVENTS:
-            # The message begins like that of Megatron Bridge, because tests that are written for Megatron Bridge compare it.
+            # The message begins like Megatron Bridge's, because its users' tests compare it.
             raise ValueError(f"Unknown event '{event}'. Valid events: {sorted(VALID_EVENTS)}{did_you_mean(event, VALID_EVENTS)}")
         return self._callbacks[event]
 
 
 def normalize_callbacks(callbacks: list[Callback] | CallbackManager | None) -> CallbackManager | None:
-    """Return a manager unchanged, a new manager for a list, and None for None.
+    """Return a manager for the callbacks: a new one for a list. A manager or None is returned unchanged.
 
     Args:
         callbacks: a manager, a list of callbacks, or None.
@@ -226,7 +226,7 @@ def should_fire(callback_manager: CallbackManager | None, event_name: str) -> bo
 
 
 def _warn_of_mistakes(callback: Any, has_a_hook: bool) -> None:
-    """Warn if `add` registers nothing, or if a method looks like a misspelt event. Megatron Bridge ignores both."""
+    """Warn if `add` registers nothing, or if a method has a misspelt event's name. Megatron Bridge ignores both mistakes."""
     if not has_a_hook:
         logger.warning("add(%.80r) registers nothing: pass a callback, or a list of callbacks", callback)
         return

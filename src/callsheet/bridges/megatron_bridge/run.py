@@ -1,4 +1,4 @@
-"""The state of one run that Megatron Bridge's callbacks share in callsheet's loop.
+"""The state that Megatron Bridge's callbacks share in one run of callsheet's loop.
 
 At each event all of them receive the same context, as in Megatron Bridge.
 """
@@ -22,7 +22,9 @@ LM_LOSS = "lm loss"
 
 
 class MegatronBridgeRun(Common):
-    """Makes the context that Megatron Bridge's callbacks receive in callsheet's loop. Each method handles the event of its name.
+    """Creates the `CallbackContext` that Megatron Bridge's callbacks receive in callsheet's loop.
+
+    Each method that is named after an event of callsheet handles that event.
 
     Args:
         state: the state of a guest that has its own; None creates the one that all guests share.
@@ -45,48 +47,48 @@ class MegatronBridgeRun(Common):
         self._course: RunConstants | None = None
         self._longest: Time | None = None
         self._ctx: Context | None = None
-        if state is None:  # with the user's own state, the guest calls `drive` after each event instead
+        if state is None:  # if the user has given a state, the guest calls `drive` after each event instead
             call_when_moved(self.state, self.drive)
 
     def on_train_step_start(self, ctx: Context) -> None:
-        """Create Megatron's context for this event, with optimizer and scheduler."""
+        """Create the callbacks' context for this event, with optimizer and scheduler."""
         chunks = self._at(ctx, ctx.state.timestamp.batch)
         self.context = CallbackContext(self.state, chunks, self.user_state, ctx.optimizer, ctx.scheduler)
 
     on_data_init_start = on_train_start = on_train_end = on_train_step_start
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Create Megatron's context with the step's results. Megatron counts the step only after this event."""
+        """Create the callbacks' context with the step's results. As in Megatron, this step is not counted yet."""
         chunks, norm = self._at(ctx, ctx.state.timestamp.batch - 1), ctx.grad_norm
         made = CallbackContext if norm is None or type(norm) is float else StepContext
         losses, was_skipped = _named(ctx.loss_dict), bool(ctx.step_skipped)
         self.context = made(self.state, chunks, self.user_state, ctx.optimizer, ctx.scheduler, losses, norm, was_skipped)
 
     def on_eval_start(self, ctx: Context) -> None:
-        """Create Megatron's context for this event, without optimizer and scheduler."""
+        """Create the callbacks' context for this event, without optimizer and scheduler."""
         self.context = CallbackContext(self.state, self._at(ctx, ctx.state.timestamp.batch), self.user_state)
 
     on_eval_step_start = on_test_start = on_test_step_start = on_test_step_end = on_eval_start
 
     def on_eval_step_end(self, ctx: Context) -> None:
-        """Count the evaluated samples."""
+        """Count the evaluated samples, and create the callbacks' context."""
         self.steps["consumed_valid_samples"] += counts_of(ctx.batch)[0] * ctx.run.world_size
         self.on_eval_start(ctx)
 
     def on_eval_end(self, ctx: Context) -> None:
-        """Create Megatron's context with the losses of the evaluation."""
+        """Create the callbacks' context with the losses of the evaluation."""
         self.on_eval_start(ctx)
         self.context.total_loss_dict = _named(ctx.eval_losses)
 
     on_test_end = on_eval_end
 
     def on_checkpoint_published(self, ctx: Context) -> None:
-        """Create Megatron's context for this event, with the optimizer and without the scheduler."""
+        """Create the callbacks' context for this event, with the optimizer but without the scheduler."""
         self.on_eval_start(ctx)
         self.context.optimizer = ctx.optimizer
 
     def drive(self) -> None:
-        """Stop training if a callback has changed `train_state.step` or `cfg.train.train_iters` so that no steps are left.
+        """Stop training if a callback has set `train_state.step` or `cfg.train.train_iters` so that no steps are left.
 
         Raises:
             NotSupported: a callback has changed them, but training would not end.
@@ -102,30 +104,27 @@ class MegatronBridgeRun(Common):
         ctx.control.stop("train_state.step or cfg.train.train_iters was set", resumable=True)
 
     def _at(self, ctx: Context, step: int) -> Any:
-        """Set the step and sample counts of the callbacks' `context.state` to the run's position.
-
-        Return the list of model chunks.
-        """
+        """Set the counts of steps and samples in the callbacks' `context.state`, and return the list of model chunks."""
         self._ctx, progress, train = ctx, ctx.state, self.train
         self.steps["step"] = self.step = step
         self.steps["consumed_train_samples"] = (
             step * train.global_batch_size if self._knows_samples else progress.timestamp.sample
         )
-        if (course := progress.course) is not self._course:  # `course` is a new object if any of the run's constants has changed
+        if (course := progress.course) is not self._course:  # `course` is a new object if one of its values has changed
             self._course, before = course, self._longest
             self._longest = longest = course.max_duration
             is_new = longest is not before and isinstance(self.state.cfg, Config)
             if is_new and longest is not None and longest.unit is TimeUnit.BATCH:
-                # Write to `__dict__`, so that the write does not call `drive`.
+                # Setting the attribute itself would call `drive`.
                 train.__dict__["train_iters"] = int(longest.value)
         self.length, model = train.train_iters, ctx.model
         return model if type(model) is list else [model]
 
 
 def _named(losses: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the losses by name, with callsheet's `loss` under Megatron's name `lm loss`.
+    """Return the losses by name, with `loss` renamed to Megatron's `lm loss`.
 
-    If the loop reports a loss of that name, callsheet's is left out.
+    If the loop itself reports a loss named `lm loss`, `loss` is left out.
     """
     if len(losses) == 1 and (loss := losses.get("loss")) is not None:
         return {LM_LOSS: loss}

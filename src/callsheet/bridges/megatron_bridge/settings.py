@@ -1,4 +1,4 @@
-"""Reads and temporarily changes settings in Megatron's configuration, and loads callbacks' states from its checkpoints."""
+"""Reads Megatron's settings, changes some of them temporarily, and loads callbacks' states from Megatron's checkpoints."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ logger = logging.getLogger("callsheet")
 
 
 class Settings:
-    """Reads Megatron's configuration and state, and changes settings temporarily.
+    """Reads Megatron's configuration and state, and carries out callbacks' requests by changing settings temporarily.
 
-    This is not a part of the host, because functions that the run keeps refer to this object. If they referred to the host, the
-    run would keep the host alive.
+    This class is separate from the host, because the run keeps functions that refer to this object. If they referred to the host,
+    the run would keep the host alive.
     """
 
     def __init__(self, state: Any) -> None:
@@ -50,17 +50,17 @@ class Settings:
         return interval
 
     def is_last(self, *phases: str) -> bool:
-        """Return whether none of the `phases`, such as `do_test`, is still to come; False if that is not known."""
+        """Return whether none of the `phases`, such as `do_test`, follows; False if that is not known."""
         return self.state is not None and not any(getattr(self.state.train_state, phase, False) for phase in phases)
 
     def plain(self) -> dict[str, Any]:
-        """Return the configuration as plain data."""
+        """Return Megatron's configuration as plain data."""
         cfg: Any = getattr(self.state, "cfg", None)
         found = _plain(cfg.to_dict() if hasattr(cfg, "to_dict") else getattr(cfg, "__dict__", {}))
         return found if isinstance(found, dict) else {}
 
     def stop(self, ahead: int) -> None:
-        """Make training end before its next step. `ahead` is the number of steps that were made but not counted yet."""
+        """Make Megatron end training before its next step. `ahead` is the number of steps that it has not counted yet."""
         assert self.step is not None  # without a known step, the request would have been rejected
         self._set("train.train_iters", self.step + ahead)
 
@@ -73,17 +73,17 @@ class Settings:
             logger.warning("a checkpoint was requested after training, when Megatron writes no more checkpoints: %s", who)
 
     def restore_interval(self) -> None:
-        """Restore the interval between checkpoints."""
+        """Restore the user's interval between checkpoints, if `save_now` has changed it."""
         if "checkpoint.save_interval" in self._before:
             self._put("checkpoint.save_interval", self._before.pop("checkpoint.save_interval"))
 
     def restore(self) -> None:
-        """Restore all settings of Megatron that were changed for requests."""
+        """Restore all settings that `stop` and `save_now` have changed."""
         while self._before:
             self._put(*self._before.popitem())
 
     def saved_step(self) -> int | None:
-        """Return the step of the newest durable checkpoint, which Megatron writes to a file. Return None if there is none."""
+        """Return the step of the newest completely written checkpoint, or None. Megatron writes this step to a file."""
         note = Path(self.get("checkpoint.save")) / "latest_checkpointed_iteration.txt"
         word = note.read_text().strip() if note.is_file() else ""
         return int(word) if word.isdigit() else None
@@ -103,7 +103,7 @@ class Settings:
 
 
 def load_states(run: HostedRun, settings: Settings) -> CheckpointInfo | None:
-    """Load the callbacks' states from the Megatron checkpoint from which training resumes, if the checkpoint contains any."""
+    """Load the callbacks' states from the checkpoint from which Megatron resumes. Return its info, or None for a new run."""
     step, load = settings.step or 0, settings.get("checkpoint.load")
     if not step:
         return None
@@ -117,7 +117,7 @@ def load_states(run: HostedRun, settings: Settings) -> CheckpointInfo | None:
 
 
 def move(run: HostedRun, step: int) -> None:
-    """Set the run's position to a step that Megatron has reached without reporting the steps before it."""
+    """Set the run's step to `step`, which Megatron has reached without reporting the steps before it."""
     at = run.state.timestamp
     run.state.timestamp = at._replace(batch=step, batch_in_epoch=at.batch_in_epoch + step - at.batch)
     run.ctx.step = step
@@ -128,7 +128,7 @@ def move(run: HostedRun, step: int) -> None:
 
 
 def _plain(value: Any, depth: int = 6) -> Any:
-    """Return `value` as plain data. An object becomes a dict of its attributes; other non-plain values become strings."""
+    """Return `value` as plain data: an object becomes a dict of its attributes, and any other value becomes a string."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if depth and isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The objects that Megatron Bridge's callbacks find at `context.state` in callsheet's loop."""
+"""The objects that Megatron Bridge's callbacks receive as `context.state` in callsheet's loop."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from callsheet.bridges.megatron_bridge.names import CallbackContext
 
 
 class _Moved(Facade):
-    """An object that calls a function when a callback writes its number `_MOVES` to end training; see `call_when_moved`."""
+    """An object that calls a function whenever a callback sets the attribute named by `_MOVES`, because that may end training."""
 
     _MOVES: ClassVar[str]
-    __slots__ = ("_on_move",)  # a slot, so that a callback does not find it in `vars`
+    __slots__ = ("_on_move",)  # a slot, so that `vars` of the object does not contain it
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -24,7 +24,7 @@ class _Moved(Facade):
             on_move()
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)  # a copy lacks `_on_move`, because only the original may call it
+        return dict(self.__dict__)  # without `_on_move`, because setting an attribute of a copy must not end training
 
 
 class TrainState(_Moved):
@@ -47,7 +47,7 @@ class TrainState(_Moved):
 
     @property
     def floating_point_operations_so_far(self) -> float:
-        """The floating-point operations of all steps up to this one, if `flops_per_sample` is known."""
+        """The number of floating-point operations so far. Reading it raises an error if `flops_per_sample` is not known."""
         if not self.flops_per_sample:
             raise NotOnTheList(f"{self.OF}: the number of floating-point operations per sample is not known")
         return self.consumed_train_samples * self.flops_per_sample
@@ -70,7 +70,7 @@ class Timer:
             self._seconds, self._began = self.active_time(), None
 
     def active_time(self) -> float:
-        """Return the seconds that were measured so far."""
+        """Return the seconds that this timer has measured so far."""
         return self._seconds + (time.perf_counter() - self._began if self._began is not None else 0.0)
 
     def reset(self) -> None:
@@ -80,7 +80,7 @@ class Timer:
             self._began = time.perf_counter()
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        """Return the seconds that were measured so far, and reset the timer unless `reset` is False."""
+        """Return the seconds that this timer has measured so far, and reset it unless `reset` is False."""
         seconds = self.active_time()
         if reset:
             self.reset()
@@ -98,7 +98,7 @@ class Timers:
 
 
 class Training(_Moved):
-    """The object at `context.state.cfg.train`, with the length of training, used if no Megatron configuration was given."""
+    """The `context.state.cfg.train` of callbacks if the user gave no Megatron configuration. It has the length of training."""
 
     OF = "Megatron Bridge's cfg.train"
     WRITABLE = frozenset({"train_iters"})
@@ -109,7 +109,7 @@ class Training(_Moved):
 
 
 class Config(Facade):
-    """The object at `context.state.cfg`, used if no Megatron configuration was given."""
+    """The `context.state.cfg` of callbacks if the user gave no Megatron configuration."""
 
     OF = "Megatron Bridge's configuration"
 
@@ -118,7 +118,7 @@ class Config(Facade):
 
 
 class GlobalState(Facade):
-    """The object at `context.state`. As in Megatron Bridge, callbacks may set attributes of their own on it."""
+    """The `context.state` of callbacks. As in Megatron Bridge, they may set attributes of their own on it."""
 
     OF = "Megatron Bridge's GlobalState"
     FIXED: ClassVar[frozenset[str]] = frozenset(
@@ -141,14 +141,14 @@ class GlobalState(Facade):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.FIXED:
-            super().__setattr__(name, value)  # raises the error for a name that is not allowed
+            super().__setattr__(name, value)  # raises an error, because the attribute may not be set
         self.__dict__[name] = value
 
 
 def call_when_moved(state: GlobalState, function: Callable[[], object]) -> None:
-    """Call `function` whenever a callback writes `train_state.step` or `cfg.train.train_iters`.
+    """Call `function` whenever a callback sets `train_state.step` or `cfg.train.train_iters`.
 
-    Changes to a configuration that is not callsheet's are not noticed.
+    If the user has given the configuration, a change of its `train_iters` is not noticed.
     """
     for each in (state.train_state, state.cfg.train):
         if isinstance(each, _Moved):
@@ -156,7 +156,7 @@ def call_when_moved(state: GlobalState, function: Callable[[], object]) -> None:
 
 
 class StepContext(CallbackContext):
-    """The context of a step's end. As in Megatron Bridge, reading `grad_norm` waits for the device and returns a number."""
+    """The context of `on_train_step_end`. As in Megatron Bridge, `grad_norm` is a number, and reading it waits for the device."""
 
     @property
     def grad_norm(self) -> float | None:

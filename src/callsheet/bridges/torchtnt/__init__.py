@@ -1,4 +1,4 @@
-"""The torchtnt bridge: callsheet callbacks in torchtnt's loops (`host`), and torchtnt callbacks in callsheet's loop (`guest`)."""
+"""The torchtnt bridge: `host` runs callsheet's callbacks in torchtnt, and `guest` runs torchtnt's callbacks in callsheet."""
 
 from callsheet.core.optional import needed_by
 

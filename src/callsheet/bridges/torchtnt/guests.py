@@ -1,4 +1,4 @@
-"""Runs torchtnt's callbacks in callsheet's loop (as guests), in torchtnt's order, with `State` and a stand-in for the unit."""
+"""Runs torchtnt's callbacks in callsheet's loop (as guests). They are called in torchtnt's order."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ def guest(
 ) -> TorchTNTGuest:
     """Wrap a torchtnt callback as a callsheet callback.
 
-    It receives torchtnt's `State`, whose `stop()` stops our loop, and a facade of the unit, which has progress, module, optimizer and
-    scheduler under AutoUnit's names. If the callback reads other attributes of the unit, such as the one that `EarlyStopping` monitors,
-    map them to metrics in `attributes`.
+    The callback receives torchtnt's `State`, whose `stop()` stops callsheet's loop, and an object that replaces the unit. This
+    object has progress, module, optimizer and scheduler under AutoUnit's names. If the callback reads other attributes of the
+    unit, such as the one that `EarlyStopping` monitors, map these attributes to metrics in `attributes`.
 
     Args:
         foreign: the callback, an instance.
         attributes: for each attribute of the unit, the metric that provides its latest value: `"loss"` for the step's loss, else a metric
             of a record or an evaluation, such as `"train/loss"` or `"validation/loss"`.
-        replicated: whether all ranks call `state.stop()` at the same step, so that the stop acts at once. This is known of torchtnt's own
-            callbacks. False: the stop acts once the ranks have agreed on it.
+        replicated: whether all ranks call `state.stop()` at the same step, so that the stop acts at once. Otherwise, the stop
+            acts when the ranks have agreed on it. Not needed for torchtnt's own callbacks.
         name: the name under which the callback's state is saved; by default that of its class.
         phase: the callback's phase.
         strict: has no effect, because callsheet fires every event of torchtnt.
@@ -72,7 +72,7 @@ def guest(
         A callback for `Trainer(callbacks=[...])`, `attach` or a host of another framework.
 
     Raises:
-        NotSupported: when the callback reads anything else from the unit.
+        NotSupported: while training, if the callback reads another attribute of the unit.
     """
     kind = type(foreign)
     agrees = replicated or (kind.__module__.startswith("torchtnt.framework.callbacks.") and kind.__name__ in _AGREEING)
@@ -99,7 +99,7 @@ class TorchTNTGuest(Guest):
         self._unit = GuestUnit(self, attributes)
         self._state = GuestState(self)
         self._replicated = replicated
-        if attributes:  # the handlers of these events record the values of the unit's attributes
+        if attributes:  # these handlers record the metrics from which the attributes of the unit get their values
             self.OWN = {  # type: ignore[misc]
                 "on_train_step_end": "_take_loss",
                 "on_log": "_take_record",
@@ -109,11 +109,11 @@ class TorchTNTGuest(Guest):
         super().__init__(foreign, name=name, phase=phase, strict=strict)
 
     def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:
-        """Return a handler that calls `method` with the state and the unit, as torchtnt does."""
+        """Return a handler that calls `method`, a method of the wrapped callback, with the state and the unit."""
         state, unit = self._state, self._unit
         if theirs == "on_exception":
             return lambda ctx: method(state, unit, ctx.exception)
-        if theirs == "on_train_epoch_start":  # torchtnt does not call this if a resumed run enters an epoch after its first batch
+        if theirs == "on_train_epoch_start":  # torchtnt does not call this if a run resumes within an epoch
             return lambda ctx: None if ctx.state.timestamp.batch_in_epoch else method(state, unit)
         return lambda ctx: method(state, unit)
 
@@ -133,7 +133,7 @@ class TorchTNTGuest(Guest):
         self._unit._take({f"{data}/{name}": value for data, found in ctx.eval_results.items() for name, value in found.items()})
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return what torchtnt saves, which is the progress of its loops, and the callback's own state if it has one."""
+        """Return the progress of torchtnt's evaluation and prediction loops, and the callback's own state if it has one."""
         return {**self.common.state_dict(), "foreign": super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -142,7 +142,7 @@ class TorchTNTGuest(Guest):
 
 
 class GuestUnit(Facade):
-    """The object that a torchtnt callback in callsheet's loop receives as its unit: the parts of an AutoUnit that it may use."""
+    """Replaces the unit for a torchtnt callback in callsheet's loop, with those attributes of an AutoUnit that it may use."""
 
     OF = "torchtnt's unit"
 
@@ -172,32 +172,32 @@ class GuestUnit(Facade):
     lr_scheduler = property(lambda self: self._ctx.scheduler)
 
     def tracked_modules(self) -> dict[str, Any]:
-        """Return the model."""
+        """Return a dict with the model."""
         return {"module": self.module}
 
     def tracked_optimizers(self) -> dict[str, Any]:
-        """Return the optimizer, if it is available."""
+        """Return a dict with the optimizer; empty before the optimizer is available."""
         return self._field("optimizer")
 
     def tracked_lr_schedulers(self) -> dict[str, Any]:
-        """Return the scheduler, if there is one."""
+        """Return a dict with the scheduler; empty if there is none."""
         return self._field("scheduler", "lr_scheduler")
 
     def tracked_progress(self) -> dict[str, Progress]:
-        """Return the progress of each loop."""
+        """Return a dict with the progress of each loop of torchtnt: train, eval and predict."""
         return {f"{loop}_progress": progress for loop, progress in self._guest.common.progress.items()}
 
     def tracked_misc_statefuls(self) -> dict[str, Any]:
-        """Return an empty dict: only model, optimizer, scheduler and progress are tracked."""
+        """Return an empty dict, because this unit has only a model, an optimizer, a scheduler and progress."""
         return {}
 
     def app_state(self) -> dict[str, Any]:
-        """Return what torchtnt's checkpointers write."""
+        """Return everything that torchtnt's checkpointers write: model, optimizer, scheduler and progress."""
         return (
             self.tracked_modules() | self.tracked_optimizers() | self.tracked_lr_schedulers() | self.tracked_progress()
         )  # fmt: skip
 
-    _construct_tracked_optimizers = tracked_optimizers  # the name by which torchtnt's checkpointers call it
+    _construct_tracked_optimizers = tracked_optimizers  # torchtnt's checkpointers call this name
 
     def _field(self, field: str, name: str = "") -> dict[str, Any]:
         part = getattr(self._ctx, field) if self._ctx.has(field) else None

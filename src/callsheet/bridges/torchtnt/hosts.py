@@ -1,4 +1,4 @@
-"""The torchtnt bridge: callsheet callbacks in torchtnt's loops (`host`), and torchtnt callbacks in callsheet's loop (`guest`)."""
+"""Runs callsheet's callbacks in torchtnt's loops, as one callback of torchtnt."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def host(
 ) -> TorchTNTHost:
     """Wrap the callbacks in one torchtnt callback, for `fit(unit, ..., callbacks=[host([...])])`, `train`, `evaluate` or `predict`.
 
-    Each such call is one run. `ctx.batch` is what the unit's `get_next_train_batch` returns. The host observes the forward with hooks on
-    the unit's module, the loss in `backward`, and the step with hooks on the optimizer. If the unit steps its optimizer only every few
-    batches, these batches form one step.
+    Each call of these four functions is one run. `ctx.batch` is what the unit's `get_next_train_batch` returns. The host observes
+    the forward pass with hooks on the unit's module, the loss in `backward`, and the optimizer's step with hooks on the
+    optimizer. If the unit steps its optimizer only every few batches, these batches form one step.
 
-    A stop request ends torchtnt's loop. An evaluation that is requested during `fit` runs torchtnt's `evaluate`. A requested checkpoint
-    is written in callsheet's format, with everything that the unit tracks. If the host is assigned to the unit
-    (`unit.callsheet = host([...])`), torchtnt's own checkpoints contain the callbacks' states too.
+    If a callback requests a stop, torchtnt's loop ends. If it requests an evaluation during `fit`, the host calls torchtnt's
+    `evaluate`. If it requests a checkpoint, the host writes one in callsheet's format, with everything that the unit tracks. To
+    save the callbacks' states in torchtnt's own checkpoints too, assign the host to the unit: `unit.callsheet = host([...])`.
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
@@ -73,14 +73,14 @@ def host(
             starts a new run, or resumes from what torchtnt has restored.
         log_interval: how often a metrics record is made; an integer means batches.
         preempt_signals: names of the signals that preempt the run: it saves a checkpoint and ends.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder, before `RunInUseError` is raised.
+        lock_timeout_seconds: how long to wait while another process trains in the run's folder; then `RunInUseError` is raised.
 
     Returns:
         A callback of torchtnt.
 
     Raises:
-        NotSupported: when training begins or after the first step, depending on `strict`. Also if the unit's `train_step` takes an
-            iterator, or if the unit tracks several modules or optimizers and none is named `module` or `optimizer`.
+        NotSupported: a callback cannot work in torchtnt's loop, see `strict`; or the unit's `train_step` takes an iterator; or
+            the unit tracks several modules or optimizers, of which none is named `module` or `optimizer`.
     """
     return TorchTNTHost(
         callbacks,
@@ -118,7 +118,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         self._resume_path = resume
         self._settings = settings
         self._restored: dict[str, Any] | None = None
-        self._steps_fired = 0  # torchtnt's count of steps, which is written into its checkpoints
+        self._steps_fired = 0  # torchtnt's count of steps at the last step's end; saved with the callbacks' states
 
     # --- the run ---
 
@@ -135,7 +135,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         inside = module.module if type(module).__name__ == "DistributedDataParallel" else module
         self._scaler = getattr(unit, "grad_scaler", None)
         self._accumulate = getattr(unit, "gradient_accumulation_steps", 1)
-        self._accumulates = self._accumulate > 1  # whether a step has had several batches
+        self._accumulates = self._accumulate > 1  # whether a step has several batches
         me = weakref.ref(self)
         self._run = run = HostedRun(
             self.manager,
@@ -167,12 +167,12 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         if self._optimizer_hooks is not None:
             hooks.append(self._optimizer_hooks)
         run.losses = watch.reader
-        self._waiting = ""  # "step" or "epoch" while what is due after it waits for torchtnt's evaluation
+        self._waiting = ""  # "step" or "epoch" while the actions of its end wait for torchtnt's evaluation
         self._is_exhausted = self._fires_eval = False
         self._losses = MeanLosses()
         self._batch: Any = None
         self._listens_to_forward = True
-        self._progress: Any = getattr(unit, "train_progress", None)  # cached, because the attribute lookup of a unit is slow
+        self._progress: Any = getattr(unit, "train_progress", None)  # stored, because reading an attribute of a unit is slow
         self._evaluates_every = state.eval_state.evaluate_every_n_steps if state.eval_state is not None else None
         self._begin_run(run, hooks, NOT_FIRED, resume=self._resume_path if self._restored is None else None)
         if self._restored is not None:
@@ -182,7 +182,10 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         return run
 
     def _counted(self) -> Counts:
-        """Return the batches and epochs that torchtnt has counted. Batches are steps only if the unit does not accumulate gradients."""
+        """Return torchtnt's counts of steps and epochs.
+
+        torchtnt counts batches, so with gradient accumulation the number of steps is None.
+        """
         progress = self._progress
         return Counts(None if self._accumulates else progress.num_steps_completed, progress.num_epochs_completed)
 
@@ -200,7 +203,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             warn_if_not_restored(state.train_state.dataloader, run.host)
         run.driver.start("round")
         run.finish_undone("epoch", self._place)
-        if self._place.to_skip:  # the run resumes within an epoch, and torchtnt does not report that epoch's start
+        if self._place.to_skip:  # the run resumes within an epoch, whose start torchtnt does not report
             self._place.begin()
             run.driver.start("epoch")
             run.finish_undone("step", self._place)
@@ -214,7 +217,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         run.driver.start("epoch")
 
     def _fetched(self, fetch: Callable[[State, Iterator[Any]], Any], state: State, batches: Iterator[Any]) -> Any:
-        """Call the unit's `get_next_train_batch`. Return its batch, or the batch with which a callback replaced it."""
+        """Call the unit's `get_next_train_batch`. Return its batch, or the batch by which a callback has replaced it."""
         run, place = self._run, self._place
         if run is None:
             return fetch(state, batches)
@@ -237,10 +240,10 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
 
     @observing
     def _begin_fetch(self, run: HostedRun) -> bool | None:
-        """Fire the start of the fetch if it has listeners. Return whether it was fired."""
+        """Fire `on_fetch_start` for the first batch of a step, if it has listeners. Return whether it was fired."""
         driver = run.driver
         is_started = not driver.parts["train_step"].is_open
-        if is_started:  # fire the start of the fetch only for the first batch of a step
+        if is_started:  # this is the first batch of a step
             if driver.listen():
                 self._listens_to_forward = driver.listens_to("forward")
                 self._model_hooks.listen(self._listens_to_forward)
@@ -254,7 +257,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         return is_started
 
     def _end_fetch(self, run: HostedRun, batch: Any, *, is_started: bool | None) -> Any:
-        """Fire the end of the fetch. Return the batch, or the one by which a callback replaced it."""
+        """Fire `on_fetch_end` if `is_started`. Return the batch, or the batch by which a callback has replaced it."""
         try:
             run.ctx.batch = batch
             if is_started:
@@ -265,7 +268,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             return batch
 
     def _fetched_to_evaluate(self, fetch: Callable[[State, Iterator[Any]], Any], state: State, batches: Iterator[Any]) -> Any:
-        """Call the unit's `get_next_eval_batch` or `get_next_predict_batch`, and keep the batch for the step's start."""
+        """Call the unit's `get_next_eval_batch` or `get_next_predict_batch`, and store the batch for the start of its step."""
         self._batch = batch = fetch(state, batches)
         return batch
 
@@ -274,7 +277,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         return {"get_next_train_batch": self._fetched, **evaluated}
 
     def on_train_step_start(self, state: State, unit: Any) -> None:
-        """Start a step with its first batch, or count a further batch of the same step."""
+        """Start a step, if this is its first batch; otherwise count a further batch of the same step."""
         run = self._run
         if run is None:
             return
@@ -282,7 +285,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             driver, ctx, watch = run.driver, run.ctx, self._watch
             try:
                 counted = counts_of(ctx.batch)
-            except FieldNotAvailable:  # torchtnt has reported the start of this step before
+            except FieldNotAvailable:  # torchtnt reports the start of the same batch a second time
                 return
             if driver.parts["train_step"].is_open:
                 run.counted = run.counted[0] + counted[0], run.counted[1] + counted[1]
@@ -300,7 +303,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             self._leave(error)
 
     def on_train_step_end(self, state: State, unit: Any) -> None:
-        """End the batch. End the step too, if the optimizer has stepped or the loss scaler has skipped its step."""
+        """End the microbatch. End the step too, if the optimizer has stepped, or if the loss scaler has skipped its step."""
         run = self._run
         if run is None:
             return
@@ -327,7 +330,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
     def _end_step(self, run: HostedRun, state: State) -> None:
         run.end_step()
         if not self._is_checked:
-            # A first step without an optimizer step is no error here: the loss scaler skips steps while its scale is too large.
+            # No error with a loss scaler, which skips the first optimizer steps while its scale is too large.
             if self._scaler is not None:
                 run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
             self._check_first_step(run)
@@ -336,7 +339,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
 
     @in_a_run
     def on_train_epoch_end(self, run: HostedRun, state: State, unit: Any) -> None:
-        """End the epoch, which may have been left before its last batch."""
+        """End the epoch, even if torchtnt has left it before its last batch."""
         place, train = self._place, state.train_state
         length = estimated_steps_in_epoch(
             train.dataloader, num_steps_completed=0, max_steps=None, max_steps_per_epoch=train.max_steps_per_epoch
@@ -352,7 +355,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             self._reach(run, state)
 
     def _reach(self, run: HostedRun, state: State) -> None:
-        """After torchtnt's evaluation, carry out what was due at the end of the step or epoch before it."""
+        """Carry out the actions of the last step's or epoch's end, such as a save, that have waited for torchtnt's evaluation."""
         waiting, self._waiting = self._waiting, ""
         if waiting == "step":
             self._end_step(run, state)
@@ -372,14 +375,14 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
     # --- evaluation ---
 
     def _evaluate(self, state: State, unit: Any) -> dict[str, dict[str, float]]:
-        """Run the evaluation that a callback requested. Its events are fired while it runs, so there are no results to return."""
+        """Run the evaluation that a callback requested. Return no results, because the evaluation's own events report them."""
         loop = state.eval_state
         evaluate(unit, loop.dataloader, max_steps_per_epoch=loop.max_steps_per_epoch, callbacks=[self], timer=state.timer)
         return {}
 
     @observing
     def on_eval_start(self, state: State, unit: Any) -> None:
-        """Start an evaluation. Outside training it is a run of its own."""
+        """Start an evaluation. Outside training, first begin a run for it."""
         run = self._run
         if run is None and self._has_given_up and state.train_state is not None:
             return
@@ -393,7 +396,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
 
     @observing
     def on_eval_step_start(self, state: State, unit: Any) -> None:
-        """Start the evaluation's step with the batch that was fetched."""
+        """Start a step of the evaluation with the batch that `_fetched_to_evaluate` has stored."""
         run = self._run
         if run is not None and self._fires_eval:
             run.eval.ctx.batch = self._batch
@@ -401,7 +404,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
 
     @observing
     def on_eval_step_end(self, state: State, unit: Any) -> None:
-        """Add the batch's losses to the means, and end the evaluation's step."""
+        """Add the batch's losses to the means, and end the step of the evaluation."""
         run = self._run
         if run is None:
             return
@@ -410,7 +413,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
 
     @in_a_run
     def on_eval_end(self, run: HostedRun, state: State, unit: Any) -> None:
-        """End the evaluation, then carry out the actions after the last step or epoch, which have waited for it."""
+        """End the evaluation, and carry out the actions of the step's or epoch's end that have waited for it."""
         self._eval_hooks.listen(False)
         self._batch, samples = None, self._losses.samples
         found = self._losses.means()
@@ -420,7 +423,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             run.eval.end()
             run.fire_record()
             self._support(run).after_first_step(run.eval.driver)
-        elif samples:  # the evaluation came within a step, so fire its events when the step is over
+        elif samples:  # the evaluation was carried out within a step, so its events are fired at the step's end
             run.made[EVALUATED] = found
         self._reach(run, state)
         if not run.driver.is_open("train"):
@@ -438,7 +441,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
 
     @observing
     def on_predict_step_start(self, state: State, unit: Any) -> None:
-        """Start the prediction's step with the batch that was fetched."""
+        """Start a step of the prediction with the batch that `_fetched_to_evaluate` has stored."""
         run = self._run
         if run is not None and run.driver.is_open("predict"):
             run.ctx.batch = self._batch
@@ -446,13 +449,13 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
 
     @observing
     def on_predict_step_end(self, state: State, unit: Any) -> None:
-        """End the prediction's step."""
+        """End a step of the prediction."""
         if self._run is not None:
             self._run.driver.end("predict_step")
 
     @in_a_run
     def on_predict_end(self, run: HostedRun, state: State, unit: Any) -> None:
-        """End the prediction."""
+        """End the prediction, and with it the run."""
         if run.driver.is_open("predict"):
             run.driver.end("predict")
             self._finish()
@@ -460,7 +463,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
     # --- the callbacks' states in torchtnt's checkpoints ---
 
     def state_dict(self) -> dict[str, bytes]:
-        """Return the callbacks' states and the step to which they belong.
+        """Return the callbacks' states and torchtnt's number of steps, for torchtnt's checkpoints.
 
         They are one `bytes` value because torchtnt's checkpointers need a structure that does not change.
         """
@@ -473,7 +476,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         return {"states": file.getvalue()}
 
     def load_state_dict(self, state: Mapping[str, bytes]) -> None:
-        """Store the callbacks' states for the next run, which resumes from them."""
+        """Store the callbacks' states. The next run restores them."""
         self._restored = torch.load(io.BytesIO(state["states"]), weights_only=True) if state["states"] else None
 
     def _load_restored(self, run: HostedRun, unit: Any) -> None:

@@ -1,4 +1,4 @@
-"""The state of one run that torchtnt's callbacks share in callsheet's loop, as they do in torchtnt."""
+"""The state that torchtnt's callbacks share in one run of callsheet's loop."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _MAX_DURATIONS = 5000  # how many durations to keep per name, as in torchtnt
 
 
 class TorchTNTRun(Common):
-    """Keeps the progress and states of torchtnt's loops, and measures the durations of steps and of waiting for data.
+    """Keeps the progress of torchtnt's loops, and measures how long steps take and how long they wait for data.
 
-    Each method handles the event of the same name."""
+    Each method that is named after an event of callsheet handles that event."""
 
     def __init__(self) -> None:
         self.ctx: Any = None  # callsheet's context; None until the run begins
@@ -38,10 +38,10 @@ class TorchTNTRun(Common):
         self._asked_at: float | None = None
         self._began_at = 0.0
         self._timer = self.phases["train"].iteration_timer  # the timer of the current loop
-        self._late: float | None = None  # the duration of a step that is not recorded yet
+        self._late: float | None = None  # the duration of the last step, until it is recorded
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the progress that is not part of the run's timestamp."""
+        """Return the progress of evaluation and prediction. That of training is part of the run's timestamp."""
         return {phase: self.progress[phase].state_dict() for phase in ("eval", "predict")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -75,15 +75,15 @@ class TorchTNTRun(Common):
             self._asked_at = perf_counter()
 
     def on_train_step_start(self, ctx: Context) -> None:
-        """Record the wait for data and the previous step's duration."""
+        """Record how long the step has waited for data, and the duration of the previous step."""
         if self.phase != "train":  # return to the training phase after an evaluation within the epoch
             self._switch_to("train")
         self._began_at = now = perf_counter()
         durations = self._timer.recorded_durations
-        if (late := self._late) is not None:  # recorded here, since torchtnt does so after the callbacks of the step's end
+        if (late := self._late) is not None:  # the previous step's duration, which torchtnt records after `on_train_step_end`
             self._late = None
             durations["train_iteration_time"].append(late)
-        # Record the wait for data here and not when the batch arrives, since torchtnt too records it after the batch's event.
+        # The wait for data is recorded here and not at `on_fetch_end`, because torchtnt too records it after that event.
         if (asked := self._asked_at) is not None:
             self._asked_at = None
             waits = durations["data_wait_time"]
@@ -92,24 +92,24 @@ class TorchTNTRun(Common):
                 self._shorten()
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Count the training step in torchtnt's progress."""
+        """Add the step to torchtnt's progress."""
         self._late = perf_counter() - self._began_at
         self._count_step()
 
     def on_epoch_end(self, ctx: Context) -> None:
-        """Count the epoch in torchtnt's progress."""
+        """Add the epoch to torchtnt's progress."""
         self._switch_to("train")
         self._asked_at = None
         self.progress["train"].increment_epoch()
 
     def on_train_end(self, ctx: Context) -> None:
-        """Record the last step's duration."""
+        """Record the duration of the last step."""
         self._switch_to("train")
 
     # --- evaluation and prediction ---
 
     def on_eval_start(self, ctx: Context) -> None:
-        """Start the evaluation of one dataset, which for torchtnt is a whole evaluation."""
+        """Start the evaluation of one dataset, which is a whole evaluation in torchtnt."""
         self._begin_eval("eval", EntryPoint.EVALUATE if ctx.standalone else None, ctx)
 
     def on_predict_start(self, ctx: Context) -> None:
@@ -117,7 +117,7 @@ class TorchTNTRun(Common):
         self._begin_eval("predict", EntryPoint.PREDICT, ctx)
 
     def on_eval_step_start(self, ctx: Context) -> None:
-        """Record the wait for data and the previous step's duration."""
+        """Record how long the step has waited for data, and the duration of the previous step."""
         self._write_time()
         self._began_at = now = perf_counter()
         if self._asked_at is not None:
@@ -172,13 +172,13 @@ class TorchTNTRun(Common):
 
 
 class GuestPhase(PhaseState):  # type: ignore[misc]  # mypy does not read torchtnt's types
-    """The `PhaseState` of one of torchtnt's loops."""
+    """The `PhaseState` of one of torchtnt's loops (train, eval or predict) for callbacks in callsheet's loop."""
 
     def __init__(self) -> None:
         super().__init__(dataloader=_Length(None))
 
     def limit(self, ctx: Context) -> None:
-        """Set the loop's maximum number of epochs or steps, and the length of its data, from the run."""
+        """Set the loop's maximum number of epochs or steps, and the number of batches, to those of the run."""
         longest = ctx.state.max_duration
         self._dataloader = _Length(ctx.state.epoch_batches)
         if longest is not None and longest.unit is TimeUnit.EPOCH:
@@ -195,7 +195,7 @@ class GuestPhase(PhaseState):  # type: ignore[misc]  # mypy does not read torcht
 
 
 class _Length:
-    """Replaces the dataloader in torchtnt's `State`. It has a length, if that is known, and no batches."""
+    """Replaces the dataloader in torchtnt's `State`. It has only a length, if that is known, and no batches."""
 
     def __init__(self, length: int | None) -> None:
         self._length = length

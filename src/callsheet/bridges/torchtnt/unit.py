@@ -1,4 +1,4 @@
-"""What callsheet reads from a torchtnt unit, and the wrappers of the methods by which torchtnt fetches batches from it."""
+"""Reads the optimizer, losses and length of training from a torchtnt unit, and wraps its methods that fetch batches."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from callsheet.run.copies import replace
 
 
 class Fetches:
-    """Replaces the methods by which torchtnt asks a unit for its next batch, because torchtnt has no callback event for them.
+    """Replaces a unit's methods that return its next batch, because torchtnt has no callback event for fetching.
 
     Args:
-        methods: for each method of the unit, by name, the bound method that is called instead. Its first argument is the unit's
-            own method. If the object to which it is bound no longer exists, the unit's own method is called.
+        methods: the names of the unit's methods, each with the bound method that is called instead. This receives the unit's own
+            method as its first argument. If the object to which it is bound no longer exists, the unit's own method is called.
     """
 
     def __init__(self, unit: Any, methods: Mapping[str, Callable[..., Any]]) -> None:
@@ -43,7 +43,7 @@ def _replacement(instead: Any, fetch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def one_of_unit(tracked: Mapping[str, Any], name: str) -> Any:
-    """Return the only object in `tracked`, or of several the one under `name`, which AutoUnit uses; None if there are none.
+    """Return the only object in `tracked`, or None if it is empty. Of several objects, return the one named `name`.
 
     Raises:
         NotSupported: the unit tracks several, and none has that name.
@@ -79,7 +79,7 @@ def losses_in(output: Any) -> dict[str, Tensor]:
 
 
 class MeanLosses:
-    """The means of an evaluation's losses, weighted by the samples of each batch."""
+    """Computes the mean of each loss over the samples of an evaluation."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Any] = {}
@@ -93,5 +93,5 @@ class MeanLosses:
             self._sums[name] = self._sums.get(name, 0.0) + loss * samples
 
     def means(self) -> dict[str, float]:
-        """Return the mean of each loss over the samples so far, by its name."""
+        """Return the mean of each loss over all samples so far, by the loss's name."""
         return {name: float(total) / self.samples for name, total in self._sums.items()}

@@ -1,4 +1,4 @@
-"""The Ultralytics bridge: callsheet's callbacks in the training of YOLO and Ultralytics' other models, also in its DDP workers."""
+"""The Ultralytics bridge: `host` runs callsheet's callbacks in the training of YOLO and other models, also with DDP."""
 
 from callsheet.core.optional import needed_by
 

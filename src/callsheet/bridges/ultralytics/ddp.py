@@ -28,9 +28,10 @@ _sent: dict[str, contextlib.ExitStack] = {}
 
 
 def install() -> None:
-    """Replace, only once, the functions of Ultralytics that create and clean up the command that starts the DDP workers.
+    """Replace two functions of Ultralytics: one creates the command that starts DDP workers, the other cleans up after them.
 
-    They stay replaced until the program ends, and do the same as before for trainers without a host.
+    A second call does nothing. The functions stay replaced until the program ends. For trainers without a host, they do the same
+    as before.
     """
     if not hasattr(engine.generate_ddp_command, "callsheet_calls"):
         engine.generate_ddp_command = _sending(engine.generate_ddp_command)
@@ -54,9 +55,9 @@ def _sending(given: Callable[[Any], tuple[list[str], str]]) -> Callable[[Any], t
         with contextlib.ExitStack() as undo:
             variables = undo.enter_context(payload.post())
             undo.callback(lambda: [os.environ.pop(name, None) for name in variables])
-            with _without_host_methods(trainer, host):  # Ultralytics must not pickle the host: the payload has its callbacks
+            with _without_host_methods(trainer, host):  # Ultralytics must not pickle the host, whose callbacks the payload has
                 command, file = given(trainer)
-            # After an error here, remove the file, because Ultralytics does not know it yet.
+            # If an error follows here, remove the file, because Ultralytics does not have its path yet.
             undo.push(functools.partial(_clean_after_error, trainer, file))
             place = command.index(file)
             os.environ.update(variables)  # Ultralytics starts the workers with the environment of this process
@@ -82,7 +83,7 @@ def _cleaning(given: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
 
 
 def _callbacks_of(host: Any) -> list[Callback]:
-    """Return the callbacks of the host, which are sent to the DDP workers.
+    """Return the host's callbacks, to send them to the DDP workers.
 
     Raises:
         NotSupported: the manager has handlers that are functions, which cannot be sent.

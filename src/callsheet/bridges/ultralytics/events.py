@@ -1,4 +1,4 @@
-"""The event of Ultralytics at which each event of callsheet is fired."""
+"""A table: the event of Ultralytics at which each event of callsheet is fired."""
 
 from __future__ import annotations
 

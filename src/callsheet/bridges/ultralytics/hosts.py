@@ -40,7 +40,7 @@ BEST = "best"
 
 
 class _AfterEpoch:
-    """What is to be done after the current epoch, when Ultralytics has validated and saved."""
+    """The actions that wait until Ultralytics has validated and saved after the current epoch."""
 
     def __init__(self) -> None:
         self.is_waiting = False
@@ -79,10 +79,11 @@ def host(
 ) -> UltralyticsHost:
     """Return the callbacks as callbacks of an Ultralytics model: `host([...]).attach(model)`, and then `model.train(...)`.
 
-    A run is one training. A step is one step of the optimizer, which uses `nbs / batch` batches. Ultralytics' validation after an
-    epoch is an evaluation of the dataset `validation`, that of `best.pt` after training one of the dataset `best`. A stop ends the
-    epoch after the current step. Ultralytics writes checkpoints after epochs only; one that a callback asks for is written after the
-    epoch. The callbacks' states are written beside `last.pt`, and a training with `resume=True` restores them.
+    A run is one call of `model.train`. A step is one step of the optimizer, which uses `nbs / batch` batches. Ultralytics'
+    validation after an epoch is an evaluation of the dataset `validation`; its validation of `best.pt` after training is an
+    evaluation of the dataset `best`. If a callback requests a stop, the epoch ends after the current step. If a callback requests
+    a checkpoint, Ultralytics writes it after the epoch. The callbacks' states are written beside `last.pt`, and a training with
+    `resume=True` restores them.
 
     If Ultralytics starts DDP workers, each worker rebuilds the callbacks from a signed file; see `callsheet.transport.pack`.
 
@@ -90,13 +91,13 @@ def host(
         callbacks: a manager, a callback, or any iterable of callbacks.
         log_interval: how often a metrics record is made. A bare number means batches.
         run_name, runs_folder: the run's name, and the folder that contains the run's folder.
-        timeout_seconds: a rank that does not answer for so long fails the run.
-        lock_timeout_seconds: how long to wait if another process trains in the run's folder. Then `RunInUseError` is raised.
-        allow_pickle: whether to send callbacks that are not data to DDP workers as signed cloudpickle.
+        timeout_seconds: the run fails if a rank does not answer for this long.
+        lock_timeout_seconds: how long to wait while another process trains in the run's folder; then `RunInUseError` is raised.
+        allow_pickle: whether to send objects without an import path, such as lambdas, to DDP workers as signed pickles.
         strict: whether to raise an error if a callback listens to an event that is not fired; else log a warning.
 
     Raises:
-        NotSupported: when training begins, or after the first step; see `strict`.
+        NotSupported: a callback cannot work in this loop, see `strict`. Raised when training begins or after the first step.
     """
     settings = {
         "log_interval": str(log_interval) if isinstance(log_interval, Time) else log_interval, "run_name": run_name,
@@ -160,7 +161,7 @@ class UltralyticsHost(HostBase):
     def on_train_start(self, trainer: Any) -> None:
         """Begin a run, because Ultralytics begins to train."""
         self._forget_earlier_run()
-        self._trainer = trainer  # a weak reference would not help, because the run's scheduler refers to the trainer anyway
+        self._trainer = trainer  # not a weak reference, because the scheduler keeps the trainer alive anyway
         self._outer_error = sys.exc_info()[1]
         model = trainer.model
         self._run = run = HostedRun(
@@ -183,7 +184,7 @@ class UltralyticsHost(HostBase):
         run.losses = watch.reader
         self._model_hooks = ForwardHooks(run.driver, run.ctx, model)
         self._optimizer_hooks = OptimizerHooks(run.driver, trainer.optimizer, watch=watch)
-        self._eval_hooks: ForwardHooks | None = None  # None unless Ultralytics is validating
+        self._eval_hooks: ForwardHooks | None = None  # set only while Ultralytics validates
         hooks: list[Any] = [watch, self._model_hooks, self._optimizer_hooks]
         around: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
             (trainer, "preprocess_batch", self._preprocess),
@@ -197,26 +198,29 @@ class UltralyticsHost(HostBase):
             wrapped.wrap(name, method)
         self._begin_epoch_counts(0)
         self._listens_to_forward = True
-        self._is_batch_due = False  # whether the next call of `preprocess_batch` is for the batch of the loop
-        self._has_unscaled = False  # whether the loop has unscaled the gradients, which comes just before the optimizer's step
-        # The loss and the counts of batches after the last step of an epoch; they belong to the first step of the next epoch.
+        self._is_batch_due = False  # whether the next call of `preprocess_batch` gets a batch of the training loop
+        self._has_unscaled = False  # whether the loop has unscaled the gradients, as it does just before the optimizer's step
+        # The loss and samples of the batches after an epoch's last optimizer step. They count for the next epoch's first step.
         self._from_last_epoch: tuple[Tensor | None, tuple[int, int]] = None, (0, 0)
         self._after_epoch = _AfterEpoch()
-        self._epochs: int | None = None  # how many epochs are over by Ultralytics' count; None before the first one
+        self._epochs: int | None = None  # Ultralytics' count of completed epochs; None before the first epoch
         self._begin_run(run, hooks, NOT_FIRED)
         run.counts.follow(self._counts_of(trainer))
         run.driver.start("round")
         self._stop_if_asked(run, trainer)
 
     def _counts_of(self, trainer: Any) -> Callable[[], Counts]:
-        """Return a function that returns the steps and epochs that Ultralytics has counted: its weight average is updated once a step."""
+        """Return a function that returns the steps and epochs that Ultralytics has counted.
+
+        The number of updates of its weight average (EMA) is the number of steps.
+        """
         me, ema = weakref.proxy(self), trainer.ema if trainer.ema and trainer.ema.enabled else None
         return lambda: Counts(ema.updates if ema is not None else None, me._epochs)
 
     @observing
     def teardown(self, trainer: Any) -> None:
         """End the run, because Ultralytics' training has ended or failed."""
-        run, error = self._run, sys.exc_info()[1]  # called in a `finally` block, so an error may be in progress
+        run, error = self._run, sys.exc_info()[1]  # Ultralytics calls this in a `finally` block, perhaps after an error
         if run is None:
             return
         if error is not None and error is not self._outer_error:
@@ -233,7 +237,7 @@ class UltralyticsHost(HostBase):
         loop.stop = True
 
     def _release(self) -> None:
-        """Do the same as `HostBase._release`, and drop all references to the trainer, so that it and its weights can be freed."""
+        """Do what `HostBase._release` does, and drop all references to the trainer, so that its memory can be freed."""
         super()._release()
         for name in _OF_A_RUN:
             vars(self).pop(name, None)
@@ -242,22 +246,22 @@ class UltralyticsHost(HostBase):
 
     @in_a_run
     def on_train_epoch_start(self, run: HostedRun, trainer: Any) -> None:
-        """Start an epoch, perhaps one that Ultralytics repeats."""
+        """Start an epoch. Ultralytics may repeat an epoch, for example after it has run out of memory."""
         is_open = run.driver.is_open("epoch")
         is_repeated = self._epochs == trainer.epoch + (not is_open)
-        if is_open and not is_repeated:  # Ultralytics has not reported the end of the epoch before
+        if is_open and not is_repeated:  # Ultralytics has not reported the end of the previous epoch
             self._close_epoch(run, trainer)
-        elif is_open:  # memory ran out, and Ultralytics begins the epoch again with smaller batches
+        elif is_open:  # memory ran out, so Ultralytics begins the same epoch again with smaller batches
             self._watch.is_on = False
             run.drop_step()
             self._from_last_epoch = None, (0, 0)
             run.close_epoch(is_whole=False)
-        # Carry out what is due after the previous epoch, in case Ultralytics has not reported its end, because it has reloaded
-        # last.pt after a loss that was not finite.
+        # Carry out the actions after the previous epoch if they still wait. Ultralytics does not call `on_fit_epoch_end` if it
+        # has reloaded last.pt after a loss that was not finite.
         self._reach(run, trainer)
         self._begin_epoch_counts(len(trainer.train_loader))
         self._epochs = trainer.epoch
-        if is_repeated:  # callsheet counts the steps of a repeated epoch again, and Ultralytics may not
+        if is_repeated:  # callsheet counts the repeated steps again, and Ultralytics may not, so compare from here on
             run.counts.follow(self._counts_of(trainer))
         run.counts.check()
         run.driver.start("epoch")
@@ -268,17 +272,17 @@ class UltralyticsHost(HostBase):
 
     @in_a_run
     def on_train_epoch_end(self, run: HostedRun, trainer: Any) -> None:
-        """End the epoch. What is due after it, such as a save, waits for Ultralytics' validation."""
+        """End the epoch. Actions that are due after it, such as a save, are carried out after Ultralytics' validation."""
         self._epochs = trainer.epoch + 1
         self._close_epoch(run, trainer)
 
     def _close_epoch(self, run: HostedRun, trainer: Any) -> None:
         self._watch.is_on = False
-        if self._optimizer_hooks.has_stepped and run.driver.is_open("train_step"):  # the time limit ended the epoch at this step
+        if self._optimizer_hooks.has_stepped and run.driver.is_open("train_step"):  # Ultralytics' time limit ended the epoch here
             self._batches += 1
             self._end_step(run, trainer)
         elif run.driver.is_open("train_step"):
-            # The next step of the optimizer, which is in the next epoch, uses these batches too.
+            # The optimizer has not stepped on the last batches. Their gradients count for its first step in the next epoch.
             self._from_last_epoch = self._watch.total, run.counted
             run.drop_step()
         after = self._after_epoch
@@ -286,7 +290,7 @@ class UltralyticsHost(HostBase):
         run.close_epoch(is_whole=after.is_whole)
 
     def _reach(self, run: HostedRun, trainer: Any) -> None:
-        """Carry out what is due after the epoch, which has waited for Ultralytics' validation and save."""
+        """Carry out the actions that are due after the last epoch, such as a requested save or stop, if they still wait."""
         after = self._after_epoch
         if not after.is_waiting:
             return
@@ -307,7 +311,7 @@ class UltralyticsHost(HostBase):
 
     @in_a_run
     def on_fit_epoch_end(self, run: HostedRun, trainer: Any) -> None:
-        """Carry out what is due after the epoch, because Ultralytics has now validated and saved."""
+        """Carry out the actions that are due after the epoch, because Ultralytics has validated and saved."""
         self._reach(run, trainer)
 
     # --- steps ---
@@ -326,7 +330,7 @@ class UltralyticsHost(HostBase):
             run.ctx.batch = None
 
     def on_train_batch_start(self, trainer: Any) -> None:
-        """Record that the next call of `preprocess_batch` gets a batch that the training loop has fetched."""
+        """Record that Ultralytics calls `preprocess_batch` next with a batch of the training loop."""
         self._is_batch_due = True
 
     def _preprocess(self, preprocess: Callable[[Any], Any], batch: Any) -> Any:
@@ -351,7 +355,7 @@ class UltralyticsHost(HostBase):
         return batch
 
     def _begin_batch(self, run: HostedRun, batch: Any) -> Any:
-        """Start the step with its first batch, or add a further batch to it. Return the batch, perhaps replaced by a callback."""
+        """Start the step with its first batch, or add a batch to it. Return the batch, which a callback may have replaced."""
         driver, ctx, watch = run.driver, run.ctx, self._watch
         ctx.batch = batch
         if not driver.parts["train_step"].is_open:
@@ -378,7 +382,7 @@ class UltralyticsHost(HostBase):
             self._leave(error)
 
     def on_train_batch_end(self, trainer: Any) -> None:
-        """End the batch, and the step if the optimizer has stepped, or if the loss scaler has skipped its step."""
+        """End the microbatch. End the step too, if the optimizer has stepped, or if the loss scaler has skipped its step."""
         run = self._run
         if run is None:
             return
@@ -400,7 +404,7 @@ class UltralyticsHost(HostBase):
         run.other_losses = {name: each for name, each in losses.items() if name != "loss"} if isinstance(losses, Mapping) else {}
         run.end_step()
         if not self._is_checked:
-            # A first step without an optimizer step is no error here: the loss scaler skips steps while its scale is too large.
+            # No error with a loss scaler, which skips the first optimizer steps while its scale is too large.
             if trainer.scaler.is_enabled():
                 run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
             self._check_first_step(run)
@@ -410,14 +414,14 @@ class UltralyticsHost(HostBase):
     # --- validation ---
 
     def _validate(self, validate: Callable[[], Any]) -> Any:
-        """Let Ultralytics validate its averaged weights (EMA) after an epoch, and fire the events of an evaluation."""
+        """Call Ultralytics' `validate`, which evaluates the averaged weights (EMA), and fire the evaluation's events."""
         self._begin_evaluation(VALIDATION)
         metrics, fitness = found = validate()
         self._end_evaluation(VALIDATION, metrics, fitness)
         return found
 
     def _final_eval(self, evaluate: Callable[[], None]) -> None:
-        """Validate `best.pt` after training, as an evaluation of its own."""
+        """Call Ultralytics' `final_eval`, which evaluates `best.pt` after training, and fire the events of an evaluation."""
         if self._run is None:
             evaluate()
             return
@@ -435,7 +439,7 @@ class UltralyticsHost(HostBase):
     def _begin_evaluation(self, run: HostedRun, name: str) -> None:
         trainer = self._trainer
         if name == BEST:
-            run.driver.end("round")  # all epochs are over
+            run.driver.end("round")  # this evaluation comes after all epochs
         elif run.eval.listens_to_outputs("eval"):
             evaluated = trainer.ema.ema if trainer.ema else trainer.model
             self._eval_hooks = ForwardHooks(run.eval.driver, run.eval.ctx, evaluated, "eval")
@@ -456,7 +460,7 @@ class UltralyticsHost(HostBase):
 
     @in_a_run
     def on_val_batch_end(self, run: HostedRun, validator: Any) -> None:
-        """End the evaluation's step."""
+        """End a step of the evaluation."""
         run.eval.driver.end("eval_step")
 
     @in_a_run
@@ -467,19 +471,19 @@ class UltralyticsHost(HostBase):
             self._eval_hooks = None
         if not run.eval.driver.is_open("eval"):
             return
-        found = results(metrics or {}, fitness)  # the results are on rank 0 only
+        found = results(metrics or {}, fitness)  # only rank 0 has the results
         run.eval.end_dataset(name, run.world.of_rank_zero(found))
         run.eval.end()
         run.fire_record()
         if name == BEST:
-            run.eval.driver.synthesized.clear()  # no warning: the best model is a copy, whose forward pass is not observed
+            run.eval.driver.synthesized.clear()  # do not warn: the forward pass of `best.pt`, a new model, cannot be observed
         else:
             self._support(run).after_first_step(run.eval.driver)
 
     # --- checkpoints ---
 
     def on_model_save(self, trainer: Any) -> None:
-        """Note that Ultralytics has written a checkpoint after this epoch. Ultralytics calls this on rank 0 only."""
+        """Record that Ultralytics has written a checkpoint after this epoch. Ultralytics calls this only on rank 0."""
         self._after_epoch.is_saved = True
 
     def _request_save(self, requests: tuple[Request, ...]) -> None:
@@ -495,7 +499,7 @@ class UltralyticsHost(HostBase):
         assert run is not None
         if not trainer.start_epoch:
             return None
-        # The number of steps is the number of updates of Ultralytics' weight average, which is updated once a step.
+        # Ultralytics updates its weight average (EMA) once per step.
         step = run.world.of_rank_zero(trainer.ema.updates if trainer.ema else 0)
         if self.only_observes or not (trainer.wdir / STATE).is_dir():
             if not self.only_observes:
@@ -506,7 +510,7 @@ class UltralyticsHost(HostBase):
 
 
 def results(metrics: Mapping[str, Any], fitness: Any = None) -> dict[str, float]:
-    """Return Ultralytics' metrics under callsheet's names: `val/box_loss` is `box_loss`, and `loss` is the sum of the losses."""
+    """Return Ultralytics' metrics under callsheet's names: `box_loss` for `val/box_loss`, and the sum of the losses as `loss`."""
     losses = {name.removeprefix("val/"): float(value) for name, value in metrics.items() if name.startswith("val/")}
     others = {name.removeprefix("metrics/"): float(value) for name, value in metrics.items() if not name.startswith("val/")}
     total = {"loss": sum(losses.values())} if losses else {}

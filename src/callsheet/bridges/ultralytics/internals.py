@@ -1,4 +1,4 @@
-"""The parts of Ultralytics that the bridge needs besides its callbacks. Without them, a host raises `NotSupported`."""
+"""The attributes of Ultralytics that the host needs. If the installed version lacks one, the host raises `NotSupported`."""
 
 PACKAGE = "ultralytics"
 

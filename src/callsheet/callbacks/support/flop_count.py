@@ -143,7 +143,7 @@ class StepFlops:
             if self._needs_rate:
                 self.trouble = "torch.compile has been used in this process, and compiled code cannot be counted"
         elif _get_current_dispatch_mode() is None:
-            # Count only while no other dispatch mode is active, because the two modes might be exited in the wrong order.
+            # Count only if no other dispatch mode is active: torch's modes must be exited in reverse order, and it may end first.
             self.is_done = True
             self.counter = OperationCounter()
             self.counter.__enter__()  # type: ignore[no-untyped-call]
@@ -214,7 +214,7 @@ def flops_reported_by(model: Any) -> Any:
             if (reported := getattr(model, name, None)) is not None:
                 return reported
         is_parallel = isinstance(model, (DistributedDataParallel, DataParallel))
-        model = getattr(model, "module" if is_parallel else "_orig_mod", None)  # the second is inside torch.compile's wrapper
+        model = getattr(model, "module" if is_parallel else "_orig_mod", None)  # torch.compile's wrapper has `_orig_mod`
     return None
 
 
