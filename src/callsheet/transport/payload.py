@@ -75,6 +75,9 @@ def pack(callbacks: Iterable[Callback], *, allow_pickle: bool = False, extra: Ma
         allow_pickle: send objects without an import path (lambdas, closures, definitions in a notebook) as signed cloudpickle.
         extra: further values, returned as `Unpacked.extra`.
 
+    Returns:
+        The payload, which `unpack` decodes in another process.
+
     Raises:
         TransportError: something cannot be sent, or would not arrive unchanged; the message names it and says what to do.
         NotACallbackError: something is not a callback.
