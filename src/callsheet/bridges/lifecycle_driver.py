@@ -199,7 +199,7 @@ class LifecycleDriver:
         return not self.parts[name].has_no_listeners
 
     def start(self, name: str) -> None:
-        """Start a span. First, start the spans around it, and fire the spans before it that the loop has not reported.
+        """Start a span. Before that, start the spans around it, and start and end the earlier spans that the loop has not reported.
 
         If the span is open already, do nothing. But if it can be repeated, as a microbatch can, end it and start the next one.
         """

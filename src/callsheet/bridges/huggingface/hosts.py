@@ -509,7 +509,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
 
     @in_a_run
     def on_save(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
-        """Add the callbacks' states to a checkpoint that the Trainer has written, and fire its events."""
+        """Add the callbacks' states to a checkpoint that the Trainer has written, and fire the events of that save."""
         self._requests.is_written, self._path, self._step = True, _checkpoint(args, state), state.global_step
         if not self._fits(run, "S") and self._fits(run, "DS"):
             self._fire_due(run)  # if a callback requests a save at this event, this checkpoint is that save
