@@ -33,6 +33,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from xml.etree import ElementTree
 
 from packaging.requirements import Requirement
@@ -56,7 +57,9 @@ class Package:
 
     `tests` are the test files, of which only those run whose name or parameters contain `selected`. `parts` is how many parts of a
     version number name a minor release, `minors` how many minor releases are tested, the latest of each. `also` are packages that
-    are released together with this one. `has_free_requirements` is whether requirements of the package are left unmet.
+    are released together with this one. `has_free_requirements` is whether requirements of the package are left unmet; of these, `needs`
+    are installed nevertheless, in their latest versions. `is_checked` is whether hosts and guests check the version of the package; see
+    `callsheet.bridges.versions`.
     """
 
     name: str
@@ -67,13 +70,19 @@ class Package:
     minors: int = 4
     also: tuple[str, ...] = ()
     has_free_requirements: bool = False
+    needs: tuple[str, ...] = ()
+    is_checked: bool = True
 
 
-def _bridge(name: str, title: str, bridge: str, *, parts: int = 2, also: tuple[str, ...] = ()) -> Package:
-    files = tuple(str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests" / "bridges").glob(f"test_{bridge}*.py")))
-    return Package(
-        name, title, (*files, "tests/bridges/test_matrix.py", "tests/bridges/test_alone.py"), bridge, parts=parts, also=also
-    )
+def _bridge(name: str, title: str, bridge: str, **options: Any) -> Package:
+    places = (ROOT / "tests" / "bridges", ROOT / "tests" / "compat")
+    files = tuple(str(path.relative_to(ROOT)) for place in places for path in sorted(place.glob(f"test_{bridge}*.py")))
+    return Package(name, title, (*files, "tests/bridges/test_matrix.py", "tests/bridges/test_alone.py"), bridge, **options)
+
+
+def _built_on(name: str, title: str, selected: str, *tests: str, **options: Any) -> Package:
+    """Return a package with trainers that are built on the Hugging Face Trainer, or that is used in them."""
+    return Package(name, title, (*tests, "tests/bridges/test_built_on.py"), selected, is_checked=False, **options)
 
 
 PACKAGES = (
@@ -108,9 +117,28 @@ PACKAGES = (
             *(f"tests/bridges/test_{name}.py" for name in ("matrix", "alone", "copies")),
         ),
         "ultralytics",
-        minors=1,
         has_free_requirements=True,
     ),
+    _bridge("instructlab-training", "InstructLab Training", "instructlab", has_free_requirements=True),
+    _bridge("megatron-bridge", "Megatron Bridge", "megatron_bridge", parts=3, has_free_requirements=True),
+    Package(
+        "nemo-automodel",
+        "NeMo AutoModel",
+        ("tests/bridges/test_automodel.py", "tests/bridges/test_automodel_release.py"),
+        "release",
+        has_free_requirements=True,
+        needs=("torchao", "megatron-fsdp"),
+        is_checked=False,
+    ),
+    _built_on("trl", "TRL", "trl", "tests/bridges/test_trl.py", minors=5),
+    _built_on(
+        "sentence-transformers",
+        "sentence-transformers",
+        "sentence and not few_shot",
+        "tests/bridges/test_sentence_transformers.py",
+    ),
+    _built_on("setfit", "SetFit", "setfit or few_shot", "tests/bridges/test_sentence_transformers.py"),
+    _built_on("peft", "PEFT", "peft or lora or adapter", "tests/recipes/test_finetune.py"),
 )
 
 VENVS: Mapping[str, ModuleType] = {"mosaicml": composer_venv, "ultralytics": ultralytics_venv}
@@ -216,14 +244,18 @@ def releases(package: Package) -> list[str]:
         if not version.is_prerelease and not version.local:
             latest[version.release[: package.parts]] = version
     last = sorted(latest.values(), reverse=True)[: package.minors]
-    return [str(version) for version in sorted({*last, Version(pinned(package))}, reverse=True)]
+    here = pinned(package)
+    return [str(version) for version in sorted({*last, *([Version(here)] if here else [])}, reverse=True)]
 
 
 def pinned(package: Package) -> str:
-    """Return the version that this environment has, without its local part such as `+cpu`."""
+    """Return the version that this environment has, without its local part such as `+cpu`, or an empty string."""
     if package.name in VENVS:
         return str(VENVS[package.name].VERSIONS[package.name])
-    return Version(importlib.metadata.version(package.name)).public
+    try:
+        return Version(importlib.metadata.version(package.name)).public
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def installed(package: Package, version: str) -> Path | None:
@@ -238,7 +270,9 @@ def installed(package: Package, version: str) -> Path | None:
     if not (folder / ".ready").exists():
         shutil.rmtree(folder, ignore_errors=True)
         _install(
-            folder, [f"{name}=={version}" for name in (package.name, *package.also)], with_dependencies=package.name == "torch"
+            folder,
+            [*(f"{name}=={version}" for name in (package.name, *package.also)), *package.needs],
+            with_dependencies=package.name == "torch",
         )
         while not package.has_free_requirements and package.name != "torch" and (needed := unmet(folder)):
             _install(folder, needed)
