@@ -154,6 +154,19 @@ NOTES: Mapping[tuple[str, str], str] = {
         "with torch 2.13, its own DistributedCheckpointSaver does not restore the optimizer, and its IterationTimeLogger fails",
     ),
     ("torchtnt", "0.2.1"): "its callbacks cannot be imported without torchsnapshot, which it does not require",
+    **dict.fromkeys(
+        [("nemo-automodel", version) for version in ("0.7.0", "0.6.0", "0.5.0", "0.4.0")],
+        "its recipes take no callbacks; they have all other parts that the host uses",
+    ),
+    ("trl", "1.15.0"): "its losses need Triton, so it does not train on a CPU",
+    **dict.fromkeys(
+        [("sentence-transformers", version) for version in ("6.1.0", "6.0.1", "5.7.0")],
+        "its SparseAutoEncoder also counts the batches of evaluations, so that evaluating an average (`EMA`) changes the model",
+    ),
+    ("setfit", "1.1.3"): "it cannot be imported with transformers 5",
+    ("setfit", "1.0.3"): "it cannot be imported with the versions of huggingface_hub that transformers 5 needs",
+    ("setfit", "0.7.0"): "its trainer is not built on the Hugging Face Trainer and has no callbacks",
+    **dict.fromkeys([("peft", "0.19.1"), ("peft", "0.18.1")], "transformers 5.21 and later need PEFT 0.20 to add adapters"),
 }
 """By package and version: what the page says of it, in a few words, instead of its first failure."""
 
@@ -408,9 +421,17 @@ _PAGE = """\
 <!-- tools/versions.py writes this page. -->
 
 This page lists the versions of PyTorch and of each framework with which callsheet was tested, on {machine}. The frameworks were
-tested with torch {torch}. CI tests only the versions in `constraints.txt`. The columns "passed", "failed" and "skipped" are numbers of tests. The rows of
-a framework count the tests of the framework's [host and guests](index.md), including tests of a few built-in callbacks and tests on two ranks. The
-rows of PyTorch count the tests of callsheet's core, its Trainer, checkpoints and [hand-written loops](bare.md).
+tested with torch {torch}. CI tests only the versions in `constraints.txt`. The columns "passed", "failed" and "skipped" are numbers of tests:
+
+- The rows of a framework count the tests of the framework's [host and guests](index.md), including tests of a few built-in callbacks and tests on two
+  ranks.
+- The rows of PyTorch count the tests of callsheet's core, its Trainer, checkpoints and [hand-written loops](bare.md).
+- The rows of TRL, sentence-transformers and SetFit count trainings with [their trainers](huggingface.md#trainers-that-are-built-on-the-hugging-face-trainer),
+  which are built on the Hugging Face Trainer. The rows of PEFT count trainings of its adapters, with the trainers of TRL and transformers and with
+  callsheet's recipe [`finetune`](../recipes.md).
+- InstructLab Training, Megatron Bridge and NeMo AutoModel can train only on GPUs. The tests run InstructLab's and Megatron Bridge's own callback
+  classes in loops that imitate the loops of these frameworks. No release of NeMo AutoModel has [callbacks](automodel.md) yet, so its rows count tests
+  of the parts that the host uses: its step scheduler, and the methods and attributes of its recipes.
 
 | package | version | verdict | passed | failed | skipped | tested on |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -423,9 +444,9 @@ The verdicts are:
 - **broken**: with this version, some tests fail, for the reason that the table gives.
 
 **Versions that are not listed.** When a host or guest is created, it checks which version of the framework is installed. If the table has no
-version of the same minor release with the verdict **works**, the host or guest logs one warning that names the working releases. A bridge also needs
-parts of a framework that are not public API. If the installed version lacks one of these parts, the host or guest raises a `NotSupported` error that
-names the missing part.
+version of the same minor release with the verdict **works**, the host or guest logs one warning that names the working releases. The versions of
+NeMo AutoModel, TRL, sentence-transformers, SetFit and PEFT are not checked. A bridge also needs parts of a framework that are not public API. If the
+installed version lacks one of these parts, the host or guest raises a `NotSupported` error that names the missing part.
 
 {beside}**Run the tests again.** `make versions` tests the newest minor releases of each package, writes their results to
 `benchmarks/results/versions.json` and updates this page. You can interrupt `make versions` and start it again, because it skips versions that have
