@@ -101,11 +101,11 @@ class StepScheduler:
 def released_scheduler() -> Any:
     """Return the step scheduler of the installed release, as a class with the arguments of the copy, or None if it is not installed."""
     try:
-        released = importlib.import_module("nemo_automodel.components.training.step_scheduler").StepScheduler
+        released: Any = importlib.import_module("nemo_automodel.components.training.step_scheduler").StepScheduler
     except ModuleNotFoundError:
         return None
 
-    class Released(released):  # type: ignore[misc]  # the package's types are not read
+    class Released(released):  # type: ignore[misc]  # a class that is found at run time
         def __init__(self, dataloader: Any, *, accumulate: int = 1, **schedule: Any) -> None:
             super().__init__(accumulate, 1, 1, dataloader, **schedule)
             self.sig_handler.release()  # the recipe handles the signal while it trains
