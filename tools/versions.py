@@ -158,7 +158,7 @@ NOTES: Mapping[tuple[str, str], str] = {
         [("nemo-automodel", version) for version in ("0.7.0", "0.6.0", "0.5.0", "0.4.0")],
         "its recipes take no callbacks; they have all other parts that the host uses",
     ),
-    ("trl", "1.15.0"): "its losses need Triton, so it does not train on a CPU",
+    ("trl", "1.15.0"): "most of its trainers need Triton, and therefore a GPU",
     **dict.fromkeys(
         [("sentence-transformers", version) for version in ("6.1.0", "6.0.1", "5.7.0")],
         "its SparseAutoEncoder also counts the batches of evaluations, so that evaluating an average (`EMA`) changes the model",
