@@ -56,8 +56,8 @@ class Package:
     """A package whose versions are tested.
 
     `tests` are the test files, of which only those run whose name or parameters contain `selected`. `parts` is how many parts of a
-    version number name a minor release, `minors` how many minor releases are tested, the latest of each. `also` are packages that
-    are released together with this one. `has_free_requirements` is whether requirements of the package are left unmet; of these, `needs`
+    version number name a minor release, `minors` how many minor releases are tested, the latest of each. `more` are further versions
+    that are tested, such as the oldest one that a host accepts. `also` are packages that are released together with this one. `has_free_requirements` is whether requirements of the package are left unmet; of these, `needs`
     are installed nevertheless, in their latest versions. `is_checked` is whether hosts and guests check the version of the package; see
     `callsheet.bridges.versions`.
     """
@@ -68,6 +68,7 @@ class Package:
     selected: str = ""
     parts: int = 2
     minors: int = 4
+    more: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
     has_free_requirements: bool = False
     needs: tuple[str, ...] = ()
@@ -117,6 +118,7 @@ PACKAGES = (
             *(f"tests/bridges/test_{name}.py" for name in ("matrix", "alone", "copies")),
         ),
         "ultralytics",
+        more=("8.4.14",),
         has_free_requirements=True,
     ),
     _bridge("instructlab-training", "InstructLab Training", "instructlab", has_free_requirements=True),
@@ -248,7 +250,7 @@ def write(results: Mapping[tuple[str, str], Result]) -> None:
 
 
 def releases(package: Package) -> list[str]:
-    """Return the latest release of each of the last minor releases, and the pinned version, the newest first."""
+    """Return the latest release of each of the last minor releases, the pinned version, and `package.more`, the newest first."""
     command = [sys.executable, "-m", "pip", "index", "versions", package.name]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     line = next(line for line in listed.splitlines() if line.startswith("Available versions:"))
@@ -257,8 +259,8 @@ def releases(package: Package) -> list[str]:
         if not version.is_prerelease and not version.local:
             latest[version.release[: package.parts]] = version
     last = sorted(latest.values(), reverse=True)[: package.minors]
-    here = pinned(package)
-    return [str(version) for version in sorted({*last, *([Version(here)] if here else [])}, reverse=True)]
+    others = map(Version, filter(None, (pinned(package), *package.more)))
+    return [str(version) for version in sorted({*last, *others}, reverse=True)]
 
 
 def pinned(package: Package) -> str:
