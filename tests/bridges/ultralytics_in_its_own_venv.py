@@ -781,6 +781,7 @@ def test_a_script_is_observed(is_parallel: bool, folder: Path, request: pytest.F
     observed = run(folder, text, "-m", "callsheet.exec", "--run_name", "a", "--log_interval", "2")
     assert observed.returncode == 0, observed.stderr
     assert weights_of(observed) == expected
+    assert Path("runs/a").is_dir(), observed.stderr
     found = RunFolder.read(Path("runs/a"))
     ranks = 2 if is_parallel else 1
     assert (found.outcome, found.last_step, found.start_event()["world_size"]) == ("finished", 6, ranks), observed.stderr
