@@ -33,6 +33,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from xml.etree import ElementTree
 
 from packaging.requirements import Requirement
@@ -55,8 +56,10 @@ class Package:
     """A package whose versions are tested.
 
     `tests` are the test files, of which only those run whose name or parameters contain `selected`. `parts` is how many parts of a
-    version number name a minor release, `minors` how many minor releases are tested, the latest of each. `also` are packages that
-    are released together with this one. `has_free_requirements` is whether requirements of the package are left unmet.
+    version number name a minor release, `minors` how many minor releases are tested, the latest of each. `more` are further versions
+    that are tested, such as the oldest one that a host accepts. `also` are packages that are released together with this one. `has_free_requirements` is whether requirements of the package are left unmet; of these, `needs`
+    are installed nevertheless, in their latest versions. `is_checked` is whether hosts and guests check the version of the package; see
+    `callsheet.bridges.versions`.
     """
 
     name: str
@@ -65,15 +68,22 @@ class Package:
     selected: str = ""
     parts: int = 2
     minors: int = 4
+    more: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
     has_free_requirements: bool = False
+    needs: tuple[str, ...] = ()
+    is_checked: bool = True
 
 
-def _bridge(name: str, title: str, bridge: str, *, parts: int = 2, also: tuple[str, ...] = ()) -> Package:
-    files = tuple(str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests" / "bridges").glob(f"test_{bridge}*.py")))
-    return Package(
-        name, title, (*files, "tests/bridges/test_matrix.py", "tests/bridges/test_alone.py"), bridge, parts=parts, also=also
-    )
+def _bridge(name: str, title: str, bridge: str, **options: Any) -> Package:
+    places = (ROOT / "tests" / "bridges", ROOT / "tests" / "compat")
+    files = tuple(str(path.relative_to(ROOT)) for place in places for path in sorted(place.glob(f"test_{bridge}*.py")))
+    return Package(name, title, (*files, "tests/bridges/test_matrix.py", "tests/bridges/test_alone.py"), bridge, **options)
+
+
+def _built_on(name: str, title: str, selected: str, *tests: str, **options: Any) -> Package:
+    """Return a package with trainers that are built on the Hugging Face Trainer, or that is used in them."""
+    return Package(name, title, (*tests, "tests/bridges/test_built_on.py"), selected, is_checked=False, **options)
 
 
 PACKAGES = (
@@ -108,9 +118,29 @@ PACKAGES = (
             *(f"tests/bridges/test_{name}.py" for name in ("matrix", "alone", "copies")),
         ),
         "ultralytics",
-        minors=1,
+        more=("8.4.14",),
         has_free_requirements=True,
     ),
+    _bridge("instructlab-training", "InstructLab Training", "instructlab", has_free_requirements=True),
+    _bridge("megatron-bridge", "Megatron Bridge", "megatron_bridge", parts=3, has_free_requirements=True),
+    Package(
+        "nemo-automodel",
+        "NeMo AutoModel",
+        ("tests/bridges/test_automodel.py", "tests/bridges/test_automodel_release.py"),
+        "release",
+        has_free_requirements=True,
+        needs=("torchao", "megatron-fsdp"),
+        is_checked=False,
+    ),
+    _built_on("trl", "TRL", "trl", "tests/bridges/test_trl.py", minors=5),
+    _built_on(
+        "sentence-transformers",
+        "sentence-transformers",
+        "sentence and not few_shot",
+        "tests/bridges/test_sentence_transformers.py",
+    ),
+    _built_on("setfit", "SetFit", "setfit or few_shot", "tests/bridges/test_sentence_transformers.py"),
+    _built_on("peft", "PEFT", "peft or lora or adapter", "tests/recipes/test_finetune.py"),
 )
 
 VENVS: Mapping[str, ModuleType] = {"mosaicml": composer_venv, "ultralytics": ultralytics_venv}
@@ -126,6 +156,19 @@ NOTES: Mapping[tuple[str, str], str] = {
         "with torch 2.13, its own DistributedCheckpointSaver does not restore the optimizer, and its IterationTimeLogger fails",
     ),
     ("torchtnt", "0.2.1"): "its callbacks cannot be imported without torchsnapshot, which it does not require",
+    **dict.fromkeys(
+        [("nemo-automodel", version) for version in ("0.7.0", "0.6.0", "0.5.0", "0.4.0")],
+        "its recipes take no callbacks; they have all other parts that the host uses",
+    ),
+    ("trl", "1.15.0"): "most of its trainers need Triton, and therefore a GPU",
+    **dict.fromkeys(
+        [("sentence-transformers", version) for version in ("6.1.0", "6.0.1", "5.7.0")],
+        "its SparseAutoEncoder also counts the batches of evaluations, so that evaluating an average (`EMA`) changes the model",
+    ),
+    ("setfit", "1.1.3"): "it cannot be imported with transformers 5",
+    ("setfit", "1.0.3"): "it cannot be imported with the versions of huggingface_hub that transformers 5 needs",
+    ("setfit", "0.7.0"): "its trainer is not built on the Hugging Face Trainer and has no callbacks",
+    **dict.fromkeys([("peft", "0.19.1"), ("peft", "0.18.1")], "transformers 5.21 and later need PEFT 0.20 to add adapters"),
 }
 """By package and version: what the page says of it, in a few words, instead of its first failure."""
 
@@ -207,7 +250,7 @@ def write(results: Mapping[tuple[str, str], Result]) -> None:
 
 
 def releases(package: Package) -> list[str]:
-    """Return the latest release of each of the last minor releases, and the pinned version, the newest first."""
+    """Return the latest release of each of the last minor releases, the pinned version, and `package.more`, the newest first."""
     command = [sys.executable, "-m", "pip", "index", "versions", package.name]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     line = next(line for line in listed.splitlines() if line.startswith("Available versions:"))
@@ -216,14 +259,18 @@ def releases(package: Package) -> list[str]:
         if not version.is_prerelease and not version.local:
             latest[version.release[: package.parts]] = version
     last = sorted(latest.values(), reverse=True)[: package.minors]
-    return [str(version) for version in sorted({*last, Version(pinned(package))}, reverse=True)]
+    others = map(Version, filter(None, (pinned(package), *package.more)))
+    return [str(version) for version in sorted({*last, *others}, reverse=True)]
 
 
 def pinned(package: Package) -> str:
-    """Return the version that this environment has, without its local part such as `+cpu`."""
+    """Return the version that this environment has, without its local part such as `+cpu`, or an empty string."""
     if package.name in VENVS:
         return str(VENVS[package.name].VERSIONS[package.name])
-    return Version(importlib.metadata.version(package.name)).public
+    try:
+        return Version(importlib.metadata.version(package.name)).public
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def installed(package: Package, version: str) -> Path | None:
@@ -238,7 +285,9 @@ def installed(package: Package, version: str) -> Path | None:
     if not (folder / ".ready").exists():
         shutil.rmtree(folder, ignore_errors=True)
         _install(
-            folder, [f"{name}=={version}" for name in (package.name, *package.also)], with_dependencies=package.name == "torch"
+            folder,
+            [*(f"{name}=={version}" for name in (package.name, *package.also)), *package.needs],
+            with_dependencies=package.name == "torch",
         )
         while not package.has_free_requirements and package.name != "torch" and (needed := unmet(folder)):
             _install(folder, needed)
@@ -373,10 +422,18 @@ _PAGE = """\
 
 <!-- tools/versions.py writes this page. -->
 
-This page lists the versions of PyTorch and of each framework with which callsheet was tested, on {machine}. The frameworks were tested with torch
-{torch}. The columns "passed", "failed" and "skipped" are numbers of tests. For a framework, these are the tests of its [host and guests](index.md),
-including tests of a few built-in callbacks and tests on two ranks. For PyTorch, they are the tests of callsheet's core, its Trainer, checkpoints and
-[hand-written loops](bare.md). callsheet's continuous integration tests only the versions in `constraints.txt`.
+This page lists the versions of PyTorch and of each framework with which callsheet was tested, on {machine}. The frameworks were
+tested with torch {torch}. CI tests only the versions in `constraints.txt`. The columns "passed", "failed" and "skipped" are numbers of tests:
+
+- The rows of a framework count the tests of the framework's [host and guests](index.md), including tests of a few built-in callbacks and tests on two
+  ranks.
+- The rows of PyTorch count the tests of callsheet's core, its Trainer, checkpoints and [hand-written loops](bare.md).
+- The rows of TRL, sentence-transformers and SetFit count trainings with [their trainers](huggingface.md#trainers-that-are-built-on-the-hugging-face-trainer),
+  which are built on the Hugging Face Trainer. The rows of PEFT count trainings of its adapters, with the trainers of TRL and transformers and with
+  callsheet's recipe [`finetune`](../recipes.md).
+- InstructLab Training, Megatron Bridge and NeMo AutoModel can train only on GPUs. The tests run InstructLab's and Megatron Bridge's own callback
+  classes in loops that imitate the loops of these frameworks. No release of NeMo AutoModel has [callbacks](automodel.md) yet, so its rows count tests
+  of the parts that the host uses: its step scheduler, and the methods and attributes of its recipes.
 
 | package | version | verdict | passed | failed | skipped | tested on |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -389,9 +446,9 @@ The verdicts are:
 - **broken**: with this version, some tests fail. The table gives the reason.
 
 **Versions that are not listed.** A host or guest checks which version of the framework is installed. If no version of this minor release (such as
-2.6) has the verdict **works** in the table, the host or guest logs one warning, which names the releases that work. A bridge also uses parts of a
-framework that are not public API. If the installed version lacks one of these parts, the host or guest raises a `NotSupported` error that names the
-missing part.
+2.6) has the verdict **works** in the table, the host or guest logs one warning, which names the releases that work. The versions of NeMo AutoModel,
+TRL, sentence-transformers, SetFit and PEFT are not checked. A bridge also uses parts of a framework that are not public API. If the installed version
+lacks one of these parts, the host or guest raises a `NotSupported` error that names the missing part.
 
 {beside}**Run the tests again.** `make versions` tests the newest minor releases of each package, writes their results to
 `benchmarks/results/versions.json` and updates this page. It skips versions that have a result, so you can interrupt it and start it again. To test

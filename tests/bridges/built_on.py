@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from packaging.version import Version
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -40,12 +41,14 @@ class Built:
     """A trainer that is built on the Hugging Face Trainer.
 
     `make(folder, callbacks, **options)` creates the trainer; its model has the same weights each time. `options` are training arguments.
+    `evaluates` is whether an evaluation leaves the model as it is.
     """
 
     packages: tuple[str, ...]
     make: Callable[..., Any]
     accumulates: bool = True
     resumes: bool = True
+    evaluates: bool = True
 
     @property
     def library(self) -> str:
@@ -284,7 +287,7 @@ BUILT_ON: Mapping[str, Built] = {
     "GRPOTrainer": Built(TRL, partial(reinforcement, "GRPO")),
     "RLOOTrainer": Built(TRL, partial(reinforcement, "RLOO")),
     "SentenceTransformerTrainer": Built(SENTENCES, embedding),
-    "SparseEncoderTrainer": Built(SENTENCES, sparse_embedding),
+    "SparseEncoderTrainer": Built(SENTENCES, sparse_embedding, evaluates=Version(version(*SENTENCES)) >= Version("6.2")),
     "CrossEncoderTrainer": Built(SENTENCES, scoring),
     "setfit.Trainer": Built(("setfit",), few_shots, accumulates=False, resumes=False),
     "Seq2SeqTrainer": Built(("transformers",), translation),

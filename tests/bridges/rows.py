@@ -37,13 +37,14 @@ def hold(bridge: str, part: str, name: str, found: Cell, loop: Any = None) -> No
 def hold_trainer(name: str, library: str, check: str, found: Cell) -> None:
     """Compare the result of a check of a trainer that is built on the Hugging Face Trainer with its row, or write it.
 
+    `make versions` compares the results of other versions too, so the version is only written, not compared.
+
     Raises:
         AssertionError: the matrix has another value.
     """
     bridge = "huggingface"
     if not WRITES:
-        row = frameworks()[bridge].derived[name]
-        assert (row.library, row.checks.get(check)) == (library, found), f"make matrix writes what is found: {library}, {found}"
+        assert frameworks()[bridge].derived[name].checks.get(check) == found, f"make matrix writes what is found: {found}"
         return
     path = FILES / f"{bridge}.json"
     known = matrix.read(path.read_text("utf-8"))

@@ -24,10 +24,25 @@ from callsheet.errors import NotSupported, RegistrationError
 from callsheet.testing import FakeLoop, Recorder, check_events
 from callsheet.testing.ranks import run_ranks
 
-from .loops.automodel import Recipe, train
+from .loops import automodel as own_loop
+from .loops.automodel import Recipe, StepScheduler, released_scheduler, train
 from .loops.job import POINTS
 
 torch.set_num_threads(1)
+
+RELEASED = released_scheduler()
+
+
+@pytest.fixture(
+    autouse=True,
+    params=[
+        pytest.param(StepScheduler, id="copy"),
+        *([] if RELEASED is None else [pytest.param(RELEASED, id="release")]),
+    ],
+)
+def step_scheduler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the recipe use the copy of the step scheduler, and that of the installed release."""
+    monkeypatch.setattr(own_loop, "StepScheduler", request.param)
 
 
 def ran(folder: Path, callbacks: Any, *, strict: bool = True, **options: Any) -> Recipe:

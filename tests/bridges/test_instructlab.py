@@ -381,6 +381,7 @@ SUPPORTED = {
 
 
 def test_the_built_ins_that_run_there(subjects: Mapping[str, Subject]) -> None:
+    host([])  # raises NotSupported if nothing runs in the installed release
     taken = set()
     for name, subject in subjects.items():
         callback = subject.make()
@@ -445,6 +446,35 @@ def test_a_function_is_not_sent() -> None:
     manager.register("on_log", lambda ctx: None)
     with pytest.raises(NotSupported, match="the function <lambda> cannot be sent to the ranks"), host(manager).sent():
         pass
+
+
+def installed(folder: Path, version: str, *modules: str) -> Path:
+    """Write a package that is installed like this release of InstructLab, with these modules."""
+    for name in ("__init__", *modules):
+        path = folder / "instructlab" / "training" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("class TrainerCallback: ...\n")
+    metadata = folder / f"instructlab_training-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: instructlab-training\nVersion: {version}\n")
+    return folder
+
+
+def test_a_release_that_ignores_callbacks_is_rejected(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from callsheet.bridges.instructlab import host; print(type(host([])).__mro__)"]
+    for version, modules in {"0.15.2": (), "0.16.0": ("callbacks",)}.items():
+        path = os.pathsep.join([str(installed(tmp_path / version, version, *modules)), *filter(None, sys.path)])
+        ran = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=120, check=False
+        )
+        if modules:
+            assert ("instructlab.training.callbacks.TrainerCallback" in ran.stdout, ran.stderr) == (True, "")
+        else:
+            assert ran.returncode == 1
+            assert (
+                f"NotSupported: this host needs instructlab.training.callbacks, which instructlab-training {version} does not have; "
+                "install one of the tested versions, 0.16" in ran.stderr
+            )
 
 
 # --- the guest ---

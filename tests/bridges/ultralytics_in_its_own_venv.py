@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from packaging.version import Version
 from PIL import Image
 from torch import Tensor
 
@@ -36,7 +37,7 @@ from .faults import ALWAYS, EVALUATED, TRAINED, FailsInSpan, RandomFaults, Watch
 from .loops import ultralytics as loop
 from .loops.job import POINTS
 
-from ultralytics import YOLO  # isort: skip  # after the loop, which sets its environment
+from ultralytics import YOLO, __version__  # isort: skip  # after the loop, which sets its environment
 from ultralytics.models.yolo.detect import DetectionTrainer  # isort: skip
 from ultralytics.utils.callbacks.base import default_callbacks  # isort: skip
 
@@ -181,7 +182,7 @@ def test_the_map_has_ultralytics_events() -> None:
 
 @pytest.mark.parametrize("name", HOST)
 def test_the_installed_version_has_what_the_host_needs(name: str) -> None:
-    assert has(name)
+    assert has(name), f"this host needs {name}, which ultralytics {__version__} does not have"
 
 
 @pytest.mark.parametrize("name", ["ultralytics.engine.trainer.BaseTrainer.validate", "ultralytics.engine.trainer.ddp_cleanup"])
@@ -365,6 +366,7 @@ def test_a_host_is_attached_once(folder: Path) -> None:
 def test_a_second_training_is_a_run_of_its_own(folder: Path) -> None:
     ends = Ends()
     trained = Trained(folder, [ends], given={"run_name": None})
+    trained.model.overrides.setdefault("model", str(folder / "small.yaml"))  # older releases forget the model after a training
     trained.model.train(**{**SETTINGS, "data": str(folder / "data.yaml"), "project": str(Path.cwd() / "again"), "epochs": 1})
     assert ends.recorded == ["finished", "reached max_duration, 2ep", "finished", "reached max_duration, 1ep"]
 
@@ -380,6 +382,7 @@ def test_a_trainer_is_freed_after_its_training(folder: Path) -> None:
     assert seen[0]() is None
 
 
+@pytest.mark.skipif(Version(__version__) < Version("8.4.76"), reason="this release does not train on a list of datasets")
 def test_a_list_of_datasets_has_a_run_for_each(folder: Path) -> None:
     ends = Ends()
     trained = Trained(folder, [ends], given={"run_name": None}, data=[str(folder / "data.yaml")] * 2, epochs=1)
@@ -458,7 +461,7 @@ def test_an_error_of_a_callback_is_raised(folder: Path) -> None:
     assert Tensor.backward.__qualname__ == "Tensor.backward"
 
 
-def test_a_failure_that_ultralytics_does_not_report(folder: Path) -> None:
+def test_a_failure_is_recorded_at_once_in_releases_that_do_not_report_it(folder: Path) -> None:
     class Left(DetectionTrainer):  # type: ignore[misc]
         def run_callbacks(self, event: str) -> None:
             if event != "teardown":  # as in versions that do not call callbacks after an error
@@ -473,7 +476,8 @@ def test_a_failure_that_ultralytics_does_not_report(folder: Path) -> None:
     settings: Any = {**SETTINGS, "data": str(folder / "data.yaml"), "project": str(Path.cwd() / "left")}
     with pytest.raises(ZeroDivisionError):
         model.train(trainer=Left, **settings)
-    assert ends.recorded == []
+    assert ends.recorded[:2] == [ZeroDivisionError, "failed"]
+    assert Tensor.backward.__qualname__ == "Tensor.backward"
     model.train(**settings)
     assert [each for each in ends.recorded if each in ("failed", "finished")] == ["failed", "finished"]
 
@@ -487,7 +491,7 @@ def test_an_epoch_that_ultralytics_repeats(folder: Path) -> None:
         def preprocess_batch(self, batch: Any) -> Any:
             self.calls += 1
             if self.calls == 2:
-                raise RuntimeError("CUDA out of memory")
+                raise torch.OutOfMemoryError("CUDA out of memory")
             batch = super().preprocess_batch(batch)
             if self.epoch == 1 and not self.nan_recovery_attempts:
                 batch["img"] = batch["img"] * float("nan")
@@ -497,9 +501,11 @@ def test_an_epoch_that_ultralytics_repeats(folder: Path) -> None:
     given: Any = {"epochs": 3, "kind": Diverges}
     observed, plain = Trained(folder, [recorder], **given), Trained(folder, None, **given)
     check_events(recorder.events)
-    assert all(torch.equal(a, b) for a, b in zip(observed.weights(), plain.weights(), strict=True))
+    for a, b in zip(observed.weights(), plain.weights(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
     assert observed.trainer.batch_size == 2
-    assert recorder.events.count("on_epoch_end") == 5
+    recovers = Version(__version__) >= Version("8.4.96")  # from a loss that is not finite, also if the fitness stays the same
+    assert recorder.events.count("on_epoch_end") == 4 + recovers
     assert recorder.events[-1] == "on_run_end"
 
 
@@ -775,6 +781,7 @@ def test_a_script_is_observed(is_parallel: bool, folder: Path, request: pytest.F
     observed = run(folder, text, "-m", "callsheet.exec", "--run_name", "a", "--log_interval", "2")
     assert observed.returncode == 0, observed.stderr
     assert weights_of(observed) == expected
+    assert Path("runs/a").is_dir(), observed.stderr
     found = RunFolder.read(Path("runs/a"))
     ranks = 2 if is_parallel else 1
     assert (found.outcome, found.last_step, found.start_event()["world_size"]) == ("finished", 6, ranks), observed.stderr

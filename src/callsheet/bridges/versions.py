@@ -29,6 +29,8 @@ TESTED: Mapping[str, tuple[str, ...]] = {
     "keras": ("3.12", "3.13", "3.14", "3.15"),
     "mosaicml": ("0.29", "0.30", "0.31", "0.32"),
     "ultralytics": ("8.4",),
+    "instructlab-training": ("0.16",),
+    "megatron-bridge": ("0.3.0", "0.3.1"),
 }
 """For each package, the minor releases that the tests pass with, the oldest first. They are the versions whose verdict on the page
 docs/bridges/versions.md is `works`."""

@@ -1,11 +1,12 @@
 """A small copy of NeMo AutoModel's recipe, because the package itself needs a GPU to train.
 
 The callbacks are those of its pull request 875, which is in no release. The copy has the step scheduler, the order of hooks, the
-checkpoints and the stops of that pull request.
+checkpoints and the stops of that pull request. `released_scheduler` returns the step scheduler of the installed release.
 """
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -95,6 +96,25 @@ class StepScheduler:
     def sigterm_received(self) -> bool:
         self.sigterm_flag = self.sigterm_flag or self._received
         return self.sigterm_flag
+
+
+def released_scheduler() -> Any:
+    """Return the step scheduler of the installed release, as a class with the arguments of the copy, or None if it is not installed."""
+    try:
+        released: Any = importlib.import_module("nemo_automodel.components.training.step_scheduler").StepScheduler
+    except ModuleNotFoundError:
+        return None
+
+    class Released(released):  # type: ignore[misc]  # a class that is found at run time
+        def __init__(self, dataloader: Any, *, accumulate: int = 1, **schedule: Any) -> None:
+            super().__init__(accumulate, 1, 1, dataloader, **schedule)
+            self.sig_handler.release()  # the recipe handles the signal while it trains
+
+        def receive(self, *_: Any) -> None:
+            """Note SIGTERM as the release's handler does."""
+            self.sig_handler._signal_received = True
+
+    return Released
 
 
 class Config:

@@ -26,7 +26,10 @@ from .job import EMPTY, Given, Job
 
 
 def _installed() -> Any:
-    """Import the package's module of callbacks, or return None. The package's `__init__` is skipped if its requirements are not installed."""
+    """Import the package's module of callbacks, or return None. Releases before 0.16 have none.
+
+    The package's `__init__` is skipped if its requirements are not installed.
+    """
     try:
         return importlib.import_module("instructlab.training.callbacks")
     except ImportError:
@@ -35,7 +38,9 @@ def _installed() -> Any:
         files = importlib.metadata.files("instructlab-training") or []
     except importlib.metadata.PackageNotFoundError:
         return None
-    path = next(Path(str(file.locate())) for file in files if str(file).endswith("training/callbacks.py"))
+    path = next((Path(str(file.locate())) for file in files if str(file).endswith("training/callbacks.py")), None)
+    if path is None:
+        return None
     package = types.ModuleType("instructlab.training")
     package.__path__ = [str(path.parent)]
     sys.modules["instructlab.training"] = package

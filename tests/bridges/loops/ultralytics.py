@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -29,6 +30,7 @@ from callsheet.testing.small_run import SmallModel
 from .job import EMPTY, Convolution, Given, Job, Language, next_token_loss
 
 NAME, VERSION = "Ultralytics", ultralytics.__version__
+ARE_LOSSES_NAMED = Version(VERSION) >= Version("8.4.104")
 
 settings.update(dict.fromkeys(("clearml", "comet", "dvc", "mlflow", "raytune", "tensorboard", "wandb"), False))
 
@@ -44,9 +46,9 @@ class UltralyticsModel(nn.Module):
             return super().forward(batch)  # the forward of the job's model
         return self.loss(batch, super().forward(batch["img"]))
 
-    def loss(self, batch: Any, outputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, batch: Any, outputs: Tensor) -> tuple[Tensor, Any]:
         loss = type(self).of_outputs(outputs, batch["cls"])
-        return loss, {"loss": loss.detach()}
+        return loss, {"loss": loss.detach()} if ARE_LOSSES_NAMED else loss.detach()
 
 
 class Points(UltralyticsModel, SmallModel):

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, ClassVar
 
 from callsheet.bridges.guest_base import Guest, no_guest
+from callsheet.bridges.instructlab.internals import PACKAGE
 from callsheet.bridges.instructlab.names import (
     HOOK_NAMES,
     TrainingContext,
@@ -59,6 +60,7 @@ class InstructLabGuest(Guest):
     """
 
     FRAMEWORK = "InstructLab Training"
+    PACKAGE = PACKAGE
     OWN: ClassVar[Mapping[str, str]] = {
         "on_train_start": "_train_begins",
         "on_epoch_start": "_epoch_begins",

@@ -21,9 +21,11 @@ import torch
 from callsheet.bridges.host_base import HostBase, end_run, in_a_run, observing
 from callsheet.bridges.instructlab import names
 from callsheet.bridges.instructlab.events import NOT_FIRED, NOT_SEEN
+from callsheet.bridges.instructlab.internals import CALLBACKS, PACKAGE, are_callbacks_missing
 from callsheet.bridges.instructlab.names import TrainingContext
 from callsheet.bridges.instructlab.run import HOST, NOT_GIVEN, HookedRun
 from callsheet.bridges.support_check import SupportCheck, events_of
+from callsheet.bridges.versions import check_version
 from callsheet.core.background import inner
 from callsheet.core.callback import Callback
 from callsheet.core.lifecycle import EVENTS
@@ -43,9 +45,16 @@ def host_of(
     callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool, lock_timeout_seconds: float
 ) -> Any:
     """Return an InstructLab callback that runs callsheet's callbacks; see `callsheet.bridges.instructlab.host`."""
+    if are_callbacks_missing():
+        check_version(PACKAGE, [CALLBACKS], needed_by="this host")
     try:
+<<<<<<< HEAD
         base: type = importlib.import_module("instructlab.training.callbacks").TrainerCallback
     except ImportError:  # without an installed InstructLab, the base class is callsheet's copy
+=======
+        base: type = importlib.import_module(CALLBACKS).TrainerCallback
+    except ImportError:  # InstructLab or one of its requirements is not installed, so no other code uses its base class
+>>>>>>> w-g
         base = names.TrainerCallback
     return _class_over(base)(InstructLabHost(callbacks, strict=strict, lock_timeout_seconds=lock_timeout_seconds))
 
@@ -118,6 +127,8 @@ class InstructLabHost(HostBase):
 
     A run lasts from `on_train_begin` to the next `on_train_end`.
     """
+
+    _PACKAGE = PACKAGE
 
     def __init__(
         self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool, lock_timeout_seconds: float

@@ -37,6 +37,7 @@ def host(
 
     Raises:
         NotSupported: a callback listens to an event that is never fired, reads the model or the data, or makes a request; see `strict`.
+            Or the installed release of InstructLab has no callbacks.
     """
     # `hook_host` is imported only here, because it imports InstructLab if that is installed.
     from callsheet.bridges.instructlab.hook_host import host_of

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from callsheet.bridges.guest_base import Guest, is_another_s, no_guest
+from callsheet.bridges.megatron_bridge.internals import PACKAGE
 from callsheet.bridges.megatron_bridge.names import VALID_EVENTS, CallbackContext, CallbackManager, normalize_callbacks
 from callsheet.bridges.megatron_bridge.run import MegatronBridgeRun
 from callsheet.bridges.megatron_bridge.state import GlobalState
@@ -61,6 +62,7 @@ class MegatronBridgeGuest(Guest):
     """The callsheet callback that `callsheet.bridges.megatron_bridge.guest` returns: it calls callbacks of Megatron Bridge."""
 
     FRAMEWORK = "Megatron Bridge"
+    PACKAGE = PACKAGE
     EVENTS = GUEST_EVENTS
     COMMON = MegatronBridgeRun
     NEVER = NEVER

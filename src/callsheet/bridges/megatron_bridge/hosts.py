@@ -25,6 +25,7 @@ from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.megatron_bridge.events import HOST_EVENTS, NOT_FIRED
 from callsheet.bridges.megatron_bridge.guests import MODULE
 from callsheet.bridges.megatron_bridge.hooks import MegatronForwardHooks, torch_optimizers
+from callsheet.bridges.megatron_bridge.internals import PACKAGE
 from callsheet.bridges.megatron_bridge.names import CallbackContext
 from callsheet.bridges.megatron_bridge.run import LM_LOSS
 from callsheet.bridges.megatron_bridge.settings import Settings, load_states, move
@@ -85,6 +86,7 @@ class MegatronBridgeHost(HostBase):
     need not be installed.
     """
 
+    _PACKAGE = PACKAGE
     _run: HostedRun | None = None
 
     def __init__(

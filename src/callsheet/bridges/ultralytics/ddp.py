@@ -1,4 +1,4 @@
-"""Sends a host's callbacks to the DDP workers that Ultralytics starts.
+"""Sends a host's callbacks to the DDP workers that Ultralytics starts, and tells the host of trainings that fail.
 
 With several devices, Ultralytics starts its workers with torchrun on a file that it generates, which makes a trainer of its own. This
 module makes them run `ultralytics_worker.py` instead, with that file as its argument, and sends the callbacks in a signed file.
@@ -28,7 +28,11 @@ _sent: dict[str, contextlib.ExitStack] = {}
 
 
 def install() -> None:
+<<<<<<< HEAD
     """Replace two functions of Ultralytics: one creates the command that starts DDP workers, the other cleans up after them.
+=======
+    """Replace, only once, the functions of Ultralytics that create and clean up the command that starts the DDP workers, and `train`.
+>>>>>>> w-g
 
     A second call does nothing. The functions stay replaced until the program ends. For trainers without a host, they do the same
     as before.
@@ -36,6 +40,7 @@ def install() -> None:
     if not hasattr(engine.generate_ddp_command, "callsheet_calls"):
         engine.generate_ddp_command = _sending(engine.generate_ddp_command)
         engine.ddp_cleanup = _cleaning(engine.ddp_cleanup)
+        engine.BaseTrainer.train = _reporting(engine.BaseTrainer.train)
 
 
 def host_of(trainer: Any) -> Any:
@@ -80,6 +85,21 @@ def _cleaning(given: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
         given(trainer, file)
 
     return ddp_cleanup
+
+
+def _reporting(given: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `train` that also reports the end to hosts if the training fails, as releases before 8.4.177 do not."""
+
+    @functools.wraps(given)
+    def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return given(trainer, *args, **kwargs)
+        finally:
+            for each in trainer.callbacks["teardown"]:
+                if isinstance(getattr(each, "__self__", None), HostBase):
+                    each(trainer)
+
+    return train
 
 
 def _callbacks_of(host: Any) -> list[Callback]:

@@ -401,6 +401,8 @@ class UltralyticsHost(HostBase):
     def _end_step(self, run: HostedRun, trainer: Any) -> None:
         run.step_skipped = not self._optimizer_hooks.has_stepped
         losses = trainer.loss_items
+        if isinstance(losses, Tensor) and losses.ndim:  # older releases keep the names apart
+            losses = dict(zip(trainer.loss_names, losses, strict=True))
         run.other_losses = {name: each for name, each in losses.items() if name != "loss"} if isinstance(losses, Mapping) else {}
         run.end_step()
         if not self._is_checked:

@@ -8,7 +8,11 @@ HOST = (
     *(f"{_TRAINER}.{name}" for name in ("preprocess_batch", "validate", "final_eval", "save_model", "train")),
     *(f"{_TRAINER}.{name}" for name in ("model", "optimizer", "scheduler", "scaler", "ema", "train_loader", "validator")),
     *(f"{_TRAINER}.{name}" for name in ("callbacks", "stop", "start_epoch", "epochs", "epoch", "last", "wdir", "ddp")),
+    f"{_TRAINER}._build_train_pipeline",
     f"{_VALIDATOR}.preprocess",
     *("ultralytics.engine.trainer.generate_ddp_command", "ultralytics.engine.trainer.ddp_cleanup"),
 )
-"""The host wraps the methods, reads or sets the attributes, and replaces the command that starts DDP workers."""
+"""The host wraps the methods, reads or sets the attributes, and replaces the command that starts DDP workers.
+
+It does not use `_build_train_pipeline`. Releases without it, before 8.4.14, do not end an epoch early if the host sets `stop`.
+"""

@@ -1,0 +1,3 @@
+"""The package of Megatron Bridge, whose version the host and the guests check."""
+
+PACKAGE = "megatron-bridge"
