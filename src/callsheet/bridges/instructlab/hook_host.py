@@ -48,13 +48,8 @@ def host_of(
     if are_callbacks_missing():
         check_version(PACKAGE, [CALLBACKS], needed_by="this host")
     try:
-<<<<<<< HEAD
-        base: type = importlib.import_module("instructlab.training.callbacks").TrainerCallback
-    except ImportError:  # without an installed InstructLab, the base class is callsheet's copy
-=======
         base: type = importlib.import_module(CALLBACKS).TrainerCallback
-    except ImportError:  # InstructLab or one of its requirements is not installed, so no other code uses its base class
->>>>>>> w-g
+    except ImportError:  # without an installed InstructLab, no other code uses its base class
         base = names.TrainerCallback
     return _class_over(base)(InstructLabHost(callbacks, strict=strict, lock_timeout_seconds=lock_timeout_seconds))
 

@@ -28,11 +28,7 @@ _sent: dict[str, contextlib.ExitStack] = {}
 
 
 def install() -> None:
-<<<<<<< HEAD
-    """Replace two functions of Ultralytics: one creates the command that starts DDP workers, the other cleans up after them.
-=======
-    """Replace, only once, the functions of Ultralytics that create and clean up the command that starts the DDP workers, and `train`.
->>>>>>> w-g
+    """Replace three functions of Ultralytics: one creates the command that starts DDP workers, one cleans up, and `train`.
 
     A second call does nothing. The functions stay replaced until the program ends. For trainers without a host, they do the same
     as before.
