@@ -396,7 +396,7 @@ def _run(package: Package, folder: Path | None) -> tuple[list[ElementTree.Elemen
         return list(ElementTree.parse(report).iter("testcase")) if report.exists() else [], ended
 
 
-_REJECTED = re.compile(r"((?:this host|a guest of .*?) needs .*?), which \S+ \S+ does not have")
+_REJECTED = re.compile(r"((?:this host|a guest of .*?) needs [^{}]*?), which \S+ \S+ does not have")
 """The error of a host or guest in a version that lacks a part that it needs; see `callsheet.bridges.versions`."""
 
 
