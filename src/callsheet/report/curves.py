@@ -12,7 +12,7 @@ from callsheet.report.run_folder import RunFolder
 
 MOST_POINTS = 2_000
 """The most points that one curve has."""
-_POINTS_IN_ALL = 500_000  # the maximum number of points in all curves of a page together, which limits its size to some megabytes
+_POINTS_IN_ALL = 500_000  # the maximum number of points in all curves of a page, so that the page has only some megabytes
 FEWEST_POINTS = 16
 """The fewest points that one curve has, if the metric was logged that often."""
 _MOST_ODD = 50  # the maximum number of NaN and infinite values to mark in one curve

@@ -385,8 +385,7 @@ def _events_of_kind(kind: str, events: list[dict[str, Any]], resumes: list[Resum
     for event in events:
         if event["event"] == "run_start":
             moment = moment_of(event.get("time"))
-            # A process that resumes writes its resume before its `run_start` event. So the last of these resumes is that of this
-            # process.
+            # A process that resumes writes its resume before its `run_start` event. So the last of these resumes belongs to it.
             at = [resume.step for resume in resumes if resume.time <= moment]
             for each in found:
                 each["is_undone"] |= each["step"] > (at[-1] if at else 0)

@@ -309,7 +309,7 @@ class Boundaries:
         self._lifetime.reasons[outcome] = f"signal {received.name}{' (Ctrl-C)' if is_ctrl_c else ''}"
         self._manager.fire(Event.PREEMPT, self._ctx)
         request = self._ctx.control.save_requested
-        if request is None or request.kind != "preempt":  # unless a handler of `on_preempt` has requested this checkpoint
+        if request is None or request.kind != "preempt":  # a handler of `on_preempt` may have requested this checkpoint
             self._ctx.control.save(f"signal {received.name}", kind="preempt", replicated=True)
 
     @contextmanager

@@ -333,7 +333,7 @@ def scalar(name: str, value: Any) -> Any:
             raise ConfigError(
                 f"the metric {name!r} is a tensor of shape {tuple(value.shape)}, not a scalar; log its mean, or what you mean"
             )
-        return lasting(value)  # otherwise a tensor may keep its autograd graph in memory until the record is made
+        return lasting(value)  # detach a tensor, or it may keep its autograd graph in memory until the record is made
     try:
         if isinstance(value, str):
             raise TypeError

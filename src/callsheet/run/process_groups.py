@@ -396,7 +396,8 @@ class _Presence:
         self._thread.start()
 
     def _run(self, notes: _Notes, pause: float) -> None:
-        with contextlib.suppress(RuntimeError, ValueError):  # the store or the process group has ended, so nobody can ask
+        # If the store or the process group has ended, no rank can ask whether this rank still runs, so end the thread.
+        with contextlib.suppress(RuntimeError, ValueError):
             while not self._is_over.wait(pause):
                 if notes.is_asked():
                     notes.answer()

@@ -366,7 +366,7 @@ class _Ownership:
         """
         if self._is_in_place():
             return True
-        time.sleep(_SECOND_LOOK_SECONDS)  # look again: the other process may also be waiting for the lock, and withdraw its claim
+        time.sleep(_SECOND_LOOK_SECONDS)  # the other process may also only wait for the lock, and withdraw its claim: look again
         return self._is_in_place()
 
     def successor(self) -> Claim | None:

@@ -125,7 +125,7 @@ class TrainLoop:
                     return False  # the run is preempted: drop these batches, which a resumed run fetches again
                 plan = MicrobatchPlan(fetched, size, task, self._world, self._compute, same_number=self._model.forward_meets)
                 parts, taken = plan.parts, len(fetched)
-            else:  # one batch, one microbatch and one rank need no weights
+            else:  # with one batch, one microbatch and one rank, the loss needs no weight
                 plan, parts, taken = None, [(ctx.batch, ctx.batch, None)], 1
             ctx.step += 1
             with spans.train_step:

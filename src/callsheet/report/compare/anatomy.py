@@ -159,7 +159,7 @@ def anatomy(groups: Sequence[Sequence[Anatomy]]) -> list[dict[str, Any]]:
     """
     order: list[Key] = [("step", STEP_SECONDS), *(("span", name) for name in _spans_of_a_step())]
     rows: list[dict[str, Any]] = []
-    whole = [""] * len(groups)  # each group's mark for the whole step, which is the first key, because later marks depend on it
+    whole = [""] * len(groups)  # each group's mark for the whole step, on which the marks of its parts depend
     for key in order + _callbacks([each for group in groups for each in group]):
         kind, name = key
         found = [[each.parts[key] for each in group if key in each.parts] for group in groups]
