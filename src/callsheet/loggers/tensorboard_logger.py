@@ -42,7 +42,7 @@ class TensorboardLogger(Tracker):
     writes_to_run_folder = True
     package = "tensorboard"
     extra = "tensorboard"
-    state_is_ready = False  # a checkpoint must wait until all earlier records are in the files
+    state_is_ready = False  # False, so that a checkpoint waits until all earlier records are in the files
 
     def __init__(self, *, folder: str | Path | None = None, flush_seconds: float = 10.0) -> None:
         if not flush_seconds > 0:

@@ -44,7 +44,7 @@ class TrackioLogger(Tracker):
         MissingPackage: trackio is not installed.
     """
 
-    lane = "inline"  # Trackio's current run is per thread, and Trackio queues what is logged
+    lane = "inline"  # run on the training thread: Trackio's current run is per thread, and Trackio itself queues what is logged
     package = "trackio"
     extra = "trackio"
 
@@ -97,7 +97,7 @@ class TrackioLogger(Tracker):
         if there is not None and there.id not in self._opened:
             self.run = there
             return Opened(there.id, is_ours=False)
-        current.set(None)  # hide the current run of another logger, which `init` would end
+        current.set(None)  # `init` would end the current run of another logger, so hide that run
         try:
             self.run = trackio.init(
                 self.project,
@@ -111,7 +111,8 @@ class TrackioLogger(Tracker):
         finally:
             if there is not None:
                 current.set(there)
-        # Trackio finds runs by name only, so it may have opened another run of the same name.
+        # Trackio finds a run by its name only. If several runs have this name, it may have opened another one than the
+        # checkpoint's.
         if run_id not in (None, self.run.id):
             logger.warning(
                 "Trackio's latest run %r does not have the id %s of the checkpoint; the logger continues it anyway",

@@ -130,7 +130,7 @@ class WandBLogger(Tracker):
         wandb = self._module()
         folder = self.folder or (ctx.run.folder if "WANDB_DIR" not in os.environ else None)
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)  # if the folder does not exist, W&B writes elsewhere
+            folder.mkdir(parents=True, exist_ok=True)  # if this folder does not exist, W&B writes to another one
         waits = {f"{what}_timeout": self.timeout for what in ("init", "login", "finish")}
         settings = {name: value for name, value in waits.items() if f"WANDB_{name.upper()}" not in os.environ} | self.settings
         hook = sys.excepthook
@@ -147,13 +147,13 @@ class WandBLogger(Tracker):
             tags=self._tags or None,
             id=run_id,
             resume="allow" if run_id is not None else None,
-            # Create a separate run if another one is active, such as that of another logger.
+            # If another run is active, such as that of another logger, create a separate run.
             reinit="create_new" if wandb.setup().most_recent_active_run is not None else None,
             settings=wandb.Settings(**settings),
         )
 
     def _write(self, ctx: Context, values: Mapping[str, float]) -> None:
-        if not self._is_ours:  # in a W&B run that the user's program opened, leave the axis of the program's metrics alone
+        if not self._is_ours:  # the user's program opened the W&B run: set the x-axis of this logger's metrics only
             for name in values.keys() - self._defined:
                 self.run.define_metric(name, step_metric="step")
                 self._defined.add(name)

@@ -134,7 +134,7 @@ class Classify(Recipe[ClassifyConfig]):
             num_labels=len(names),
             id2label=names,
             label2id={name: number for number, name in names.items()},
-            # Decoder models need this, because they classify by the last token that is not padding.
+            # A decoder model classifies by the last token that is not padding, so it must know the padding token.
             pad_token_id=self.tokenizer.pad_token_id,
         )
 

@@ -166,7 +166,7 @@ class Distill(Finetune):
         return self.results
 
     def _trainer(self, model: nn.Module, resume: str | None) -> Trainer:
-        # Pass AUTO instead of None, for which the folder must be empty: it already contains the teacher.
+        # With None, the run's folder would have to be empty. It already contains the teacher, so pass AUTO.
         return super()._trainer(model, resume or AUTO)
 
     # --- the runs that train the teacher, and a student on labels alone ---
@@ -195,7 +195,7 @@ class Distill(Finetune):
             if kept is not None and not self.folder.exists() and _is_run_of(kept, recipe):
                 self.folder.mkdir(parents=True)
                 kept.rename(self.folder / TEACHER)
-            is_there = exported.exists()  # an existing folder is complete, because it is renamed into place
+            is_there = exported.exists()  # if the folder exists, it is complete, because it got this name only at the end
             if not is_there and find_checkpoints(self.folder / "checkpoints").checkpoints:
                 raise ConfigError(
                     f"{self.folder} is to be resumed, but its teacher is not in {exported}; --resume new starts a new run with a new teacher"
@@ -233,7 +233,7 @@ class _InnerFinetune(Finetune):
         draft = Path(f"{path}.new")
 
         def clear() -> None:
-            if draft.exists():  # an earlier run ended while it was writing its export
+            if draft.exists():  # remove the incomplete export of an earlier run that ended while it wrote the export
                 shutil.rmtree(draft)
 
         def put() -> None:

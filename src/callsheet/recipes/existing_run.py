@@ -47,7 +47,7 @@ def of_rank_zero(ranks: Ranks, decide: Callable[[], Any], *, timeout: float) -> 
         return decided["value"]
     try:
         value = decide()
-    except Exception as error:  # tell the other ranks, which wait for the decision
+    except Exception as error:  # send the error to the other ranks, which wait for the decision
         _send(store, {"rejected": str(error)}, ranks.world_size, timeout)
         raise
     _send(store, {"value": value}, ranks.world_size, timeout)

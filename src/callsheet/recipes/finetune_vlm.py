@@ -204,7 +204,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
     def _commonest(self) -> str | None:
         rows, form = self.rows["train"], self.forms["train"]
         if isinstance(rows, Stream):
-            return None  # do not read a stream in advance, because it can be read only once
+            return None  # a stream can be read only once, so read nothing in advance
         counts = Counter(form.completion(rows[i], rows.place(i)).strip() for i in range(min(len(rows), _COUNTED)))
         return counts.most_common(1)[0][0]
 

@@ -207,7 +207,7 @@ class Recipe(Generic[AnyConfig]):
             return [resume, None]
 
         try:
-            # The other ranks must wait longer, because rank 0 may have to wait for the lock of the run's folder.
+            # If rank 0 has to wait for the lock of the run's folder, the other ranks must wait longer for rank 0.
             patience = config.timeout_seconds + config.lock_timeout_seconds
             resume, aside = of_rank_zero(self.ranks, decide, timeout=patience)
             self._aside = Path(aside) if aside is not None else None
@@ -313,7 +313,7 @@ class Recipe(Generic[AnyConfig]):
             The losses and metrics of every validation dataset and of the test data (as `test`), by dataset and name.
         """
         trainer = self.trainer
-        if trainer.state.evaluators:  # `fit` has evaluated already, unless the run was complete or is only opened
+        if trainer.state.evaluators:  # `fit` left no results if the run was already complete, or is only opened
             self.evaluated = dict((not self._is_opened and trainer.eval_results) or trainer.evaluate())
         if (test := self.test_data()) is not None:
             self.evaluated["test"] = trainer.test(test)
@@ -345,7 +345,7 @@ class Recipe(Generic[AnyConfig]):
             lines.append(
                 f"Found the run {trainer.run.name!r}, complete at step {step}; --max_duration {longer} continues it, {again}."
             )
-        elif trainer.earlier_stop is not None:  # say nothing here, because `fit` logs what stopped the run and how to continue
+        elif trainer.earlier_stop is not None:  # `fit` logs what stopped the run and how to continue, so this line says neither
             lines.append(f"Found the run {trainer.run.name!r}, complete at step {step} ({again}).")
         elif step:
             lines.append(
@@ -429,7 +429,8 @@ class Recipe(Generic[AnyConfig]):
             task,
             train_dataloader=None
             if self._is_opened
-            # An opened run is not trained, and a saved position in the data may not fit the present number of ranks.
+            # An opened run is not trained. It gets no training data, because a saved position may not fit the present number of
+            # ranks.
             else self.train_data,
             eval_dataloader=self.validation_data(),
             optimizer=config.make_optimizer,

@@ -12,10 +12,10 @@ from callsheet.report.run_folder import RunFolder
 
 MOST_POINTS = 2_000
 """The most points that one curve has."""
-_POINTS_IN_ALL = 500_000  # the most points of all curves of a page together, which limits its size to some megabytes
+_POINTS_IN_ALL = 500_000  # the maximum number of points in all curves of a page, so that the page has only some megabytes
 FEWEST_POINTS = 16
 """The fewest points that one curve has, if the metric was logged that often."""
-_MOST_ODD = 50  # the most NaN and infinite values to mark in one curve
+_MOST_ODD = 50  # the maximum number of NaN and infinite values to mark in one curve
 
 _SPLITS = ("train", "validation", "val", "eval", "test")
 _ODD_NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
@@ -227,7 +227,7 @@ def axis(run: RunFolder, *, most: int) -> dict[str, list[float]]:
         for name, before in counted.items():
             logged = record.values.get(name, before)
             counted[name] = logged if math.isfinite(logged) else before
-        # A step may have two records: first that of training, then that of an evaluation. Keep the first.
+        # If a step has two records, the first is of training and the second is of an evaluation. Keep the first.
         at.setdefault(record.step, (record.elapsed_seconds, counted["time/token"], counted["time/sample"], moment - run.started))
     steps = sorted(at)
     places = thinned(steps, [at[step][0] for step in steps], most)

@@ -25,7 +25,7 @@ logger = logging.getLogger("callsheet")
 
 INDEX = ".index.sqlite"
 _VERSION = 4
-_APPLICATION = 0x63737831  # the value of SQLite's `application_id` by which a database is known to be such an index
+_APPLICATION = 0x63737831  # the `application_id` in the SQLite file, by which such an index is recognized
 _LOCK_TIMEOUT_SECONDS = 10.0  # how long to wait while another process writes the index
 _MARKS = (MARKER, "metrics.jsonl", "events.jsonl", "config.yaml", "call_sheet.txt", "checkpoints")
 _DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB")
@@ -186,9 +186,10 @@ def _refreshed(index: sqlite3.Connection, folder: Path, wanted: _Wanted) -> list
     changed: list[tuple[str, RunRow]] = []
     for name in sorted(names):
         reader = RunReader(folder / name)
-        # Take the version before reading. If the run writes something in the meantime, it is then read again next time.
+        # Take the version before reading. If the run writes something meanwhile, the version no longer matches, and the run is
+        # read again next time.
         version = reader.version()
-        # If a run was running, read it again, because its process may have died since.
+        # If a run was running, read it again even if it has written nothing, because its process may have died.
         if name not in known or known[name][0] != version or known[name][1] == RUNNING:
             try:
                 changed.append((version, _row(name, reader.read())))
@@ -297,7 +298,8 @@ def _opened(path: Path) -> sqlite3.Connection:
     index = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_SECONDS, isolation_level=None)
     index.text_factory = _text
     try:
-        # A write transaction fails at once if the file cannot be written, and lets only one process at a time create the tables.
+        # Begin a write transaction now: it fails at once if the file cannot be written, and lets only one process create the
+        # tables.
         index.execute("BEGIN IMMEDIATE")
         application, version, tables = (
             index.execute(question).fetchone()[0]

@@ -12,7 +12,7 @@ from typing import Any
 
 _LONGEST_LINE = 32 * 2**20
 _PIECE = 2**20
-_DEEPEST = 64  # the most levels of nesting in a line, because recursive code must not reach Python's recursion limit
+_DEEPEST = 64  # the maximum depth of nesting in a line, so that recursive code does not reach Python's recursion limit
 _LATEST = 1e11  # the latest valid Unix time in seconds (in the year 5138)
 
 
@@ -83,7 +83,7 @@ class JsonLines:
             file.seek(self._offset)
             while line := file.readline(_LONGEST_LINE):
                 is_whole = line.endswith(b"\n")
-                if not is_whole and len(line) == _LONGEST_LINE:  # no run writes such a long line, so skip the rest of it
+                if not is_whole and len(line) == _LONGEST_LINE:  # no run writes a line of this length, so skip the rest of it
                     while (piece := file.readline(_PIECE)) and not piece.endswith(b"\n"):
                         pass
                     line, is_whole = b"too long", True

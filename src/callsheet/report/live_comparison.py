@@ -86,7 +86,7 @@ class LiveComparison:
             with suppress(FileNotFoundError):  # the folder was deleted after it was found
                 self.runs.append(LiveRun(folder, self.budget))
         found = [run.content() for run in self.runs]
-        # Ids are unique here, because `self._comparison` keeps the objects alive.
+        # No two of these objects have the same id, because `self._comparison` keeps the earlier ones alive.
         state = [(id(run), is_there) for run, is_there in found]
         if state != self._state:
             self._state = state
@@ -96,7 +96,7 @@ class LiveComparison:
         try:
             self._comparison = Comparison(runs, group_by=self._group_by, before=self._comparison)
             self.notice = ""
-        except ConfigError as error:  # no run has the setting yet, because a run that has just begun has no settings
+        except ConfigError as error:  # the runs have just begun and have not recorded the setting yet, so do not group them
             self._comparison = Comparison(runs, before=self._comparison)
             self.notice = f"{error}; the runs are not grouped"
         self._number += 1

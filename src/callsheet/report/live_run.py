@@ -23,7 +23,7 @@ logger = logging.getLogger("callsheet")
 
 _MAX_CORE_SHARE = 0.1  # the largest fraction of one core's time that reading may take
 _MAX_TRIGGER_BYTES = 2**20
-_PENDING_WARN_SECONDS = 30.0  # seconds after which the page mentions a pending request
+_PENDING_WARN_SECONDS = 30.0  # after this many seconds, the page says that a request is still pending
 
 
 class ReadingBudget:
@@ -66,7 +66,7 @@ class LiveRun:
         self.budget = budget or ReadingBudget()
         self._reader = RunReader(folder)
         self._lock = threading.Lock()
-        # For each request's line, the trigger file and the time at which the line was written.
+        # Requests that the run has not read yet: for each line, its trigger file and the time at which the line was written.
         self._pending: dict[str, tuple[Path, float]] = {}
         self._run = self._reader.read()
         self._read_version = self._run.version
@@ -174,7 +174,7 @@ class LiveRun:
 
 
 def _lines_of(trigger: Path) -> list[str]:
-    # Once the run has read its requests, the file no longer exists.
+    # If the run has read its requests, the file no longer exists, and there are no lines.
     return text_of(trigger.parent, trigger.name, at_most=_MAX_TRIGGER_BYTES).splitlines()
 
 
@@ -202,7 +202,7 @@ def trigger_of(run: RunFolder) -> Path:
             another place.
     """
     listeners = listeners_in(run.path)
-    # Leave out listeners that are not on the call sheet, because they belong to an earlier job that was killed.
+    # A listener that is not on the call sheet belongs to an earlier job that was killed, so leave it out.
     if run.call_sheet:
         listeners = {name: file for name, file in listeners.items() if name in run.call_sheet}
     if not listeners:

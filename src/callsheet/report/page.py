@@ -21,7 +21,7 @@ from callsheet.report.perfetto import trace_json
 from callsheet.report.run_folder import RunFolder, image_bytes
 
 _SCRIPTS = ("dom.js", "tables.js", "frame.js", "charts.js", "curves.js", "timeline.js", "sections.js", "live.js", "live_controls.js", "main.js")  # fmt: skip
-_MOST_IMAGE_BYTES = 24 * 2**20  # the most bytes of images in one page
+_MOST_IMAGE_BYTES = 24 * 2**20  # the maximum size of all images in one page, in bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def html_page(
         "SCRIPT": texts[1],
     }
     text = _asset("page.html")
-    pieces = text.split("@@")  # the pieces are alternately text and names; inserted text is not searched for names
+    pieces = text.split("@@")  # text and names alternate; inserted texts are not split, so they may contain `@@`
     whole = "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
     return whole.encode("utf-8", "replace").decode()  # replace lone surrogates, which UTF-8 cannot encode
 

@@ -15,8 +15,8 @@ from callsheet.report.curves import odd_name
 from callsheet.report.lines import whole
 from callsheet.report.run_folder import LOST, RunFolder
 
-_COSTLY_SHARE = 0.05  # the fraction of a step's time above which a callback is reported as costly, the same as in the run itself
-_COSTLY_SECONDS = 50e-6  # the seconds per step below which a callback is never reported as costly
+_COSTLY_SHARE = 0.05  # above this fraction of a step's time, a callback is reported as costly, as in the run itself
+_COSTLY_SECONDS = 50e-6  # if a callback takes fewer seconds per step, it is never reported as costly
 _MOST_NAMES = 8
 _MOST_LINES = 12
 _LONGEST = 600
@@ -132,7 +132,7 @@ def _memory(run: RunFolder) -> Iterator[Problem]:
 
 def _resumes(run: RunFolder) -> Iterator[Problem]:
     for resume in run.resumes:
-        if resume.dropped and resume.dropped_to_step > resume.step:  # at least one step was repeated
+        if resume.dropped and resume.dropped_to_step > resume.step:  # the run repeated at least one step
             title = (
                 f"{_several(resume.dropped, 'record')} dropped: steps {resume.step + 1} to {resume.dropped_to_step} were repeated"
             )

@@ -13,9 +13,9 @@ from typing import Any
 from callsheet.core.run_state import MetricsRecord
 from callsheet.report.lines import finite, moment, number, whole
 
-_MOST_VALUES = 6_000_000  # the most metric values to keep in memory, beyond which records are left out
-_LARGEST_STEP = 2**53  # larger integers are not exact in JSON readers that use doubles
-_RARE = 2_000  # a metric with at most this many values keeps all of them
+_MOST_VALUES = 6_000_000  # the maximum number of metric values in memory; if there are more, records are left out
+_LARGEST_STEP = 2**53  # the largest valid step: JSON readers that use doubles cannot represent larger integers exactly
+_RARE = 2_000  # if a metric has at most this many values, all of them are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class RecordLines:
         self.resumes: list[Resume] = []
         self.counted = 0
         self._counted_at_resume = -1
-        self._numbers: list[int] = []  # the index of each kept record among all records
+        self._numbers: list[int] = []  # for each kept record, its index among all records, including those left out
         self._names: dict[str, str] = {}  # each metric name once, so that equal names share one string object
-        self._rare: set[str] | None = None  # names of metrics with few values, whose records are never left out
+        self._rare: set[str] | None = None  # names of metrics with few values; records with one of them are never left out
         self._values = 0
         self._most_values = _MOST_VALUES
         self._stride = 1
@@ -82,7 +82,7 @@ class RecordLines:
         gone = self.kept[first:]
         last, dropped, time = max((record.step for record in gone), default=step), self.counted - counts, moment(line.get("time"))
         if self.resumes and self.resumes[-1].step == step and self.counted == self._counted_at_resume:
-            earlier = self.resumes.pop()  # no record came between two resumes from the same step, so merge them
+            earlier = self.resumes.pop()  # no record came between two resumes from the same step, so merge the two resumes
             last, dropped, time = max(last, earlier.dropped_to_step), dropped + earlier.dropped, earlier.time
         self.resumes.append(Resume(step, time, dropped, last))
         self._counted_at_resume = counts
@@ -113,5 +113,5 @@ class RecordLines:
         self.times = [self.times[place] for place in stays]
         self._numbers = [self._numbers[place] for place in stays]
         self._values = sum(len(record.values) for record in self.kept)
-        # Raise the limit. Otherwise this function would be called at every line if it could leave out only a few records.
+        # If only a few records could be left out, every new line would call this function again. So raise the limit.
         self._most_values = max(_MOST_VALUES, 2 * self._values)

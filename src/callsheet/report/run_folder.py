@@ -39,11 +39,11 @@ _TEXTS = ("hyperparameters.json", "settings.json", "environment.json", "config.y
 _MOST_TEXT, _LOG_TAIL = 2**20, 2**16
 _MOST_WINDOWS, _MOST_SLICES = 200, 20_000
 _MOST_TABLES, _TABLE_ENTRIES, _MOST_LOGS, _MOST_EVENTS = 200, 40, 64, 50_000
-# A run counts as lost after this many seconds without writing, or after this many times the median time between its records,
-# whichever is longer.
+# A run counts as lost if it has written nothing for this many seconds and for this many times the median time between its
+# records.
 _LOST_AFTER_SECONDS, _LOST_AFTER_GAPS = (300.0, 10)
 _LARGEST_IMAGE = 16 * 2**20
-_LARGEST_STEP = 2**53  # larger integers are not exact in JSON readers that use doubles
+_LARGEST_STEP = 2**53  # the largest valid step: JSON readers that use doubles cannot represent larger integers exactly
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -194,7 +194,7 @@ class RunReader:
         with self._lock:
             if any(lines.is_another() for lines in self._lines.values()):
                 self._begin()
-            # Take the state before reading, so that lines that are appended in the meantime change the version.
+            # Take the state before reading. If lines are appended meanwhile, the next state differs, and they are read then.
             state = self._state()
             self._add_new()
             return self._run(self._version(state))
@@ -250,7 +250,7 @@ class RunReader:
     def _run(self, version: str) -> RunFolder:
         path, records, events = self._path, self._records, list(self._events)
         name = path.resolve().name  # the folder may have been renamed since training
-        if not is_marked(path):  # a subfolder that a logger with a `name` made: take the run's name from an event
+        if not is_marked(path):  # a logger with a `name` made this subfolder: take the run's name from an event
             name = next((str(event["run"]) for event in events if event.get("run")), name)
         config_text = text_of(path, "config.yaml", at_most=_MOST_TEXT)
         run = RunFolder(
@@ -336,7 +336,7 @@ class RunReader:
         claim = claim_of(self._path)
         if claim is not None and claim.is_of_dead_process:
             return False
-        # Without a JSONLLogger's files, only the lock shows that the run is running.
+        # If the run has no JSONLLogger, its folder has no events, and only the lock shows whether the run is running.
         if not self._events and is_marked(self._path):
             return claim is not None and claim.is_alive
         return not self._is_silent()  # the lock alone is not enough, because a run that hangs keeps its lock
@@ -385,7 +385,7 @@ def _events_of_kind(kind: str, events: list[dict[str, Any]], resumes: list[Resum
     for event in events:
         if event["event"] == "run_start":
             moment = moment_of(event.get("time"))
-            # The last of these resumes began this process, because a run writes its resume before its `run_start` event.
+            # A process that resumes writes its resume before its `run_start` event. So the last of these resumes belongs to it.
             at = [resume.step for resume in resumes if resume.time <= moment]
             for each in found:
                 each["is_undone"] |= each["step"] > (at[-1] if at else 0)

@@ -30,12 +30,12 @@ from callsheet.report.run_folder import image_bytes
 logger = logging.getLogger("callsheet")
 
 HOST = "127.0.0.1"
-# Accept any port, because ssh may forward another one.
+# Accept any port: if ssh forwards the page, the browser may use another port than the server.
 _LOCAL_HOST = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?", re.ASCII | re.IGNORECASE)
 _OF_RUN = re.compile(r"/run/(0|[1-9]\d{0,5})(/.*)", re.ASCII | re.DOTALL)
-_LONGEST_REQUEST = 1024  # the most bytes in a request that a button of the page sends
-_IDLE_SECONDS = 60.0  # a connection without a complete request is closed after this time
-_MOST_CONNECTIONS = 32  # the most open connections, each of which has a thread; a browser opens six
+_LONGEST_REQUEST = 1024  # the maximum size of a request that a button of the page sends, in bytes
+_IDLE_SECONDS = 60.0  # if a connection has no complete request after this time, it is closed
+_MOST_CONNECTIONS = 32  # the maximum number of open connections, since each has a thread; a browser opens six
 
 _ENTRY = '<!doctype html><meta charset="utf-8"><title>callsheet</title><link rel="icon" href="data:,"><meta http-equiv="refresh" content="0;url=/">'
 """The answer to the address with the token.
@@ -58,10 +58,10 @@ class WatchServer(ThreadingHTTPServer):
     def __init__(self, watched: LiveRun | LiveComparison, port: int = 0) -> None:
         self.watched = watched
         self.token = secrets.token_urlsafe(32)
-        self.form_token = secrets.token_urlsafe(32)  # the page's buttons send this token, so that no other site can send requests
+        self.form_token = secrets.token_urlsafe(32)  # the page's buttons send this token, which other sites do not know
         self._tickets: set[str] = set()
         self._room = threading.BoundedSemaphore(_MOST_CONNECTIONS)
-        self.waiting: dict[socket.socket, float] = {}  # for each connection without a complete request, when it was opened
+        self.waiting: dict[socket.socket, float] = {}  # when each connection without a complete request was opened
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -104,7 +104,7 @@ class WatchServer(ThreadingHTTPServer):
             return
         try:
             super().process_request(request, client_address)
-        except RuntimeError:  # no thread was started, so nothing else would release `_room`
+        except RuntimeError:  # no thread was started that would release `_room` later, so release it here
             self._room.release()
             raise
 
@@ -173,7 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/data.json":
             news = watched.news(query.get("since", [""])[-1])
             self._send(HTTPStatus.NO_CONTENT if news is None else HTTPStatus.OK, "application/json", news or b"")
-        elif isinstance(watched, LiveComparison):  # the paths below exist for a single run only
+        elif isinstance(watched, LiveComparison):  # only the page of a single run has the paths below
             raise _Rejected(HTTPStatus.NOT_FOUND, "there is nothing here")
         elif path == "/act":
             raise _Rejected(HTTPStatus.METHOD_NOT_ALLOWED, "a request to the run must be a POST")
@@ -194,7 +194,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             request = json.loads(self._body())
             message = watched.ask(str(request["act"]))
-        except (ValueError, TypeError, KeyError, RecursionError) as error:  # ConfigError is a ValueError
+        except (ValueError, TypeError, KeyError, RecursionError) as error:  # this also catches ConfigError, which is a ValueError
             why = str(error) if isinstance(error, CallsheetError) else 'send {"act": "save"}, "evaluate" or "stop"'
             raise _Rejected(HTTPStatus.BAD_REQUEST, why) from error
         except RequestRejected as error:
@@ -253,7 +253,7 @@ class _Handler(BaseHTTPRequestHandler):
                 raise _Rejected(HTTPStatus.BAD_REQUEST, "this is not an address") from None
             what(parts.path, query)
         except _Rejected as rejected:
-            self.close_connection = True  # the request may not have been read completely
+            self.close_connection = True  # otherwise the server would take unread parts of this request for the next one
             self._send(rejected.status, "text/plain", f"{rejected}\n".encode())
         except CallsheetError as error:  # for example a missing package
             self._send(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", f"{error}\n".encode())
@@ -290,8 +290,8 @@ class _Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer a request that the base class rejects: one that is invalid or has an unknown method."""
         self.close_connection = True
-        # After an invalid request line, the version of HTTP is unknown, and without a version the answer would have no status
-        # line.
+        # If the request line is invalid, the version of HTTP is unknown, and the answer would have no status line. So set a
+        # version.
         self.request_version = self.protocol_version
         self._send(HTTPStatus(code), "text/plain", f"{HTTPStatus(code).phrase}\n".encode())
 

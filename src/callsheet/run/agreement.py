@@ -18,7 +18,7 @@ PERIOD_SECONDS = 0.25
 A longer time delays requests. A shorter one slows the steps: where the ranks compute on all cores, a message takes up to a
 millisecond.
 """
-LONGEST_PERIOD = 1000  # the largest number of steps between two messages
+LONGEST_PERIOD = 1000  # the maximum number of steps between two messages to the other ranks
 
 
 class Agreement:
@@ -36,9 +36,9 @@ class Agreement:
     """
 
     def __init__(self, world: ProcessGroups, control: Control, signals: SignalWatch) -> None:
-        self._next = 0  # the step count at which to read the other ranks' message
-        self._steps = 0  # the count of training and evaluation steps
-        self._evaluated = 0  # the count of evaluation steps
+        self._next = 0  # the value of `_steps` at which to read the other ranks' messages
+        self._steps = 0  # the number of training and evaluation steps so far
+        self._evaluated = 0  # the number of evaluation steps so far
         self.published = 0
         self.durable: Callable[[], int] = lambda: 0
         """A function that returns how many background checkpoints this rank has finished writing."""
@@ -48,7 +48,7 @@ class Agreement:
         self._signals = signals
         self._pending: Pending | None = None
         self._period = 1
-        self._sent = (0, 0.0)  # the step and time of the last message
+        self._sent = (0, 0.0)  # the value of `_steps`, and the time, at the last message
 
     @property
     def signal(self) -> signal.Signals | None:
@@ -81,7 +81,7 @@ class Agreement:
         if self._steps >= self._next:
             self._read()
             self._send()
-            if not self._period:  # steps are long, so waiting here for the other ranks costs less than acting one step later
+            if not self._period:  # steps are long, so waiting here for the other ranks takes less time than acting one step later
                 self._read()
 
     def evaluated_step(self, step: int) -> None:

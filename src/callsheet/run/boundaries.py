@@ -27,7 +27,7 @@ from callsheet.run.run_guard import RunGuard
 
 logger = logging.getLogger("callsheet")
 
-# The units of time whose counts are updated only when a metrics record is made.
+# The units of time that are counted only when a metrics record is made.
 _COUNTED_AT_RECORDS = frozenset({TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.SECOND})
 
 
@@ -58,7 +58,7 @@ class Boundaries:
         self._checkpoints = checkpoints
         self._guard = guard
         self._is_alone = ctx.run.world_size == 1
-        self._next_due = 0  # before this step, nothing but a metrics record can be due
+        self._next_due = 0  # before this step, only a metrics record can be due, so the other checks are skipped
         self.is_preempted = False
         """True once a signal has preempted the run and `on_preempt` has been fired."""
 
@@ -75,9 +75,9 @@ class Boundaries:
         ctx = self._ctx
         step, longest = ctx.state.timestamp.batch, ctx.state.max_duration
         self._next_due = 0
-        if self._evaluation.due(ctx, is_over=False):  # the run ended before this evaluation, so run it after the first step
+        if self._evaluation.due(ctx, is_over=False):  # this evaluation was due when the run ended, so it follows the first step
             return step + 1
-        if self._checkpoints.is_writing and self._is_alone:  # with several ranks, `Agreement` reports when the save is durable
+        if self._checkpoints.is_writing and self._is_alone:  # with several ranks, `Agreement` checks whether the save is durable
             return step + 1
         ctx.control.is_rescheduled = False
         ctx.control.look_again()
@@ -124,9 +124,9 @@ class Boundaries:
         logs = records.are_due(ctx)
         if logs or boundary != "step" or self.is_over or self._due():
             records.tally.update_timestamp(ctx.state)
-        if self.is_over:  # training is over, so no later record can be made
+        if self.is_over:  # this record may be the last, so it must include what callbacks in other threads are logging
             self._manager.flush_lanes(ctx)
-        if logs or self.is_over or self._due():  # tested again, because the updated counts may have reached `max_duration`
+        if logs or self.is_over or self._due():  # call `_due` again, because the updated counts may have reached `max_duration`
             records.fire_log(ctx)
             self._preempt()
         return self._end(boundary)
@@ -154,7 +154,7 @@ class Boundaries:
         self.fire_checkpoint_due(boundary)
         if boundary == "step" and ctx.step >= self._manager.next_step:
             self._manager.between_steps(ctx.step)
-        return is_over  # a stop requested by the handlers above takes effect at the end of the next step or epoch
+        return is_over  # if the handlers above requested a stop, it takes effect at the end of the next step or epoch
 
     def leave_evaluation(self) -> bool:
         """Carry out what handlers requested during an evaluation that the loop has run between two epochs.
@@ -288,7 +288,7 @@ class Boundaries:
         undone = self._evaluation.undone
         assert undone is not None
         self.evaluate({name: self._evaluation.loaders[name] for name in undone.names}, standalone=False)
-        # A signal may have cut the evaluation short; it then runs again after a resume.
+        # If a signal has ended the evaluation early, it is not done: a resumed run repeats it.
         if self._agreement.signal is None or not self._evaluation.ends_at_signal:
             self._evaluation.done(self._ctx, undone.names)
 
@@ -309,7 +309,7 @@ class Boundaries:
         self._lifetime.reasons[outcome] = f"signal {received.name}{' (Ctrl-C)' if is_ctrl_c else ''}"
         self._manager.fire(Event.PREEMPT, self._ctx)
         request = self._ctx.control.save_requested
-        if request is None or request.kind != "preempt":  # a handler of `on_preempt` may have made this request
+        if request is None or request.kind != "preempt":  # a handler of `on_preempt` may have requested this checkpoint
             self._ctx.control.save(f"signal {received.name}", kind="preempt", replicated=True)
 
     @contextmanager

@@ -145,15 +145,15 @@ class Checkpoints:
         self._writer = AsyncWriter(world.saving) if in_background else None
         self._pending: CheckpointInfo | None = None  # the background save that is not yet published
         self._grace = grace
-        self._is_slow = False  # whether a save took longer than `grace`, which is logged once
+        self._is_slow = False  # whether a save has taken longer than `grace`; this is logged once
         self._began = 0.0  # when the background save began
         self._written: set[str] = set()  # the paths of the checkpoints that this process has written
-        self._not_saved: set[str] = set()  # the entries of `user_state` that no checkpoint can hold, which is logged once
+        self._not_saved: set[str] = set()  # entries of `user_state` that no checkpoint can hold; they are logged once
         self._is_auto = False  # whether the run was resumed with "auto"
         self._stop: Mapping[str, Any] | None = None  # the stop request in the checkpoint from which `resume="auto"` continued
         self._abandoned: list[str] = []  # unfinished checkpoints of earlier processes, kept until this run has written one
-        self._prepare_at = sys.maxsize if self._writer is None else 0  # the step at which to allocate buffers
-        self._prepare_again = 1  # the number of steps until the next attempt to allocate them
+        self._prepare_at = sys.maxsize if self._writer is None else 0  # the step at which to try to allocate the writer's buffers
+        self._prepare_again = 1  # after this many steps, the attempt is repeated; the number doubles each time
         self._tensors: dict[str, Tensor] | None = None  # the model's tensors, while a checkpoint is loaded
 
     @property
@@ -238,8 +238,8 @@ class Checkpoints:
             check_owner = partial(self._guard.check, acquires=path is None)
             parameters = frozenset(name for name, _ in ctx.model.named_parameters(remove_duplicate=False))
             is_good = partial(_is_good, parameters, self._prefixes_of_weights())
-            # Pass `overwrite`, because a checkpoint that exists at this path was written before a resume and is obsolete. It is
-            # removed once the new one is committed.
+            # If a checkpoint exists at this path, it was written before a resume and is obsolete. With `overwrite`, it is removed
+            # once the new one is committed.
             if self._writer is None or waits:
                 seal = write_checkpoint(
                     info.path,
@@ -338,7 +338,7 @@ class Checkpoints:
             self._writer.close()
 
     def _fire_published(self, info: CheckpointInfo) -> None:
-        self._guard.check()  # raise if another run has taken the folder over: handlers may delete checkpoints in it
+        self._guard.check()  # handlers may delete checkpoints in the folder, so raise first if another run has taken it over
         self._guard.mark()
         is_in_folder = info.path.rpartition("/")[0] == self.folder
         if not info.is_finite:
@@ -348,7 +348,7 @@ class Checkpoints:
                 point_latest(info.path)
             except CheckpointError as error:  # the file `latest` is only for users, so a failure must not end the run
                 logger.warning("the file %r does not name the newest checkpoint: %s", LATEST, error)
-        if is_in_folder:  # this run holds the folder's lock, so no other process still writes the unfinished checkpoints
+        if is_in_folder:  # this run holds the folder's lock, so no other process is still writing the unfinished checkpoints
             abandoned, self._abandoned = self._abandoned, []
             for path in abandoned:
                 if path != info.path:
@@ -430,14 +430,14 @@ class Checkpoints:
         Training continues only if at least one of them has changed.
         """
         made = [
-            # The signature has the defaults, which a user may change in the class.
+            # Include the signature, because it has the defaults, which a user may change in the class.
             (type(each).__qualname__, str(inspect.signature(type(each).__init__)), each._arguments)
             for each in self._manager.callbacks
             if label_of(each) == by
         ]
         return {
             "max_duration": str(self._ctx.state.max_duration),
-            # This is a digest because settings may hold secrets. The addresses of objects are removed first, because they differ
+            # Save only a digest, because settings may hold secrets. Remove the addresses of objects first, because they differ
             # between processes.
             "settings": hashlib.blake2s(re.sub(r" at 0x[0-9a-f]+", "", repr(made)).encode(), digest_size=8).hexdigest(),
         }
@@ -448,7 +448,7 @@ class Checkpoints:
         if self._world.rank == 0:
             try:
                 found = self._listed(resume)
-            except CallsheetError as error:  # the error is raised below, on all ranks
+            except CallsheetError as error:  # keep the error, which is raised below on all ranks
                 found = error
         found = self._world.of_rank_zero(found)
         if isinstance(found, CallsheetError):

@@ -42,7 +42,7 @@ def without_additions(*things: Any) -> Iterator[None]:
         yield
     finally:
         for attributes, name, value, without in changed:
-            if attributes.get(name, _ABSENT) is without:  # false if something else has set the attribute since
+            if attributes.get(name, _ABSENT) is without:  # if something else has set the attribute meanwhile, leave it as it is
                 attributes[name] = value
 
 
@@ -79,7 +79,7 @@ class _Reducer:
 
     def __call__(self, thing: Any) -> Any:
         with without_additions(thing):
-            # Protocol 2 is the oldest one that `copy`, `pickle` and `torch.save` use, and its result is valid in the later ones.
+            # Protocol 2 is the lowest one that `copy`, `pickle` and `torch.save` use, and its result is valid in the higher ones.
             made = self._before(thing) if self._before is not None else thing.__reduce_ex__(2)
             return _detached(made, vars(thing))
 
@@ -151,8 +151,8 @@ def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
         if now is value:
             _set(attributes, name, before)
             return
-        # If another library has replaced the attribute since, leave it in place, because it may still call our function. If we
-        # have replaced the attribute again, make the later replacement restore what was before this one.
+        # If another library has replaced the attribute since, leave its value in place, because it may still call our function.
+        # If a later replacement of ours is in place, make it restore what was there before this one.
         while isinstance(now, FunctionType) and _BEFORE in vars(now):
             if vars(now)[_BEFORE] is value:
                 setattr(now, _BEFORE, before)

@@ -47,5 +47,5 @@ class LogRanks:
             handler.removeFilter(self._is_error)
         self._handlers = []
 
-    def _is_error(self, record: logging.LogRecord) -> bool:  # a bound method, so that `end` removes only the filter of this run
+    def _is_error(self, record: logging.LogRecord) -> bool:  # each run has its own bound method, so `end` removes only its filter
         return record.levelno >= logging.ERROR

@@ -21,8 +21,8 @@ from callsheet.errors import ConfigError
 OVER: tuple[Over, ...] = get_args(Over)
 ACROSS: tuple[Across, ...] = get_args(Across)
 
-_FOLD = 256  # this many values are summed at a time, so that a loop that never makes a record does not fill the memory
-_CUDA_GRAPHS = "torch._inductor.cudagraph_trees"  # the module that torch imports when it records the first CUDA graph
+_FOLD = 256  # whenever there are this many values, sum them, because a loop that never makes a record would fill the memory
+_CUDA_GRAPHS = "torch._inductor.cudagraph_trees"  # torch imports this module when it records the first CUDA graph
 
 
 Schema = dict[str, tuple[Over, Across]]
@@ -59,8 +59,8 @@ class Series:
         """Remove all values."""
         self.values: list[Any] = []
         self.weights: list[Any] = []
-        self.unweighted = 0  # number of values that were logged without a weight; each has weight 1
-        self.last: Any = None  # the value that was logged last, while `values` may hold products with weights, or sums
+        self.unweighted = 0  # the number of values that were logged without a weight; each counts with weight 1
+        self.last: Any = None  # the value that was logged last; `values` may hold sums, or products with weights, instead
 
     def add(self, value: Any, weight: Any = None) -> None:
         """Add a logged value, with its weight."""
@@ -107,7 +107,7 @@ class MetricLog:
         self._series: dict[Names, Series] = {}  # each name is in exactly one series
         self._how: Schema = {}  # all names of this rank, in the order in which they were first logged
         self._reducer = reducer
-        self._schema: Schema = {}  # the names that all ranks know, after the ranks exchanged them
+        self._schema: Schema = {}  # the names that the ranks have exchanged, so that all ranks know them
 
     def __bool__(self) -> bool:
         return any(series.values for series in self._series.values())
@@ -145,7 +145,7 @@ class MetricLog:
         if series is None:
             one_of("over", over, OVER)
             one_of("across", across, ACROSS)
-            if names in self._how:  # until now this name was logged in one tensor with others
+            if names in self._how:  # this name was logged in one tensor with others so far: give it a series of its own
                 self._split(next(key for key in self._series if isinstance(key, tuple) and names in key))
                 return self.series(names, over, across)
             self._how |= dict.fromkeys((names,) if isinstance(names, str) else names, (over, across))
@@ -161,7 +161,7 @@ class MetricLog:
     def _log_vector(self, names: tuple[str, ...], vector: Any, over: Over, across: Across, weight: Any) -> None:
         if names in self._series or self._how.keys().isdisjoint(names):
             self.series(names, over, across).add(vector, weight)
-        else:  # some names were logged alone, or in another tensor
+        else:  # some names were logged alone, or in another tensor, so log each value by itself
             for name, value in zip(names, vector.unbind(), strict=True):
                 self.series(name, over, across).add(value, weight)
 
@@ -197,7 +197,7 @@ class MetricLog:
             ConfigError: ranks logged one name in different ways.
         """
         keys = [key for key, series in self._series.items() if series.values]
-        numbers = [number for key in keys for number in self._series[key].result()]  # total, weight, total, weight, ...
+        numbers = [number for key in keys for number in self._series[key].result()]  # total, weight, total, weight, and so on
         self.clear()
         _fetch(numbers)
         totals: dict[str, tuple[float, float]] = {}
@@ -258,7 +258,7 @@ class MetricLog:
         for name, saved in state.items():
             series = self.series(tuple(saved.get("names", ())) or name, saved["over"], saved["across"])
             series.values, series.weights, series.unweighted = list(saved["values"]), list(saved["weights"]), saved["unweighted"]
-            series.last = saved.get("last", series.values[-1] if series.values else None)  # earlier versions did not save it
+            series.last = saved.get("last", series.values[-1] if series.values else None)  # earlier versions did not save `last`
 
 
 _BY_MAX = ("max", "same")
@@ -333,7 +333,7 @@ def scalar(name: str, value: Any) -> Any:
             raise ConfigError(
                 f"the metric {name!r} is a tensor of shape {tuple(value.shape)}, not a scalar; log its mean, or what you mean"
             )
-        return lasting(value)  # detach a tensor, because it may otherwise keep its autograd graph until the record is made
+        return lasting(value)  # detach a tensor, or it may keep its autograd graph in memory until the record is made
     try:
         if isinstance(value, str):
             raise TypeError
@@ -360,8 +360,8 @@ def _fetch(numbers: list[Any]) -> None:
             by_device.setdefault(number.device, []).append(place)
     for device, places in by_device.items():
         torch, wide = sys.modules["torch"], _wide(device)
-        parts: list[tuple[Any, list[int]]] = []  # one-dimensional tensors, and their indices in `numbers`
-        scalars: dict[Any, list[int]] = {}  # indices by dtype, since tensors of one dtype can be stacked
+        parts: list[tuple[Any, list[int]]] = []  # one-dimensional tensors, each with the indices of its values in `numbers`
+        scalars: dict[Any, list[int]] = {}  # for each dtype, the indices of its scalars, which can be stacked
         for place in places:
             if numbers[place].dim():
                 parts.append((numbers[place], [place]))

@@ -54,7 +54,7 @@ class Pending:
     @property
     def is_done(self) -> bool:
         """Whether `wait` would return at once. This never waits."""
-        # torch's fake backend, for tests, returns FakeWork, which never reports that it is completed.
+        # FakeWork, which torch's fake backend for tests returns, never reports that it is completed.
         return self._work is None or bool(self._work.is_completed()) or type(self._work).__name__ == "FakeWork"
 
     def wait(self, deadline: Callable[[], float] | None = None) -> list[float]:
@@ -70,7 +70,7 @@ class Pending:
         while deadline is not None and not self.is_done:
             if time.monotonic() > deadline():
                 raise LateAfterSignal("some rank did not answer in time after a preemption signal")
-            time.sleep(pause)  # polling, because waiting in the collective would delay signal handlers
+            time.sleep(pause)  # poll, because waiting in the collective would delay signal handlers
             pause = min(2 * pause, 0.005)
         work, self._work = self._work, None
         if work is not None:
@@ -78,7 +78,7 @@ class Pending:
                 try:
                     work.wait()
                 finally:
-                    del work  # the object keeps the group's connections open
+                    del work  # as long as this object exists, it keeps the group's connections open
         reduced: list[float] = self._payload.tolist()
         return reduced
 
@@ -196,7 +196,7 @@ class ProcessGroups:
         It is a `HostGaveUp` if a rank has left the run because its host could not follow the framework's loop. Otherwise, `what`
         says in its message which operation failed.
         """
-        traceback.clear_frames(error.__traceback__)  # the variables of the frames keep the failed group's connections open
+        traceback.clear_frames(error.__traceback__)  # the variables of the frames would keep the failed group's connections open
         first = (str(error).splitlines() or [""])[0]
         missing = self._missing(self.at_step(), error)
         if self._notes.has_read_of(_GAVE_UP):
@@ -234,7 +234,7 @@ class ProcessGroups:
         deadline = time.monotonic() + 0.8 * self._answer_seconds
         while True:
             said = {rank: notes.read(rank) for rank in ranks} | {self.rank: (_CUT_OFF if is_broken else _TIMED_OUT, str(step))}
-            # Ranks without a note either do not answer, or still run and have not reached this collective.
+            # A rank without a note either still runs and has not reached this collective, or does not answer at all.
             silent = [rank for rank in ranks if said[rank] is None and not notes.answered(rank)]
             late = [rank for rank in ranks if said[rank] is None and rank not in silent]
             noted = {rank: note for rank, note in said.items() if note is not None}
@@ -246,7 +246,7 @@ class ProcessGroups:
                 break
             time.sleep(0.05)
         if silent:
-            # Give the waiting time only if a rank timed out; a broken connection fails at once.
+            # Mention the waiting time only if a rank timed out, because a broken connection fails at once.
             is_timeout = any(kind == _TIMED_OUT for kind, _ in noted.values())
             waited = f" within {self.timeout:g} s" if is_timeout else ""
             found.append(f"{self._named(silent)} did not answer{waited} at step {step}: dead or suspended")
@@ -396,7 +396,8 @@ class _Presence:
         self._thread.start()
 
     def _run(self, notes: _Notes, pause: float) -> None:
-        with contextlib.suppress(RuntimeError, ValueError):  # the store or the process group has ended, so nobody can ask
+        # If the store or the process group has ended, no rank can ask whether this rank still runs, so end the thread.
+        with contextlib.suppress(RuntimeError, ValueError):
             while not self._is_over.wait(pause):
                 if notes.is_asked():
                     notes.answer()
@@ -404,7 +405,7 @@ class _Presence:
 
     def end(self) -> None:
         self._is_over.set()
-        if not self._notes.is_silent:  # if the store has stopped answering, the thread may be blocked for ever
+        if not self._notes.is_silent:  # if the store no longer answers, the thread may be blocked for ever, so do not wait
             self._thread.join(LOOK_SECONDS)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from callsheet.errors import text_of
 
-_LONGEST = 300  # the maximum number of characters of a reason
+_LONGEST = 300  # the maximum length of a reason, in characters
 _URL = re.compile(r"\b(https?://)(?:[^\s/@'\"]*@)?([^\s/?#'\"<>]+)[^\s'\"<>)]*")
 _LOGIN = re.compile(r"(\b\w+://)[^\s/@'\"]+@")
 _SECRET = re.compile(

@@ -37,9 +37,9 @@ class Records:
         self._device = device
         self._world = world
         self._process: Any = None
-        if device.type != "cuda":  # each run has its own, because after a fork an earlier one would describe the parent process
+        if device.type != "cuda":  # each run has its own `Process`: after a fork, an earlier one describes the parent process
             self._process = load("psutil", extra="train", wanted_by="Trainer").Process()
-        self._passed = 0  # number of log intervals for which a record was made
+        self._passed = 0  # the number of log intervals that had passed when the last record was made
         self._recorded_step = 0  # the step of the last record
 
     @property
@@ -55,7 +55,7 @@ class Records:
         if scale is not None:
             losses = {name: loss * scale for name, loss in losses.items()}
         loss = losses["loss"]
-        if moved:  # do not keep the loss of a skipped step, which may have overflowed
+        if moved:  # if the step was skipped, its loss may have overflowed, so do not keep it
             self.last_loss = loss
         if not self.are_read:
             return
@@ -85,9 +85,9 @@ class Records:
         if not self.are_read:
             self._recorded_step, self.learning_rate = ctx.step, None
             self.tally.since_record()
-            self.metrics.clear()  # discard the values without waiting for the device
+            self.metrics.clear()  # nothing reads the values, so discard them instead of waiting for the device
             return
-        # If no rank has logged anything since the last record at this step, make no second one.
+        # If no rank has logged anything since the last record, and that was made at this step, make no second one.
         if self._recorded_step == ctx.step and not self._world.max([bool(self.metrics)])[0]:
             return
         self._recorded_step = ctx.step

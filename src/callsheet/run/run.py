@@ -163,7 +163,7 @@ class Run:
             options: the loop's own options, which are recorded with the run's settings.
         """
         self.checkpoints.shared, self.checkpoints.local = dict(shared), dict(local)
-        # The settings are read before the checkpoint may change them, such as the learning rate.
+        # Read the settings now, because loading the checkpoint may change them, for example the learning rate.
         optimizer, scheduler = (getattr(shared.get(name), "part", None) for name in ("optimizer", "scheduler"))
         options = {"max_duration": self.state.max_duration, **(options or {})}
         settings = settings_of(self.ctx.model, optimizer, scheduler, self.manager.callbacks, options)

@@ -40,9 +40,9 @@ class RunGuard:
         self._timeout = timeout
         self._has_begun = False
         self._is_unguarded = False  # whether no lock can be created
-        self._is_unwritable = False  # whether nothing can be written to the folder either
+        self._is_unwritable = False  # whether the folder is not writable either
 
-        def request_boundary() -> None:  # called when the lock is lost, on the lock's thread; the loop reacts after its next step
+        def request_boundary() -> None:  # the lock's thread calls this when the lock is lost; the loop reacts after its next step
             run.has_lost_folder = control.is_boundary_requested = control.pending = True
 
         self._lock: RunLock | None = None  # the lock of the run's folder, on rank 0 only
@@ -57,7 +57,7 @@ class RunGuard:
         """
         deadline = time.monotonic() + self._timeout
         while (rejection := self._world.of_rank_zero(self._attempt(deadline))) is None:
-            pass  # try again: attempts are short, so that no rank waits for rank 0 longer than the timeout of a collective
+            pass  # try again: an attempt is short, because no rank may wait for rank 0 longer than a collective's timeout
         if rejection:
             raise RunInUseError(rejection)
 
@@ -131,14 +131,14 @@ class RunGuard:
             return
         try:
             if self._lock.is_held:
-                self.mark()  # the run's folder may have been created since training began
+                self.mark()  # the run's folder may not have existed when training began, so mark it now
         finally:
             self._lock.release()
 
     def _cannot_lock(self, error: OSError) -> None:
         if not self._is_unguarded:
             self._is_unguarded = True
-            # If no process can write to the folder, no process has to be rejected.
+            # If nothing can be written to the folder, runs cannot disturb each other there, so a warning is not needed.
             self._is_unwritable = self._run.folder is not None and bool(why_not_writable(self._run.folder))
             if self._is_unwritable:
                 return

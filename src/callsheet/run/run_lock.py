@@ -64,7 +64,7 @@ _RECORD_BYTES = 1024
 
 _registry = threading.RLock()  # guards `_held`
 _held: dict[str, RunLock] = {}  # the locks of this process, by path
-_tokens: set[str] = set()  # the tokens of the claims of this process
+_tokens: set[str] = set()  # the tokens of the claims that this process has written
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Claim:
         """
         if self.machine_id != machine_id():
             return False
-        if self.pid == os.getpid():  # the token is unknown if this process wrote the claim before it called `exec`
+        if self.pid == os.getpid():  # an unknown token is of an earlier process with this pid, or from before `exec`
             return self.token not in _tokens
         return process_started(self.pid) != self.process_started
 
@@ -151,11 +151,11 @@ class RunLock:
         self._is_busy = is_busy
         self._on_loss = on_loss
         self._ownership: _Ownership | None = None
-        self._lost = ""  # why the lock was lost; empty if it was not
+        self._lost = ""  # why the lock was lost, or an empty text
         # For each lock file, its content and the time when the content last changed.
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._has_logged_waiting = False
-        self._thread = 0  # the thread that acquired the lock
+        self._thread = 0  # the id of the thread that acquired the lock
         self._pid = os.getpid()
 
     @property
@@ -281,7 +281,7 @@ class RunLock:
         number, record = highest + 1, _new_claim()
         created: list[Path] = []
         descriptor = _created(self._path / str(number), created)
-        if descriptor is None:  # another process that waits for the lock was faster and created this file
+        if descriptor is None:  # another process that also waits for the lock has created this file first
             return Owner(None)
         ownership = _Ownership(self._path, number, record, descriptor, created)
         try:
@@ -366,7 +366,7 @@ class _Ownership:
         """
         if self._is_in_place():
             return True
-        time.sleep(_SECOND_LOOK_SECONDS)  # another process that waits for the lock may be about to withdraw its claim
+        time.sleep(_SECOND_LOOK_SECONDS)  # the other process may also only wait for the lock, and withdraw its claim: look again
         return self._is_in_place()
 
     def successor(self) -> Claim | None:
@@ -387,7 +387,7 @@ class _Ownership:
         self._is_over.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(HEARTBEAT_SECONDS)
-            if self._thread.is_alive():  # the thread hangs in its file system and still uses the descriptor
+            if self._thread.is_alive():  # the thread hangs in the file system and still uses the descriptor, so do not close it
                 return
         os.close(self._descriptor)
         with contextlib.suppress(OSError):
@@ -398,7 +398,7 @@ class _Ownership:
         _tokens.discard(self.claim.token)
         with contextlib.suppress(FileNotFoundError):
             self._file.unlink()
-        with contextlib.suppress(OSError):  # the folder is not empty while another process waits
+        with contextlib.suppress(OSError):  # while another process waits for the lock, the folder is not empty
             self._path.rmdir()
             for folder in reversed(self._created):
                 folder.rmdir()
@@ -450,7 +450,7 @@ def machine_id() -> str:
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     with contextlib.suppress(OSError):
-        # Two containers of one machine share the boot id, but not their process ids.
+        # Two containers of one machine share the boot id but have separate process ids, so add the namespace of the process ids.
         parts.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(parts)
 
@@ -474,7 +474,7 @@ def process_started(pid: int) -> str:
             pass
         return "alive"
     state, *fields = stat.rpartition(")")[2].split()
-    return "" if state in "ZX" else fields[18]  # a zombie process counts as ended, since it writes no more
+    return "" if state in "ZX" else fields[18]  # a zombie process writes no more, so it counts as ended
 
 
 def _new_claim() -> Claim:
@@ -499,7 +499,7 @@ def _created(path: Path, folders: list[Path]) -> int | None:
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
             return None
-        except FileNotFoundError:  # a run that ended just now has removed the folder
+        except FileNotFoundError:  # a run that has just ended has removed the folder
             continue
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 

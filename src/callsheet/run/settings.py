@@ -23,8 +23,8 @@ from callsheet.run.reasons import is_secret, one_line
 logger = logging.getLogger("callsheet")
 
 _DEEPEST = 6
-_MOST_VALUES = 200  # the maximum number of values that are recorded of one mapping or list
-_LONGEST = 2000  # the maximum number of characters that are recorded of one text
+_MOST_VALUES = 200  # the maximum number of values that are recorded from one mapping or list
+_LONGEST = 2000  # the maximum number of characters that are recorded from one text
 _CHANGING = ("last_epoch", "verbose", "base_lrs")  # public attributes of torch's schedulers that are not settings
 
 
@@ -111,7 +111,7 @@ def _model(model: nn.Module | None) -> dict[str, Any]:
 def _optimizer(optimizer: Any) -> dict[str, Any]:
     if optimizer is None:
         return {}
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # unwrap the optimizer, which Accelerate and other libraries wrap
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate and other libraries wrap the optimizer, so unwrap it
     groups = [_group(group) for group in getattr(optimizer, "param_groups", None) or [{}]]
     common = {name: value for name, value in groups[0].items() if all(group.get(name) == value for group in groups)}
     different = {
@@ -127,14 +127,14 @@ def _optimizer(optimizer: Any) -> dict[str, Any]:
 def _group(group: Mapping[str, Any]) -> dict[str, Any]:
     options = {name: value for name, value in group.items() if name not in ("params", "param_names", "initial_lr")}
     if "initial_lr" in group:
-        options["lr"] = group["initial_lr"]  # the scheduler may have changed `lr` already
+        options["lr"] = group["initial_lr"]  # the scheduler may already have changed `lr`, so record the initial one
     return {name: plain(value.item() if hasattr(value, "item") else value) for name, value in options.items()}
 
 
 def _scheduler(scheduler: Any) -> dict[str, Any]:
     if scheduler is None:
         return {}
-    scheduler = getattr(scheduler, "scheduler", scheduler)  # unwrap the scheduler, which Accelerate wraps
+    scheduler = getattr(scheduler, "scheduler", scheduler)  # Accelerate wraps the scheduler, so unwrap it
     values = {name: value for name, value in vars(scheduler).items() if not name.startswith("_") and name not in _CHANGING}
     values = {name: value for name, value in values.items() if not hasattr(value, "param_groups")}
     return {"class_path": _path(type(scheduler)), "init_args": plain(values)}
@@ -142,14 +142,14 @@ def _scheduler(scheduler: Any) -> dict[str, Any]:
 
 def _callback(callback: Callback, depth: int = 0) -> dict[str, Any]:
     callback = inner(callback)
-    foreign = getattr(callback, "foreign", None)  # the constructor's arguments of another framework's callback are unknown
+    foreign = getattr(callback, "foreign", None)  # for another framework's callback, the constructor's arguments are unknown
     if foreign is not None:
         return {"class_path": _path(type(foreign))}
     parameters = inspect.signature(type(callback).__init__).parameters
     arguments = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
     try:
         arguments |= init_args_of(callback)
-    except ConfigError:  # an argument that is taken by position only cannot be described by name
+    except ConfigError:  # a positional-only argument cannot be recorded by name
         arguments = {}
     described = {"class_path": _path(type(callback)), "init_args": plain(arguments, depth), "name": callback.name}
     return {name: value for name, value in described.items() if value}

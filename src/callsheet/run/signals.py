@@ -59,7 +59,7 @@ class SignalWatch:
         if self._signals and threading.current_thread() is threading.main_thread() and not self._earlier:
             for number in self._signals:
                 if number is signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
-                    continue  # leave the signal ignored: Ctrl-C should not reach a process in the background
+                    continue  # a background process ignores SIGINT: leave it so, because Ctrl-C should not end the process
                 self._earlier[number] = signal.signal(number, self._note)
             self._clock = _Clock(self)
             _active.append(self)
@@ -90,7 +90,7 @@ class SignalWatch:
         if self in _active:
             _active.remove(self)
         for number, earlier in self._earlier.items():
-            if earlier is not None:  # None means that C code set the handler, so Python cannot restore it
+            if earlier is not None:  # if C code has set the handler, `earlier` is None, and Python cannot restore it
                 signal.signal(number, earlier)
         self._earlier.clear()
 
@@ -115,7 +115,7 @@ class _Clock:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         earlier = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        if earlier != -1:  # other code, such as an asyncio loop, has set a file descriptor, which must stay in place
+        if earlier != -1:  # other code, such as an asyncio loop, has set a file descriptor before: keep that one
             signal.set_wakeup_fd(earlier)
         self._thread = threading.Thread(target=self._run, args=(watch,), name="callsheet-signals", daemon=True)
         self._thread.start()
@@ -123,7 +123,7 @@ class _Clock:
     def _run(self, watch: SignalWatch) -> None:
         while True:
             for number in os.read(self._read, 64):
-                if number == 0:  # 0 is not the number of a signal: `close` sends it to end this thread
+                if number == 0:  # no signal has the number 0: `close` sends it to end this thread
                     return
                 watch.saw(number)
 
@@ -136,7 +136,7 @@ class _Clock:
     def close_descriptors(self) -> None:
         """Close the file descriptors of the pipe."""
         current = signal.set_wakeup_fd(-1)
-        if current not in (-1, self._write):  # other code has since set its own file descriptor, which must stay in place
+        if current not in (-1, self._write):  # other code has set its own file descriptor since: keep that one
             signal.set_wakeup_fd(current)
         os.close(self._write)
         os.close(self._read)
@@ -153,7 +153,7 @@ def _signal(given: str | int) -> signal.Signals:
 
 
 def _after_fork() -> None:
-    for watch in reversed(_active.copy()):  # innermost first, since each restores the handler that was set before its own
+    for watch in reversed(_active.copy()):  # innermost first, because each watch restores the handler that was set before its own
         watch.after_fork()
 
 

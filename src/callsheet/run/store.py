@@ -24,9 +24,9 @@ from callsheet.errors import ConfigError, DistributedError
 T = TypeVar("T")
 
 POLL_SECONDS = 0.01
-_LINGER_SECONDS = 0.5  # time for the other ranks to read rank 0's message
+_LINGER_SECONDS = 0.5  # rank 0 waits up to this time, so that the other ranks can read its message
 
-_meetings = count()  # counts the stores that this process has opened; the count is the same on all ranks
+_meetings = count()  # numbers the stores that this process opens; all ranks open the same ones, so they agree on the numbers
 
 
 def within(seconds: float, act: Callable[[], T]) -> T:
@@ -79,7 +79,7 @@ def attempt_store(ranks: Ranks, timeout: float) -> Any:
                 return PrefixStore(f"callsheet/{name}", store)
             except DistributedError:
                 raise
-            except RuntimeError as error:  # rank 0 has closed the store of an earlier run, and will open a new one
+            except RuntimeError as error:  # rank 0 has closed the store of an earlier run and opens a new one, so try again
                 if base is not None or time.monotonic() > deadline:
                     first = (str(error).splitlines() or [""])[0]
                     raise DistributedError(
@@ -160,7 +160,7 @@ def _failed(store: Any, ranks: Ranks, name: str, timeout: float) -> str:
     everyone = range(ranks.world_size)
     words, accepted = _read(store, "word", everyone), _read(store, "accepted", everyone)
     absent = [rank for rank in everyone if (accepted[rank] != name if name else words[rank] is None)]
-    absent = absent or [0]  # if no rank is missing, rank 0 is at fault, because it has not confirmed the list
+    absent = absent or [0]  # if no rank is missing, name rank 0, because it has not confirmed the list of ranks
     message = f"{named_ranks(absent)} of {ranks.world_size} did not join the others within {timeout:g} s: not started, dead or suspended"
     if ranks.rank == 0:
         store.set("failed", json.dumps([message, words]))

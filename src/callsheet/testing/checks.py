@@ -175,7 +175,7 @@ def is_preemptive(subject: Subject, folder: Path) -> None:
 
     with Scene(subject, _new(folder), subject.make(), at=("on_train_step_end", 5), act=preempt) as scene:
         scene.fit()
-    if not scene.moments.has_come:  # the run stopped before the step at which it should have been preempted
+    if not scene.moments.has_come:  # the run stopped before step 5, so it was not preempted, and there is nothing to check
         return
     if not scene.trainer.preempted or 5 not in scene.watch.checkpoints:
         raise Found(
@@ -211,7 +211,7 @@ def is_neutral(subject: Subject, folder: Path) -> None:
     if callback.phase in ACTS:
         return
     what = _changed(watched, _bare(subject.trainer))
-    # Compare with a new run too, because the cached run may have been made under other settings of torch.
+    # The cached run may have been made under other settings of torch, so compare with a new run too.
     if what and _changed(watched, _made_bare(subject.trainer)):
         if not same_weights(_made_bare(subject.trainer).weights, _made_bare(subject.trainer).weights):
             raise ConfigError("two runs of the given trainer differ; give it a seed")
@@ -223,7 +223,7 @@ def leaves_nothing(subject: Subject, folder: Path) -> None:
     """Check that a run leaves no threads, processes, open files, handlers or hooks behind, even if it fails."""
     bare = _bare(subject.trainer)
     before = Surroundings.now()
-    # Make a first run that is not compared, because it imports modules and fills caches, which stay in the process.
+    # The first run imports modules and fills caches, which stay in the process. So make one run that is not compared.
     _things_after(subject, folder, subject.make(), fails=False)
     settled = Surroundings.now()
     for fails in (False, True):

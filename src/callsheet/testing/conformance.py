@@ -40,7 +40,8 @@ def _on_one_thread() -> Iterator[None]:
     states, threads, has_frozen = random_state(), torch.get_num_threads(), gc.get_freeze_count() == 0
     torch.set_num_threads(1)
     if has_frozen:
-        # `gc.freeze` makes the checks' many garbage collections fast, because they skip the program's existing objects.
+        # The checks collect garbage many times. `gc.freeze` makes this fast, because the collections then skip the existing
+        # objects.
         gc.freeze()
     try:
         yield

@@ -30,7 +30,7 @@ from callsheet.testing.scene import (
 from callsheet.testing.small_run import SAVED_AT, same_weights, steps_of
 
 _LENGTH = "6ba"
-_GRACE = 10.0  # seconds in which the other ranks may still report, after one rank has reported a failure
+_GRACE = 10.0  # after one rank has reported a failure, the other ranks have this many seconds to report theirs
 _CHECK = "runs_on_ranks"
 _HINT = "limit only writing to one rank, let every rank reach each collective, and reduce what goes into a metrics record"
 
@@ -74,7 +74,7 @@ def find_on_ranks(
     subjects = [what if isinstance(what, Subject) else Subject(what) for what in factories]
     packed = [_packed(subject) for subject in subjects]
     found: list[ConformanceError | None] = []
-    # The processes end when a callback fails, so start new ones for the callbacks that are left.
+    # If a callback fails, the processes end. Start new ones for the remaining callbacks.
     while len(found) < len(subjects):
         first = len(found)
         own = Path(mkdtemp(dir=folder, prefix=f"{_CHECK}-"))
@@ -150,7 +150,7 @@ def _on_this_rank(packed: list[bytes], folder: str, first: int) -> None:
             end = _looked_at(subject, own / "watched", bare[subject.trainer])
         except Found as error:
             end.found = error.found
-        except BaseException:  # catches SystemExit too: the process that started the ranks reports every error
+        except BaseException:  # catch SystemExit too, because the process that started the ranks reports every error
             end.found = traceback.format_exc()
         path = _path(Path(folder), number, int(os.environ["RANK"]))
         draft = path.with_suffix(".draft")

@@ -190,7 +190,7 @@ class GrammarChecker:
                 event not in ("on_run_end", "on_checkpoint_published"), event, "after on_exception only the run's end is fired"
             )
             if event == "on_run_end":
-                self._open = [("", EMPTY)]  # after an exception, open spans end without firing their end events
+                self._open = [("", EMPTY)]  # after an exception, open spans end without their end events, so forget them
         elif event in POINTS:
             if event not in ANYWHERE:
                 self._advance(event, name)

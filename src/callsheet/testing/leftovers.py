@@ -146,7 +146,7 @@ def _files() -> Counter[str]:
     except OSError:
         return found
     for descriptor in descriptors:
-        with contextlib.suppress(OSError):  # raised for the descriptor of `listdir` itself, which is closed already
+        with contextlib.suppress(OSError):  # the list contains `listdir`'s own descriptor, which is closed by now
             found[re.sub(r":\[\d+\]$", "", os.readlink(f"/proc/self/fd/{descriptor}"))] += 1
     return found
 

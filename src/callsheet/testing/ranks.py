@@ -62,7 +62,7 @@ class RankProcesses:
     """
 
     def __init__(self, function: Callable[..., Any], world_size: int, *arguments: Any) -> None:
-        # Fork the ranks from a server process that has already imported torch and has no threads.
+        # Fork the ranks from a server process: it has already imported torch, and it has no threads, which a fork would lose.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -143,7 +143,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     return {
-        **os.environ,  # the present environment of this process, because the fork server has an older one
+        **os.environ,  # copy the environment of this process, because the fork server has an older one
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "GROUP_RANK": "0",
@@ -151,7 +151,7 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        # Tells torch that this process hosts the rendezvous store, so that rank 0 does not.
+        # This tells torch that the present process hosts the rendezvous store, so that rank 0 does not.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
 
@@ -159,11 +159,11 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 def _run(function: Callable[..., Any], arguments: tuple[Any, ...], environment: dict[str, str], ends: Any) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    multiprocessing.set_start_method("fork", force=True)  # fork a DataLoader's workers, as an ordinary program does
+    multiprocessing.set_start_method("fork", force=True)  # a DataLoader then forks its workers, as it does in an ordinary program
     torch.set_num_threads(1)
     rank = int(environment["RANK"])
     try:
         ends.put(RankEnd(rank, value=function(*arguments)))
-    except BaseException:  # catches SystemExit too: the process that started the ranks reports every error
+    except BaseException:  # catch SystemExit too, because the process that started the ranks reports every error
         ends.put(RankEnd(rank, error=traceback.format_exc()))
         raise SystemExit(1) from None

@@ -62,7 +62,7 @@ class Subject:
             return self.make.__name__
         try:
             return type(self.make()).__name__
-        except Exception:  # ignore the error, because the check calls `make` again and reports it
+        except Exception:  # ignore the error here: the check calls `make` again and reports it
             return getattr(self.make, "__qualname__", repr(self.make))
 
     def compares(self, name: str) -> bool:
@@ -157,12 +157,12 @@ class Scene:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
         try:
-            with self.trainer:  # close the trainer even if a state cannot be read
+            with self.trainer:  # close the trainer even if reading a state fails
                 if error is not None:
                     self.trainer.__exit__(kind, error, frames)
                 else:
                     self.weights = weights_of(self.trainer)
-                    self._manager.state_dict()  # also waits for callbacks that run in other threads
+                    self._manager.state_dict()  # this also waits for callbacks that run in other threads
                     self.states = [dict(callback.state_dict()) for callback in self.callbacks]
         finally:
             logging.getLogger().removeHandler(self._listener)

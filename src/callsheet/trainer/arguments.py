@@ -109,7 +109,7 @@ def progress_shown(is_wanted: bool, ranks: Ranks, callbacks: Iterable[Callback])
 
 def _shows_progress(callback: Callback) -> bool:
     shown = inner(callback)
-    # If `shown` wraps another framework's callback, use the class of that callback.
+    # If `shown` wraps a callback of another framework, use the class of the wrapped callback.
     name = type(getattr(shown, "foreign", shown)).__name__.lower()
     return isinstance(shown, (ProgressBarLogger, ConsoleLogger)) or any(word in name for word in ("progress", "progbar", "tqdm"))
 
@@ -180,7 +180,7 @@ def _check_usable(device: torch.device) -> None:
         here = torch.cuda.device_count()
         if device.index is not None and device.index >= here:
             raise ConfigError(f"device='{device}': this machine has {here} CUDA devices, the first is cuda:0; give one of them")
-        return  # do not check CUDA here: it must not be initialized before the rank's own device is set
+        return  # do not use CUDA to check it: CUDA must not be initialized before the rank's own device is set
     try:
         torch.empty(0, device=device)
     except Exception as error:  # the class of the error depends on the device: AssertionError, RuntimeError, NotImplementedError
@@ -196,7 +196,7 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
     Raises:
         ConfigError: the model does not support it.
     """
-    # transformers has a new and an old name for this method.
+    # transformers has two names for this method, a new one and an old one; use the one that the model has.
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     name = next((name for name in names if hasattr(model, name)), None)
     if name is None:
@@ -207,7 +207,7 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
     enable: Any = getattr(model, name)
     try:
         enable(**{name.replace("enable", "kwargs"): {"use_reentrant": False}})
-    except ValueError as error:  # a Hugging Face model that does not support gradient checkpointing
+    except ValueError as error:  # raised by a Hugging Face model that does not support gradient checkpointing
         raise ConfigError(f"gradient_checkpointing=True: {error}") from error
 
 

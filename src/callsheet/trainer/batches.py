@@ -49,8 +49,8 @@ class TrainBatches:
         self._loader: Iterable[Any] | None = None
         self._argument = ""
         self._sharing: Sharing | None = None
-        self._epoch: Iterator[Any] | None = None  # the batches that are left of the current epoch
-        self._resumed: Mapping[str, Any] | None = None  # the state from a checkpoint, until the saved epoch is continued
+        self._epoch: Iterator[Any] | None = None  # the remaining batches of the current epoch
+        self._resumed: Mapping[str, Any] | None = None  # the state from a checkpoint, until the saved epoch has been continued
         self.taken = 0
         """How many batches of the current epoch this rank has trained on, including fillers. The training loop counts them."""
 
@@ -72,7 +72,7 @@ class TrainBatches:
                 to resume was saved in the middle of an epoch that this number of ranks cannot continue.
         """
         several = self._world.size > 1
-        # With several ranks, all ranks check together later whether one of them has no data.
+        # If one of several ranks has no data, it must not raise alone: all ranks check this together later.
         self._loader = made(loader, argument, may_be_empty=several)
         self._argument = argument
         self._choose()
@@ -102,7 +102,7 @@ class TrainBatches:
         resumed, self._resumed = self._resumed, None
         if resumed is not None and resumed["place"] is not None:
             self._epoch = self._sharing.resume(number, self.taken, resumed["place"], resumed["now"])
-            # Restore the random states last, because opening the data has drawn random numbers.
+            # Opening the data has drawn random numbers, so restore the random states last.
             restore_random_state_of(self._loader, resumed["now"])
         else:
             self._epoch = self._sharing.begin(number, resumed["now"] if resumed is not None else None)
@@ -115,7 +115,7 @@ class TrainBatches:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's random states and its position in the epoch, as plain data and tensors."""
-        if self._resumed is not None:  # the state was loaded, and no batch has been drawn since
+        if self._resumed is not None:  # no batch was drawn since the state was loaded, so it is still correct
             return dict(self._resumed)
         is_inside = self._epoch is not None and self._sharing is not None
         return {
@@ -149,7 +149,7 @@ class TrainBatches:
             self.seed,
             argument=self._argument,
             shard=self._shard,
-            # A single process that resumes a run of several ranks does not count as alone, because it continues their order.
+            # If a single process resumes a run of several ranks, it continues their order, so it does not count as alone.
             alone=world.size == 1 and way in (None, "own"),
             count_samples=self._count_samples,
         )

@@ -64,7 +64,7 @@ class Schedule:
 
     def __init__(self, every: Interval | None) -> None:
         self.every = every
-        self._passed = 0  # how many intervals had passed at the last evaluation
+        self._passed = 0  # the number of intervals that had passed at the last evaluation
         self._last_step = 0
 
     def is_due(self, step: int, state: TrainState, is_over: bool) -> bool:
@@ -142,7 +142,7 @@ class Evaluation:
         self._may_be_interrupted = False
         self._resumed: Mapping[str, Mapping[str, int]] = {}
         self._resumed_generators: Mapping[str, list[Any]] = {}
-        self._given: dict[str, Iterable[Any]] = {}  # the evaluators' original dataloaders, in a single process
+        self._given: dict[str, Iterable[Any]] = {}  # in a single process, the evaluators' original dataloaders
         self._spans = manager.spans(self.ctx)
 
     def add(self, name: str, evaluator: Evaluator) -> None:
@@ -174,7 +174,7 @@ class Evaluation:
         """
         if self._world.size == 1 and not getattr(whole, "persistent_workers", False):
             return whole
-        return shared(whole, self._world, seed=0, argument=argument, shard=self._shard)  # a fixed seed for all runs
+        return shared(whole, self._world, seed=0, argument=argument, shard=self._shard)  # the same seed in every run
 
     def due(self, ctx: Context, is_over: bool) -> list[str]:
         """Return the names of the evaluators that are due after the current step, epoch or round.
@@ -184,7 +184,7 @@ class Evaluation:
         """
         if ctx.control.evaluate_requested is not None:
             if not self.loaders:
-                ctx.control.done("evaluate")  # there is no dataset to evaluate, so the request is done
+                ctx.control.done("evaluate")  # there is nothing to evaluate, so the request is done
             return list(self.loaders)
         left = self.undone.names if self.undone is not None and self.undone.step == ctx.step else []
         return [
@@ -241,7 +241,7 @@ class Evaluation:
                     if self._is_interrupted:
                         break
                 if self._is_interrupted:
-                    results = {}  # a signal ended the evaluation early; a resumed run repeats all of it
+                    results = {}  # a signal ended the evaluation early: discard the results, because a resume repeats it
                     self.metrics.take()
                 else:
                     self._take_logged_into(results)
@@ -307,7 +307,7 @@ class Evaluation:
             weights.append(weight := 0 if is_filler else self._task.weight(batch))
             for name, loss in losses.items() if isinstance(losses, Mapping) else [("loss", losses)]:
                 part = loss.detach().double() * weight
-                counts = weight > 0  # leave out batches of weight 0, whose mean is NaN
+                counts = weight > 0  # a batch of weight 0 must not count, because its mean is NaN
                 part = (
                     torch.where(counts, part, 0.0) if isinstance(counts, Tensor) else part if counts else torch.zeros_like(part)
                 )
@@ -318,7 +318,7 @@ class Evaluation:
         if self._is_interrupted:
             return {}, {}
         total = torch.as_tensor(sum(weights), dtype=torch.float64, device=self._device)
-        summed = torch.stack([*totals.values(), total]).tolist() if totals else []  # a single copy from the device
+        summed = torch.stack([*totals.values(), total]).tolist() if totals else []  # copy all sums from the device at once
         *sums, weight = self._world.sum(summed) if summed else [0.0]
         found = {name: value / weight if weight else float("nan") for name, value in zip(totals, sums, strict=True)}
         losses = {name: torch.tensor(value, device=self._device) for name, value in found.items()}
@@ -357,7 +357,7 @@ class Evaluation:
         self._agreement.change_pace()
         try:
             yield
-            if not self._may_be_interrupted:  # the user called this evaluation: finish the exchange with the other ranks here
+            if not self._may_be_interrupted:  # the user called this evaluation: finish the exchange with the other ranks now
                 self._agreement.agree(self.ctx.step)
         finally:
             for module, training in modes:

@@ -63,7 +63,7 @@ class TrainLoop:
         self._precision = precision
         self._batches = batches
         self._compute = device
-        self._device = device if device.type != "cpu" else None  # None means that batches need not be moved
+        self._device = device if device.type != "cpu" else None  # None on the CPU, where batches need not be moved
         self._microbatch_size = microbatch_size
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self._clip_grad_norm = clip_grad_norm
@@ -122,10 +122,10 @@ class TrainLoop:
                 fetched, is_exhausted = self._fetch_rest(epoch)
                 if not fetched:
                     del ctx.batch
-                    return False  # the run is preempted; a resumed run fetches these batches again
+                    return False  # the run is preempted: drop these batches, which a resumed run fetches again
                 plan = MicrobatchPlan(fetched, size, task, self._world, self._compute, same_number=self._model.forward_meets)
                 parts, taken = plan.parts, len(fetched)
-            else:  # with one batch, one microbatch and one rank, no weights are needed
+            else:  # with one batch, one microbatch and one rank, the loss needs no weight
                 plan, parts, taken = None, [(ctx.batch, ctx.batch, None)], 1
             ctx.step += 1
             with spans.train_step:
@@ -154,10 +154,10 @@ class TrainLoop:
                                 means = added(means, ctx.loss, losses, share)
                         del ctx.microbatch, ctx.loss
                     ctx.loss = means["loss"]
-                    # The graph of a single loss stays alive until the next loss, as in a plain loop. This makes the allocation of
-                    # the next graph faster.
+                    # Keep the graph of a single loss until the next loss, as a plain loop does, because this makes allocating the
+                    # next graph faster.
                     if type(losses) is not Tensor:
-                        del losses  # free the other losses, which may hold a graph that had no backward pass
+                        del losses  # a loss that had no backward pass still holds its graph, so free it
                     precision.unscale(optimizer)
                 with spans.clip_gradients:
                     ctx.grad_norm = None
@@ -167,7 +167,7 @@ class TrainLoop:
                         records.metrics.log({"train/grad_norm": ctx.grad_norm}, over="mean", across="same")
                 rate: Any = optimizer.param_groups[0].get("lr")  # None if the optimizer has no learning rate
                 if isinstance(rate, Tensor):
-                    rate = rate.clone()  # copy the learning rate, because the scheduler changes a tensor in place
+                    rate = rate.clone()  # the scheduler changes a tensor in place, so copy the learning rate
                 ctx.learning_rate = records.learning_rate = rate
                 with spans.optimizer_step:
                     ctx.step_skipped = not precision.step(optimizer)
@@ -204,7 +204,7 @@ class TrainLoop:
         ctx = self._ctx
         with self._spans.fetch:
             batch = next(epoch, _END)
-            if batch is None:  # a batch must not be None, because None means the end of the data
+            if batch is None:  # None means the end of the data, so a batch must not be None
                 raise ConfigError(
                     f"the train_dataloader returned None for a batch of epoch {ctx.epoch}; let its collate_fn drop bad samples, not "
                     "whole batches"

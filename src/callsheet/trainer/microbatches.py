@@ -113,7 +113,7 @@ class MicrobatchPlan:
         lacking = 0
         if same_number and size is not None:
             lacking = int(world.max([len(pieces)])[0]) - len(pieces)
-            pieces += pieces[-1:] * lacking  # repeat the last microbatch as a filler
+            pieces += pieces[-1:] * lacking  # if this rank has fewer microbatches than another, repeat its last one as a filler
         if len(pieces) == 1 and not is_shared:
             self.parts: list[tuple[Any, Any, Any]] = [(given.batch, part, None) for given, part in pieces]
             return
@@ -129,7 +129,7 @@ class MicrobatchPlan:
             self._scale = None if here * world.size == in_all else here * world.size / in_all
         else:
             wide = torch.float64 if device.type != "mps" else torch.float32
-            # Use `torch.full`, because `torch.as_tensor` would wait for the device here.
+            # `torch.as_tensor` would wait for the device here, so use `torch.full`.
             summed = mine.to(wide, copy=True) if isinstance(mine, Tensor) else torch.full((), mine, dtype=wide, device=device)
             self._scale = mine * world.size, summed
             self._work = distributed.all_reduce(summed, async_op=True)
@@ -166,7 +166,7 @@ class MicrobatchPlan:
 
 def _share(weight: Any, total: Any, parts: int) -> Any:
     if isinstance(total, Tensor):
-        # A step without labels has no mean loss and must not change the weights.
+        # A step without labels has no mean loss. With a share of 0, it does not change the model.
         return torch.where(total > 0, weight / total, 0.0)
     return weight / total if total else 1 / parts
 

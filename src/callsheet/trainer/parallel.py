@@ -71,7 +71,7 @@ class Parallel:
         if self.kind == "single" and world.size > 1:
             raise ConfigError(f"parallel='single' among {world.size} ranks: each would train its own model; use 'ddp' or 'fsdp'")
         if self.kind != "single" and world.size == 1:
-            return "single"  # with one rank there is nothing to distribute, so the same script also works there
+            return "single"  # one rank has nothing to distribute, but the same script must run there too
         if self.shard_size is not None and (self.shard_size < 1 or world.size % self.shard_size):
             raise ConfigError(
                 f"shard_size={self.shard_size} does not divide the {world.size} ranks; give a divisor, or None for all ranks"
@@ -123,7 +123,7 @@ class ParallelModel:
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype is not None else None)
             options = {"mesh": mesh, "mp_policy": policy, **parallel.options}
             _shard(model, parallel.blocks, options)
-            # Free the gathered weights of frozen modules after their forward pass, because no backward pass needs them.
+            # No backward pass needs the gathered weights of frozen modules, so free them after the forward pass.
             for beside in frozen:
                 _shard(beside, None, {**options, "reshard_after_forward": True})
             _share_statistics(model)
@@ -159,7 +159,7 @@ class ParallelModel:
         if self.kind == "ddp":
             self._wrapped.require_backward_grad_sync = meet
         elif self.kind == "fsdp":
-            # The model has this method, because `fully_shard` has changed its class to an FSDPModule.
+            # `fully_shard` has changed the model's class to an FSDPModule, which has this method.
             self._wrapped.set_requires_gradient_sync(meet)
 
 

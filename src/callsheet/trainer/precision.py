@@ -72,7 +72,7 @@ class Precision:
         if self.scaler is None:
             optimizer.step()
             return True
-        # Find out with a hook whether the optimizer stepped, since the gradient scaler does not report it.
+        # The gradient scaler does not report whether the optimizer stepped, so a hook notes it.
         if self._hooked is not optimizer:
             optimizer.register_step_post_hook(self._note_step)
             self._hooked = optimizer
@@ -91,7 +91,7 @@ class Precision:
             self.scaler.load_state_dict(state["scaler"])
 
     def _note_step(self, optimizer: Any, *_: Any) -> None:
-        # A fused optimizer's `step` always runs, and itself skips the update after an overflow.
+        # A fused optimizer's `step` runs even after an overflow, and skips the update itself.
         found = getattr(optimizer, "found_inf", None)
         self._stepped = found is None or not found.item()
 

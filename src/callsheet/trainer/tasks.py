@@ -191,7 +191,7 @@ class HuggingFaceTask(Task):
                 f"the model returned no loss; the batch needs `labels` (it has {', '.join(map(str, batch))}), or give the Trainer a task with a loss"
             )
         if loss.dim() == 0 and isinstance(weight := self.weight(batch), Tensor):
-            return torch.where(weight > 0, loss, 0.0)  # the model's own mean is NaN if there are no labels
+            return torch.where(weight > 0, loss, 0.0)  # if there are no labels, the model's own mean is NaN
         return loss
 
     def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
@@ -260,9 +260,9 @@ class ForwardStepTask(Task):
         return outputs
 
     def loss(self, outputs: Any, batch: Any) -> Losses:
-        # Forget the function, since it may hold the batch and the graph.
+        # The function may hold the batch and the graph, so do not keep it.
         loss_function, self._loss_function = self._loss_function, None
-        assert loss_function is not None  # `forward` was called before and has set it
+        assert loss_function is not None  # `forward` runs before this method and has set it
         given = loss_function(outputs)
         if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
             return {**given[1], "loss": given[0]}

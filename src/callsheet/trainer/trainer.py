@@ -221,7 +221,7 @@ class Trainer:
             world.close()
             raise
         self.run = run_info(name, runs_folder, checkpoints_folder, ranks, self.device, config)
-        the_task = self.task  # the lambda below must not refer to `self`, because it would keep the trainer alive
+        the_task = self.task  # if the lambda below referred to `self`, it would keep the trainer alive
         self._batches = TrainBatches(world, data_seed, shard=shard_data, count_samples=lambda batch: the_task.counts(batch)[0])
         self._loop: TrainLoop | None = None
         self._run = run = Run(
@@ -382,7 +382,7 @@ class Trainer:
         """
         longest = self.state.max_duration
         named = [(f"the interval of {name!r}", schedule.every) for name, schedule in self._evaluation.schedules.items()]
-        if str(self._run.records.every.every) != LOG_INTERVAL:  # do not warn of the default, which the user did not choose
+        if str(self._run.records.every.every) != LOG_INTERVAL:  # the user did not choose the default, so do not warn of it
             named.append(("log_interval", self._run.records.every))
         for name, every in named:
             if (
@@ -474,7 +474,7 @@ class Trainer:
         """
         with self._run.lifetime, self._doing("save_checkpoint"):
             info = self._run.boundaries.save(path=os.fspath(path) if path is not None else None, waits=True)
-            assert info is not None  # None is returned only in a host, where another framework saves later
+            assert info is not None  # only a host returns None, because the other framework saves later
             return info
 
     def export(self, path: str | os.PathLike[str], *, processor: Any = None) -> None:

@@ -43,7 +43,7 @@ from callsheet.transport.sealed import TransportError
 WORDS = (*(name for name in Callback.__annotations__ if not name.startswith("_")), IGNORE)
 """The settings of a callback: class attributes that an instance may override."""
 
-_LENGTH = 8  # each part of the encoded form begins with its length, in this many bytes
+_LENGTH = 8  # in the encoded form, each part begins with its length, in this many bytes
 
 
 def encode(value: object, *, allow_pickle: bool) -> bytes:
@@ -92,7 +92,7 @@ class Encoder:
         self._allow_pickle = allow_pickle
         self._pickled: list[tuple[Any, str]] = []
         self._numbers: dict[int, int] = {}
-        self._kept: list[Any] = []  # keeps the objects alive, because an id may be used again after an object is freed
+        self._kept: list[Any] = []  # after an object is freed, its id may be used again, so keep the objects alive
         self._callbacks: set[int] = set()
 
     def encoded(self, value: Any, at: str) -> Any:
@@ -221,7 +221,7 @@ class Encoder:
             )
 
     def _unpicklable(self, cloudpickle: Any, error: Exception) -> str:
-        for value, at in self._pickled:  # pickle them one by one, to find the one that fails
+        for value, at in self._pickled:  # pickle the values one by one, so that the error can name the one that fails
             try:
                 cloudpickle.dumps(value)
             except Exception as own:
@@ -267,13 +267,13 @@ class Decoder:
             case "@import":
                 return find(content, self._script)
             case "@callback":
-                place = len(self._numbered)  # number the object before its arguments, as the encoder does
+                place = len(self._numbered)  # the encoder numbers an object before its arguments, so do the same
                 self._numbered.append(_UNFINISHED)
                 self._numbered[place] = self._callback(**content)
                 return self._numbered[place]
             case "@dataclass":
                 path, fields = content
-                # Do not call the constructor, because it might change its arguments.
+                # The constructor might change its arguments, so do not call it.
                 made = self._numbered_as(object.__new__(find(path, self._script)))
                 for name, item in fields.items():
                     object.__setattr__(made, name, self.decoded(item))
@@ -313,7 +313,7 @@ class Decoder:
             setattr(callback, word, self.decoded(value))
         state = self.decoded(state)
         if differences(fingerprint({"state": dict(callback.state_dict())}), fingerprint({"state": state})):
-            # Load the state only if it differs, because many callbacks treat a call of `load_state_dict` as a resume.
+            # Many callbacks treat a call of `load_state_dict` as a resume, so call it only if the state differs.
             callback.load_state_dict(state)
         return callback
 
@@ -345,7 +345,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _is_numpy(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")  # without NumPy, the value cannot be an array
+    numpy = sys.modules.get("numpy")  # if NumPy is not imported, the value cannot be an array
     is_one = numpy is not None and (type(value) is numpy.ndarray or isinstance(value, numpy.generic))
     return is_one and value.dtype.kind in "biufcmM"
 

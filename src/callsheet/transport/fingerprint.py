@@ -32,9 +32,9 @@ Node = list[Any]
 IGNORE = "transport_ignore"
 """The class attribute that names those instance attributes which may differ between processes."""
 
-_DEEPEST = 100  # levels of nesting, which are limited because each takes several calls on Python's limited stack
-_LONG = 1000  # the most items of a list to describe one by one; a longer list is described by a digest
-_SHORT = 40  # the most characters of a text to describe; a longer text is described by a digest
+_DEEPEST = 100  # the maximum depth of nesting, because each level takes several calls on Python's limited stack
+_LONG = 1000  # a list with more items is described by a digest instead of item by item
+_SHORT = 40  # a longer text is described by a digest
 _UNSEEN = "cannot be inspected"
 
 
@@ -55,7 +55,7 @@ def differences(here: Mapping[str, Node], there: Mapping[str, Node]) -> list[str
 class _Fingerprinter:
     def __init__(self) -> None:
         self._met: dict[object, str] = {}
-        self._kept: list[Any] = []  # keeps the objects alive, because an id may be used again after an object is freed
+        self._kept: list[Any] = []  # after an object is freed, its id may be used again, so keep the objects alive
         self._depth = 0
 
     def node_of(self, value: Any, path: str) -> Node:
@@ -153,7 +153,7 @@ class _Fingerprinter:
             content = hashlib.sha256(host.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
             storage = tensor.untyped_storage().data_ptr()
         except (RuntimeError, TypeError, NotImplementedError):
-            # A meta or sparse tensor, or one of a subclass that keeps its data elsewhere.
+            # The data cannot be read: this is a meta or sparse tensor, or one of a subclass that keeps its data elsewhere.
             return [facts, "" if tensor.is_meta else _UNSEEN]
         shared = self._met_before(("storage", storage), path) if tensor.numel() else None
         return [facts, {"content": [facts, content], "memory": shared or ["own", ""]}]
@@ -161,7 +161,7 @@ class _Fingerprinter:
     def _function(self, function: FunctionType, path: str) -> Node:
         if found := path_of(function):
             return ["function", found]
-        # Leave out empty cells, which have no value yet.
+        # An empty cell has no value yet, so leave it out.
         cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
         inside = {
             "code": ["code", _code(function.__code__)],

@@ -13,7 +13,7 @@ from callsheet.core.spec import import_path
 from callsheet.errors import ConfigError, did_you_mean
 
 MAIN = "__main__"
-# Multiprocessing's name for an imported script, in which code under a `__main__` guard does not run.
+# In a child process, multiprocessing imports the main script under this name, so that code under a `__main__` guard does not run.
 _IMPORTED_MAIN = "__mp_main__"
 
 
@@ -65,7 +65,7 @@ def name_of(kind: Any) -> str:
     if module in (MAIN, _IMPORTED_MAIN):
         spec = getattr(sys.modules.get(module), "__spec__", None)
         module = spec.name if spec is not None else MAIN
-    # Cut off the name of the enclosing function, because cloudpickle does not keep it.
+    # cloudpickle does not keep the name of the enclosing function, so cut it off.
     name = getattr(kind, "__qualname__", type(kind).__qualname__).rpartition("<locals>.")[2]
     return name if module == "builtins" else f"{module}.{name}"
 
@@ -111,7 +111,7 @@ def main_module(script: str) -> ModuleType:
     except BaseException:
         del sys.modules[_IMPORTED_MAIN]
         raise
-    module.__spec__ = None  # set to None as for a script; otherwise multiprocessing would import the module by its path
+    module.__spec__ = None  # None as for a script; otherwise multiprocessing would import the module by its path
     return module
 
 

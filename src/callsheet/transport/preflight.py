@@ -25,8 +25,8 @@ SECONDS = 300.0
 """The longest time that the check may take to import the script and the callbacks' modules."""
 
 _ANSWER = "preflight"
-_MOST = 20  # how many differences the error message lists
-_LAST = 15  # how many lines of output the error message quotes
+_MOST = 20  # the maximum number of differences in the error message
+_LAST = 15  # the maximum number of lines of output in the error message
 
 
 def command(module: str) -> list[str]:
@@ -44,7 +44,7 @@ def check_arrival(values: Mapping[str, Any], variables: Mapping[str, str]) -> No
     folder = Path(variables["CALLSHEET_PAYLOAD"]).parent
     answered, output = folder / _ANSWER, folder / "preflight.log"
     try:
-        # Use a file instead of a pipe, since a process that a callback's constructor starts might keep the pipe open.
+        # Use a file instead of a pipe: if a callback's constructor starts a process, that process might keep a pipe open.
         with open(output, "wb") as log:
             done = subprocess.run(
                 command(__name__),
@@ -91,11 +91,11 @@ def main() -> None:
     try:
         unpacked = open_payload(os.environ, is_ours=True)
         answer = {"fingerprint": fingerprint({"callbacks": unpacked.callbacks, **unpacked.extra})}
-    except (Exception, SystemExit) as error:  # the process that started the check will raise it
+    except (Exception, SystemExit) as error:  # report the error to the process that started the check, which raises it
         answer = {"error": _described(error)}
     write_private(path.with_name(_ANSWER), json.dumps(answer).encode())
     sys.stdout.flush()
-    os._exit(0)  # end the process without waiting for threads of the callbacks
+    os._exit(0)  # end without waiting for threads that the callbacks have started
 
 
 def _end_with(parent: int) -> None:

@@ -173,13 +173,13 @@ class PrivateFolder:
 
         _sweep()
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        # On an error, remove the folder, because without a lock no later launch would remove it.
+        # If an error occurs, remove the folder: without a lock, no later launch would remove it.
         with contextlib.ExitStack() as undo:
             undo.callback(shutil.rmtree, self.path, ignore_errors=True)
             self._lock = os.open(self.path / "lock.new", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             undo.callback(os.close, self._lock)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-            # Rename the file only after locking it, so that others never see it unlocked.
+            # Lock the file before it gets its final name, so that no process ever sees it unlocked.
             os.rename(self.path / "lock.new", self.path / _LOCK)
             undo.pop_all()
 
@@ -199,7 +199,7 @@ def _sweep() -> None:
         for entry in found:
             if not entry.name.startswith(_PREFIX):
                 continue
-            with contextlib.suppress(OSError):  # the folder belongs to another user, or another process is just removing it
+            with contextlib.suppress(OSError):  # skip a folder of another user, or one that another process is just removing
                 if entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.geteuid():
                     lock = os.open(Path(entry.path) / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
                     try:

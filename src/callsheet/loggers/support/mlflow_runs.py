@@ -21,7 +21,7 @@ LONGEST_NAME, LONGEST_PARAM, LONGEST_TAG = 250, 6000, 5000
 
 _lock = threading.Lock()
 _talking: list[int] = []  # the timeouts of all `with patience(...)` blocks that are running, in any thread
-_before: dict[Any, Any] = {}  # for each variable of MLflow, its original default, which is restored when no logger needs another
+_before: dict[Any, Any] = {}  # the original defaults of MLflow's variables, which are restored when no logger needs other values
 
 
 @contextmanager

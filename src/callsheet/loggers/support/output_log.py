@@ -47,7 +47,7 @@ class OutputLog:
             return
         with self._lock:
             *ended, rest = (self._lines.get(stream, "") + text).split("\n")
-            if len(rest) > _LONGEST:  # probably a progress bar that was rewritten for hours: keep its last state
+            if len(rest) > _LONGEST:  # probably a progress bar that has redrawn its line for hours: keep only what it shows now
                 rest = rest[rest.rstrip("\r").rfind("\r") + 1 :]
             if len(rest) > _LONGEST:
                 ended, rest = [*ended, rest], ""
@@ -165,7 +165,7 @@ class Copier:
         """Copy until all pipes with output are closed."""
         while self._sources:
             ready = select.select([*self._sources, *([self._messages] if self._messages >= 0 else [])], [], [])[0]
-            if self._messages in ready:  # handle messages first, because they were sent before the output
+            if self._messages in ready:  # the messages were sent before the output that is waiting, so handle them first
                 self._read_messages()
             else:
                 self._copy(ready)
@@ -184,7 +184,7 @@ class Copier:
 
     def _read_messages(self) -> None:
         got = os.read(self._messages, 65536)
-        if not got:  # the process that sends messages has ended, but its children may still print
+        if not got:  # the sender has ended and sends no more messages, but its children may still print
             self._messages = -1
         self._message += got
         while self._message and len(self._message) >= (size := self._size_of_message()):

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_SHARE = 10  # the length of the pause after a failure, as a multiple of the time that the failed attempt took
+_SHARE = 10  # after a failed attempt, the pause is this many times as long as the attempt took
 
 
 class RetryQueue:

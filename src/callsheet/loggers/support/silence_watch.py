@@ -36,7 +36,7 @@ class SilenceWatch:
         """Stop the thread, and wait a few seconds for its end."""
         self._is_over.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(_JOIN_SECONDS)  # limit the wait, because a terminal that accepts no text may block the thread
+            self._thread.join(_JOIN_SECONDS)  # do not wait for ever: if the terminal accepts no text, the thread is blocked
 
     def _watch_silence(self) -> None:
         while not self._is_over.wait(_LOOK_SECONDS):
@@ -46,7 +46,7 @@ class SilenceWatch:
             handler = _handler_of(self._watched)
             try:
                 self._show(f"({f'in {handler}' if handler else 'no news'} for {silent:.0f} s)")
-            except Exception:  # the terminal is gone: the training thread will get the same error when it draws
+            except Exception:  # the terminal is gone: end this thread; the training thread gets the same error when it draws
                 return
 
 

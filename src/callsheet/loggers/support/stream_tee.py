@@ -63,7 +63,7 @@ class StreamTee:
         return iter(self._under)
 
     def __getattr__(self, name: str) -> Any:
-        # While the object is being copied it has no attributes, and the line below would recurse without end.
+        # A copy has no attributes at first. Without this check, the last line would call this method again without end.
         if name == "_under":
             raise AttributeError(name)
         return getattr(self._under, name)

@@ -78,7 +78,7 @@ class Tracker(Logger):
         self.is_open = False
         self._is_ours = False
         self._saved: dict[str, Any] = {}
-        if find_spec(self.package) is None:  # raise MissingPackage now; the package is imported when a run is opened
+        if find_spec(self.package) is None:  # raise MissingPackage now and not only when a run is opened
             self._module()
 
     @property

@@ -36,7 +36,7 @@ class Digits(Table):
 
         images, names = _digits()
         number = self._numbers[index]
-        pixels = (images[number] * (255 / 16)).astype(np.uint8)  # scale the pixels, which are 0 to 16, to 0 to 255
+        pixels = (images[number] * (255 / 16)).astype(np.uint8)  # scale the pixels from the range 0 to 16 to the range 0 to 255
         return {"image": Image.fromarray(pixels), "prompt": QUESTION, "completion": WORDS[names[number]]}
 
     def place(self, index: int) -> str:

@@ -108,7 +108,7 @@ def _documented(path: Path) -> Iterator[tuple[str, _Function]]:
             warnings.simplefilter("ignore")  # hide warnings of invalid escapes in third-party source
             tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
-        return  # the file cannot be parsed: it is a template, or source for another version of Python
+        return  # skip a file that cannot be parsed, such as a template or source for another version of Python
     stack: list[tuple[str, ast.AST]] = [("", tree)]
     while stack:
         owner, node = stack.pop()

@@ -61,7 +61,7 @@ class Fit:
                 self.dropped += 1
                 return None
             self.truncated += 1
-        if not any(example.is_target[1:]):  # the first token is no target, since no logits predict it
+        if not any(example.is_target[1:]):  # the first token does not count, since no logits predict it
             reject(place, "it has no token of an answer, so there is nothing to learn; leave it out")
         return example
 

@@ -143,7 +143,7 @@ class ImageText:
                     f"messages[{number}]: its text cannot be located: the processor's chat template renders the messages before it "
                     "differently when more follow; split the row, so that the answer is its last message",
                 )
-            # Some templates add a line break after the token that ends a turn. The answer does not include it.
+            # Some templates add a line break after the token that ends a turn. This line break is not part of the answer.
             bare = through.rstrip("\n")
             end = len(bare) if bare.endswith(self._specials()) else len(through)
             targets.append(TargetSpan(len(before), max(end, len(before)), _count_images(messages[:number])))
@@ -212,7 +212,7 @@ def _part(part: Any, place: str) -> dict[str, Any]:
         reject(place, f"it is {part!r:.60}; give a part with the type image or text")
     if part["type"] == "text":
         return {"type": "text", "text": _text(part.get("text"), "text", place)}
-    # Parquet and Arrow give every part all keys, with None where a part has no value.
+    # Parquet and Arrow store every key in every part, with None for a key that the part does not have. Remove these keys.
     return {name: value for name, value in part.items() if value is not None}
 
 

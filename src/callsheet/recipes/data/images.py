@@ -47,7 +47,7 @@ def opened(value: Any, folder: Path, place: str, *, pixels: bool = True) -> Imag
     except FileNotFoundError:
         reject(place, f"there is no image {what}; paths are relative to {folder}, or to image_folder if it is given")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        # Pillow raises these errors for broken files
+        # Pillow raises these errors for a broken file.
         reject(place, f"{what} cannot be read as an image ({error}); give one that Pillow opens, or leave the row out")
     return upright
 

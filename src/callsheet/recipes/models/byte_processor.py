@@ -24,7 +24,8 @@ def byte_processor(image_size: int, patch_size: int) -> Any:
     """
     import transformers
 
-    # In newer versions of transformers, the class with the plain name uses torchvision, and that with the suffix `Pil` uses Pillow.
+    # Choose the class that uses Pillow. Newer versions of transformers give it the suffix `Pil`; there, the class with the plain
+    # name uses torchvision.
     images = getattr(transformers, "CLIPImageProcessorPil", None) or transformers.CLIPImageProcessor
     square = {"height": image_size, "width": image_size}
     return transformers.LlavaProcessor(
@@ -33,7 +34,7 @@ def byte_processor(image_size: int, patch_size: int) -> Any:
         patch_size=patch_size,
         # Give the language model the vision tower's outputs for the patches, without the class token.
         vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,  # the vision tower's class token is the only token besides the patches
+        num_additional_image_tokens=1,  # besides the patches, the vision tower has one token: its class token
         image_token=IMAGE,
         chat_template=CHAT_TEMPLATE,
     )

@@ -219,7 +219,7 @@ def loaded(auto: Any, name: str, what: str, revision: str | None = None, **optio
         KeyError,
         ImportError,
         RuntimeError,
-    ) as error:  # also raised if packages are missing or weights do not fit
+    ) as error:  # the causes include missing packages, and weights that do not fit the model
         raise ConfigError(f"no {what} could be loaded from {name!r}: {_why_not_loaded(name, what, error)}") from error
 
 

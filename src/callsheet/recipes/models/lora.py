@@ -72,13 +72,13 @@ class Lora:
                 )
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # hide peft's warnings, such as that it has adapted an option to a type of layer
+                warnings.simplefilter("ignore")  # peft warns of harmless things, such as an option that it has adapted
                 model.add_adapter(self._config())
         except ValueError as error:
             raise ConfigError(f"lora.targets={targets}: {error}") from error
         for parameter in model.parameters():
             if parameter.requires_grad:
-                # Keep the adapters in float32, since an optimizer step may be too small to change a bf16 value.
+                # Keep the adapters in float32: in bf16, a small optimizer step may not change a value at all.
                 parameter.data = parameter.data.float()
         model.register_state_dict_post_hook(_leave_out_frozen)
         model.register_load_state_dict_post_hook(_need_no_frozen)
@@ -104,17 +104,17 @@ class Lora:
 
             def write() -> None:
                 try:
-                    if writes:  # copy the weights, because merging changes them in place
+                    if writes:  # merging changes the weights in place, so pass copies
                         self._write(model, {name: tensor.to("cpu", copy=True) for name, tensor in turns}, path, processor)
                 finally:
-                    for _ in turns:  # take part in gathering the remaining weights, because the other ranks wait for this rank
+                    for _ in turns:  # read `turns` to its end: gathering the weights needs every rank, and the other ranks wait
                         pass
 
             ranks.together(write)
 
     def _write(self, model: Any, whole: dict[str, Tensor], path: str | Path, processor: Any) -> None:
         peft = extras.load("peft", extra="hf", wanted_by="lora")
-        # Take the model's own class, not the class that FSDP has put before it.
+        # Take the class that transformers defines, because FSDP has put a class of its own before it.
         kind = next(kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore", FutureWarning)  # hide a warning: peft imports a deprecated name of transformers

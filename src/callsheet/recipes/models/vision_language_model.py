@@ -159,7 +159,7 @@ class VisionLanguageModel(LanguageModel):
             if word not in TOWERS:
                 freeze(model, [word])
                 continue
-            # Leave out the projector, which some models have inside the vision tower.
+            # Some models have their projector inside the vision tower. It does not count as part of the tower, so leave it out.
             inside = tuple(_places(model, "projector", needed=False)) if word == "vision_tower" else ()
             prefixes = tuple(_places(model, word))
             for name, parameter in model.named_parameters():

@@ -45,7 +45,7 @@ class DistillationTask(CausalTask):
         """Return the total loss and its parts by name."""
         own = super().loss(outputs, batch)
         assert isinstance(own, Tensor)  # a model of transformers returns a single tensor as its own loss
-        labels = batch["labels"][:, 1:]  # leave out the first token, since no logits predict it
+        labels = batch["labels"][:, 1:]  # no logits predict the first token, so leave it out
         says, teaches = (logits[:, :-1, : self._vocabulary].float() for logits in (outputs.logits, outputs.teacher_logits))
         says_softly, teaches_softly = (log_softmax(logits / self._temperature, dim=-1) for logits in (says, teaches))
         apart = kl_div(says_softly, teaches_softly, reduction="none", log_target=True).sum(-1)

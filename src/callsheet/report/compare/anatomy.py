@@ -77,7 +77,7 @@ class Anatomy:
 def _spans_of_a_step() -> list[str]:
     """Return the names of the spans in a step, in the order of the lifecycle."""
     found = list(_STEP)
-    for name in found:  # the loop also reads the names that it appends
+    for name in found:  # `found` grows in this loop, so that spans inside the added spans are found too
         found += [inner for inner in names_in(SPANS[name].order) if inner in SPANS and inner not in found]
     return [name for name in SPANS if name in found]
 
@@ -113,8 +113,8 @@ def _timed_steps(window: Window) -> list[dict[str, float]]:
     """
     names = _spans_of_a_step()
     steps: dict[int, dict[str, float]] = {}
-    # The seconds of fetching the batch for the next step. Its slices have the number of the previous step, because the next step
-    # has not begun yet.
+    # Seconds of each span while the batch of the next step is fetched. Slices of this fetch have the number of the previous step,
+    # because the next step has not begun yet.
     fetched: dict[str, float] = {}
     for each in window.slices:
         if not each.callback and each.name in names:
@@ -159,7 +159,7 @@ def anatomy(groups: Sequence[Sequence[Anatomy]]) -> list[dict[str, Any]]:
     """
     order: list[Key] = [("step", STEP_SECONDS), *(("span", name) for name in _spans_of_a_step())]
     rows: list[dict[str, Any]] = []
-    whole = [""] * len(groups)  # for each group, the mark of the whole step, which comes first in `order`
+    whole = [""] * len(groups)  # each group's mark for the whole step, on which the marks of its parts depend
     for key in order + _callbacks([each for group in groups for each in group]):
         kind, name = key
         found = [[each.parts[key] for each in group if key in each.parts] for group in groups]
@@ -179,7 +179,7 @@ def _cell(kind: Kind, baseline: Sequence[Part], parts: Sequence[Part], whole: st
     if baseline and _means(baseline)[0] > 0:
         before, step = _means(baseline)
         change = seconds / before - 1
-        # A change of a span or callback must also be large in comparison with the whole step.
+        # Mark a change of a span or callback only if it is also large compared with the whole step.
         if abs(change) > _CHANGED and (kind == "step" or abs(seconds - before) > _NOTICEABLE * step):
             mark = "slower" if change > 0 else "faster"
             mark = "noise" if _may_be_noise(kind, baseline, parts, whole == mark) else mark

@@ -60,8 +60,8 @@ def data(comparison: Comparison, metrics: Sequence[str] = ()) -> dict[str, Any]:
             "images": _images(runs),
         }
     )
-    # `plain` replaces NaN and infinity, which JSON lacks. Curves and axes are added without it, because they are large and have
-    # neither.
+    # JSON has no NaN or infinity, so `plain` replaces them. Curves and axes contain neither and are large, so they are added
+    # without calling `plain`.
     return content | {"axes": [_axis(each, len(runs)) for each in runs], "curves": curves}
 
 
@@ -72,7 +72,7 @@ def comparison_page(comparison: Comparison, metrics: Sequence[str] = ()) -> str:
         MissingPackage: plotly is not installed.
     """
     content = data(comparison, metrics)
-    # Base64 turns each byte of an image into 4/3 characters of the page.
+    # Base64 turns every 3 bytes of an image into 4 characters of the page.
     room = max(0, _PAGE_BYTES - len(plotly_js()) - len(json_in_html(content)) - 200_000) * 3 // 4
     by_run = {
         f"{each['run']}/{name}": [{"files": entry["files"]} for entry in each["entries"]]
@@ -153,7 +153,7 @@ def _curves(comparison: Comparison, metrics: Sequence[str]) -> tuple[dict[str, A
         ]
         for name in shown
     }
-    # Each metric has a chart of its own, because several metrics of many runs could not be distinguished in one chart.
+    # Each metric has its own chart, because in one chart several metrics of many runs could not be told apart.
     charts = [
         {"name": family["name"], "charts": [_chart(curve["name"]) for chart in family["charts"] for curve in chart["curves"] if curve["name"] in curves]}
         for family in grouped
@@ -265,7 +265,7 @@ def _checkpoints(each: Compared, runs: int) -> dict[str, Any]:
 def _tables(runs: Sequence[Compared]) -> dict[str, list[dict[str, Any]]]:
     """Return the logged tables by name. Of each run, they contain as many of the latest entries as fit."""
     found: dict[str, list[dict[str, Any]]] = {}
-    room = _TABLES_LENGTH // len(runs)  # each run gets an equal share
+    room = _TABLES_LENGTH // len(runs)  # the tables of every run get an equal share of the page
     for place, each in enumerate(runs):
         left = room
         for name, logged in each.run.tables.items():

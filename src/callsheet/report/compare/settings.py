@@ -32,7 +32,8 @@ def settings(run: RunFolder) -> dict[str, dict[str, str]]:
         for name in ("callbacks", "loggers")
         if isinstance(source.get(name), list)
     ]
-    # The recorded settings of objects such as the optimizer replace the values that the user gave, because the run has used them.
+    # Settings that were recorded from objects such as the optimizer replace the values that the user gave, because the run used
+    # the recorded ones.
     values = {**dict(_flat(given)), **{key: value for key, value in _flat(recorded) if value}}
     named = {key: value for key, value in values.items() if key.split(".")[-1] not in _OF_THE_RUN_ITSELF}
     environment = run.environment
@@ -71,7 +72,7 @@ def differences(runs: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, di
     for group in GROUPS:
         names = dict.fromkeys(name for run in runs for name in run[group])
         rows = {name: [run[group].get(name, "") for run in runs] for name in names}
-        # If a run recorded settings but no callbacks, it had none. It is therefore compared with the others.
+        # If a run recorded settings but no callbacks, it had no callbacks. So its empty list counts as recorded, and is compared.
         is_recorded = [any(run[group].values()) or (group == "callbacks" and any(run["settings"].values())) for run in runs]
         different = {
             name: values
@@ -98,7 +99,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     for name, value in values.items():
         if name == "init_args" and isinstance(value, Mapping) and "class_path" in values:
-            found += _flat(value, prefix)  # a name such as `optimizer.lr`, without `init_args`, as on the command line
+            found += _flat(value, prefix)  # leave out `init_args`, so that the name reads as on the command line: `optimizer.lr`
         elif isinstance(value, Mapping) and value and prefix.count(".") < _DEEPEST:
             found += _flat(value, f"{prefix}{name}.")
         else:
@@ -116,6 +117,6 @@ def _text(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     if len(text) <= _LONGEST:
         return text
-    # The digest tells long texts with the same beginning apart.
+    # Long texts are truncated. If two of them begin alike, the digest tells them apart.
     digest = hashlib.blake2s(text.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
     return f"{text[:_LONGEST]} ... ({len(text):,} characters, digest {digest})"

@@ -124,7 +124,7 @@ def _notes(run: Mapping[str, Any]) -> str:
 
 def _spread(row: Mapping[str, Any]) -> str:
     if not math.isfinite(row["mean"]):
-        return "not finite"  # the value at the end of a run was NaN or infinity
+        return "not finite"  # the last value of a run was NaN or infinity
     if row["runs"] == 1:
         return _number(row["mean"])
     return f"{_with_deviation(row['mean'], row['deviation'])} ({row['runs']} runs)"
@@ -133,7 +133,8 @@ def _spread(row: Mapping[str, Any]) -> str:
 def _with_deviation(mean: float, deviation: float) -> str:
     if not deviation or not math.isfinite(deviation) or abs(mean) >= 100_000:
         return f"{_number(mean)} ± {_number(deviation)}"
-    # Show a deviation below 100 with two significant digits, and the mean with as many decimal places.
+    # Show two significant digits of the deviation (if it is 100 or more, all its digits before the point), and the mean with as
+    # many decimal places.
     places = min(12, max(0, 1 - math.floor(math.log10(deviation))))
     return f"{mean:.{places}f} ± {deviation:.{places}f}"
 
@@ -230,7 +231,7 @@ def _csv(comparison: Comparison, metrics: Sequence[str]) -> str:
     table = csv.writer(text, lineterminator="\n")
     table.writerow(columns)
     for row in rows:
-        # Write the mean even if it is NaN or infinite, because runs may end so. In the other columns, NaN means that a value is
+        # A run may end with a mean of NaN or infinity, so write it as text. In the other columns, NaN means that the value is
         # unknown.
         mean = row["mean"] if math.isfinite(row["mean"]) else str(row["mean"])
         table.writerow([_csv_cell({**row, "mean": mean}[column]) for column in columns])
@@ -240,5 +241,5 @@ def _csv(comparison: Comparison, metrics: Sequence[str]) -> str:
 def _csv_cell(value: Any) -> Any:
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return ""
-    # A spreadsheet would evaluate a text that begins like a formula, so quote it.
+    # A spreadsheet would evaluate a text that begins like a formula. A quote before the text prevents this.
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value

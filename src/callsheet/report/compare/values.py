@@ -27,7 +27,7 @@ _HIGHER_IS_BETTER = (
 )  # fmt: skip
 _NOT_COMPARED = ("time/", "lr/", "system/", "loss_spike/")
 """Families of metrics, such as speeds, whose last value does not show how good a run is."""
-_SKIPPED_RECORDS = 1  # metrics records at the start that are left out, because the first steps allocate and compile
+_SKIPPED_RECORDS = 1  # leave out this many metrics records at the start, because the first steps also allocate memory and compile
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ def _name(name: str) -> str:
 
 def _newest(files: list[Path], run: ImportedRun) -> dict[str, Any] | None:
     """Return the state with the most steps: that in the last readable checkpoint, or that in the output folder itself."""
-    numbered = sorted(files, key=_number, reverse=True)  # the file in the output folder itself comes last
+    numbered = sorted(files, key=_number, reverse=True)  # newest checkpoint first, and the file in the output folder last
     found: list[dict[str, Any]] = []
     for path in numbered:
         if found and _number(path) >= 0:

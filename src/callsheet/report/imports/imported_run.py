@@ -14,8 +14,8 @@ from typing import Any
 MOST_VALUES = 20_000_000
 """How many values of metrics one run may have; further ones are left out."""
 
-_LARGEST_STEP = 2**53  # `callsheet.report.records` rejects larger steps
-_LATEST = 1e11  # the largest number that counts as a Unix time in seconds
+_LARGEST_STEP = 2**53  # the largest step that `callsheet.report.records` accepts
+_LATEST = 1e11  # a larger number does not count as a Unix time in seconds
 _MOST_IMAGES, _MOST_IMAGE_BYTES, _LARGEST_IMAGE = 1000, 256 * 2**20, 16 * 2**20
 _PNG = b"\x89PNG\r\n\x1a\n"
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -44,7 +44,7 @@ class Metrics:
     """The values of a run's metrics, in compact arrays. They may be added in any order."""
 
     def __init__(self) -> None:
-        self._columns: dict[str, tuple[array[int], array[float], array[float]]] = {}  # steps, values, times
+        self._columns: dict[str, tuple[array[int], array[float], array[float]]] = {}  # the steps, values and times of each metric
         self.count = 0
         self.left_out: Counter[str] = Counter()
 

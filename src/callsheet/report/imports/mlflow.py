@@ -150,7 +150,7 @@ def _add_history(run: ImportedRun, name: str, file: TextIO) -> None:
         try:
             if not line.endswith("\n"):
                 raise ValueError("the line is cut off")
-            moment, value, step = [*line.split(), "0"][:3]  # old versions of MLflow wrote no step
+            moment, value, step = [*line.split(), "0"][:3]  # old versions of MLflow wrote no step, so the default is 0
             run.metrics.add(name, int(step), float(value), _seconds(int(moment)))
         except ValueError:
             damaged += bool(line.strip())

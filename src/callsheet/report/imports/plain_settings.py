@@ -35,7 +35,7 @@ def _plain(value: Any, left: list[int], depth: int) -> Any:
         return value
     try:
         return str(value)[:_LONGEST_TEXT]
-    except ValueError:  # Python does not convert such long integers to text
+    except ValueError:  # the integer has more digits than Python converts to text
         return "..."
 
 

@@ -59,7 +59,7 @@ class Source:
 
 def _files_below(folder: Path) -> list[Path]:
     found, entries = [], 0
-    for place, folders, files in os.walk(folder):  # `os.walk` does not follow links to folders
+    for place, folders, files in os.walk(folder):  # links to folders are not followed, because they may form a loop
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         entries += len(folders) + len(files)
         if entries > _MOST_ENTRIES:

@@ -14,7 +14,7 @@ from callsheet.errors import ConfigError
 from callsheet.report.imports.source import Source
 
 _SUFFIXES = {".db", ".sqlite", ".sqlite3"}
-_LONGEST_VALUE = 64 * 2**20  # the most bytes of a text or blob in the database
+_LONGEST_VALUE = 64 * 2**20  # the maximum size of a text or blob in the database, in bytes
 _MAGIC = b"SQLite format 3\x00"
 
 
@@ -38,7 +38,7 @@ def tables(path: Path) -> dict[str, frozenset[str]]:
         return {}
 
 
-@lru_cache(maxsize=64)  # the readers of several tools ask for the same database
+@lru_cache(maxsize=64)  # the readers of several tools ask about the same database, so the answer is cached
 def _tables(path: Path, _version: tuple[tuple[int, int], ...]) -> dict[str, frozenset[str]]:
     try:
         with open(path, "rb") as file:

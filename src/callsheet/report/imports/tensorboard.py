@@ -110,7 +110,7 @@ class _EventReader:
     def read_folder(self, run: ImportedRun, source: Source, folder: Path, prefix: str) -> None:
         """Add the events of the files in `folder`, but not in its subfolders, to the run, in the order of the files' names."""
         part = ImportedRun(run.name, run.key)
-        plugins: dict[str, str] = {}  # for each tag, its plugin, which TensorBoard may write only with the tag's first value
+        plugins: dict[str, str] = {}  # each tag's plugin, which TensorBoard may write only with the tag's first value
         for path in source.files:
             if path.parent == folder and EVENTS in path.name:
                 for event in self._events(path, run):
@@ -162,8 +162,8 @@ class _EventReader:
     def _add(self, run: ImportedRun, event: Any, prefix: str, plugins: dict[str, str]) -> None:
         what = event.WhichOneof("what")
         if what == "session_log":
-            # A start event means that the run was resumed at this step, so that earlier values of this step and of later ones are
-            # invalid.
+            # A start event means that the run was resumed at this step. So the values that it has of this step and of later ones
+            # are obsolete.
             if event.session_log.status == self._start and event.step > 0:
                 run.metrics.drop_from(event.step)
                 run.images = [image for image in run.images if image.step < event.step]
@@ -197,7 +197,7 @@ class _EventReader:
             run.left_out[names.get(plugin) or names.get(str(kind)) or "summaries of other kinds"] += 1
 
     def _scalar(self, tensor: Any) -> float | None:
-        # Check the size first, because `make_ndarray` would allocate whatever shape a damaged file states.
+        # A damaged file may state any shape, and `make_ndarray` would allocate an array of that shape. So check the size first.
         if math.prod(each.size for each in tensor.tensor_shape.dim) != 1:
             return None
         try:

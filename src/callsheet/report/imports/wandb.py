@@ -36,7 +36,7 @@ def read(source: Source) -> Iterator[ImportedRun]:
     records = extras.load("wandb.proto.wandb_internal_pb2", extra="wandb", wanted_by="callsheet import").Record
     not_parsed = extras.load("google.protobuf.message", extra="wandb", wanted_by="callsheet import").DecodeError
     by_run: dict[str, list[Path]] = {}
-    # Sorted by their start times, which are in the folders' names.
+    # Sort a run's files by their start times, which are in the names of the folders.
     for path in sorted(find(source), key=lambda path: (path.parent.name.removeprefix("offline-"), str(path))):
         by_run.setdefault(path.stem.removeprefix("run-"), []).append(path)
     for run_id, paths in by_run.items():
@@ -150,7 +150,7 @@ def _contents(file: Any) -> Iterator[bytes | None]:
                 place = _BLOCK
                 break
             if len(content) < length or zlib.crc32(bytes([kind]) + content) != checksum or kind > _LAST:
-                pieces, place = None, _BLOCK  # the length may be wrong, so skip the rest of the block
+                pieces, place = None, _BLOCK  # the fragment is damaged and its length may be wrong, so skip the rest of the block
                 yield None
                 break
             place += _PIECE + length

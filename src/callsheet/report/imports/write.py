@@ -31,7 +31,7 @@ _DERIVED = {"report.html", "trace.json"}  # files that `callsheet report` writes
 _KEPT = NOTES  # the user's notes, which are kept when the run is imported again
 _VALIDATION = "validation/"
 _MOST_EVALUATIONS = 2000
-_LONGEST_NAME = 120  # the most bytes in a folder's name
+_LONGEST_NAME = 120  # the maximum length of a folder's name, in bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ def _write_files(run: ImportedRun, folder: Path, name: str, origin: Origin) -> i
             step, count = record.step, count + 1
             if evaluations is not None and (event := _evaluation(record)) is not None:
                 evaluations.append(event)
-                if len(evaluations) > _MOST_EVALUATIONS:  # so many validation values are a curve and not single evaluations
+                if len(evaluations) > _MOST_EVALUATIONS:  # these are too many to be single evaluations: they form a curve
                     evaluations = None
         started = moment(run.started) if math.isfinite(moment(run.started)) else first
         events = stack.enter_context(open(folder / "events.jsonl", "w", encoding="utf-8"))

@@ -36,8 +36,8 @@ _OF_LOADERS = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.sam
 _REPEATABLE = (BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 _PLAIN = (bool, int, float, str, bytes, tuple, list, dict, set, type(None))
 _LONG = 1000
-_MOST = 1 << 20  # the most bytes of a pickle that a checksum covers
-_FIRST = 8  # how many numbers along the first dimension of a tensor a checksum covers
+_MOST = 1 << 20  # a checksum covers at most this many bytes of a pickle
+_FIRST = 8  # a checksum covers at most this many entries along the first dimension of a tensor
 
 _OPTIONS = (
     "num_workers",
@@ -230,7 +230,7 @@ def attributes(owners: Iterable[Any]) -> dict[str, int]:
             digest = _Digest()
             try:
                 _Pickler(digest).dump(value)
-            except Exception:  # the code that pickles a value may raise any error
+            except Exception:  # pickling a value may raise any error
                 continue
             found[f"{number}.{type(owner).__name__}.{name}"] = digest.value
     return found
@@ -307,7 +307,7 @@ def batching(loader: DataLoader[Any]) -> tuple[Any, int | None, bool]:
     If the user gave a batch sampler, return it instead of the sampler, with None as the batch size and False as `drop_last`.
     """
     batches: Any = loader.batch_sampler
-    # Compare the name of the class, because torchdata has its own BatchSampler.
+    # Compare the class by its name, because torchdata's own BatchSampler counts as plain too.
     is_plain = isinstance(batches, BatchSampler) and type(batches).__name__ == "BatchSampler"
     return (batches.sampler, batches.batch_size, batches.drop_last) if is_plain else (batches, None, False)
 

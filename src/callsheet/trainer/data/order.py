@@ -26,7 +26,7 @@ class Order:
         self._source = source
         self._is_checked = is_checked
         self._drawn: Iterator[Any] = iter(())
-        self._checksums = array("I")  # the checksum after each batch of the epoch
+        self._checksums = array("I")  # the checksum after each batch of the epoch, in order
 
     def begin(self, again: Callable[[], None] | None = None) -> None:
         """Begin an epoch: call `iter` of the sampler.

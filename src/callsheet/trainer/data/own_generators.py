@@ -32,7 +32,7 @@ def restore_generators(generators: Sequence[Any], states: Sequence[Any]) -> None
             generator.setstate(state)
         elif hasattr(generator, "bit_generator"):
             generator.bit_generator.state = state
-        else:  # `generator` is a torch.Generator or NumPy's RandomState, which share this method
+        else:  # a torch.Generator and NumPy's RandomState both have this method
             generator.set_state(state)
 
 

@@ -82,8 +82,8 @@ class PreshardedData:
         has_states = restore_samplers(self._given, start, self._argument)
         self._warn_of_workers(is_new_epoch=True)
         if epoch is not None and epoch > 1 and self._loader is not self._given and hasattr(self._loader, "state_dict"):
-            # Start the persistent workers now: this draws random numbers, which an uninterrupted run draws only in its first
-            # epoch.
+            # Start the persistent workers now, because this draws random numbers. An uninterrupted run drew them in its first
+            # epoch, and not in this one.
             iter(self._loader)
             restore_random_state_of(self._given, start)
         return self._shared_out(self._open(epoch, start if has_states else None), 0)
@@ -92,7 +92,7 @@ class PreshardedData:
         """Return the remaining batches of an epoch. The docstring of the class says how."""
         loader, start = self._given, place["at_start"]
         restore_random_state_of(loader, start)
-        if place["has_ended"]:  # this rank had no batches left in the epoch, but other ranks had
+        if place["has_ended"]:  # when the state was saved, this rank had no batches left in the epoch, but other ranks had
             self._at_start = start
             return self._shared_out(iter(()), taken, has_ended=True)
         if place["loader"] is not None and hasattr(loader, "load_state_dict") and not self._must_redraw(place["loader"]):
@@ -178,7 +178,8 @@ class PreshardedData:
         if self._order is not None:
             self._order.begin(partial(restore_random_state_of, self._given, restored) if restored is not None else None)
             if skipped:
-                # Draw a number, as the loader does for the seed of its workers, so that this generator gives the same order.
+                # The loader draws a number for the seed of its workers. Draw one too, so that this generator gives the same
+                # order.
                 if self._loader.generator is self._given.generator:
                     torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
                 self._order.skip(skipped, epoch)
@@ -196,7 +197,7 @@ class PreshardedData:
         first = cpu_random_state()
         drop(batches, taken - 1, epoch)
         if isinstance(self._loader, DataLoader) and not isinstance(self._loader.dataset, IterableDataset):
-            return  # no warning is needed: samples of such a dataset do not affect each other, and their order was checked
+            return  # no warning is needed: the samples of a map-style dataset are independent, and their order was checked
         last, then = cpu_random_state(), now["global"]
         shared = [
             _NAMES[name]
@@ -348,7 +349,7 @@ class _OwnBatches(SharedBatches):
         if self._length is not None:
             return True
         if self._answer is not None:
-            self._answer.wait()  # the reduction for the previous batch; it is complete by now
+            self._answer.wait()  # the reduction for the previous batch, which is complete by now
         self._answer = answer = self._world.begin_max([has])
         if has:
             return True

@@ -98,7 +98,7 @@ class _Seeds:
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
-        # Holds the epoch, and whether `note` was called, in shared memory, so that persistent workers see them too.
+        # Holds the epoch, and whether `note` was called. It is in shared memory, so that persistent workers see changes too.
         self._shared = torch.zeros(2, dtype=torch.int64).share_memory_()
         self._epoch: int | None = None
         self._own: list[Any] | None = None
@@ -123,7 +123,7 @@ class _Seeds:
             self._own = own_generators(chain_of(self.dataset))
         if epoch != self._epoch:
             self._epoch = epoch
-            # In a worker, the epoch comes from shared memory, since the Trainer cannot reach the worker's copy of the dataset.
+            # The Trainer cannot reach a worker's copy of the dataset, so a worker takes the epoch from shared memory.
             if get_worker_info() is not None:
                 for dataset in chain_of(self.dataset):
                     if hasattr(dataset, "set_epoch"):
@@ -134,7 +134,7 @@ class _Seeds:
             seed_generators(self._own, number)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The copy wraps another dataset object, whose generators it must look up.
+        # A copy wraps another dataset object and must look up the generators of that one, so leave out the present ones.
         return vars(self) | {"_own": None, "_epoch": None}
 
 
@@ -204,7 +204,7 @@ class SeededDataset(Dataset[Any]):
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
-        if get_worker_info() is not None:  # nothing to restore, because a worker only loads samples
+        if get_worker_info() is not None:  # a worker only loads samples, so there is nothing to restore
             yield
             return
         outer = cpu_random_state()
@@ -214,12 +214,12 @@ class SeededDataset(Dataset[Any]):
             restore_random_state(outer)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("dataset", "seed", "_seeds"):  # the attribute is missing while the object is unpickled
+        if name in ("dataset", "seed", "_seeds"):  # while the object is unpickled, the attribute does not exist yet
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Set it on the dataset itself, which may need what a worker_init_fn stores, such as an open file.
+        # The dataset itself may need what a worker_init_fn stores, such as an open file, so set the attribute there.
         setattr(self.dataset, name, value)
 
 
@@ -256,16 +256,16 @@ class SeededStream(IterableDataset[Any]):
         return iter(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("dataset", "_seeds", "_attributes"):  # the attribute is missing while the object is unpickled
+        if name in ("dataset", "_seeds", "_attributes"):  # while the object is unpickled, the attribute does not exist yet
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.dataset, name, value)  # set it on the dataset itself, as in a SeededDataset
+        setattr(self.dataset, name, value)  # the dataset itself may need the attribute, as in a SeededDataset
 
 
 def _number(index: Any) -> int:
     try:
         return operator.index(index)
-    except TypeError:  # the dataset is indexed by names and not by numbers
+    except TypeError:  # the indices of the dataset are names, not numbers
         return zlib.crc32(repr(index).encode())

@@ -114,7 +114,7 @@ def drawn_order(source: Any, seed: int) -> Sequence[Any]:
     if type(source) is SequentialSampler:
         return range(len(source))
     if type(source) is RandomSampler and not source.replacement and source.num_samples == len(source.data_source):
-        # `torch.randperm` gives the same order as the sampler, with 8 bytes per sample instead of 40.
+        # `torch.randperm` gives the same order as the sampler, but needs 8 bytes per sample instead of 40.
         permutation: Any = torch.randperm(source.num_samples, generator=torch.Generator().manual_seed(seed)).numpy()
         return memoryview(permutation)
     with seeded(seed, generators(source, getattr(source, "sampler", None))):
