@@ -101,7 +101,7 @@ def found(ctx: Context, sizes: Sequence[Sequence[int]], given: Mapping[str, Any]
     values: dict[str, Any] = {}
     parallelism = {name: given.get(name, 1) for name in _PARALLELISM}
     if all(rank and all(rank) for rank in sizes):
-        if set(parallelism.values()) == {1}:  # otherwise several ranks have the same samples, which would be counted twice
+        if set(parallelism.values()) == {1}:  # otherwise several ranks have the same samples, which must not be counted twice
             values["global_batch_size"] = sum(sum(rank) for rank in sizes)
         values["micro_batch_size"] = max(max(rank) for rank in sizes)
     if sizes[0]:
