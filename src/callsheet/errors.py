@@ -208,7 +208,7 @@ def _where_class(kind: Any) -> str:
 
 def mark_as_users(error: BaseException) -> None:
     """Mark an error as the user's, such as one from a callback or the data. A host raises such an error instead of logging it."""
-    error.__dict__["_callsheet_users"] = True  # an exception that is a frozen dataclass would reject setattr
+    error.__dict__["_callsheet_users"] = True  # setattr would raise an error if the exception is a frozen dataclass
 
 
 def is_users(error: BaseException) -> bool:
