@@ -23,7 +23,7 @@ class LoopBatches:
         self.latest: Any = None
         """The latest batch, or None if its step has ended, so that it is not in memory longer than the script keeps it."""
         self._is_new = False  # whether the latest batch belongs to the next microbatch
-        self._fetched = 0  # the batches since the dataloader's iteration began
+        self._fetched = 0  # number of batches that were fetched since the iteration over the dataloader began
 
     def come_from(self, loader: Any) -> bool:
         """Return whether the loop takes its batches from `loader`."""

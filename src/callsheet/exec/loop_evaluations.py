@@ -52,7 +52,7 @@ class LoopEvaluations:
         if is_in_step:
             self.delayed[dataset] = results
             return
-        if not evaluation.driver.is_open("eval") and results:  # of another model, such as an average of the weights
+        if not evaluation.driver.is_open("eval") and results:  # another model was evaluated, such as averaged weights
             evaluation.begin(dataset)
         if evaluation.driver.is_open("eval"):
             evaluation.end_dataset(dataset, results)
