@@ -54,7 +54,8 @@ class OpenTelemetryLogger(Tracker):
         MissingPackage: the SDK or its OTLP exporter is not installed.
     """
 
-    # Spans need the times and the current span of the training thread; the SDK sends them from a thread of its own.
+    # The handlers run on the training thread, because spans need its times and its current span. The SDK sends the spans from
+    # another thread.
     lane = "inline"
     package = "opentelemetry"
     extra = "opentelemetry"
