@@ -67,7 +67,7 @@ class ResultFile:
             lines, _ = rules.mlp_parser.parse_file(str(copy), ruleset=ruleset)
         checker = rules.make_checker("training", ruleset, quiet=True, werror=False)
         rules.enqueued_configs.clear()  # clear what an earlier check that raised has left in this global queue
-        guard = logging.NullHandler()  # `logging.info`, which the checker calls, would add a handler if the root logger has none
+        guard = logging.NullHandler()  # keeps `logging.info`, which the checker calls, from adding a handler to the root logger
         logging.getLogger().addHandler(guard)
         try:
             checker.check_loglines(lines, f"training_{ruleset}/common.yaml")
