@@ -204,7 +204,7 @@ class Trainer:
         self._shared = run = ComposerRun(Kinds.of(ComposerCallback()))
         self.state: State = run.state
         self.logger: Logger = run.logger
-        # Updates Composer's counts of samples and tokens, even if the user gives no Composer callback.
+        # Keep Composer's counts of samples and tokens up to date, even if the user gives no Composer callback.
         keeper = ComposerGuest(ComposerCallback(), name="composer", phase="change", run=run)
         own: list[Callback] = [keeper]
         if train_dataloader is not None and optimizers is None:
