@@ -72,7 +72,7 @@ class CallbackManager:
         warn_share: float | None = 0.05,
     ) -> None:
         self.user_state: dict[str, Any] = {}
-        self.current: Event | None = None  # `ctx.event` returns it
+        self.current: Event | None = None  # the event that is being fired, which `ctx.event` returns
         self.costs = Costs(costs, warn_share)
         self._table = DispatchTable(self.costs, checking=checking)
         self.has_listeners = self._table.has_listeners

@@ -19,7 +19,7 @@ class Muting:
 
     def __init__(self, table: DispatchTable) -> None:
         self._table = table
-        # For each callback that is muted until some step: that step, the callback, and the events at which it is muted.
+        # Each callback that is muted until a certain step: this step, the callback, and the events at which it is muted.
         self._wakes: list[tuple[int, Registration, frozenset[str]]] = []
 
     @property

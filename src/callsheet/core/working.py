@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _TERMINAL_SECONDS = 1.0
-_FIRST_SECONDS, _NEXT_SECONDS = 5.0, 30.0  # times between status lines where the output is a log and not a terminal
+_FIRST_SECONDS, _NEXT_SECONDS = 5.0, 30.0  # seconds until the first status line and between later ones, if the output is a log
 
 
 @contextmanager
