@@ -120,7 +120,7 @@ def _with_argument(bridge: str) -> Around:
             given = arguments.get("callbacks")
         except (TypeError, ValueError):  # the arguments are invalid, so let `train` report the error
             return train(*args, **options)
-        if given is not None and not isinstance(given, (list, tuple)):  # such as Keras' `CallbackList`: nothing can be added here
+        if given is not None and not isinstance(given, (list, tuple)):  # Keras' `CallbackList`, for example, cannot be extended
             return train(*args, **options)
         hosted = _host(observation, given or (), bridge, has_interval=False)
         if hosted is None:

@@ -8,7 +8,7 @@ from callsheet.core.time import Interval
 
 FIRST_INTERVAL = 10
 """How many steps there are from one metrics record to the next, unless the user or the pace of the steps sets another number."""
-_MIN_SECONDS = 1.0  # if records follow each other faster, in seconds of training, the interval is doubled
+_MIN_SECONDS = 1.0  # if two records are fewer seconds of training apart, the interval is doubled
 _MAX_SECONDS = 10.0
 
 

@@ -111,7 +111,7 @@ class LoopFinder:
 
         @wraps(given)
         def wrapper(*args: Any, **options: Any) -> Any:
-            if torch.compiler.is_compiling():  # Dynamo must not trace callsheet's code
+            if torch.compiler.is_compiling():  # call torch directly, because Dynamo must not trace callsheet's code
                 return given(*args, **options)
             return around(given, *args, **options)
 
