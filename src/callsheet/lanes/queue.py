@@ -173,7 +173,7 @@ class Lane:
                 thread = threading.Thread(target=self._work, name=f"callsheet-lane-{self.name}", daemon=True)
                 try:
                     thread.start()
-                except RuntimeError:  # the interpreter is shutting down
+                except RuntimeError:  # no thread can start while the interpreter shuts down
                     return False
                 self._thread, self._looked_from = thread, max(1, self._limit // 2)
                 self.room = 0 if self._forgets_kinds else self._looked_from
