@@ -76,7 +76,7 @@ class ConsoleLogger(Logger):
         shown = {name: value for name, value in ctx.record.values.items() if name not in known and self._is_wanted(name)}
         figures = [*(f"{_plain(name)} {value:.4g}" for name, value in shown.items()), *speeds(ctx)]
         line = "  ".join([place(ctx), *figures]) if figures else ""
-        if known:  # an evaluation's record: print it now, below the evaluation's results and without repeating them
+        if known:  # the record follows an evaluation: print it now, without the metrics that the evaluation's line has shown
             self._print(line)
         elif self._is_time(ctx):
             self._print(line)

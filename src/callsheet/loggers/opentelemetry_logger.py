@@ -23,7 +23,7 @@ STEPS = ("none", "sampled", "all")
 
 _ALWAYS = ("data_init", "train", "epoch", "eval_all", "eval", "test", "predict", "checkpoint_save")
 _STEP = tuple(name for name in SPANS if name not in {*_ALWAYS, "run", "checkpoint_load", "round"})
-_SLICES = 1000  # the most spans of a timeline, because the SDK's queue holds only 2048
+_SLICES = 1000  # a timeline has at most this many spans, because the SDK's queue holds only 2048
 _PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 

@@ -161,7 +161,7 @@ class DescriptorCapture:
         try:
             self._copier.wait(0.0 if any(map(self._has, DESCRIPTORS.values())) else 1.0)
         except subprocess.TimeoutExpired:
-            pass  # another process still holds a pipe; the copying process runs until that is closed
+            pass  # another process still has a pipe open; the copying process runs until the pipe is closed
         if answer != output_log.CLOSED:
             reason = answer.decode("utf-8", "replace").strip("\0\n")
             raise OSError(f"not all output is in the log: {reason or 'writing it took too long'}")
