@@ -198,7 +198,7 @@ def where(thing: object) -> str:
     return _where_class(kind)
 
 
-@functools.lru_cache(maxsize=1024)  # finding a class in its source takes milliseconds
+@functools.lru_cache(maxsize=1024)  # cached, because finding a class in its source takes milliseconds
 def _where_class(kind: Any) -> str:
     try:
         return f"{Path(inspect.getsourcefile(kind) or '?').name}:{inspect.getsourcelines(kind)[1]}"
@@ -208,7 +208,7 @@ def _where_class(kind: Any) -> str:
 
 def mark_as_users(error: BaseException) -> None:
     """Mark an error as the user's, such as one from a callback or the data. A host raises such an error instead of logging it."""
-    error.__dict__["_callsheet_users"] = True  # an exception that is a frozen dataclass would reject setattr
+    error.__dict__["_callsheet_users"] = True  # setattr would fail if the exception is a frozen dataclass
 
 
 def is_users(error: BaseException) -> bool:

@@ -64,7 +64,7 @@ class SystemMetricsMonitor(Callback):
     def on_log(self, ctx: Context) -> None:
         if self._counted_at and (not self._seen or time.monotonic() - self._counted_at >= self._seconds):
             self._seen = {f"{self.name or 'system'}/{name}": value for name, value in self._measure(ctx).items()}
-        there = ctx.gather(self._seen)  # every rank gathers, even without values, as in an evaluation without training
+        there = ctx.gather(self._seen)  # every rank must call `gather`, even if it has no values
         highest: dict[str, float] = {}
         for rank in there:
             for name, value in rank.items():

@@ -116,7 +116,8 @@ class TorchProfiler(Callback):
     def _begin(self, ctx: Context) -> None:
         """Start the profiler if the next step is the first profiled step of a cycle."""
         length = self._wait + self._warmup + self._active
-        # The steps after `skip_first` and the first `wait`. A cycle's profiling begins when this is 0 or a multiple of `length`.
+        # The number of steps after `skip_first` and the first `wait`. A cycle's profiling begins if it is 0 or a multiple of
+        # `length`.
         done = ctx.step - self._skip - self._wait
         if done < 0 or done % length or (self._repeat and done // length >= self._repeat):
             return

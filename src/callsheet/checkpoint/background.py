@@ -34,10 +34,10 @@ class AsyncWriter:
         self._ranks = RankGroup(group)
         self._staging = Staging()
         self._thread = disk_thread("callsheet-checkpoint")
-        # Make torch use only this one thread to check the written data. Otherwise it would start a second pool of threads.
+        # Torch must use only this one thread to check the written data. Otherwise it would start a second pool of threads.
         threads = torch.get_num_threads()
         self._thread.submit(_use_one_thread).result()
-        torch.set_num_threads(threads)  # restore the default for new threads, which `_use_one_thread` has changed
+        torch.set_num_threads(threads)  # `_use_one_thread` has also changed the default for new threads, so restore it
         self._written: Future[Seal] | None = None
         self._prepared: Future[None] | None = None
         self._is_reported = True
@@ -74,7 +74,7 @@ class AsyncWriter:
         """
         self._settle()
         if self._prepared is not None:
-            wait([self._prepared])  # if the allocation failed, the copy fails too and reports the error
+            wait([self._prepared])  # ignore an error of the allocation, because the copy then fails too and reports the error
             self._prepared = None
         copied: Future[Draft] = Future()
         try:
@@ -132,5 +132,5 @@ class AsyncWriter:
 
 
 def _use_one_thread() -> None:
-    torch.get_num_threads()  # makes torch set its default now; later, that would overwrite the value 1
+    torch.get_num_threads()  # make torch set its default now, because it would otherwise do so later and overwrite the value 1
     torch.set_num_threads(1)

@@ -236,7 +236,7 @@ def remove(folder: Folder) -> None:
     """Remove the folder. The manifest is removed first, and the marker file `checkpoint.txt` last."""
     if MANIFEST in folder.entries():
         folder.remove(MANIFEST)
-        folder.sync()  # without this, a crash could restore the manifest without its files
+        folder.sync()  # without this, after a crash the manifest could exist while its files do not
     clear(folder)
     if MARKER in folder.entries():
         folder.remove(MARKER)

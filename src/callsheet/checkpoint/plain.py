@@ -30,7 +30,7 @@ from callsheet.errors import CheckpointError
 
 Json = Any  # None, bool, int, finite float, str, and lists and string-keyed dicts of these
 
-_DEEPEST = 100  # levels; a deeper tree is a mistake, and JSON readers use recursion
+_DEEPEST = 100  # the most levels of a tree; a deeper tree is a mistake, and recursive JSON readers may fail
 # NumPy dtypes whose bytes are plain values. Objects and records are not among them.
 _NUMBERS_AND_TIMES = re.compile(r"[<>|][biufcmM]\d+(\[\w+\])?")
 
@@ -164,7 +164,8 @@ class _Flattening:
             # Lone surrogates are escaped, since UTF-8 cannot encode them.
             name = path = path.encode(errors="backslashreplace").decode() or "tensor"
             nth = 1
-            # Both tensors in {"a.b": t, "a": {"b": t}} have the path a.b; `__metadata__` is reserved.
+            # A name may be taken or reserved: both tensors in {"a.b": t, "a": {"b": t}} have the path a.b, and safetensors
+            # reserves `__metadata__`.
             while name in self.tensors or name == "__metadata__":
                 name = f"{path}#{(nth := nth + 1)}"
             self._names[view], self.tensors[name] = name, tensor
@@ -179,7 +180,7 @@ def _view(tensor: torch.Tensor) -> Hashable:
         here = tensor.to_local()
         return (_view(here), tensor.device_mesh, tensor.placements, tensor.shape) if here.numel() else id(tensor)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return id(tensor)  # a subclass may keep its data in another place
+        return id(tensor)  # a subclass may keep its data in another place, so its own address has no meaning
     # A conjugate view has the same storage and differs only in a flag. Without the flag, `z` and `z.conj()` would look the same.
     marks = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
     return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), marks)
@@ -204,7 +205,7 @@ def _joined(document: Json, tensors: Mapping[str, torch.Tensor], path: str, dept
         values = [_joined(item, tensors, _step(path, key), depth + 1) for key, (_, item) in zip(keys, pairs, strict=True)]
         return dict(zip(keys, values, strict=True))
 
-    if depth > 2 * _DEEPEST:  # a tuple or dict may take two levels, as in {"$tuple": [...]}
+    if depth > 2 * _DEEPEST:  # the limit is doubled, because a tuple or dict may take two levels, as in {"$tuple": [...]}
         raise CheckpointError(f"{_at(path)}: the document is nested too deep; it was not written by callsheet")
     try:
         match document:

@@ -86,7 +86,7 @@ class RemoteFolder(Folder):
             self._files.rm(f"{self._root}/{name}", recursive=True)
 
     def remove_itself(self) -> None:
-        with contextlib.suppress(Exception):  # in most stores a folder ends with its last file, so there is nothing to remove
+        with contextlib.suppress(Exception):  # most stores have no empty folders, so there may be nothing to remove
             self._files.rmdir(self._root)
 
     def sync(self) -> None:

@@ -27,7 +27,7 @@ def whole_copy(model: nn.Module, *, keep: bool = True) -> nn.Module | None:
         keep: whether this rank gets the copy. If False, the rank only takes part in the collective, and gets None.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in sharded:  # reshard, so that the modules hold their shards and not gathered parameters
+    for module in sharded:  # reshard, so that the modules hold their own shards again instead of gathered parameters
         module.reshard()
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):

@@ -161,7 +161,8 @@ class Writing:
         self._check_owner()
         sealed = write_seal(self._folder, files, info, kind=KIND, world_size=self._ranks.size, replace=replaces)
         self._is_to_clear = False
-        # The new checkpoint is committed. If this cannot remove the rest of the old one, the next writer does.
+        # The new checkpoint is committed, so it does not matter if the rest of the old one cannot be removed. The next writer
+        # removes it.
         with contextlib.suppress(CheckpointError):
             clear(self._folder)
         return [sealed] * self._ranks.size

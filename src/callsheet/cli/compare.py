@@ -108,7 +108,7 @@ def _newest(found: list[Path], folder: Path, last: int) -> list[Path]:
     places = {each.parent for each in found} or {folder}
     try:
         rows = [
-            (row.started if row.started == row.started else 0.0, place / row.name)  # an unknown time (NaN) counts as the oldest
+            (row.started if row.started == row.started else 0.0, place / row.name)  # treat an unknown time (NaN) as the oldest
             for place in places
             for row in runs_in(place, metrics=(), settings=()).rows
             if found or not row.is_archived

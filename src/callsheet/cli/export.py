@@ -24,7 +24,7 @@ def export(run: str, overrides: Sequence[str], *, folder: str, checkpoint: str |
     job = opened(run, overrides, command="export", checkpoint=checkpoint)
     with job.trainer:
         job.export(path)
-    if job.ranks.rank != 0:  # only rank 0 looks at the folder, which may not exist on this machine
+    if job.ranks.rank != 0:  # only rank 0 looks at the folder, because the folder may not exist on the machines of other ranks
         return ""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     size = sum(file.stat().st_size for file in files) / 1e6

@@ -137,7 +137,7 @@ def _no_command(name: str, commands: Sequence[str]) -> str:
 
 
 def _add_train_and_show(command: AddsCommand) -> None:
-    # These commands have no `--help` of their own: after the name of a recipe, `--help` is that of the recipe.
+    # These commands have no `--help` of their own, because `--help` after the name of a recipe shows the recipe's help.
     train = command("train", _train, "run a recipe", add_help=False)
     show = command(
         "show",
@@ -565,6 +565,6 @@ def _which_rank() -> str:
 
 def _printed(text: str) -> int:
     if text and read_ranks().rank == 0:
-        with suppress(BrokenPipeError):  # raised if the reader has ended, as in `callsheet events | head`
+        with suppress(BrokenPipeError):  # raised if the reader of the output has ended, like `head` in `callsheet events | head`
             print(text, flush=True)
     return 0

@@ -111,7 +111,7 @@ def runs(
     chosen = [name.strip() for name in columns if name.strip()]
     shown = chosen or list(DEFAULT)
     used = [*(shown if not as_json else ()), sort, *(name for name, _, _ in conditions)]
-    # Some names in `used` are columns. They do no harm here, because no run has a metric or setting with the name of a column.
+    # `used` may also contain names of columns. They do no harm, because no run has a metric or setting with the name of a column.
     names = {LOSS, metric, *used, *(match[2] for name in used if (match := _OF_METRIC.fullmatch(name)))}
     try:
         with working(f"reading the runs in {folder}", is_shown=sys.stderr.isatty()):

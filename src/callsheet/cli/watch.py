@@ -67,7 +67,7 @@ def _waited_for(run: str, folder: Path) -> Path:
     place = folder / run if Path(run).name == run and not is_run(Path(run)) else Path(run)
     if not is_run(place):
         if place.is_dir() and any(place.iterdir()):
-            return run_folder(str(place))  # not a run's folder: `run_folder` raises an error that says so
+            return run_folder(str(place))  # for a place that is not a run's folder, `run_folder` raises an error that says so
         print(f"there is no run in {place} yet{nearest(run, folder)}\nwaiting for it; Ctrl-C ends this", flush=True)
     while not is_run(place):
         time.sleep(_LOOK_SECONDS)

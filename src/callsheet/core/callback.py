@@ -150,12 +150,13 @@ class Callback(Hooks):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned. Called when a checkpoint is loaded."""
 
-    if not TYPE_CHECKING:  # hidden from type checkers, so that they reject unknown attributes
+    if not TYPE_CHECKING:  # hide `__getattr__` from type checkers, so that they reject unknown attributes
 
         def __getattr__(self, name: str) -> Any:  # Python calls this only if there is no such attribute
             from callsheet.core import familiar_names
 
-            # If the class has the name, it is a property that raised an AttributeError, and the last line raises that again.
+            # If the class has an attribute of this name, it is a property that raised an AttributeError. The last line raises
+            # that error again.
             is_foreign = name in familiar_names.EVENTS or name in familiar_names.CALLBACK_METHODS
             if is_foreign and not hasattr(type(self), name):
                 raise AttributeError(

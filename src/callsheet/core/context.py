@@ -340,7 +340,7 @@ class Context:
         """
         if self.kept:
             for name, keeps in _CLOSED_BY.get(event, ()):
-                if not (keeps and name in self.kept):  # a field in `keep_fields` is deleted later, at its event `kept_until`
+                if not (keeps and name in self.kept):  # fields in `keep_fields` stay until their event `kept_until`
                     setattr(self, name, None)
                     delattr(self, name)
         else:
@@ -415,7 +415,7 @@ def _not_available(name: str, event: str | None) -> str:
 _CLOSED_BY: dict[str, tuple[tuple[str, bool], ...]] = {}
 for _field in FIELDS.values():
     for _event in {*(closes for _, closes in _field.windows), *filter(None, [_field.kept_until])}:
-        _keeps = _event == _field.windows[0][1]  # at this event the field stays if a callback has it in `keep_fields`
+        _keeps = _event == _field.windows[0][1]  # whether a field in `keep_fields` stays at this event
         _CLOSED_BY[_event] = (*_CLOSED_BY.get(_event, ()), (_field.name, _keeps))
 
 
@@ -425,7 +425,7 @@ def _deleter(names: Iterable[str]) -> Callable[[Context], None]:
     The function runs at every step, and several times in every step of a host. A loop over the names would take twice as long
     (`benchmarks/results/shortcuts.md`).
     """
-    # `del` of a slot without a value would raise an error.
+    # Assign None first, because `del` of a slot without a value raises an error.
     lines = "".join(f"    ctx.{name} = None\n    del ctx.{name}\n" for name in names)
     scope: dict[str, Any] = {}
     exec(f"def delete(ctx):\n{lines}    return", scope)  # `exec` is safe here, since the names come from the lifecycle's table

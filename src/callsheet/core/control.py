@@ -78,8 +78,8 @@ class Control:
         self.load_path: str | None = None
         self.switched_off: list[Request] = []
         """The callbacks that all ranks have agreed to disable, as requests. Used by the manager."""
-        self.is_boundary_requested = False  # whether a callback in a lane has made a request since the loop last looked
-        self.is_rescheduled = False  # whether `CallbackManager.next_step` has changed since the loop read it
+        self.is_boundary_requested = False  # True if a callback in a lane has made a request since the loop last looked
+        self.is_rescheduled = False  # True if `CallbackManager.next_step` has changed since the loop read it
         self.in_gate = False  # True while the manager calls a handler that runs on some ranks only
 
     def stop(self, why: str, *, replicated: bool = False, resumable: bool = False) -> None:
@@ -191,7 +191,7 @@ class Control:
     def look_again(self) -> None:
         """Set `pending` to True if any request is left, otherwise to False. Called by the loop."""
         self.pending = bool(self._saves) or self._evaluate is not None or self._stop is not None
-        # Read these flags last, since another thread may set them at any time.
+        # Read these flags last: another thread may set them at any time, and `pending` must then become True.
         if self.is_boundary_requested or self.is_rescheduled:
             self.pending = True
 

@@ -31,19 +31,20 @@ MODES = ("sampled", "all", "off")
 WINDOW_STEPS = 4
 _FIRST_STEP = 2  # the first steps are not timed, since they include memory allocation and compilation
 _STEPS_PER_TIMED_STEP = 16  # at most one step in this many is timed
-# Between two timing windows lie at least this many seconds or this share of the run's time so far, whichever is less.
+# The pause between two timing windows takes this many seconds, or this fraction of the run's time so far if that is less.
 _MAX_PAUSE_SECONDS, _PAUSE_SHARE = 1.0, 0.25
-# Costs are published again when the run's time has grown by this factor, plus these seconds.
+# Costs are published again when the run's time reaches that of the last publication times this factor, plus these seconds.
 _PUBLISH_GROWTH, _PUBLISH_SECONDS = (1.1, 2.0)
 _MAX_SLICES = 20_000  # keep at most this many timed slices of one timing window, since a long evaluation may have more
-_MIN_WARN_STEPS = 20  # how many steps must be timed before a warning during the run
-# At the end of a short run, fewer timed steps are enough if a callback takes this share and this time of a step.
+_MIN_WARN_STEPS = 20  # a warning during the run requires at least this many timed steps
+# At the end of a short run, fewer timed steps are enough for a warning if a callback takes at least this fraction of a step's
+# time and at least this many seconds per step.
 _CLEAR_SHARE, _CLEAR_SECONDS = 0.25, 10e-3
 _MIN_WARN_SECONDS = 50e-6  # a callback that takes less time per step than this causes no warning
 
 _STEP = ("fetch", "train_step")
 """The names of the spans that make up one training step."""
-_STEP_PARTS = (*_STEP, "on_checkpoint_due")  # a step's time includes the handlers of this event, which follows the step
+_STEP_PARTS = (*_STEP, "on_checkpoint_due")  # `on_checkpoint_due` is fired after the step, but its handlers count as step time
 
 
 def _path_events() -> frozenset[str]:
@@ -358,7 +359,7 @@ def _nested(opened: _Open) -> list[Slice]:
         name = SPAN_OF[event]
         if event == SPANS[name].start_event:
             stack.append((name, moment))
-        elif stack and stack[-1][0] == name:  # otherwise the span began before the timing window
+        elif stack and stack[-1][0] == name:  # a span that began before the timing window is left out
             slices.append(Slice(name, stack[-1][1] - opened.start, moment - stack[-1][1], step))
             stack.pop()
     return sorted(slices, key=lambda each: (each.begin, -each.seconds))

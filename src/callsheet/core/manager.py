@@ -72,7 +72,7 @@ class CallbackManager:
         warn_share: float | None = 0.05,
     ) -> None:
         self.user_state: dict[str, Any] = {}
-        self.current: Event | None = None  # `ctx.event` returns it
+        self.current: Event | None = None  # the event that is being fired, which `ctx.event` returns
         self.costs = Costs(costs, warn_share)
         self._table = DispatchTable(self.costs, checking=checking)
         self.has_listeners = self._table.has_listeners
@@ -578,7 +578,7 @@ class CallbackManager:
         named = frozenset(as_event(event).value for event in events)
         ctx = self._ctx() if self._ctx is not None else None
         if until is not None and ctx is not None and not self._muting.is_worthwhile(until, ctx.step):
-            return  # return before the search for the registration, because a callback may call `ctx.mute` in every step
+            return  # return before the slow search for the registration, because a callback may call `ctx.mute` at every step
         registration = next((each for each in self._registrations if each.thing is callback), None)
         if registration is None:
             raise RegistrationError(f"{label_of(callback)} is not on the call sheet of this run, so it cannot mute events")

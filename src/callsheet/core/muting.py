@@ -19,7 +19,7 @@ class Muting:
 
     def __init__(self, table: DispatchTable) -> None:
         self._table = table
-        # For each callback that is muted until some step: that step, the callback, and the events at which it is muted.
+        # Each callback that is muted until a certain step: this step, the callback, and the events at which it is muted.
         self._wakes: list[tuple[int, Registration, frozenset[str]]] = []
 
     @property
@@ -40,7 +40,8 @@ class Muting:
 
         Muting for only a few steps costs more than calling the handlers that often.
         """
-        # Before `costs` begins, no loop calls `between_steps`, so the handlers might stay muted.
+        # The loop calls `between_steps`, which unmutes handlers, only once `costs` has begun. Before that, the handlers might
+        # stay muted.
         return self._table.costs.has_begun and until >= step + _MIN_MUTED_STEPS
 
     def mute(
@@ -48,11 +49,11 @@ class Muting:
     ) -> None:
         """Mute (`is_muted`) or unmute the callback for these events. With `until`, it is muted only until that step."""
         if until is not None and ctx is not None:
-            events -= registration.muted - self._waking(registration)  # events that are muted until the run's end stay muted
+            events -= registration.muted - self._waking(registration)  # a callback that is muted until the run's end stays muted
         self._forget_wakes(registration, events)
         if until is not None and ctx is not None:
             self._wakes.append((until, registration, events))
-            ctx.control.is_rescheduled = ctx.control.pending = True  # the loop has to read `next_step` again
+            ctx.control.is_rescheduled = ctx.control.pending = True  # makes the loop read `next_step` again
         self._set(registration, registration.muted | events if is_muted else registration.muted - events)
 
     def unmute_due(self, step: int) -> None:

@@ -41,7 +41,7 @@ A module that only one class needs is not listed here; that class names it when 
 """
 
 _INSTALLED_BY = {module: f"'callsheet[{extra}]'" for extra, modules in _EXTRAS.items() for module in modules} | {
-    "accelerate": "accelerate",  # this and the following are the frameworks for which callsheet has a bridge
+    "accelerate": "accelerate",  # from here on: the frameworks for which callsheet has a bridge
     "ignite": "pytorch-ignite",
     "keras": "keras",
     "lightning": "lightning",
@@ -49,7 +49,7 @@ _INSTALLED_BY = {module: f"'callsheet[{extra}]'" for extra, modules in _EXTRAS.i
     "torchtnt": "torchtnt",
     "composer": "mosaicml",
     "ultralytics": "ultralytics",
-    "axolotl": "axolotl",  # this and the following are for callsheet's plugins
+    "axolotl": "axolotl",  # from here on: packages that callsheet's plugins need
     "pydantic": "pydantic",
     "swift": "ms-swift",
 }

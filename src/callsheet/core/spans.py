@@ -21,7 +21,7 @@ from callsheet.core.lifecycle import EVENTS, SPANS
 
 def note_span(error: BaseException, span: str, ctx: Context) -> None:
     """Store on `error` the span (part of the run) in which it was raised. Only the first call, for the innermost span, counts."""
-    error.__dict__.setdefault("_callsheet_span", (span, ctx))  # an exception that is a frozen dataclass would reject setattr
+    error.__dict__.setdefault("_callsheet_span", (span, ctx))  # setattr would fail if the exception is a frozen dataclass
 
 
 def take_noted_span(error: BaseException) -> tuple[str, Context] | None:

@@ -213,7 +213,7 @@ class Time:
         return f'Time("{self}")'
 
 
-# The position of each unit in a timestamp. A timestamp's first six fields are in the order of the units.
+# The position of each unit's counter in a timestamp, whose first six fields have the same order as the units.
 _COUNTED = [unit for unit in TimeUnit if unit is not TimeUnit.DURATION]
 _SLOT: dict[TimeUnit, int] = {unit: slot for slot, unit in enumerate(_COUNTED)}
 
@@ -238,7 +238,7 @@ class Timestamp(NamedTuple):
         seconds_in_epoch: the seconds of training within the current epoch.
     """
 
-    # This is a named tuple because one is made at every step; a frozen dataclass takes three times as long to make.
+    # Timestamp is a named tuple because one is made at every step, and making a frozen dataclass takes three times as long.
     round: int = 0
     epoch: int = 0
     batch: int = 0

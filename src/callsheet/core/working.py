@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _TERMINAL_SECONDS = 1.0
-_FIRST_SECONDS, _NEXT_SECONDS = 5.0, 30.0  # times between status lines where the output is a log and not a terminal
+_FIRST_SECONDS, _NEXT_SECONDS = 5.0, 30.0  # seconds until the first status line and between later ones, if the output is a log
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def _show(what: str, is_done: threading.Event) -> None:
         is_shown = False
         while not is_done.wait(pause):
             seconds = time.monotonic() - began
-            # On a terminal the cursor stays at the start of the line, so that other output overwrites it.
+            # On a terminal, the cursor returns to the start of the line, so that other output overwrites the line.
             stream.write(f"\r{what}: {seconds:.0f} s\x1b[K\r" if is_terminal else f"{what}: {seconds:.0f} s so far\n")
             stream.flush()
             is_shown, pause = True, _TERMINAL_SECONDS if is_terminal else _NEXT_SECONDS

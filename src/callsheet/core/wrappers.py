@@ -165,7 +165,7 @@ def failed(registration: Registration, event: str, ctx: Context, error: Exceptio
     )
     if registration.failures_in_a_row == FAILURES_ALLOWED:
         if ctx.control.is_shared:
-            # The callback is disabled on all ranks together.
+            # All ranks must disable the callback at the same step, so the control sends this to the other ranks.
             ctx.control.switch_off(registration.label, registration.number, registration.failures_in_a_row)
         else:
             registration.switch_off(registration.failures_in_a_row)

@@ -94,13 +94,13 @@ class BareLoop(NotCopied):
         self.step = parts["train_step"]
         """The span of a step."""
         self._epoch, self._fetch, self._microbatch = (parts[name] for name in ("epoch", "fetch", "microbatch"))
-        # References for speed, since each step reads these objects.
+        # The loop reads these objects at every step, so attributes of its own are faster.
         self._driver, self._spans = run.driver, run.spans
         self.evaluations = LoopEvaluations(run)
         """The evaluations of the loop."""
         self._evaluation = self.evaluations.span
         self._is_over = False
-        self._ends_epoch = False  # whether the epoch ends after the open step
+        self._ends_epoch = False  # whether the epoch ends when the open step ends
         self.has_failed = False
         """Whether an error of callsheet or of a callback has ended the observation."""
         self.are_epochs_reported = False
@@ -109,15 +109,14 @@ class BareLoop(NotCopied):
         """Called if the optimizer steps while `evaluations.dataset` has a name. It returns the batch of the step."""
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         self._parameters = {id(each) for each in parameters}
-        # The parameters whose gradients show whether the script has discarded them. FSDP keeps gradients elsewhere between microbatches.
+        # If none of these parameters has a gradient, the script has discarded the gradients. FSDP keeps gradients elsewhere
+        # between microbatches, so there the list is empty.
         self._with_gradients = [] if any(hasattr(each, "placements") for each in parameters) else parameters
-        self._of_microbatch = self._discarded = (
-            0,
-            0,
-        )  # samples and tokens of the latest microbatch, and those of a discarded loss
+        # The samples and tokens of the latest microbatch, and those of a microbatch whose loss was discarded.
+        self._of_microbatch = self._discarded = (0, 0)
         self._was_called = False  # whether the model was called with gradients since the last step ended
         self._trains_in_eval_mode = not model.training  # such a script freezes the statistics of batch normalization
-        self._in_forward: Literal["train", "eval", ""] = ""  # why the model is being called now; empty if it is not
+        self._in_forward: Literal["train", "eval", ""] = ""  # the purpose of the running forward pass; empty if none is running
         self._is_in_microbatch = False  # whether the model was called with gradients after the step's beginning and its last loss
         self.thread = current_thread()
         """The thread that trains."""
@@ -128,9 +127,9 @@ class BareLoop(NotCopied):
         self.watch.listen(False)
         self._forward = LoopForwardHooks(self, model)
         self._hooks: list[Any] = [self.watch, self._forward]
-        # Hooks of a model that was compiled in place would be compiled with it.
+        # If the model was compiled in place, torch.compile would compile the hooks with it, so the model gets none.
         self._sees_forward = getattr(model, "_compiled_call_impl", None) is None
-        if isinstance(model, torch.jit.ScriptModule):  # torch allows no hooks on it
+        if isinstance(model, torch.jit.ScriptModule):  # torch does not allow hooks on a ScriptModule
             self._sees_forward = False
             logger.warning("%s trains a ScriptModule, so its forward passes and evaluations are not observed", HOST)
 
@@ -235,7 +234,7 @@ class BareLoop(NotCopied):
         """Fetch the next batch for training with `fetches(iterator)`, whose errors are raised, and fire the events around it."""
         if self._is_over or get_ident() != self._thread:
             return fetches(iterator)
-        is_first = not self.step.is_open  # otherwise it is for a further microbatch of the step
+        is_first = not self.step.is_open  # if a step is open, this batch is for another microbatch of it
         if is_first and (
             self._evaluation.is_open or self._driver.seen_links != self._spans.links or not self._fetch.has_no_listeners
         ):
@@ -276,7 +275,8 @@ class BareLoop(NotCopied):
     @not_compiled
     def forward_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Report that the model is called. This is a forward pre-hook of the model."""
-        # A copy that a script makes of the model's attributes shares its hooks.
+        # A script may copy the model's attributes into another model, which then has the same hooks. Calls of that model are
+        # ignored.
         if is_traced() or self._is_over or model is not self.model or get_ident() != self._thread:
             return
         try:
@@ -317,7 +317,7 @@ class BareLoop(NotCopied):
                 self._guarded(self._begin_microbatch, (), {})
         if self.watch.total is not None and self._with_gradients and all(each.grad is None for each in self._with_gradients):
             self.gradients_are_discarded()
-        if not self._is_in_microbatch and any(self._discarded):  # another loss of the same outputs
+        if not self._is_in_microbatch and any(self._discarded):  # a second loss of the same outputs: count its samples again
             counted, again = self.run.counted, self._discarded
             self.run.counted, self._discarded = (counted[0] + again[0], counted[1] + again[1]), (0, 0)
         self._is_in_microbatch = False
@@ -334,7 +334,7 @@ class BareLoop(NotCopied):
             return
         self.watch.total = None
         if self._is_in_microbatch:
-            self.run.counted = self._of_microbatch  # their loss is still to come
+            self.run.counted = self._of_microbatch  # keep the counts of the open microbatch, because its loss follows
         else:
             self.run.counted, self._discarded = (0, 0), self._of_microbatch
 
@@ -393,12 +393,12 @@ class BareLoop(NotCopied):
             self._use_losses_alone()
         self._was_called = False
         run.step_skipped = not self._optimizer_hooks.has_stepped
-        if not self._driver.has_listeners:  # then the hook before the optimizer's step, which sets it, is not registered
+        if not self._driver.has_listeners:  # without listeners, no hook sets the rate before the optimizer's step
             run.set_learning_rate()
         self.watch.is_on = not self._sees_forward
         run.end_step()
         if (steps := run.state.timestamp.batch) == 1:
-            run.driver.synthesized.clear()  # the first step was recognized only when the optimizer stepped
+            run.driver.synthesized.clear()  # ignore spans synthesized for the first step, because callsheet recognized it late
         elif steps == 2:
             if not self._sees_forward:
                 run.driver.synthesized.clear()
@@ -511,7 +511,7 @@ class BareLoop(NotCopied):
         if is_new:
             self._of_microbatch = (samples * self._ranks, tokens * self._ranks)
         counted = self.run.counted
-        if not self.watch.is_in_closure or counted == (0, 0):  # otherwise the optimizer evaluates its closure again
+        if not self.watch.is_in_closure or counted == (0, 0):  # in a closure, count only once: the optimizer may call it again
             more = self._of_microbatch if is_new else self._discarded
             self.run.counted = counted[0] + more[0], counted[1] + more[1]
         self._discarded = (0, 0)
@@ -530,7 +530,7 @@ class BareLoop(NotCopied):
             driver = self.run.driver
             if driver.parts["forward"].is_open:
                 self.run.ctx.outputs = outputs
-                driver.start("loss")  # this also ends the forward span
+                driver.start("loss")  # starting the span `loss` also ends the span `forward`
         elif kind == "eval":
             self.evaluations.end_batch(outputs)
 

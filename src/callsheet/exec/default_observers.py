@@ -66,7 +66,7 @@ class LossCheck(Callback):
     ranks = "zero"
 
     def __init__(self) -> None:
-        self._checked = 0  # the last step whose loss was in a record
+        self._checked = 0  # step of the last metrics record that had a loss
         self._has_warned = False
 
     def on_log(self, ctx: Context) -> None:
@@ -91,7 +91,7 @@ def default_observers(pace: LogPace) -> list[Callback]:
         LRMonitor(),
         GradientNorm(pace),
         LossCheck(),
-        HangDetector(min_seconds=600),  # scripts save and evaluate between steps, which callsheet does not see
+        HangDetector(min_seconds=600),  # the limit is long, because callsheet does not see scripts save or evaluate between steps
         SystemMetricsMonitor(),
         JSONLLogger(),
     ]

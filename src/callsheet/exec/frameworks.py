@@ -118,9 +118,9 @@ def _with_argument(bridge: str) -> Around:
         try:
             arguments = inspect.signature(train).bind(*args, **options).arguments
             given = arguments.get("callbacks")
-        except (TypeError, ValueError):  # arguments that `train` itself rejects
+        except (TypeError, ValueError):  # the arguments are invalid, so let `train` report the error
             return train(*args, **options)
-        if given is not None and not isinstance(given, (list, tuple)):  # such as Keras' `CallbackList`: nothing can be added here
+        if given is not None and not isinstance(given, (list, tuple)):  # Keras' `CallbackList`, for example, cannot be extended
             return train(*args, **options)
         hosted = _host(observation, given or (), bridge, has_interval=False)
         if hosted is None:
@@ -145,7 +145,7 @@ def _composer(observation: Observation, train: Callable[..., Any], trainer: Any,
 
 def _ultralytics(observation: Observation, train: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
     owners = [getattr(each, "__self__", each) for functions in trainer.callbacks.values() for each in functions]
-    if getattr(trainer, "ddp", False):  # it starts workers, in which it trains
+    if getattr(trainer, "ddp", False):  # the trainer starts workers and trains in them
         if observation.is_observed_otherwise(owners):
             return train(trainer, *args, **options)
         with _workers_under_exec(observation):
@@ -175,7 +175,7 @@ def _workers_under_exec(observation: Observation) -> Iterator[None]:
     try:
         yield
     finally:
-        if module.generate_ddp_command is under_exec:  # otherwise another library has replaced it since
+        if module.generate_ddp_command is under_exec:  # if another library has replaced the function since, leave it
             module.generate_ddp_command = given  # type: ignore[attr-defined]
 
 

@@ -24,9 +24,9 @@ class IgniteEngines:
 
     def __init__(self, observation: Observation) -> None:
         self._observation = observation
-        self._running: list[Any] = []  # the innermost last
+        self._running: list[Any] = []  # the engines that are running, the innermost last
         self._trainer: Any = None
-        self._handles: list[Any] = []  # of our handlers in the trainer
+        self._handles: list[Any] = []  # handles to remove callsheet's handlers from the trainer
         self._names: dict[str, _Evaluated] = {}
 
     def begin(self) -> dict[str, Any]:
@@ -81,7 +81,8 @@ class IgniteEngines:
         name, before = "", loop.evaluations.dataset if loop is not None else ""
         if loop is not None and is_evaluator:
             if _is_between_epochs(self._trainer):
-                # The script's handler may run before ours at the same event, so the epoch may not have been ended yet.
+                # If the script's handler runs before callsheet's at the same event, the epoch is still open, so end it before the
+                # evaluation.
                 self._end_epoch(self._trainer)
             loop.evaluations.dataset = name = self._name(engine, data)
         self._running.append(engine)
@@ -107,7 +108,7 @@ class IgniteEngines:
         self._trainer.terminate()
 
     def _begin_epoch(self, trainer: Any) -> None:
-        self._end_epoch(trainer)  # after `terminate_epoch`, Ignite may not report the end
+        self._end_epoch(trainer)  # end the previous epoch, because Ignite may not report its end after `terminate_epoch`
         if self._observation.loop is not None:
             self._observation.loop.begin_epoch()
 
@@ -138,7 +139,7 @@ class _Evaluated:
         self._id = id(dataset)
         try:
             self._dataset: Callable[[], Any] | None = weakref.ref(dataset)
-        except TypeError:  # such as a list
+        except TypeError:  # a list, for example, does not support weak references
             self._dataset = None
 
     def is_of(self, engine: Any, dataset: Any) -> bool:

@@ -19,7 +19,7 @@ class ImportWatch(MetaPathFinder):
 
     def __init__(self, actions: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self._actions = actions
-        self._asked: set[str] = set()  # the modules for which the other finders are asked now
+        self._asked: set[str] = set()  # the modules for which this finder is asking the other finders now
 
     def install(self) -> None:
         """Call the functions of imported modules, and watch for the others."""
@@ -35,7 +35,7 @@ class ImportWatch(MetaPathFinder):
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return the spec that other finders find for a watched module, with a loader that also calls the module's function."""
-        if name not in self._actions or name in self._asked:  # another finder may ask all finders, too
+        if name not in self._actions or name in self._asked:  # avoid a recursion: another finder may ask all finders
             return None
         self._asked.add(name)
         try:

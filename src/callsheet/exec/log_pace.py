@@ -8,7 +8,7 @@ from callsheet.core.time import Interval
 
 FIRST_INTERVAL = 10
 """How many steps there are from one metrics record to the next, unless the user or the pace of the steps sets another number."""
-_MIN_SECONDS = 1.0  # of training, from one record to the next
+_MIN_SECONDS = 1.0  # if two records are fewer seconds of training apart, the interval is doubled
 _MAX_SECONDS = 10.0
 
 
@@ -49,7 +49,7 @@ class PacedRecords(HostedRecords):
     pace: LogPace
 
     def fire_log(self, ctx: Context) -> None:
-        is_scheduled = self.are_due(ctx)  # otherwise this is the record of an evaluation, or the last one of the run
+        is_scheduled = self.are_due(ctx)  # False for the record of an evaluation and for the last record of a run
         super().fire_log(ctx)
         if is_scheduled and self.pace.adapt(ctx.state.timestamp.seconds):
             self.change_interval(Interval(self.pace.steps), ctx)

@@ -22,8 +22,8 @@ class LoopBatches:
         """Another dataloader and its latest batch, as long as it is unknown whether they are for training or for an evaluation."""
         self.latest: Any = None
         """The latest batch, or None if its step has ended, so that it is not in memory longer than the script keeps it."""
-        self._is_new = False  # whether the latest batch belongs to the next microbatch
-        self._fetched = 0  # the batches since the dataloader's iteration began
+        self._is_new = False  # True if the latest batch has not been used in a microbatch yet
+        self._fetched = 0  # number of batches that were fetched since the iteration over the dataloader began
 
     def come_from(self, loader: Any) -> bool:
         """Return whether the loop takes its batches from `loader`."""

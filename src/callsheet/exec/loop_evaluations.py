@@ -52,7 +52,8 @@ class LoopEvaluations:
         if is_in_step:
             self.delayed[dataset] = results
             return
-        if not evaluation.driver.is_open("eval") and results:  # of another model, such as an average of the weights
+        # If the script evaluated another model, such as an average of the weights, the evaluation has not begun yet.
+        if not evaluation.driver.is_open("eval") and results:
             evaluation.begin(dataset)
         if evaluation.driver.is_open("eval"):
             evaluation.end_dataset(dataset, results)

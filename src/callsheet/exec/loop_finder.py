@@ -59,16 +59,16 @@ class LoopFinder:
         """Whether a framework's trainer trains now, which is observed by its host."""
         self._undo: list[Callable[[], None]] = []
         self._lock = threading.Lock()  # held while a loop is recognized, so that two threads do not recognize two loops
-        self._found = self._not_found = 0  # the number of loops that were recognized, and of optimizers without a model
-        self._others = 0  # the number of steps of other optimizers since the observed one last stepped
+        self._found = self._not_found = 0  # number of recognized loops, and number of optimizers whose model was not found
+        self._others = 0  # number of steps that other optimizers have taken since the observed one last stepped
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers whose loop was observed or cannot be observed
         self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # the dataloader of each iterator
         self._training_iterator: Callable[[], Any] = _nothing  # a reference to the iterator of the observed loop's last batch
         self._latest: Any = None  # a reference to the dataloader that was used last, unless it is that of the observed loop
         self._batch: Any = None  # the latest batch of that dataloader; kept only until the first loop is recognized
         self._loss: Tensor | None = None  # the sum of the losses since the last `zero_grad`, until the first loop is recognized
-        self._counted: Any = None  # the batch whose samples are in `_counts`
-        self._counts = (0, 0)  # the samples and tokens of these losses
+        self._counted: Any = None  # the last batch whose samples are in `_counts`
+        self._counts = (0, 0)  # number of samples and tokens of the losses in `_loss`
         self._is_limit_logged = False  # whether it was logged that further loops are not observed
         self._is_in_backward = False
         self._is_inside_loader = False  # whether a dataloader of a framework is fetching from the torch dataloader inside it
@@ -83,8 +83,9 @@ class LoopFinder:
         self._wrap(Optimizer, "zero_grad", self._zero_grad, is_compiled=False)
         self._wrap(nn.Module, "zero_grad", self._zero_grad)
         self._wrap(torch.nn.utils.clip_grad, "clip_grad_norm_", self._clip, also=torch.nn.utils)
-        # `torch.jit.script` and `torch.jit.trace` call this for modules. They look at their caller, so they are not wrapped themselves.
-        if hasattr(getattr(torch.jit, "_recursive", None), "create_script_module"):  # a private name of torch
+        # `torch.jit.script` and `torch.jit.trace` call this function for modules. The two are not wrapped themselves, because
+        # they inspect their caller.
+        if hasattr(getattr(torch.jit, "_recursive", None), "create_script_module"):  # private, so torch may remove it
             self._wrap(torch.jit._recursive, "create_script_module", self._script)
         self._undo.append(register_optimizer_step_pre_hook(self._steps).remove)
 
@@ -110,7 +111,7 @@ class LoopFinder:
 
         @wraps(given)
         def wrapper(*args: Any, **options: Any) -> Any:
-            if torch.compiler.is_compiling():  # Dynamo must not trace callsheet's code
+            if torch.compiler.is_compiling():  # call torch directly, because Dynamo must not trace callsheet's code
                 return given(*args, **options)
             return around(given, *args, **options)
 
@@ -123,7 +124,7 @@ class LoopFinder:
 
         def restore() -> None:
             for each in owners:
-                if getattr(each, name) is ours:  # otherwise another library has wrapped it since
+                if getattr(each, name) is ours:  # if another library has wrapped the function since, leave its wrapper
                     setattr(each, name, given)
 
         for each in owners:
@@ -135,7 +136,8 @@ class LoopFinder:
 
     @not_compiled
     def _backward(self, given: Callable[..., Any], loss: Tensor, *args: Any, **options: Any) -> Any:
-        # Under a torch function mode, such as that of `torch.set_default_device`, torch calls `Tensor.backward` again.
+        # Under a torch function mode, such as that of `torch.set_default_device`, `Tensor.backward` calls itself again. Observe
+        # only the outer call.
         if self._is_over or self._is_in_backward or loss.numel() != 1:
             return given(loss, *args, **options)
         self._is_in_backward = True
@@ -201,7 +203,8 @@ class LoopFinder:
         if loop is not None and self._training_iterator() is iterator:
             return loop.fetch(given, iterator)
         reference = self._loaders.get(iterator)
-        # In `for batch in DataLoader(...)`, the dataloader is freed and only its iterator is left, so the iterator identifies the data.
+        # In `for batch in DataLoader(...)`, only the iterator is kept and the dataloader is freed. Then the iterator identifies
+        # the data.
         loader = iterator if reference is None or reference() is None else reference()
         if loop is not None and loop.is_of_training(loader):
             self._training_iterator = weakref.ref(iterator)
@@ -241,7 +244,7 @@ class LoopFinder:
         if self._loop is None:
             return given(parameters, *args, **options)
         if not isinstance(parameters, (Tensor, list, tuple)):
-            parameters = list(parameters)  # a generator, which can be read once
+            parameters = list(parameters)  # make a list, because a generator can be read only once
         first = parameters if isinstance(parameters, Tensor) else next(iter(parameters), None)
         if not self._loop.trains(first):
             return given(parameters, *args, **options)
@@ -342,7 +345,7 @@ def model_of(optimizer: Optimizer) -> nn.Module | None:
     best: tuple[int, int] | None = None
     found: nn.Module | None = None
     for module in _roots():
-        parameters = {id(each) for each in nn.Module.parameters(module)}  # a script's class may override `parameters`
+        parameters = {id(each) for each in nn.Module.parameters(module)}  # a script may override the method `parameters`
         shared = len(wanted & parameters)
         if shared and (best is None or (shared, -len(parameters)) > best):
             best, found = (shared, -len(parameters)), module

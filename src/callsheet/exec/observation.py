@@ -96,12 +96,12 @@ class Observation:
         """The object that recognizes loops. None until the script imports torch."""
         self.engines = IgniteEngines(self)
         self.accelerate = AccelerateLoops()
-        self._depth = 0  # how many trainers of frameworks are training
+        self._depth = 0  # number of framework trainers that are training now
         self._has_reported = False
         self._has_trained = False  # whether a trainer of a framework has trained
         self._frameworks = Frameworks(self)
         self._imports = ImportWatch({"torch": self._install, **self._frameworks.actions})
-        self._is_in_fork = False  # whether this is a process that the script has forked
+        self._is_in_fork = False  # True in a process that the script has forked
         os.register_at_fork(after_in_child=partial(_leave_to_parent, weakref.ref(self)))
 
     def __enter__(self) -> Self:
@@ -111,7 +111,7 @@ class Observation:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
         if self._trains_in_thread():
-            atexit.register(self._end, error)  # Python first waits for threads that are not daemons
+            atexit.register(self._end, error)  # Python calls this after it has waited for the thread that trains
         else:
             self._end(error)
 
@@ -253,7 +253,7 @@ class Observation:
             runs_folder=self.runs_folder,
             pace=pace,
             config={**known, **self.config},
-            # On several ranks, the others would wait for this one.
+            # If one of several ranks stopped alone, the others would wait for it, so a stop is supported only on a single rank.
             stops=self.engines.stop if self.engines.is_training and read_ranks().world_size == 1 else None,
         )
         try:

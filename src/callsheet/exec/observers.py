@@ -42,7 +42,7 @@ def observers_of(file: str | os.PathLike[str] | None) -> Observers:
         made = [_built(path, place, spec) for place, spec in enumerate(specs)]
         return _isolated(made if any(isinstance(each, JSONLLogger) for each in made) else [*made, JSONLLogger()])
 
-    make()  # called here only to find a mistake before the script runs
+    make()  # build the observers once now, so that mistakes are reported before the script runs
     return lambda pace: make()
 
 
@@ -54,7 +54,7 @@ def _isolated(made: list[Callback]) -> list[Callback]:
 
 
 def _default(pace: LogPace) -> list[Callback]:
-    from callsheet.exec.default_observers import default_observers  # which needs torch
+    from callsheet.exec.default_observers import default_observers  # imported here because it needs torch
 
     return default_observers(pace)
 

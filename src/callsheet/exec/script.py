@@ -93,7 +93,7 @@ def _run(code: CodeType, **attributes: Any) -> None:
     module = ModuleType("__main__")
     module.__dict__.update(attributes, __builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = module
-    if "__mp_main__" in sys.modules:  # the name under which processes that are spawned send objects of `__main__`
+    if "__mp_main__" in sys.modules:  # spawned processes use this name for `__main__` when they pickle its objects
         sys.modules["__mp_main__"] = module
     exec(code, module.__dict__)
 
@@ -104,7 +104,7 @@ def hide_our_frames(error: BaseException) -> None:
     shown = sys.excepthook
 
     def show(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> Any:
-        if value is error:  # its traceback has more of callsheet's frames by now
+        if value is error:  # leave out callsheet's frames, which the traceback also contains by now
             trace = begin
         return shown(kind, value.with_traceback(trace), trace)
 

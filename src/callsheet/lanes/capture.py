@@ -124,7 +124,7 @@ class SnapshotCapture:
     def __init__(self, event: str | None, needs: tuple[str, ...], by: str, inbox: Inbox, numbers: DeviceNumbers) -> None:
         available = fields_available(event) if event is not None else ()
         self._event = as_event(event) if event is not None else None
-        self._is_last = self._event is Event.RUN_END  # the event at which the run's outcome is known
+        self._is_last = self._event is Event.RUN_END  # only at this event is the run's outcome known
         self._by, self._inbox, self._numbers = by, inbox, numbers
         wanted = [
             name
@@ -134,7 +134,7 @@ class SnapshotCapture:
         self._names = tuple(name for name in wanted if name in available or name in ALWAYS)
         self._changing = tuple(place for place, name in enumerate(self._names, _BEFORE_FIELDS) if name not in _STILL_FIELDS)
         numbers.names.update(name for name in self._names if name not in _STILL_FIELDS)
-        self._state: TrainState | None = None  # the state of the run for which `_kind` was made; None if `_kind` was not made yet
+        self._state: TrainState | None = None  # the run's state for which `_kind` was made; None before that
         self._kind: type[Snapshot] = Snapshot
         new = tuple(place for place, name in enumerate(self._names, _BEFORE_FIELDS) if name in _NEW_FIELDS)
         self._functions = _compiled_functions(self._names, self._changing, new)

@@ -72,7 +72,8 @@ class CallbackLane:
         import asyncio
 
         if self._runner is None:
-            # One event loop for all events of a callback, so that its network clients stay usable.
+            # Use one event loop for all events of a callback, because its network clients work only in the loop that created
+            # them.
             self._runner = asyncio.Runner()
 
         async def awaited() -> None:

@@ -33,7 +33,7 @@ logger = logging.getLogger("callsheet")
 
 T = TypeVar("T")
 
-_BEFORE_THE_END = 0.8  # fraction of a lane's deadline in which to handle the events before `on_run_end`
+_BEFORE_THE_END = 0.8  # the events before `on_run_end` must be handled within this fraction of a lane's deadline
 _BEFORE_LOGGERS_END = 0.9  # after this fraction of a lane's deadline, the loggers' `on_run_end` no longer waits for the lane
 _SETTLE_SECONDS = 0.2  # how long the last metrics record waits for values that callbacks in lanes log
 _STATE_SECONDS = 1.0  # deadline for the state of a callback whose lane has hung before
@@ -55,17 +55,17 @@ class LaneSet:
         self._lanes: dict[Registration, CallbackLane] = {}
         self._enqueuers: dict[HandlerEntry, Handler] = {}
         self._numbers_of = {event: DeviceNumbers() for event in EVENTS}
-        self._dropped: dict[Registration, int] = {}  # how many events the lanes that have ended had dropped, by callback
+        self._dropped: dict[Registration, int] = {}  # by callback, the number of events that its ended lanes have dropped
         self.undelivered: dict[Registration, int] = {}
         """How many events each callback's lane had not delivered when the run ended.
 
         The counts are kept until another run begins.
         """
-        # For each lane that hung when its state was read: how many items it had processed by then. No later call waits for the
-        # lane until this number has changed. `_slow` holds the same for lanes that were too slow for a metrics record.
+        # For each lane that hung when its state was read, the number of items that it had processed by then. No later call waits
+        # for the lane until it has processed more. `_slow` holds the same for lanes that were too slow for a metrics record.
         self._behind: dict[Registration, int] = {}
         self._slow: dict[Registration, int] = {}
-        self._until = inf  # when the process will be killed, in seconds of `time.monotonic()`
+        self._until = inf  # the time on `time.monotonic()` at which the process will be killed
         self._state_calls, self._ready_calls = StateCalls(), StateCalls()
 
     def __iter__(self) -> Iterator[CallbackLane]:
@@ -247,7 +247,7 @@ class LaneSet:
         for registration in self._behind:
             logger.error("The state of %s is out of date: its lane has not handled all events in time", registration.label)
         for registration in stateful:
-            if isinstance(registration.thing, Background):  # do not wait again for a lane that has missed its deadline
+            if isinstance(registration.thing, Background):  # a lane that has already missed its deadline gets no more time
                 registration.thing.patience = 0.0 if registration in self._behind else self._seconds_for_states
 
     def _ready(self, registrations: Iterable[Registration]) -> set[Registration]:

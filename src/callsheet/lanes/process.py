@@ -156,15 +156,15 @@ class Process(Background):
         connection, self._connection = self._connection, None
         if connection is not None:
             with contextlib.suppress(OSError), socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as line:
-                # Use `shutdown`, because a process that was forked meanwhile may hold the socket open, so that `close` would not
-                # end the connection.
+                # Use `shutdown`, which ends the connection for all processes. With `close`, a process that was forked meanwhile
+                # could keep it open.
                 line.shutdown(socket.SHUT_RDWR)
             connection.close()
 
     def _disown(self) -> None:
         """In a forked child, forget the callback's process and its connection, because both belong to the parent."""
         if self._child is not None:
-            # Only the parent can wait for the process. A return code keeps Popen from giving a ResourceWarning.
+            # Only the parent can wait for the process. With a return code, Popen does not warn that the process is still running.
             self._child.returncode = 0
         for end in (self._connection, self._theirs):
             if end is not None:
@@ -177,7 +177,7 @@ class Process(Background):
 
         With `seconds`, wait at most that long, including the time until another call of the lane has ended.
         """
-        # Pickle outside the `try`, since a message that cannot be pickled must not end the callback's process.
+        # Pickle before the `try`, because a message that cannot be pickled must not end the callback's process.
         packed = pickle.dumps(message)
         if not self._lock.acquire(timeout=-1 if seconds is None else min(seconds, self.patience)):
             raise TimeoutError("the process was busy with another call all the time")

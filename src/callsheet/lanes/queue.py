@@ -28,10 +28,10 @@ _starting = threading.RLock()  # held while a lane's thread is started
 _LOOK_SECONDS = 0.1  # time between checks of a queue; each thread that wakes up delays the training thread by about 0.2 ms
 _IDLE_LOOK_SECONDS = 0.4  # the longest time between the dispatcher's checks, while all lanes are idle
 _WAIT_SECONDS = 0.002  # time between checks of a lane while the training thread waits for it
-_BUSY_SHARE = 0.02  # the largest fraction of the time for which a lane may compute without a warning
+_BUSY_SHARE = 0.02  # a lane that computes for a larger fraction of the time causes a warning
 _BUSY_AFTER_SECONDS = 5.0  # how old a lane must be before a warning that it computes too much
 _BUSY_SECONDS = 0.5  # a lane that has used this much processor time is checked even if it is younger
-_BLOCKED_SECONDS = 0.5  # time that training waits for a full queue before a warning
+_BLOCKED_SECONDS = 0.5  # how long training must have waited for a full queue before a warning
 _LOOK_EVERY = 64  # in a lane that is never empty, the number of items between two checks of its processor time
 
 
@@ -91,7 +91,7 @@ class Lane:
         The lane's thread does so as long as it finds items.
         """
         self._limit = self.options.queue
-        # The queue length from which on `put` calls `look`: 0 until the thread has started, then half of the limit.
+        # From this queue length on, `put` calls `look`. It is 0 until the thread has started, then half of the limit.
         self._looked_from = 0
         self.items: deque[Any] = deque()
         """The items in the queue. With `overflow="latest"`, each is wrapped in a `_Waiting`."""
@@ -103,10 +103,10 @@ class Lane:
         self._finish = finish
         self._wake_on_put = wake_on_put
         self._in_hand = False
-        self._has_given_up = False  # whether `put` no longer waits for room in a full queue
+        self._has_given_up = False  # True if `put` no longer waits for room in a full queue
         self._has_warned_busy = False
         self._blocked = 0.0  # seconds that training has waited for room in the queue
-        self._blocked_since = inf  # the time when training first waited for room
+        self._blocked_since = inf  # when training first waited for room; inf if it has not waited
         self._has_warned_blocked = False
         self._looked_at = time.monotonic(), 0.0  # the wall clock and the thread's processor time at the last check
         self._wake = threading.Event()
@@ -121,7 +121,7 @@ class Lane:
         """
         waiting = len(self.items)
         if waiting >= self._looked_from:
-            if self._thread is None:  # start the thread now, because that is impossible while the interpreter shuts down
+            if self._thread is None:  # start the thread now, because none can start while the interpreter shuts down
                 self._begin()
             self.look()  # wake the thread now: the queue may overflow before the dispatcher's next check
             if waiting >= self._limit and not self._make_room(item):
@@ -173,7 +173,7 @@ class Lane:
                 thread = threading.Thread(target=self._work, name=f"callsheet-lane-{self.name}", daemon=True)
                 try:
                     thread.start()
-                except RuntimeError:  # the interpreter is shutting down
+                except RuntimeError:  # no thread can start while the interpreter shuts down
                     return False
                 self._thread, self._looked_from = thread, max(1, self._limit // 2)
                 self.room = 0 if self._forgets_kinds else self._looked_from

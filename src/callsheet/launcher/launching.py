@@ -175,7 +175,7 @@ class _Specs(DefaultLogsSpecs):
         self._store: TCPStore | None = None
         self._variables = dict(variables)
         if prefix:
-            self._variables["PYTHONUNBUFFERED"] = "1"  # print the workers' lines at once
+            self._variables["PYTHONUNBUFFERED"] = "1"  # do not buffer the workers' output, so that each line is printed at once
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Set the environment variables of the ranks. torch calls this before each attempt to start them.
@@ -188,14 +188,14 @@ class _Specs(DefaultLogsSpecs):
         for environment in envs.values():
             self.attempt = int(environment["TORCHELASTIC_RESTART_COUNT"])
             if len(envs) > 1:
-                # This is the default of torchrun: one thread for each of several ranks.
+                # As in torchrun, each of several ranks uses one thread by default.
                 environment.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
             environment.update(self._variables, MASTER_PORT=str(self._store.port))
         return found
 
 
 def _config(specs: _Specs, ranks: int, *, max_restarts: int, grace: float) -> LaunchConfig:
-    # Leave out signals that are ignored, for example under nohup.
+    # Do not handle a signal that is ignored, for example under nohup.
     handled = [name for name in _SIGNALS if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN]
     newer = {"shutdown_timeout": math.ceil(grace), "signals_to_handle": ",".join(handled)}
     return LaunchConfig(

@@ -88,11 +88,11 @@ class _Watch(threading.Thread):
         parent = os.getppid()
         while os.getppid() == parent and _is_there(self._launcher) and self._folder.exists():
             self._never_set.wait(_LOOK_SECONDS)
-        # Remove the folder here, because the process that should have done so was killed.
+        # The launching process may have been killed before it could remove the folder.
         shutil.rmtree(self._folder, ignore_errors=True)
         os.kill(os.getpid(), signal.SIGTERM)
         self._never_set.wait(self._grace)
-        if os.getpgrp() == os.getpid():  # torch starts each worker in its own session
+        if os.getpgrp() == os.getpid():  # torch starts each worker in its own session, so this kills only the worker's processes
             os.killpg(0, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -56,7 +56,7 @@ class ConsoleLogger(Logger):
         self._metrics, self._leave_out = tuple(metrics), tuple(leave_out)
         self._table_rows = table_rows
         self._printed_at: tuple[Timestamp, float | None] | None = None
-        # Metrics that the line of the last evaluation has shown. The evaluation's own metrics record need not show them again.
+        # Names of the metrics in the last evaluation's line. The metrics record of this evaluation need not show them again.
         self._evaluated: set[str] = set()
         self._pending = ""  # the line for the last metrics record, if it is not printed yet
 
@@ -76,7 +76,7 @@ class ConsoleLogger(Logger):
         shown = {name: value for name, value in ctx.record.values.items() if name not in known and self._is_wanted(name)}
         figures = [*(f"{_plain(name)} {value:.4g}" for name, value in shown.items()), *speeds(ctx)]
         line = "  ".join([place(ctx), *figures]) if figures else ""
-        if known:  # an evaluation's record: print it now, below the evaluation's results and without repeating them
+        if known:  # the record follows an evaluation: print it now, without the metrics that the evaluation's line has shown
             self._print(line)
         elif self._is_time(ctx):
             self._print(line)

@@ -116,7 +116,7 @@ class FileLogger(Logger):
             self._capture_streams([name for name, number in DESCRIPTORS.items() if _descriptor_of(getattr(sys, name)) != number])
         else:
             log = OutputLog(path, self._max_bytes)
-            if not self._tees:  # true if `on_run_start` was not fired, so that capturing has not begun yet
+            if not self._tees:  # not capturing yet, because `on_run_start` was not fired
                 self._capture_streams(list(DESCRIPTORS))
         _written.add(path)
         self._path = path

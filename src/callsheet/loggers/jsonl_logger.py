@@ -80,7 +80,7 @@ class JSONLLogger(Logger):
         self._resumed_records: int | None = None  # number of records when the loaded checkpoint was saved
         self._valid = ValidRecords()  # how many records are still valid after a resume; needed until the next record is logged
         self._eval_began = self._save_began = self._save_seconds = 0.0
-        self._environment: threading.Thread | None = None  # reads git commit, packages and hardware
+        self._environment: threading.Thread | None = None  # the thread that reads git commit, packages and hardware
         self._pictures: dict[str, tuple[int, int]] = {}  # images' name -> last step, and how many images were logged at that step
 
     # --- handlers of events ---
@@ -184,7 +184,7 @@ class JSONLLogger(Logger):
             try:
                 known = json.loads(path.read_text(encoding="utf-8"))
             except (FileNotFoundError, ValueError, RecursionError):
-                # The file does not exist, is damaged, or was not written by callsheet.
+                # The file is missing or damaged, or callsheet did not write it.
                 known = {}
             replace_file(path, f"{json_text({**known, **values}, indent=1)}\n".encode())
 

@@ -173,7 +173,7 @@ class ProgressBarLogger(Logger):
     def _start(self, name: str, *, total: float | None = 1.0) -> None:
         self._bar = bar = _new_bar(name, total=total)
         self._status = ""
-        began = time.perf_counter()  # the time from which to count while no step has been shown
+        began = time.perf_counter()  # if no step has been shown yet, the silence begins now
         self._watch = SilenceWatch(
             lambda: max(self._shown, began),
             lambda text: bar.update(0, status=f"{self._status}  {text}".lstrip(), refresh=True),
@@ -190,7 +190,7 @@ class ProgressBarLogger(Logger):
 
 
 def _new_bar(name: str, *, total: float | None = 1.0) -> Any:
-    # `load` restores the random states, because importing rich draws random numbers.
+    # Use `load`, which restores the random states, because importing rich draws random numbers.
     load("rich.progress", extra="train", wanted_by="ProgressBarLogger")
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn

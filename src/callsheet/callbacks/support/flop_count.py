@@ -143,7 +143,8 @@ class StepFlops:
             if self._needs_rate:
                 self.trouble = "torch.compile has been used in this process, and compiled code cannot be counted"
         elif _get_current_dispatch_mode() is None:
-            # Count only if no other dispatch mode is active: torch's modes must be exited in reverse order, and it may end first.
+            # Count only if no other dispatch mode is active. Modes must be exited in reverse order, and the other mode may be
+            # exited first.
             self.is_done = True
             self.counter = OperationCounter()
             self.counter.__enter__()  # type: ignore[no-untyped-call]

@@ -98,7 +98,7 @@ def publish(draft: Path, target: Path) -> list[Path]:
     A file, or a folder that did not exist, appears atomically. If the folder existed, its files with other names stay.
     """
     files = _files(draft)
-    # Move the target itself last, when everything else is in place.
+    # Move the target last, so that the files that it needs are in place when it appears.
     for entry in sorted(draft.iterdir(), key=lambda entry: entry.name == target.name):
         is_there = entry.is_dir() and target.with_name(entry.name).exists()
         for old in _files(entry) if is_there else [entry]:

@@ -14,7 +14,7 @@ The list has each callback's name and its file. A file in that folder is listed 
 folder may have another path.
 """
 
-_MAX_BYTES = 65536  # at most this much of the file is read
+_MAX_BYTES = 65536  # read at most this many bytes of the file
 
 
 def announce(folder: str | os.PathLike[str], name: str, file: str | os.PathLike[str]) -> None:

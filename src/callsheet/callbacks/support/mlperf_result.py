@@ -67,7 +67,7 @@ class ResultFile:
             lines, _ = rules.mlp_parser.parse_file(str(copy), ruleset=ruleset)
         checker = rules.make_checker("training", ruleset, quiet=True, werror=False)
         rules.enqueued_configs.clear()  # clear what an earlier check that raised has left in this global queue
-        guard = logging.NullHandler()  # `logging.info`, which the checker calls, would add a handler if the root logger has none
+        guard = logging.NullHandler()  # keeps `logging.info`, which the checker calls, from adding a handler to the root logger
         logging.getLogger().addHandler(guard)
         try:
             checker.check_loglines(lines, f"training_{ruleset}/common.yaml")
@@ -101,7 +101,7 @@ def found(ctx: Context, sizes: Sequence[Sequence[int]], given: Mapping[str, Any]
     values: dict[str, Any] = {}
     parallelism = {name: given.get(name, 1) for name in _PARALLELISM}
     if all(rank and all(rank) for rank in sizes):
-        if set(parallelism.values()) == {1}:  # otherwise several ranks have the same samples, which would be counted twice
+        if set(parallelism.values()) == {1}:  # otherwise several ranks have the same samples, which must not be counted twice
             values["global_batch_size"] = sum(sum(rank) for rank in sizes)
         values["micro_batch_size"] = max(max(rank) for rank in sizes)
     if sizes[0]:

@@ -11,7 +11,7 @@ from callsheet.core.callback import one_of
 from callsheet.errors import ConfigError
 
 WORDS = ("save", "evaluate", "stop")
-MAX_BYTES = 4096  # at most this much of the file is read
+MAX_BYTES = 4096  # read at most this many bytes of the file
 MAX_REASON_CHARACTERS = 200
 
 
@@ -73,8 +73,8 @@ def _change(path: Path, change: Callable[[list[str]], list[str]]) -> None:
             try:
                 os.link(draft, path)
             except FileExistsError:
-                continue  # another process has just written the file; start again with its requests
-            except OSError:  # the file system does not support hard links, so a request of another process may be overwritten
+                continue  # another process has just written the file, so start again and include its requests
+            except OSError:  # without hard links, use `replace`, although it may overwrite another process's request
                 os.replace(draft, path)
             return
         finally:

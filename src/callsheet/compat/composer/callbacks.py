@@ -283,7 +283,7 @@ class EarlyStopper(callbacks.EarlyStopper):
             monitor=f"{dataloader_label}/{monitor}",
             mode=_mode("EarlyStopper", comp, monitor),
             min_delta=abs(min_delta),
-            patience=str(time + 1),  # Composer stops when the wait exceeds the patience, callsheet when it equals it
+            patience=str(time + 1),  # Composer stops when the wait exceeds the patience, callsheet when the wait equals it
         )
 
 

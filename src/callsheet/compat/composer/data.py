@@ -56,7 +56,7 @@ def loader_of(given: Any, batches: int = -1) -> Any:
         given = DataSpec(**given)
     loader = getattr(given, "dataloader", given)
     if loader is not given:
-        if not isinstance(given, DataSpec):  # Composer's own class: reject functions other than its defaults
+        if not isinstance(given, DataSpec):  # a DataSpec of Composer: reject functions other than its defaults
             names = ("microbatch_transforms", "split_batch", "get_num_samples_in_batch", "_get_num_tokens_in_batch")
             _reject(*(_own(getattr(given, name, None)) for name in names))
         if (transform := _own(getattr(given, "batch_transforms", None))) is not None:
@@ -112,7 +112,8 @@ class _Transformed:
 def _transformed(loader: Any, transform: Callable[[Any], Any]) -> Any:
     if not isinstance(loader, DataLoader):
         return _Transformed(loader, transform)
-    # Change a copy, so that the caller's dataloader stays as it is. The Trainer can split and resume the copy, a DataLoader.
+    # Change a copy, so that the caller's dataloader stays as it is. The copy is a DataLoader too, which the Trainer can split and
+    # resume.
     changed = copy.copy(loader)
     changed.collate_fn = _CollatedAndTransformed(loader.collate_fn, transform)
     return changed

@@ -143,7 +143,7 @@ class TrainMetrics(Callback):
     They are logged as `train/<name>`, and are available as `state.train_metrics`.
     """
 
-    phase = "change"  # called first, so that the metrics are available to all other callbacks at the same event
+    phase = "change"  # called first, so that all other callbacks can read the metrics at the same event
 
     def __init__(self, model: Any, metrics: Mapping[str, Any]) -> None:
         self.metrics = dict(metrics)

@@ -204,7 +204,7 @@ class Trainer:
         self._shared = run = ComposerRun(Kinds.of(ComposerCallback()))
         self.state: State = run.state
         self.logger: Logger = run.logger
-        # Updates Composer's counts of samples and tokens, even if the user gives no Composer callback.
+        # Keep Composer's counts of samples and tokens up to date, even if the user gives no Composer callback.
         keeper = ComposerGuest(ComposerCallback(), name="composer", phase="change", run=run)
         own: list[Callback] = [keeper]
         if train_dataloader is not None and optimizers is None:
@@ -346,7 +346,7 @@ class Trainer:
 
         def factor(_: int) -> float:
             if self._shared.ctx is None:
-                return 1.0  # the Trainer is still being constructed; the factor is computed when training begins
+                return 1.0  # the Trainer is still being constructed, and it computes the real factor when training begins
             return scheduler(self.state, 1.0) if takes_ratio else scheduler(self.state)
 
         return LambdaLR(optimizer, factor)
@@ -354,7 +354,8 @@ class Trainer:
     def _named(self, given: Any, batches: int) -> dict[str, callsheet_trainer.Evaluator]:
         found: dict[str, callsheet_trainer.Evaluator] = {}
         for number, each in enumerate(_evaluators(given), 1):
-            # Number the labels; Composer itself keeps only the last of several evaluators without a label.
+            # Number the labels, to keep every evaluator. Composer itself keeps only the last of several evaluators without a
+            # label.
             label = "eval" if number == 1 else f"eval-{number}"
             evaluator = each if isinstance(each, Evaluator) else Evaluator(label=label, dataloader=each)
             if evaluator.label in found:

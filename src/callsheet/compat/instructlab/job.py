@@ -40,7 +40,7 @@ def job_of(args: TrainingArgs, train: str, validation: str | None, callbacks: li
     for each in callbacks:
         given = each if isinstance(each, Callback) else _Guest(each, args)
         known[label := label_of(given)] += 1
-        if given is not each and known[label] > 1:  # number several callbacks of one class
+        if given is not each and known[label] > 1:  # give each of several callbacks of one class its own name
             given.name = f"{label}-{known[label]}"
         here.append(given)
     job.callbacks.add([*_savers(args), _Exports(job, args), *here])

@@ -60,7 +60,7 @@ class DescriptorCapture:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                # A new session, so that signals to the training's process group do not reach this process.
+                # A new session, so that this process does not receive signals to the training's process group.
                 start_new_session=True,
             )
             _flush()
@@ -78,7 +78,7 @@ class DescriptorCapture:
         """Write text to the log, but not to the terminal."""
         with self._lock:
             if not text or self._is_closed or self._is_writing or os.getpid() != self._process:
-                return  # a signal handler has called `write` while a message is being written
+                return  # `_is_writing` is True if a signal handler calls `write` while a message is being written
             self._is_writing = True
             try:
                 content = text.encode("utf-8", "backslashreplace")
@@ -161,7 +161,7 @@ class DescriptorCapture:
         try:
             self._copier.wait(0.0 if any(map(self._has, DESCRIPTORS.values())) else 1.0)
         except subprocess.TimeoutExpired:
-            pass  # another process still holds a pipe; the copying process runs until that is closed
+            pass  # another process still has a pipe open; the copying process runs until the pipe is closed
         if answer != output_log.CLOSED:
             reason = answer.decode("utf-8", "replace").strip("\0\n")
             raise OSError(f"not all output is in the log: {reason or 'writing it took too long'}")

@@ -65,6 +65,6 @@ def read_metrics(folder: str | os.PathLike[str]) -> list[MetricsRecord]:
 
 
 def _record(line: dict[str, Any]) -> MetricsRecord:
-    # Another version of callsheet may have written fewer fields.
+    # The version of callsheet that wrote the line may have other fields, so read only the known ones.
     known = {field.name: line[field.name] for field in fields(MetricsRecord) if field.name in line}
     return MetricsRecord(**{**known, "values": {name: float(value) for name, value in line["values"].items()}})

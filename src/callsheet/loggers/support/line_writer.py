@@ -28,7 +28,7 @@ class LineWriter:
         self._folder = folder
         self._seconds = seconds
         self._may_write = may_write
-        # A deque, because its `append` is thread-safe without a lock, so that `LineWriter.append` never waits for the disk.
+        # Use a deque, because its `append` is thread-safe without a lock. `LineWriter.append` therefore never waits for the disk.
         self._given: deque[tuple[str, bytes]] = deque()
         self._files: dict[str, _File] = {}
         self._writing = threading.Lock()  # protects `_files`
@@ -78,15 +78,15 @@ class LineWriter:
     def _run(self) -> None:
         while not self._closed.is_set():
             self._something.wait()
-            self._closed.wait(self._seconds)  # wait for more lines, to write them together
+            self._closed.wait(self._seconds)  # wait until there are more lines, to write them together
             self._something.clear()
             with self._writing:
                 self._write()
             if self._is_failing:
-                self._something.set()  # let the loop try again to write the lines that are left
+                self._something.set()  # after an error, let the loop try again to write the lines that are left
 
     def _write(self) -> None:
-        if not self._may_write():  # another process has taken over the folder
+        if not self._may_write():  # another process has taken over the folder, so discard the lines
             self._given.clear()
             for file in self._files.values():
                 file.waits.clear()
