@@ -328,7 +328,7 @@ class AttachedRun:
                     raise RequestRejected(
                         "an epoch of run.epochs() has ended without a step: take its batches from run.steps(dataloader)"
                     )
-                return  # an epoch that was not counted was left with `break`, so the user wants no further epoch
+                return  # the loop has left the epoch with `break`, because otherwise the epoch would be counted
 
     def steps(self, dataloader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of one epoch.

@@ -231,7 +231,7 @@ class AcceleratedRun(AttachedRun):
                 self._backward.is_on = False
                 self._end_microbatch()
             if not self._has_given_up:
-                if self._microbatches:  # no batch has synchronized the gradients since, so the epoch's last step is still open
+                if self._microbatches:  # the last step is still open if none of its batches synchronized the gradients
                     self._end_step()
                 if is_whole:
                     self._taken = 0

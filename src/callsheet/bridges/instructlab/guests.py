@@ -107,7 +107,7 @@ class InstructLabGuest(Guest):
     # --- our events, from which the hooks are called in InstructLab's order ---
 
     def _train_begins(self, ctx: Context) -> Awaitable[None] | None:
-        ended = self._ended()  # calls the last hooks of an earlier training in this run, unless they were called already
+        ended = self._ended()  # the last hook calls of an earlier training in this run; empty if they were made already
         self._begin()
         context, run, now = self.context, ctx.run, ctx.state.timestamp
         context.step, context.epoch = now.batch + 1, now.epoch
