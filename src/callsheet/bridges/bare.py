@@ -328,7 +328,7 @@ class AttachedRun:
                     raise RequestRejected(
                         "an epoch of run.epochs() has ended without a step: take its batches from run.steps(dataloader)"
                     )
-                return  # the loop has left the epoch with `break`, because otherwise the epoch would be counted
+                return  # only an epoch that the loop has left with `break` is not counted here
 
     def steps(self, dataloader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of one epoch.

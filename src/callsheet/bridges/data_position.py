@@ -103,7 +103,7 @@ class DataPosition:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, the random states of the process, the loader and its samplers, and the loader's own state."""
-        if self._restored is not None:  # if true, a state was loaded and `begin` was not called since
+        if self._restored is not None:  # if `begin` was not called since a state was loaded, that state still holds
             return dict(self._restored)
         return {
             "taken": self.taken,

@@ -86,7 +86,7 @@ class CalledModel(ModelCalls):
 
     def end_step(self) -> None:
         """End the step, because the recipe has called `on_train_batch_end`."""
-        if not self._is_in_step:  # the step begins at the first call of the model, but the recipe did not call it
+        if not self._is_in_step:  # begin the step here if no call of the model has begun it
             run = self._run
             self._begin_step(run)
             run.ctx.batch = None

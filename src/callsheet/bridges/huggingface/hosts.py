@@ -155,7 +155,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
             return
 
         def train(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            earlier = _run_of(reference)  # the run that exists before this call; an error in this call must not end it
+            earlier = _run_of(reference)  # if a run has begun before this call, an error in this call must not end that run
             try:
                 return method(*args, **kwargs)
             except BaseException as error:
