@@ -328,7 +328,7 @@ class AttachedRun:
                     raise RequestRejected(
                         "an epoch of run.epochs() has ended without a step: take its batches from run.steps(dataloader)"
                     )
-                return  # the epoch was not counted, so the loop has left it with `break`
+                return  # only an epoch that the loop has left with `break` is not counted here
 
     def steps(self, dataloader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of one epoch.
@@ -518,7 +518,8 @@ class AttachedRun:
         was_in_step = run.driver.is_open("train_step")
         give_up(run, error)  # raises the error if it comes from the user's code
         self._has_given_up, self._was_in_step = True, was_in_step
-        self._is_over |= run.signals.received is not None  # no run handles the signal any more, so end the loop here
+        # If a signal was received, end the loop here, because the run that handles signals has ended.
+        self._is_over |= run.signals.received is not None
         self._release()
 
     def _release(self) -> None:
@@ -602,7 +603,7 @@ class AttachedRun:
             try:
                 self._begin()
             except Exception as error:
-                if self._resume is not None:  # raise the error, because training must not begin anew if a resume was requested
+                if self._resume is not None:  # if a resume was requested and fails, training must not start from the beginning
                     raise
                 self._give_up(error)
         except BaseException as error:
@@ -653,7 +654,8 @@ class AttachedRun:
                 )
             try:
                 self._close_epoch(continues=False)
-                with self._position.at_checkpoint():  # `finish` may run the evaluation that a signal prevented before the resume
+                # A signal may have prevented an evaluation before the resume, and `finish` then runs it.
+                with self._position.at_checkpoint():
                     self._run.finish()
             except Exception as error:
                 self._give_up(error)

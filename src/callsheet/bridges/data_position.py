@@ -103,7 +103,7 @@ class DataPosition:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, the random states of the process, the loader and its samplers, and the loader's own state."""
-        if self._restored is not None:  # `begin` was not called since the state was loaded
+        if self._restored is not None:  # if `begin` was not called since a state was loaded, that state still holds
             return dict(self._restored)
         return {
             "taken": self.taken,
@@ -121,7 +121,7 @@ class DataPosition:
 
     def _set(self, loader: Any) -> None:
         """Store the dataloader of an epoch, and record whether the loop makes a new dataloader for each epoch."""
-        if self._seed is None:  # read torch's seed once; this draws no random number
+        if self._seed is None:  # `_seed` is torch's seed; reading it draws no random number
             self._seed = mixed(torch.initial_seed()) & _LARGEST
         if loader is self._loader:
             self._epochs, self._is_renewed = self._epochs + 1, False
@@ -130,7 +130,7 @@ class DataPosition:
         self._loader, self._first, self._epochs = loader, generators_of(loader), 1
         self._data = None
         if self._length != 0:
-            # A group of one rank, because each rank has a dataloader of its own.
+            # Each rank has a dataloader of its own, so use a process group that contains only this rank.
             world = ProcessGroups(Ranks(), torch.device("cpu"), timeout=0)
             self._data = PreshardedData(loader, world, _ARGUMENT, self._seed, sets_epoch=False)
 
@@ -149,7 +149,7 @@ class DataPosition:
         if restored["place"] is not None:
             self.taken = restored["taken"]
             batches = data.resume(epoch + 1, self.taken, restored["place"], now)
-            # Restore the random states last, because opening the data has drawn random numbers.
+            # Opening the data has drawn random numbers, so restore the random states afterwards.
             restore_random_state_of(loader, now)
             return batches
         if self._continues_loader(fresh, restored):

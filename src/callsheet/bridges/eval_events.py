@@ -119,6 +119,6 @@ class EvalEvents:
 
     def _is_barred(self, name: str) -> bool:
         """Return whether the evaluation, test or prediction `name` must not begin at this point of training."""
-        if len(self.driver.opened) > 1:  # an earlier evaluation is still open, because its end was not reported
+        if len(self.driver.opened) > 1:  # an earlier evaluation is still open, because the framework has not reported its end
             self.leave()
         return self.order.is_barred(name)

@@ -65,7 +65,7 @@ def give_up(run: ObservedRun, error: BaseException, *, contained: bool = False) 
     is_fault = not is_for_user(error)
     if not is_fault and not contained:
         raise error
-    if run.lifetime.has_ended:  # an earlier error, which was logged, has ended the run
+    if run.lifetime.has_ended:  # if an earlier error has ended the run, that error was logged
         return
     message = (
         f"callsheet cannot follow {run.host} after step {run.state.timestamp.batch} ({type(error).__name__}: {text_of(error)}). The callbacks "

@@ -38,7 +38,8 @@ class Facade:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)  # Python itself reads such attributes, for example when it copies an object
-        if name in self._allowed():  # the name is a property that has just raised an AttributeError
+        # If the name is allowed, it is a property: Python calls `__getattr__` for it only if it has raised an AttributeError.
+        if name in self._allowed():
             raise NotOnTheList(f"{self.OF}: {name!r} cannot be read now, only while an event that provides it is fired")
         raise NotOnTheList(
             f"{self.OF} has here no {name!r}: a guest may use {', '.join(sorted(self._allowed()))}; for the rest, run the callback in "

@@ -162,8 +162,9 @@ class HostedRun(Run):
                 manager, ctx, self.spans, world, self.guard, in_background=save_in_background, grace=GRACE_SECONDS
             )
         self.connect(self.evaluation, checkpoints, _Boundaries)
-        # A checkpoint stores the last step's loss, so each step's loss is read if an event in `may_read_loss` has listeners. If
-        # the framework writes checkpoints, these are the checkpoint events. Otherwise, any handler may request a checkpoint.
+        # Each checkpoint stores the loss of the last step. A step's loss must therefore be read if a checkpoint may be saved: if
+        # the framework writes the checkpoints, when a checkpoint event has listeners; otherwise when any event has, since each
+        # handler may request a checkpoint.
         may_read_loss = _OF_CHECKPOINTS if saves is not None else EVENTS
         signal_saves = saves is None and bool(signals)
         self.driver = LifecycleDriver(
@@ -243,7 +244,7 @@ class HostedRun(Run):
             try:
                 self.guard.acquire()
             except BaseException as error:
-                self.lifetime.fail(error)  # only closes what was opened, and fires no event, since `on_run_start` was not fired
+                self.lifetime.fail(error)  # `on_run_start` was not fired, so this only closes what was opened, and fires no event
                 raise
         self.lifetime.start()
         shared: dict[str, Stateful] = {"state": self.state, "model": self.model, "tally": self.records.tally}
@@ -492,9 +493,10 @@ class HostedRun(Run):
             ctx.loss, ctx.loss_dict = loss, {"loss": loss, **self.other_losses}
             if not self._is_dropping:
                 self.records.add(ctx.loss_dict, moved=not self.step_skipped)
-        # Set these fields here too, because the events that set them are not fired if they have no listeners.
+        # The events that also set these fields are not fired if they have no listeners, so set them here.
         ctx.grad_norm, ctx.step_skipped = self.grad_norm, self.step_skipped
-        if not ctx.has("learning_rate"):  # the optimizer's step was skipped, or no callback listened to it
+        # If the optimizer's step was skipped or had no listeners, the learning rate was not read yet.
+        if not ctx.has("learning_rate"):
             self.set_learning_rate()
 
     def _complete_step_without_listeners(self) -> None:
@@ -505,12 +507,13 @@ class HostedRun(Run):
                 records = self.records
                 if self.other_losses or self.step_skipped:
                     records.add({"loss": loss, **self.other_losses}, moved=not self.step_skipped)
-                else:  # `records.add` would do the same, at the cost of two more calls in every step
+                else:  # does the same as `records.add`, but saves two calls in every step
                     records.last_loss = loss
                     records.train_loss.add(loss)
             if self.step_skipped and not ctx.has("learning_rate"):
                 self.set_learning_rate()
-            ctx.loss, ctx.learning_rate = None, 0.0  # set them first, since `del` raises an AttributeError for an empty slot
+            # Assign all fields first, because `del` raises an AttributeError if a field has no value.
+            ctx.loss, ctx.learning_rate = None, 0.0
             ctx.grad_norm, ctx.step_skipped = None, False
             del ctx.loss, ctx.learning_rate, ctx.grad_norm, ctx.step_skipped
         elif not self.step_skipped:

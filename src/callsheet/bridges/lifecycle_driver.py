@@ -175,9 +175,10 @@ class LifecycleDriver:
             return False
         has_changed, self.seen_links = self.seen_links < 0, self._spans.links
         lack_listeners = [all(part.span.starts is None and part.span.ends is None for part in group) for group in self._groups]
-        # A handler of a later event may read the outputs of the forward pass, which is then observed even without listeners.
+        # A handler of a later event may read the outputs of the forward pass. If so, observe the forward pass even without
+        # listeners.
         lack_listeners[_BACKWARD] &= "outputs" not in self._ctx.kept
-        for later in _AFTER_BACKWARD:  # observe these spans if the backward pass has listeners, since their start ends it
+        for later in _AFTER_BACKWARD:  # the start of these spans ends the backward pass, so observe them if it has listeners
             lack_listeners[later] &= lack_listeners[_BACKWARD]
         step = self._step
         has_listeners = not all(lack_listeners) or step.span.starts is not None or step.span.ends is not None
@@ -217,13 +218,13 @@ class LifecycleDriver:
             if not parent.is_open:
                 self.start(parent.name)
                 if not parent.is_open:
-                    return  # the parent span cannot start now, for example at a forward pass after the optimizer's step
+                    return  # the parent span cannot start at this place, for example in a forward pass after the optimizer's step
             while self._open[-1] is not parent:
                 self._pop()
             if (index := part.index) >= 0:
                 if index != parent.done:
                     if index < parent.done and not part.is_repeated:
-                        return  # do not fire a span twice, for example if a microbatch has two forward passes
+                        return  # a span is fired only once, even if, for example, a microbatch has two forward passes
                     self._synthesize(parent, index)
                 parent.done = index + 1
             elif part is self._step:
@@ -232,7 +233,7 @@ class LifecycleDriver:
                     self.start_and_end("fetch")
                 parent.done = 0
             elif part is self._fetch:
-                parent.done = 1  # the next step needs no synthesized fetch
+                parent.done = 1  # the data was fetched, so the next step needs no synthesized fetch
         if part.before_start is not None:
             part.before_start()
         self._open.append(part)

@@ -38,7 +38,8 @@ class ModelCalls(NotCopied):
         """Start a microbatch and its forward pass, and return the microbatch, which a callback may have replaced."""
         run = self._run
         driver, ctx = run.driver, run.ctx
-        driver.end("microbatch")  # end the previous microbatch, whose end the framework has not reported, to close its fields
+        # The framework may not have reported the end of the previous microbatch, whose fields must be closed.
+        driver.end("microbatch")
         ctx.microbatch = ctx.batch
         driver.start("microbatch")
         driver.start("forward")

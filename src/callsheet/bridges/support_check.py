@@ -79,7 +79,7 @@ class SupportCheck:
             if is_served(each) and not self._listens_to_all(each):
                 missed = ", ".join(event for event in never if each in self._manager.list_callbacks(event))
                 logger.info("%s also listens to %s, which %s does not fire", _name_of(each), missed, self._host)
-        if control.able:  # it is empty in a run that does not train
+        if control.able:  # `able` is empty if the run does not train
             self._reject_requests(control)
 
     def after_first_step(self, driver: LifecycleDriver) -> None:
@@ -96,7 +96,7 @@ class SupportCheck:
             is_scaled: whether a loss scaler may have skipped the optimizer's step, which is not an error.
             message: the error message, which says what is wrong and what to do.
         """
-        # No error with a loss scaler, which skips the first optimizer steps while its scale is too large.
+        # A loss scaler skips the first optimizer steps while its scale is too large, so a missing step is no error then.
         if is_scaled:
             driver.synthesized -= {"clip_gradients", "optimizer_step"}
         elif self.strict:

@@ -152,7 +152,7 @@ def start_forward(driver: LifecycleDriver, ctx: Context) -> None:
         ctx.microbatch = given
         driver.start("microbatch")
         if ctx.microbatch is not given:
-            ctx.microbatch = given  # the loop already uses this microbatch, so undo the callback's replacement
+            ctx.microbatch = given  # the loop already uses this microbatch, so a callback can no longer replace it
             driver.warn_once(
                 "A callback has replaced ctx.microbatch in a loop that takes several microbatches of one batch. The loop has the batch "
                 "already, so only what replaces the first microbatch of a step is used. Replace ctx.batch at on_fetch_end instead."
@@ -370,7 +370,7 @@ class OptimizerHooks(NotCopied):
         self._kept = ours
         try:
             self._driver.give_up(error)
-        except BaseException:  # the error ends torch's loop over the hooks, so they can be removed now
+        except BaseException:  # the error has ended torch's iteration over the hooks, so they can be removed now
             if self._is_removed:
                 for hook in ours:
                     hook.remove()
@@ -383,11 +383,11 @@ class OptimizerHooks(NotCopied):
 
     def _end_with_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_given_closures:
-            if not self._has_begun:  # the optimizer has not called the closure
+            if not self._has_begun:  # the optimizer has not called the closure, which would have reported the start
                 self._report_start()
         elif (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
-            # This is the first step with a closure, and without listeners no hook has run before it. Register the hook for the
-            # next steps, because checkpoints need the loss of the last step.
+            # Without listeners, no hook has run before this first step with a closure. Checkpoints need the loss of the last
+            # step, so register the hook for the next steps.
             self.expect_closures()
 
     def remove(self) -> None:
@@ -583,10 +583,11 @@ class BackwardWatch:
         except Exception as error:
             self._driver.give_up(error)
             return False
-        self._is_running = True  # under a torch function mode, `_backward` calls this method again, which then must do nothing
+        # Under a torch function mode, `_backward` calls this method again; the inner call must do nothing.
+        self._is_running = True
         try:
             _backward(given, *args, **options)
-        except BaseException:  # such as running out of memory, after which the loop may try again
+        except BaseException:  # after an error such as running out of memory, the loop may try again, so forget this loss
             self.total = before
             if has_listeners:
                 self._driver.end("backward")

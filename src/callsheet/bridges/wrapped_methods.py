@@ -49,7 +49,7 @@ class WrappedMethods:
         for name, (wrapper, own) in wrapped.items():
             wrapper.earlier = own
             if owner is not None and vars(owner).get(name) is wrapper:
-                while hasattr(own, "earlier"):  # skip a wrapper of another callsheet adapter that has already been removed
+                while hasattr(own, "earlier"):  # this wrapper of another callsheet adapter was already removed, so skip it
                     own = own.earlier
                 if own is None:
                     delattr(owner, name)

@@ -152,7 +152,7 @@ class CheckpointSaver(Callback):
         elif self._take(ctx):
             self._saved_at = info.step
         has_best = ctx.gather(bool(held_by(ctx, self._best_label)))[0]
-        if not has_best:  # the best checkpoint was deleted, so its score must not prevent saving the next one
+        if not has_best:  # if the best checkpoint was deleted, its score must not prevent saving the next one
             self._best_score = math.inf
 
     def state_dict(self) -> Mapping[str, Any]:

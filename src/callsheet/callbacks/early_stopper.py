@@ -81,7 +81,8 @@ class EarlyStopper(Callback):
             return
         value = evaluated(ctx, self._monitor)
         if value is None:
-            if not self._is_warned and ctx.eval_results:  # `eval_results` is empty if a signal interrupted the evaluation
+            # If a signal interrupted the evaluation, `eval_results` is empty, and a missing metric is no error.
+            if not self._is_warned and ctx.eval_results:
                 self._is_warned = True
                 _warn_of_absence(self, ctx, self._monitor)
             return
@@ -92,7 +93,7 @@ class EarlyStopper(Callback):
             return
         self._best_at = self._best_at or now
         self._waited += 1
-        # No request is needed if the run has reached its maximum duration.
+        # If the run has reached its maximum duration, it ends anyway, so no request is needed.
         if self._has_run_out(ctx) and not ctx.state.is_complete:
             self._stop(ctx)
 

@@ -81,7 +81,8 @@ class EMA(Callback):
     def _begin(self) -> None:
         self._average: dict[str, Tensor] = {}
         self._trained: dict[str, Tensor] = {}  # backup of the trained weights while the model holds the average
-        self._moving: tuple[list[Tensor], list[Tensor]] = ([], [])  # the averages, and the model's weights in the same order
+        # Two lists in the same order: the averages, and the model's weights.
+        self._moving: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._wanted = 0  # how many open spans, such as an evaluation, need the average in the model
         self._stays = False
         self._layout = ""  # how the model is sharded: "whole" (not sharded), or a description of the device mesh
@@ -212,7 +213,7 @@ class EMA(Callback):
             mean, part = self._average.get(name), local_part(tensor)
             if mean is None:
                 continue
-            # Buffers such as batch norm statistics differ by rank; use the average of rank 0.
+            # Buffers such as batch norm statistics differ between the ranks, so all ranks use the average of rank 0.
             if ctx.run.world_size > 1 and not isinstance(tensor, nn.Parameter):
                 distributed.broadcast(mean, src=0)
             trained = part.detach().clone()

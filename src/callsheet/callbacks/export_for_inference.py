@@ -117,7 +117,8 @@ class ExportForInferenceCallback(Callback):
             self._remove_hook = add_hook(register, self._take)
 
     def _take(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():  # do not record here: torch.compile would trace the code below into the compiled model
+        # Do not record here: torch.compile would trace the code below into the compiled model.
+        if torch.compiler.is_compiling():
             return
         call = Call(args, {name: value for name, value in kwargs.items() if name != "labels"})
         self._sample = call.small() if self._shapes != "none" else call.changed(lambda tensor: tensor.detach().clone())

@@ -37,7 +37,7 @@ class GarbageCollection(Callback):
         self._interval = interval
         self._generation = generation
         self._has_disabled = False
-        self._evaluated = 0  # number of steps in the current evaluation so far
+        self._evaluated = 0  # the number of steps of the current evaluation so far
 
     def on_train_start(self, ctx: Context) -> None:
         """Run the garbage collection once, and disable automatic collection."""

@@ -218,7 +218,8 @@ class HangDetector(Callback):
             os._exit(self._exit_code)
         if trained.ident is not None and not is_over.is_set():
             if self._previous is not None and _SIGNAL is not None:
-                # Prefer a signal to the asynchronous exception below, because a signal also interrupts a sleep or a read.
+                # If possible, use a signal, because it interrupts a sleep or a read too. The asynchronous exception below does
+                # not.
                 signal.pthread_kill(trained.ident, _SIGNAL)
             else:
                 import ctypes
@@ -233,7 +234,8 @@ class HangDetector(Callback):
             traceback.print_stack(sys._current_frames().get(threading.main_thread().ident or 0), file=file)
             file.write("\nAll threads, the innermost call first:\n")
             file.flush()
-            faulthandler.dump_traceback(file, all_threads=True)  # faulthandler writes at most 100 threads
+            # The list may be incomplete, because faulthandler writes at most 100 threads.
+            faulthandler.dump_traceback(file, all_threads=True)
         if initialised_distributed() is not None:
             collectives = sys.modules["torch"]._C._distributed_c10d
             dump = getattr(collectives, "_dump_fr_trace_json", None) or getattr(collectives, "_dump_nccl_trace_json", None)
@@ -243,7 +245,7 @@ class HangDetector(Callback):
 
     def _raise(self, number: int, frame: object) -> None:
         silent = time.monotonic() - self._beat
-        # Raise only if no step has ended since the hang was detected.
+        # If a step has ended since the hang was detected, the run does not hang, so raise nothing.
         if silent >= self._min_seconds and self._state.timestamp.batch == self._hung_after:
             raise HangError(
                 f"no step for {silent:.3g} s, around step {self._hung_after + 1} on rank {self._rank}; "

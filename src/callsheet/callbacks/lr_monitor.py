@@ -31,7 +31,8 @@ class LRMonitor(Callback):
         """Copy the rates that the step used, because the scheduler then changes rates in place if they are tensors."""
         groups = ctx.optimizer.param_groups
         if len(groups) == 1:
-            ctx.mute(self, "on_optimizer_step_end")  # the only group's rate is in every record as `train/learning_rate`
+            # If there is only one group, every record has its rate as `train/learning_rate`.
+            ctx.mute(self, "on_optimizer_step_end")
             return
         self._rates = [
             rate if type(rate := group.get("lr")) is float or not hasattr(rate, "clone") else rate.clone() for group in groups
@@ -41,8 +42,8 @@ class LRMonitor(Callback):
         groups, values = ctx.optimizer.param_groups, ctx.record.values
         rates, self._rates = self._rates, []  # clear the rates, so that the record of an evaluation gets none
         if len(groups) > 1:
-            ctx.unmute(self, "on_optimizer_step_end")  # muted while the optimizer had one group
-        # Add the rate only if steps were trained since the last record; otherwise this is the record of an evaluation.
+            ctx.unmute(self, "on_optimizer_step_end")  # the handler was muted while the optimizer had only one group
+        # If no step was trained since the last record, this is the record of an evaluation, which gets no rate.
         if not rates and _RECORDED in values and ctx.step != self._last_step:
             rates = [values[_RECORDED]]
         if rates:

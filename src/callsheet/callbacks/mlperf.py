@@ -143,7 +143,7 @@ class MLPerfCallback(Callback):
                 logger.warning("%s writes no result: %s", label_of(self), why)
             return
         clears = self._cache_clear_cmd and ctx.run.is_local_process_zero
-        # `gather` also waits until all machines have cleared their caches.
+        # `gather` also makes every rank wait until all machines have cleared their caches.
         problems = ctx.gather(_problem_of(self._cache_clear_cmd) if clears else "")
         if any(problems):
             raise ConfigError(f"cache_clear_cmd={self._cache_clear_cmd!r}: {next(filter(None, problems))}")

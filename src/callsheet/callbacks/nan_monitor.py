@@ -62,7 +62,7 @@ class NaNMonitor(Callback):
         mean = ctx.record.values.get("train/loss")
         if mean is not None and math.isfinite(mean):
             self._forget()
-        else:  # no mean, or one that is not finite: a loss may be bad, or the sum of the losses overflowed
+        else:  # if the mean is missing or not finite, either a loss is bad or only the sum of the losses has overflowed
             self._check_losses(ctx)
 
     def on_eval_all_start(self, ctx: Context) -> None:
@@ -76,7 +76,7 @@ class NaNMonitor(Callback):
         self._check_losses(ctx)
 
     def _check_losses(self, ctx: Context) -> None:
-        if not self._losses and not self._folded:  # no losses since the last record, on this rank and thus on all
+        if not self._losses and not self._folded:  # this rank, and therefore every rank, has had no losses since the last record
             return
         losses = torch.cat([*self._folded, *([torch.stack(self._losses)] if self._losses else [])]).tolist()
         bad = next(((self._first + i, loss) for i, loss in enumerate(losses) if not math.isfinite(loss)), None)

@@ -83,7 +83,7 @@ class Notify(Callback):
         password_env: str = "",
     ) -> None:
         self._address = Address(to, url_env, server, sender, password_env)
-        positional, named = self._arguments  # the arguments are written to the run's folder, so replace secrets in them
+        positional, named = self._arguments  # the arguments are written to the run's folder, so secrets in them are replaced
         self._arguments = (positional, {**named, "to": self._address.without_secrets} if to else named)
         if not (timeout > 0 and retries >= 0):
             raise ConfigError(f"timeout={timeout}, retries={retries}: give more than 0, and 0 or more")

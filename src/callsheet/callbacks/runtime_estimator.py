@@ -114,10 +114,10 @@ class RuntimeEstimator(Callback):
         here, end = _progress(state), float(state.max_duration.value)
         left = max(0.0, end - here) * self._seconds / self._progress
         for count, seconds, first, last in self._pauses.values():
-            # If there was only one pause so far, assume that as much training comes before the next one as before the first.
+            # If there was only one pause so far, assume that the next one comes after as much training as the first.
             between = (last - first) / (count - 1) if count > 1 else first
             if between > 0 and end > last:
-                # The number of pauses to come, rounded up because there is one at the end of training too.
+                # The number of later pauses. It is rounded up, because there is also a pause at the end of training.
                 to_come = -int(-((end - last) / between - 1e-6) // 1)
                 left += max(0, to_come) * seconds / count
         return left

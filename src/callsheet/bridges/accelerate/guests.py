@@ -57,7 +57,7 @@ class TrackerGuest(Guest, Logger):
 
     def begin(self, ctx: Context) -> None:
         """Start the tracker, because the run starts."""
-        # In earlier versions of Accelerate, a tracker has no `start`; it starts when it is created.
+        # Trackers of earlier Accelerate versions have no `start` method, because they start when they are created.
         if hasattr(self.foreign, "start"):
             self.foreign.start()
 

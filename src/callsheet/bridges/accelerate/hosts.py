@@ -231,7 +231,7 @@ class AcceleratedRun(AttachedRun):
                 self._backward.is_on = False
                 self._end_microbatch()
             if not self._has_given_up:
-                if self._microbatches:  # the last step of the epoch has not ended, because no batch synchronized the gradients
+                if self._microbatches:  # the last step is still open if none of its batches synchronized the gradients
                     self._end_step()
                 if is_whole:
                     self._taken = 0
@@ -244,7 +244,8 @@ class AcceleratedRun(AttachedRun):
             if self._backward is not None:
                 self._backward.is_on = False
         if self._has_given_up and not self._is_over:
-            # An error in callsheet has ended the run, so only count steps: this one here, and later ones in `_remaining`.
+            # If an error in callsheet has ended the run, the loop still goes on, so count the current step here and later ones in
+            # `_remaining`.
             was_in_step, self._was_in_step = self._was_in_step, False
             if was_in_step and not self._group and self._ends_step(1):
                 self._count_step()
@@ -266,14 +267,16 @@ class AcceleratedRun(AttachedRun):
     def _left_of(self, dataloader: Any) -> Iterable[Any]:
         skip, self._to_skip = self._to_skip, 0
         self._taken = skip
-        if self._is_resumed and hasattr(dataloader, "set_epoch"):  # the dataloader's own epoch count starts at 0 in a new process
+        # In a new process, the dataloader counts epochs from 0, but a resumed run does not.
+        if self._is_resumed and hasattr(dataloader, "set_epoch"):
             dataloader.set_epoch(self._run.state.timestamp.epoch)
         # A stateful dataloader needs no skipping, because it continues at its saved position by itself.
         if not skip or self._accelerator.dataloader_config.use_stateful_dataloader:
             return dataloader  # type: ignore[no-any-return]
         left = self._accelerator.skip_first_batches(dataloader, skip)
         if hasattr(dataloader, "iteration"):
-            # Before Accelerate 1.15, `left` counts epochs from 0, so it would shuffle the data as in the first epoch.
+            # Before Accelerate 1.15, `left` counts epochs from 0. Without this line, it would shuffle the data as in the first
+            # epoch.
             left.iteration = dataloader.iteration
         return left  # type: ignore[no-any-return]
 

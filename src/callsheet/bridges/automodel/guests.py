@@ -184,7 +184,8 @@ class AutoModelGuest(Guest):
         if ctx.run.world_size > 1:
             ranks = ctx.gather((losses, labels, tokens, right, samples))
             weights = [rank[1] if counts.are_tokens else rank[4] for rank in ranks]
-            weights = weights if sum(weights) else [1.0] * len(ranks)  # equal weights if neither labels nor samples are known
+            # Use equal weights if no rank has counted labels or samples.
+            weights = weights if sum(weights) else [1.0] * len(ranks)
             whole = sum(weights)
             losses = {
                 name: sum(rank[0][name] * weight for rank, weight in zip(ranks, weights, strict=True)) / whole for name in losses

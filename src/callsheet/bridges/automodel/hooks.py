@@ -86,7 +86,7 @@ class CalledModel(ModelCalls):
 
     def end_step(self) -> None:
         """End the step, because the recipe has called `on_train_batch_end`."""
-        if not self._is_in_step:  # the recipe did not call the model, which would have begun the step
+        if not self._is_in_step:  # begin the step here if no call of the model has begun it
             run = self._run
             self._begin_step(run)
             run.ctx.batch = None
@@ -126,18 +126,20 @@ class CalledModel(ModelCalls):
         return parts["microbatch"].is_open and (parts["backward"].is_open or parts["microbatch"].done < _WITH_BACKWARD)
 
     def _begin_step(self, run: HostedRun) -> None:
-        if run.eval.driver.is_open("eval_all"):  # the recipe has begun a training step without reporting the validation's end
+        if run.eval.driver.is_open("eval_all"):  # end the validation here, because the recipe has not reported its end
             run.eval.end()
         driver, watch = run.driver, self._watch
         if self._scheduler.epoch != self._epoch:
-            if driver.is_open("epoch"):  # the previous epoch: its length was not known, so its end was not noticed
+            # If the epoch's length is not known, its last step is not recognized, so end the previous epoch here.
+            if driver.is_open("epoch"):
                 run.end_epoch(is_whole=True)
             self._epoch = self._scheduler.epoch
         if not driver.parts["epoch"].is_open:
             driver.start("epoch")
         if driver.listen():
             self._listens_to_forward = driver.listens_to("forward")
-            # These spans are also observed if only the forward or backward pass has listeners, since their start ends it.
+            # The start of these spans ends the forward or backward pass. If that pass has listeners, these spans must be observed
+            # too.
             watch.listen(driver.listens_to("clip_gradients") or driver.listens_to("optimizer_step"))
             self._optimizer.listen(driver.is_read)
         self._is_in_step = True
@@ -157,7 +159,7 @@ class CalledModel(ModelCalls):
         driver.end("eval_step")
         run.eval.ctx.batch = batch
         driver.start("eval_forward")
-        # Look for listeners at each batch, because a callback may have been muted (not called for a while) since the last batch.
+        # Look for listeners at each batch, because callbacks may have been muted or unmuted since the last batch.
         self._after.install(run.eval.listens_to_outputs("eval"), self._ends)
         return run.eval.ctx.batch
 

@@ -198,10 +198,12 @@ class AutoModelHost(HostBase, AutoModelCallback):
     def on_train_end(self, run: HostedRun, recipe: Any, **_: Any) -> None:
         """End the run of callsheet's callbacks, because AutoModel has finished training."""
         self._is_over = True
-        if run.driver.is_open("epoch"):  # the last epoch: its length is not known, so its last step was not noticed
+        # If the epoch's length is not known, its last step is not recognized, so end the last epoch here.
+        if run.driver.is_open("epoch"):
             scheduler = recipe.step_scheduler
             is_whole = not _is_leaving(recipe) and scheduler.step < scheduler.max_steps
-            if length := getattr(scheduler, "epoch_len", None):  # AutoModel has not reported the end of the last step
+            # If the length is known, AutoModel has not reported the end of the last step, so compare the steps with the length.
+            if length := getattr(scheduler, "epoch_len", None):
                 is_whole = scheduler.step % length == 0
             run.end_epoch(is_whole=is_whole)
         self._publish(run)
@@ -366,7 +368,7 @@ def _preempt(run: HostedRun) -> None:
     if not run.boundaries.is_preempted:
         run.control.able.add("save")  # allow the save that a preemption requests; AutoModel decides whether it saves
         run.signals.received, run.signals.arrived_at = signal.SIGTERM, time.monotonic()
-        run.boundaries.finish()  # makes the ranks exchange their requests, so that all of them know of the preemption
+        run.boundaries.finish()  # lets the ranks exchange their requests, so that all ranks know of the preemption
 
 
 def _scalar(measured: Any) -> Tensor:

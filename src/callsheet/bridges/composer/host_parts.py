@@ -136,7 +136,7 @@ class StepLosses:
         one microbatch.
         """
         value = loss.detach().clone()  # a copy, because Composer scales a total of several losses in place
-        is_whole = state.device_train_microbatch_size >= samples  # if so, this is the step's only microbatch
+        is_whole = state.device_train_microbatch_size >= samples  # if true, this microbatch is the whole batch
         self.parts.append((value, 1 if is_whole else counts_of(state.batch)[0] or 1))
 
     def mean(self) -> Tensor | None:

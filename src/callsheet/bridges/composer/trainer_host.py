@@ -182,7 +182,8 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         if driver.listen():
             self._tables.listen(driver)
             self._stepped.listen(driver.is_loss_read)
-        if not driver.is_open("fetch"):  # it is open if a resumed Trainer has just skipped a batch that was trained on before
+        # If a resumed Trainer has skipped a batch that was trained on before, the fetch is still open.
+        if not driver.is_open("fetch"):
             driver.start("fetch")
 
     def _after_dataloader(self, state: Any) -> None:
@@ -200,14 +201,15 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
     def _before_train_batch(self, state: Any) -> None:
         driver = self._run.driver
         self._losses.parts.clear()
-        if driver.is_open("optimizer_step"):  # the optimizer calls its closure again, and the loss of its last call counts
+        # If the optimizer's step is open, the optimizer calls its closure again, and only the loss of the last call counts.
+        if driver.is_open("optimizer_step"):
             self._handlers = self._tables.of_closure()
         else:
             driver.start("forward_backward")
 
     def _before_forward(self, state: Any) -> None:
         run = self._run
-        run.driver.end("microbatch")  # the previous microbatch, whose end Composer may not have reported
+        run.driver.end("microbatch")  # ends the previous microbatch, because Composer may not have reported its end
         run.ctx.microbatch = state.batch
         run.driver.start("microbatch")
         state.batch = run.ctx.microbatch
@@ -341,7 +343,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
 
     def _eval_end(self, state: Any) -> None:
         label = state.dataloader_label
-        if label not in state.eval_metrics:  # the current dataloader is not that of an evaluation
+        if label not in state.eval_metrics:  # without metrics for this label, the current dataloader is not that of an evaluation
             return
         found = {name: metric.compute() for name, metric in state.eval_metrics[label].items()}
         self._run.eval.end_dataset(label, {name: value for name, value in found.items() if is_one_number(value)})

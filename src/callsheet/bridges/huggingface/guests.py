@@ -126,7 +126,7 @@ class HuggingFaceGuest(Guest):
         "on_train_end": "_log_summary",
     }
     EVENTS = {event: theirs for event, theirs in GUEST_EVENTS.items() if event not in ("on_log", "on_eval_all_end")} | {
-        "on_train_end": ("on_train_end",)  # without `on_log`, which `_log_summary` calls
+        "on_train_end": ("on_train_end",)  # `on_log` is left out, because `_log_summary` calls it
     }
     NEVER = ("on_push_begin",)
 
@@ -250,7 +250,8 @@ class HuggingFaceGuest(Guest):
             self._check_logged()
             self._step, self._microbatches = ctx.step, 0
             self.control._new_step()
-            self.control._new_epoch()  # reset the request to end the epoch, of which callsheet has warned
+            # Discard a request to end the epoch: callsheet does not support it and has warned of it.
+            self.control._new_epoch()
             self._save_kind = ""
             if self._passed_on:
                 self._passed_on &= {"should_training_stop"}

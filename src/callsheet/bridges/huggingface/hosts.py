@@ -146,7 +146,8 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Wrap the Trainer's training loop, so that an error in it ends callsheet's run as failed before it reaches the user."""
         trainer, reference = find_trainer(state, sys._getframe()), weakref.ref(self)
-        if not hasattr(trainer, "_inner_training_loop"):  # there is nothing to wrap, so an error is noticed only later
+        # If the trainer lacks this method, there is nothing to wrap, so callsheet notices an error in training only later.
+        if not hasattr(trainer, "_inner_training_loop"):
             if any((kind.__module__, kind.__name__) == ("transformers.trainer", "Trainer") for kind in type(trainer).__mro__):
                 self._warn(
                     "it has no _inner_training_loop, so an error that ends training may be recorded late and without its reason"
@@ -154,7 +155,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
             return
 
         def train(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            earlier = _run_of(reference)  # an error in this call must not end a run that began before it
+            earlier = _run_of(reference)  # if a run has begun before this call, an error in this call must not end that run
             try:
                 return method(*args, **kwargs)
             except BaseException as error:
@@ -163,8 +164,8 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
                     host._fail(error)
                 raise
 
-        # Do not wrap `train`: the wrapper has no strong reference to the trainer, so in `Trainer(...).train()` nothing would keep
-        # the trainer alive during the call.
+        # Wrap only the inner loop. A wrapper of `train` would hold no strong reference to the trainer, so in
+        # `Trainer(...).train()` the trainer could be deleted during the call.
         WrappedMethods(trainer).wrap("_inner_training_loop", train, put=replace)
 
     @observing
@@ -224,7 +225,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
             self._warn("the Trainer was not found in the call stack: neither batches nor the steps of evaluations are reported")
         self._requests.is_written, self._prefix = False, None
         self._fired = "" if args.eval_on_start else None
-        if not args.eval_on_start:  # with `eval_on_start`, the round starts after the first evaluation
+        if not args.eval_on_start:  # with `eval_on_start`, the round starts only after the first evaluation
             run.driver.start("round")
 
     def _wrap_methods(self, trainer: Any) -> WrappedMethods:
@@ -330,7 +331,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
                 if driver.is_read and not self._has_engine:
                     driver.start("optimizer_step")
             if driver.has_listeners:
-                driver.end_step()  # this also ends the optimizer's step; without listeners, `on_step_end` ends the step instead
+                driver.end_step()  # also ends the optimizer's step; if there are no listeners, `on_step_end` ends the step
         except BaseException as error:
             self._leave(error)
 
@@ -464,7 +465,8 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         if not run.eval.driver.is_open("eval_all"):
             return False
         self._fired = (self._fired or "") + "E"
-        if run.eval.driver.is_open("eval"):  # the evaluation of a dataset is open, because the Trainer did not call on_evaluate
+        # If the Trainer did not call `on_evaluate`, the evaluation of the dataset is still open, so end it here.
+        if run.eval.driver.is_open("eval"):
             run.eval.end_dataset(run.eval.ctx.eval_name, found)
         elif not run.eval.found:
             run.eval.begin("validation")
@@ -477,21 +479,21 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
             return
         run.fire_record()
         self._stop_if_asked(run)
-        if run.driver.is_open("train"):  # False for an evaluation before training
+        if run.driver.is_open("train"):  # an evaluation before training is not followed by a checkpoint
             self._fire_due(run)
 
     @in_a_run
     def on_evaluate(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
         """End the evaluation of a dataset."""
         is_open, prefix = run.eval.driver.is_open("eval_all"), self._prefix or "eval"
-        if not is_open and self._prefix is None:  # the evaluation did not go through `Trainer.evaluate`
+        if not is_open and self._prefix is None:  # if this is true, the evaluation did not go through `Trainer.evaluate`
             self._warn(
                 "an evaluation that did not go through `Trainer.evaluate` is reported only at its end, and used the trained weights"
             )
             self._begin_evaluation(run, is_own=True)
         if run.eval.driver.is_open("eval_all"):
             found = found_in(given.get("metrics") or {}, prefix)
-            if not run.eval.driver.is_open("eval"):  # the evaluation has no open dataset yet, because the model was not called
+            if not run.eval.driver.is_open("eval"):  # the model was not called, so no dataset was begun in this evaluation
                 run.eval.begin(_dataset(prefix))
             run.eval.end_dataset(_dataset(prefix), found)
             if not is_open:
@@ -512,7 +514,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         """Add the callbacks' states to a checkpoint that the Trainer has written, and fire the events of that save."""
         self._requests.is_written, self._path, self._step = True, _checkpoint(args, state), state.global_step
         if not self._fits(run, "S") and self._fits(run, "DS"):
-            self._fire_due(run)  # if a callback requests a save at this event, this checkpoint is that save
+            self._fire_due(run)  # if a callback requests a save at this event, this checkpoint fulfills the request
             if self._fits(run, "S"):
                 self._fire_checkpoint(run)
         elif self._fits(run, "S"):

@@ -208,7 +208,8 @@ class IgniteGuest(Guest):
             self.foreign._fire_event(Events.ITERATION_COMPLETED)
 
     def _epoch_completed(self, ctx: Context) -> None:
-        if ctx.state.timestamp.epoch >= ctx.epoch:  # not if the epoch was left early, because Ignite fires no event then
+        # If the epoch was left early, it is not counted, and Ignite fires no EPOCH_COMPLETED for it either.
+        if ctx.state.timestamp.epoch >= ctx.epoch:
             self._fire(Events.EPOCH_COMPLETED, ctx)
             self._log(ctx, self.foreign, "ignite")
 
@@ -225,7 +226,8 @@ class IgniteGuest(Guest):
         try:
             self.foreign._fire_event(Events.EXCEPTION_RAISED, ctx.exception)
         except BaseException as raised:
-            if raised is not ctx.exception:  # Ignite's handlers raise the run's error again, but callsheet does that itself
+            # If Ignite's handlers raise the run's own error again, ignore it, because callsheet raises that error itself.
+            if raised is not ctx.exception:
                 raise
 
     # --- the evaluators' events ---

@@ -157,7 +157,8 @@ class IgniteHost(HostBase):
         self._steps_left = 0  # how many steps were left before their last microbatch
         self._in_epoch = False
         self._evaluations = _Evaluations()
-        self._is_due_fired = False  # whether on_checkpoint_due was fired after the latest step or epoch, so a save may follow
+        # Whether on_checkpoint_due was fired after the latest step or epoch, so that a save may be reported.
+        self._is_due_fired = False
 
     def attach(self, trainer: Engine, *, checkpoint: Checkpoint | None = None) -> Self:
         """Attach callsheet's callbacks to Ignite's trainer and evaluators.
@@ -221,7 +222,8 @@ class IgniteHost(HostBase):
         run.control.hints = {"save": "give attach(trainer, checkpoint=...) the handler that writes checkpoints"}
         run.checkpoints.loads = lambda: me._load()
         never = NOT_FIRED + (() if self._saves is not None else OF_CHECKPOINTS) + (() if self._evaluators else OF_EVALUATIONS)
-        self._begin_run(run, hooks, never)  # does not start `train`: an evaluation before the first epoch is not part of training
+        # `train` is not started here, because an evaluation before the first epoch is not part of training.
+        self._begin_run(run, hooks, never)
         run.counts.follow(lambda: me._counted())
         self._stop_if_asked(run)
 
@@ -246,7 +248,7 @@ class IgniteHost(HostBase):
     @in_a_run
     def _completed(self, run: HostedRun, trainer: Engine) -> None:
         self._continue_training(run)
-        run.driver.start("round")  # if no epoch was run, `on_train_start` and `on_round_start` were not fired yet
+        run.driver.start("round")  # starts `train` and `round`, which are not open yet if no epoch was run
         self._leave_step(run)
         self._finish()
 
@@ -277,12 +279,13 @@ class IgniteHost(HostBase):
             else:
                 run.fail(error)
             self._release()
-        if len(trainer._event_handlers[Events.EXCEPTION_RAISED]) == 1:  # no other handler: raise the error, as Ignite does
+        # Without a handler for errors, Ignite raises the error. If the host's handler is the only one, it does the same.
+        if len(trainer._event_handlers[Events.EXCEPTION_RAISED]) == 1:
             raise error
 
     def _leave(self, error: BaseException) -> None:
         super()._leave(error)
-        self._last = None  # later checkpoints must not contain the state of the run that the error has ended
+        self._last = None  # the error has ended this run, so later checkpoints must not contain its state
 
     def _stop(self, loop: Any) -> None:
         assert self._trainer is not None
@@ -506,11 +509,11 @@ class IgniteHost(HostBase):
 
     def _end_evaluation(self, run: HostedRun) -> None:
         run.eval.end()
-        if self._evaluations.is_requested:  # callsheet has requested this evaluation, and fires the events after it
+        if self._evaluations.is_requested:  # if callsheet has requested this evaluation, it fires the later events itself
             return
         run.fire_record()
         if self._evaluations.is_awaited:
-            run.control.done("evaluate")  # no further evaluation is needed for requests that were made since the epoch's end
+            run.control.done("evaluate")  # this evaluation also fulfills requests that were made after the epoch's end
             self._reach(run)
             return
         run.boundaries.fire_checkpoint_due("step")

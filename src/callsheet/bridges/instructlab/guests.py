@@ -109,7 +109,7 @@ class InstructLabGuest(Guest):
     # --- our events, from which the hooks are called in InstructLab's order ---
 
     def _train_begins(self, ctx: Context) -> Awaitable[None] | None:
-        ended = self._ended()  # the last hooks of an earlier training in this run, if they were not called yet
+        ended = self._ended()  # the last hook calls of an earlier training in this run; empty if they were made already
         self._begin()
         context, run, now = self.context, ctx.run, ctx.state.timestamp
         context.step, context.epoch = now.batch + 1, now.epoch

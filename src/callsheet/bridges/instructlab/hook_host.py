@@ -66,7 +66,7 @@ def _class_over(TrainerCallback: type) -> Any:  # noqa: N803  # the class below 
         """An InstructLab callback that passes each hook on to `InstructLabHost`."""
 
         def __init__(self, host=None):  # type: ignore[no-untyped-def]
-            if host is None:  # InstructLab has created this callback on a rank, where there is no host yet
+            if host is None:  # InstructLab has created this callback in the process of a rank, which has no host yet
                 from callsheet.bridges.instructlab.hook_host import InstructLabHost
 
                 host = InstructLabHost.arrived()

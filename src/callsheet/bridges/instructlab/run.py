@@ -52,7 +52,7 @@ class _ContextWithoutModel(Context):
 
     def __init__(self, run: RunInfo, **given: Any) -> None:
         super().__init__(run, **given)
-        del self.model  # a handler that reads `ctx.model` is then skipped, with a warning
+        del self.model  # without the attribute, a handler that reads `ctx.model` is skipped with a warning
 
     def sibling(self, accumulator: Any = None) -> Context:
         return _ContextWithoutModel(
@@ -85,13 +85,14 @@ class HookedRun(Run):
             state=TrainState(max_duration=Time.parse(f"{context.max_epochs}ep") if context.max_epochs else None),
             control=Control((), host=HOST),
             signals=SignalWatch(()),
-            # This run communicates with no other rank, since its collectives could mix with those of training.
+            # Use a group of one rank: collectives of this run could mix with those of training.
             world=ProcessGroups(Ranks(), torch.device("cpu"), lock_timeout),
             log_every=Interval("1ba"),
             device=torch.device(device),
             log_ranks=LogRanks("zero", ranks),
             lock_timeout=lock_timeout,
-            is_busy=lambda lifetime: False,  # InstructLab does not report errors, so a run may never end
+            # If a run fails, callsheet does not learn that it has ended, so an unfinished run must not block a new one.
+            is_busy=lambda lifetime: False,
         )
         self.log_ranks.start()
         self._metrics = self.records.metrics
@@ -161,7 +162,8 @@ class HookedRun(Run):
         If an epoch is open, InstructLab was preempted. A step that was not finished gets no end events.
         """
         driver = self.driver
-        if driver.is_open("epoch") and not driver.is_open("train_step"):  # no preemption, which would end it within a step
+        # A preemption ends the run within a step. If no step is open, the epoch is complete.
+        if driver.is_open("epoch") and not driver.is_open("train_step"):
             self.end_epoch(context)
         self.lifetime.outcome = Outcome.PREEMPTED if driver.is_open("epoch") else Outcome.FINISHED
         if driver.is_open("train_step") and self.has_stepped:
@@ -300,7 +302,7 @@ class HookedRun(Run):
         ctx.step, ctx.epoch, ctx.standalone, ctx.eval_name = self.ctx.step, self.ctx.epoch, False, "validation"
         driver.start("eval_all")
         if not driver.is_open("eval_all"):
-            # The lifecycle allows no evaluation here, so add the values to the next metrics record.
+            # The lifecycle allows no evaluation at this place, so add the values to the next metrics record.
             ctx.log({f"validation/{name}": value for name, value in found.items()}, across="same")
             return
         driver.start("eval")

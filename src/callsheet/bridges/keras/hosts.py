@@ -210,7 +210,8 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
     def on_epoch_begin(self, run: HostedRun, epoch: int, logs: Any = None) -> None:
         """Fire the start of an epoch."""
         now, self._epochs = run.state.timestamp, epoch
-        if epoch != now.epoch and now.batch == run.state.baseline.batch:  # the user has called fit(initial_epoch=...)
+        # If the first epoch has another number than expected, the user has called `fit(initial_epoch=...)`.
+        if epoch != now.epoch and now.batch == run.state.baseline.batch:
             run.state.timestamp = run.state.baseline = now._replace(epoch=epoch, epoch_in_round=epoch)
         run.counts.check()
         self._place.begin()
@@ -288,7 +289,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
         self._is_in_fit = False
         self.model._initial_epoch = None
         if self._run is not None and self._epochs is not None and not self.model.stop_training:
-            self._epochs = self.params["epochs"]  # nothing has stopped Keras, so it has trained all epochs
+            self._epochs = self.params["epochs"]  # if nothing has stopped Keras, it has trained all epochs
         self._finish()
 
     # --- evaluation and prediction ---
@@ -296,7 +297,8 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
     @observing
     def on_test_begin(self, logs: Any = None) -> None:
         """Start an evaluation. Outside training, first begin a run for it."""
-        if self._has_given_up and self._is_in_fit:  # the run of this `fit` has ended early, and its evaluations begin no new one
+        # If the run of this `fit` has ended early, the later evaluations of this `fit` must not begin a new run.
+        if self._has_given_up and self._is_in_fit:
             return
         run = self._run
         if run is None or not run.driver.is_open("train"):

@@ -123,7 +123,7 @@ class _Group(MutableMapping[str, Any]):
         if name != "lr":
             raise KeyError(name)
         rate = self._optimizer.learning_rate
-        if not isinstance(rate, keras.Variable):  # the result of a learning rate schedule
+        if not isinstance(rate, keras.Variable):  # if the rate is not a variable, it is the value of a learning rate schedule
             return rate
         value = rate.value
         if value._version != self._version:  # convert the rate only if it has changed, because `float` waits for the device

@@ -26,7 +26,7 @@ class KerasRun(Common):
         """The results of the last evaluation."""
         self.ended: int | None = None
         """The epoch whose end the guests handle at the current event. None at all other events."""
-        self._open: int | None = None  # the epoch that has ended, until Keras's `on_epoch_end` is called for it
+        self._open: int | None = None  # an epoch that has ended, but for which `on_epoch_end` was not called yet
         self._total: Any = 0.0
         self._samples = 0
 

@@ -207,7 +207,8 @@ class LightningGuest(Guest):
 
     def _teardown_handler(self, method: Callable[..., Any]) -> Handler:
         def handle(ctx: Context) -> None:
-            if not ctx.has("standalone") or ctx.standalone:  # Lightning calls no teardown after an evaluation within training
+            # Lightning calls `teardown` only after a standalone evaluation, not within training.
+            if not ctx.has("standalone") or ctx.standalone:
                 method(self.trainer, self.module, stage=self.trainer.state.fn)
 
         return handle

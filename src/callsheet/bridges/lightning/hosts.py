@@ -193,14 +193,16 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         run.losses = watch.reader
         self._forward = StepHooks(run.driver, run.ctx, pl_module)
         self._clip = ClipHook(pl_module, self._clipped)
-        # With manual optimization, a backward pass after `optimizer.step()` belongs to another optimizer, so it is not observed.
+        # With manual optimization, a backward pass that follows `optimizer.step()` belongs to the next optimizer, so do not
+        # observe it.
         is_manual = not pl_module.automatic_optimization
         self._stepped = SteppedHooks(run, optimizers, ended=watch.stop if is_manual else None)
         self._stepped.has_begun = False
         self._stepped.listen(True)
         self._hooks += [watch, self._forward, self._clip, cadence, Saves(trainer, self._save_and_report), self._stepped]
         self._resume(trainer, run)
-        while run.state.timestamp.epoch < trainer.current_epoch:  # a checkpoint of an epoch's last step does not count the epoch
+        # A checkpoint that was saved at an epoch's last step does not count that epoch, so count it here.
+        while run.state.timestamp.epoch < trainer.current_epoch:
             run.state.timestamp = run.state.timestamp.next_epoch()
         run.counts.follow(functools.partial(counted, weakref.proxy(trainer)))
         batches = trainer.num_training_batches
@@ -275,7 +277,8 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             return
         try:
             watch, stepped = self._watch, self._stepped
-            if stepped.has_begun:  # called again in this step: the optimizer calls its closure again, or another optimizer steps
+            # If the step has begun already, the optimizer calls its closure again, or another optimizer steps.
+            if stepped.has_begun:
                 watch.keep_last()
                 return
             stepped.has_begun, watch.is_on, watch.is_in_closure = True, True, True
@@ -324,7 +327,8 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             run.end_step()
             self._may_fire_save = True
             if not self._is_checked:
-                if not stepped.has_begun:  # no error: with manual optimization, a module may step only after several batches
+                # With manual optimization, a module may step only after several batches, so a missing step is no error.
+                if not stepped.has_begun:
                     run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
                 self._check_first_step(run)
             if run.control.pending:

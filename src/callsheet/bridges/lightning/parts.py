@@ -86,7 +86,8 @@ class StepHooks(ForwardHooks):
             self._caller, self._is_inside = None, False
 
     def _step(self, step: Callable[..., Any], batch: Any, *rest: Any) -> Any:
-        if self.replaced is not None:  # not reset here, because an optimizer may call its closure again
+        # `replaced` is not reset here, because an optimizer may call its closure, and so this method, again.
+        if self.replaced is not None:
             (batch,) = self.replaced
         self._is_inside = True
         try:
@@ -224,7 +225,8 @@ def counted(trainer: Any) -> Counts:
     loop = trainer.fit_loop
     is_automatic = trainer.lightning_module.automatic_optimization
     steps = trainer.global_step if is_automatic else loop.epoch_loop.batch_progress.total.processed
-    return Counts(steps, loop.epoch_progress.current.processed)  # unlike `current_epoch`, this includes an epoch that is ending
+    # Unlike `current_epoch`, `processed` counts an epoch that is just ending.
+    return Counts(steps, loop.epoch_progress.current.processed)
 
 
 def dataset_names(loaders: Any) -> list[str]:

@@ -45,7 +45,8 @@ class MegatronForwardHooks(ModelCalls):
     def begin_call(self, model: nn.Module, batch: Any) -> Any:
         run = self._run
         if model.training and torch.is_grad_enabled() and run.eval.driver.is_open("eval"):
-            # Megatron trains again, although it has reported neither the end of the evaluation nor the start of a step.
+            # Training continues, although Megatron has reported neither the end of the evaluation nor the start of a step. So end
+            # the evaluation here.
             run.eval.leave()
             self.evaluating = ""
         if self._evaluating:

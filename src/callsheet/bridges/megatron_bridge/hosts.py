@@ -152,7 +152,7 @@ class MegatronBridgeHost(HostBase):
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Begin a run of callsheet's callbacks, unless it has begun already."""
-        if self._has_trained:  # an exception has ended the earlier training
+        if self._has_trained:  # training that an exception has ended was not closed, so close it first
             self._forget_earlier_run()
         self._start(context)
         self._has_trained = True
@@ -206,13 +206,13 @@ class MegatronBridgeHost(HostBase):
         try:
             run = self._run or self._begin(context)
             settings, driver = self._settings, run.driver
-            if not settings.is_training:  # no training step, because training is over
+            if not settings.is_training:  # training is over, so this call belongs to no training step
                 return
             interval, step = settings.save_interval, settings.step
             settings.restore_interval()
             settings.loss = None
             if step is not None and step != run.state.timestamp.batch:
-                driver.end("train_step")  # Megatron may not have reported the end of the previous step
+                driver.end("train_step")  # ends the previous step, because Megatron may not have reported its end
                 self._skip_iterations(run)
                 run.counts.check()
             if step and interval and step % interval == 0 and settings.get("checkpoint.async_save"):
@@ -244,7 +244,7 @@ class MegatronBridgeHost(HostBase):
         try:
             run = self._run or self._begin(context)
             settings, driver = self._settings, run.driver
-            if not settings.is_training:  # no training step, because training is over
+            if not settings.is_training:  # training is over, so this call belongs to no training step
                 return
             self._forward.in_step = False
             if not driver.parts["train_step"].is_open:
@@ -253,11 +253,13 @@ class MegatronBridgeHost(HostBase):
                 driver.start_step()
             settings.loss, run.other_losses = _losses(context.loss_dict or {})
             run.step_skipped = bool(context.skipped_iter)
-            if run.step_skipped and driver.is_read:  # hooks of torch's optimizer fire these events, but it was not called
+            # Usually, a call of torch's optimizer fires these events, but a skipped step does not call it, so fire them here.
+            if run.step_skipped and driver.is_read:
                 driver.start_and_end("clip_gradients")
                 driver.start_and_end("optimizer_step")
             norm = context.grad_norm
-            if run.spans.train_step.ends is not None:  # whether a callback listens to `on_train_step_end`
+            # Converting the norm costs time, so do it only if a callback listens to `on_train_step_end`.
+            if run.spans.train_step.ends is not None:
                 run.grad_norm = norm if norm is None or isinstance(norm, Tensor) else torch.scalar_tensor(norm)
             if norm is not None and run.manager.has_listeners.on_log:
                 run.records.metrics.log({"train/grad_norm": norm}, over="mean", across="same")
@@ -268,7 +270,7 @@ class MegatronBridgeHost(HostBase):
             if not self._is_checked and not run.step_skipped:
                 self._check_first_step(run)
             if run.control.pending:
-                self._stop_if_asked(run, 1)  # 1, because Megatron counts this step only later
+                self._stop_if_asked(run, 1)  # 1, because Megatron has not counted this step yet
         except BaseException as error:
             self._leave(error)
 

@@ -47,7 +47,7 @@ class MegatronBridgeRun(Common):
         self._course: RunConstants | None = None
         self._longest: Time | None = None
         self._ctx: Context | None = None
-        if state is None:  # if the user has given a state, the guest calls `drive` after each event instead
+        if state is None:  # a state that the user has given does not call `drive`, so the guest calls it after each event
             call_when_moved(self.state, self.drive)
 
     def on_train_step_start(self, ctx: Context) -> None:
@@ -115,7 +115,7 @@ class MegatronBridgeRun(Common):
             self._longest = longest = course.max_duration
             is_new = longest is not before and isinstance(self.state.cfg, Config)
             if is_new and longest is not None and longest.unit is TimeUnit.BATCH:
-                # Setting the attribute itself would call `drive`.
+                # Write into `__dict__`, because assigning to the attribute would call `drive`.
                 train.__dict__["train_iters"] = int(longest.value)
         self.length, model = train.train_iters, ctx.model
         return model if type(model) is list else [model]

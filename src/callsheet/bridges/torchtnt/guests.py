@@ -113,7 +113,7 @@ class TorchTNTGuest(Guest):
         state, unit = self._state, self._unit
         if theirs == "on_exception":
             return lambda ctx: method(state, unit, ctx.exception)
-        if theirs == "on_train_epoch_start":  # torchtnt does not call this if a run resumes within an epoch
+        if theirs == "on_train_epoch_start":  # if a run resumes within an epoch, torchtnt does not report the epoch's start
             return lambda ctx: None if ctx.state.timestamp.batch_in_epoch else method(state, unit)
         return lambda ctx: method(state, unit)
 

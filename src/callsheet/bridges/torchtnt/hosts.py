@@ -167,7 +167,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         if self._optimizer_hooks is not None:
             hooks.append(self._optimizer_hooks)
         run.losses = watch.reader
-        self._waiting = ""  # "step" or "epoch" while the actions of its end wait for torchtnt's evaluation
+        self._waiting = ""  # "step" or "epoch" if requests after its end are to be carried out only after torchtnt's evaluation
         self._is_exhausted = self._fires_eval = False
         self._losses = MeanLosses()
         self._batch: Any = None
@@ -203,7 +203,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             warn_if_not_restored(state.train_state.dataloader, run.host)
         run.driver.start("round")
         run.finish_undone("epoch", self._place)
-        if self._place.to_skip:  # the run resumes within an epoch, whose start torchtnt does not report
+        if self._place.to_skip:  # if the run resumes within an epoch, torchtnt does not report the epoch's start
             self._place.begin()
             run.driver.start("epoch")
             run.finish_undone("step", self._place)
@@ -243,7 +243,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         """Fire `on_fetch_start` for the first batch of a step, if it has listeners. Return whether it was fired."""
         driver = run.driver
         is_started = not driver.parts["train_step"].is_open
-        if is_started:  # this is the first batch of a step
+        if is_started:
             if driver.listen():
                 self._listens_to_forward = driver.listens_to("forward")
                 self._model_hooks.listen(self._listens_to_forward)
@@ -285,7 +285,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             driver, ctx, watch = run.driver, run.ctx, self._watch
             try:
                 counted = counts_of(ctx.batch)
-            except FieldNotAvailable:  # torchtnt reports the start of the same batch a second time
+            except FieldNotAvailable:  # torchtnt has reported the start of the same batch twice
                 return
             if driver.parts["train_step"].is_open:
                 run.counted = run.counted[0] + counted[0], run.counted[1] + counted[1]
@@ -330,7 +330,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
     def _end_step(self, run: HostedRun, state: State) -> None:
         run.end_step()
         if not self._is_checked:
-            # No error with a loss scaler, which skips the first optimizer steps while its scale is too large.
+            # A loss scaler skips the first optimizer steps while its scale is too large, so a missing step is no error then.
             if self._scaler is not None:
                 run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
             self._check_first_step(run)
@@ -423,7 +423,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             run.eval.end()
             run.fire_record()
             self._support(run).after_first_step(run.eval.driver)
-        elif samples:  # the evaluation was carried out within a step, so its events are fired at the step's end
+        elif samples:  # the evaluation took place within a step, so its events are fired when the step ends
             run.made[EVALUATED] = found
         self._reach(run, state)
         if not run.driver.is_open("train"):

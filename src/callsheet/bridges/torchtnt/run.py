@@ -38,7 +38,7 @@ class TorchTNTRun(Common):
         self._asked_at: float | None = None
         self._began_at = 0.0
         self._timer = self.phases["train"].iteration_timer  # the timer of the current loop
-        self._late: float | None = None  # the duration of the last step, until it is recorded
+        self._late: float | None = None  # the duration of the last step; None once it is recorded
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress of evaluation and prediction. That of training is part of the run's timestamp."""
@@ -76,14 +76,15 @@ class TorchTNTRun(Common):
 
     def on_train_step_start(self, ctx: Context) -> None:
         """Record how long the step has waited for data, and the duration of the previous step."""
-        if self.phase != "train":  # return to the training phase after an evaluation within the epoch
+        if self.phase != "train":  # an evaluation within the epoch has ended, so return to the training phase
             self._switch_to("train")
         self._began_at = now = perf_counter()
         durations = self._timer.recorded_durations
-        if (late := self._late) is not None:  # the previous step's duration, which torchtnt records after `on_train_step_end`
+        # Record the previous step's duration now, because torchtnt records it after `on_train_step_end`.
+        if (late := self._late) is not None:
             self._late = None
             durations["train_iteration_time"].append(late)
-        # The wait for data is recorded here and not at `on_fetch_end`, because torchtnt too records it after that event.
+        # Record the wait for data here and not at `on_fetch_end`, because torchtnt too records it after that event.
         if (asked := self._asked_at) is not None:
             self._asked_at = None
             waits = durations["data_wait_time"]

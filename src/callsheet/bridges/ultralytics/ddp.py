@@ -58,7 +58,7 @@ def _sending(given: Callable[[Any], tuple[list[str], str]]) -> Callable[[Any], t
             undo.callback(lambda: [os.environ.pop(name, None) for name in variables])
             with _without_host_methods(trainer, host):  # Ultralytics must not pickle the host, whose callbacks the payload has
                 command, file = given(trainer)
-            # If an error follows here, remove the file, because Ultralytics does not have its path yet.
+            # Ultralytics does not know the file's path yet, so callsheet removes the file if an error follows.
             undo.push(functools.partial(_clean_after_error, trainer, file))
             place = command.index(file)
             os.environ.update(variables)  # Ultralytics starts the workers with the environment of this process

@@ -200,7 +200,8 @@ class UltralyticsHost(HostBase):
         self._listens_to_forward = True
         self._is_batch_due = False  # whether the next call of `preprocess_batch` gets a batch of the training loop
         self._has_unscaled = False  # whether the loop has unscaled the gradients, as it does just before the optimizer's step
-        # The loss and samples of the batches after an epoch's last optimizer step. They count for the next epoch's first step.
+        # The loss and samples of those batches of the last epoch that came after its last optimizer step. They count for the next
+        # step.
         self._from_last_epoch: tuple[Tensor | None, tuple[int, int]] = None, (0, 0)
         self._after_epoch = _AfterEpoch()
         self._epochs: int | None = None  # Ultralytics' count of completed epochs; None before the first epoch
@@ -249,19 +250,19 @@ class UltralyticsHost(HostBase):
         """Start an epoch. Ultralytics may repeat an epoch, for example after it has run out of memory."""
         is_open = run.driver.is_open("epoch")
         is_repeated = self._epochs == trainer.epoch + (not is_open)
-        if is_open and not is_repeated:  # Ultralytics has not reported the end of the previous epoch
+        if is_open and not is_repeated:  # the previous epoch is still open, because Ultralytics has not reported its end
             self._close_epoch(run, trainer)
-        elif is_open:  # memory ran out, so Ultralytics begins the same epoch again with smaller batches
+        elif is_open:  # if memory runs out, Ultralytics begins the same epoch again with smaller batches
             self._watch.is_on = False
             run.drop_step()
             self._from_last_epoch = None, (0, 0)
             run.close_epoch(is_whole=False)
-        # Carry out the actions after the previous epoch if they still wait. Ultralytics does not call `on_fit_epoch_end` if it
-        # has reloaded last.pt after a loss that was not finite.
+        # If actions after the previous epoch are still due, carry them out now. Ultralytics does not call `on_fit_epoch_end` if
+        # it has reloaded last.pt after a loss that was not finite.
         self._reach(run, trainer)
         self._begin_epoch_counts(len(trainer.train_loader))
         self._epochs = trainer.epoch
-        if is_repeated:  # callsheet counts the repeated steps again, and Ultralytics may not, so compare from here on
+        if is_repeated:  # callsheet counts the repeated steps twice, but Ultralytics may not, so compare the counts from here on
             run.counts.follow(self._counts_of(trainer))
         run.counts.check()
         run.driver.start("epoch")
@@ -278,7 +279,8 @@ class UltralyticsHost(HostBase):
 
     def _close_epoch(self, run: HostedRun, trainer: Any) -> None:
         self._watch.is_on = False
-        if self._optimizer_hooks.has_stepped and run.driver.is_open("train_step"):  # Ultralytics' time limit ended the epoch here
+        # If the last step is still open after the optimizer's step, Ultralytics' time limit has ended the epoch.
+        if self._optimizer_hooks.has_stepped and run.driver.is_open("train_step"):
             self._batches += 1
             self._end_step(run, trainer)
         elif run.driver.is_open("train_step"):
@@ -406,7 +408,7 @@ class UltralyticsHost(HostBase):
         run.other_losses = {name: each for name, each in losses.items() if name != "loss"} if isinstance(losses, Mapping) else {}
         run.end_step()
         if not self._is_checked:
-            # No error with a loss scaler, which skips the first optimizer steps while its scale is too large.
+            # A loss scaler skips the first optimizer steps while its scale is too large, so a missing step is no error then.
             if trainer.scaler.is_enabled():
                 run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
             self._check_first_step(run)
@@ -441,7 +443,7 @@ class UltralyticsHost(HostBase):
     def _begin_evaluation(self, run: HostedRun, name: str) -> None:
         trainer = self._trainer
         if name == BEST:
-            run.driver.end("round")  # this evaluation comes after all epochs
+            run.driver.end("round")  # all epochs are over, and this evaluation follows them
         elif run.eval.listens_to_outputs("eval"):
             evaluated = trainer.ema.ema if trainer.ema else trainer.model
             self._eval_hooks = ForwardHooks(run.eval.driver, run.eval.ctx, evaluated, "eval")
@@ -478,7 +480,8 @@ class UltralyticsHost(HostBase):
         run.eval.end()
         run.fire_record()
         if name == BEST:
-            run.eval.driver.synthesized.clear()  # do not warn: the forward pass of `best.pt`, a new model, cannot be observed
+            # The forward pass of `best.pt`, a new model, cannot be observed, so do not warn of missing events.
+            run.eval.driver.synthesized.clear()
         else:
             self._support(run).after_first_step(run.eval.driver)
 

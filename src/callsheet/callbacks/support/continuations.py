@@ -67,7 +67,7 @@ class Prompts:
         if self._tokenizer is not None:
             return str(self._tokenizer.decode(list(ids)))
         if isinstance(prompt, str):
-            # Without a tokenizer, token ids are bytes, so leave out ids of 256 and more.
+            # Without a tokenizer, each token id is taken as a byte, so leave out ids above 255.
             return bytes(token for token in ids if token < 256).decode(errors="replace")
         return " ".join(map(str, ids))
 
@@ -97,7 +97,7 @@ def written(
         NonFiniteError: the model's outputs are NaN or infinite, so no token can be chosen.
     """
     with undisturbed(model, seed) as is_sharded, finite_outputs(model):
-        # `synced_gpus` makes all ranks of a sharded model generate equally many tokens.
+        # With `synced_gpus`, all ranks of a sharded model generate equally many tokens, so no rank waits for another forever.
         words = {**words, "synced_gpus": is_sharded and world_size > 1}
         lines = continuations(model, prompts.ids, device, batch_size=batch_size, words=words, options=options)
     return prompts.rows(lines)

@@ -52,7 +52,7 @@ class Address:
 
     def __post_init__(self) -> None:
         if self.url_env:
-            if self.to not in ("", "webhook", "slack"):  # the message does not repeat `to`, which may be a secret
+            if self.to not in ("", "webhook", "slack"):  # `to` may be a secret, so the message does not repeat it
                 raise ConfigError("both url_env= and to= give a URL; with url_env, set to= to 'webhook' or 'slack'")
         elif self.kind == "mailto":
             user, scheme = checked_server(self.server).username, urlsplit(self.server).scheme
