@@ -442,7 +442,7 @@ class HostedRun(Run):
         self.records.fire_log(self.ctx)
 
     def _leave_evaluation(self) -> None:
-        """End an evaluation whose end the framework has not reported, because training continues or ends."""
+        """End the evaluation that is open: training continues or ends, but the framework has not reported the evaluation's end."""
         if len(self._open_eval_spans) > 1:
             self.eval.leave()
 

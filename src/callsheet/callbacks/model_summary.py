@@ -119,7 +119,7 @@ class ModelSummary(Callback):
         counted = [flops.get(name, 0)] if self._flops else []
         trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         total = sum(parameter.numel() for parameter in parameters)
-        # FSDP puts a class of its own before the module's class, which must not be shown.
+        # FSDP makes a subclass of the module's class. Show the module's own class.
         kind = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
         return [name or "(model)", kind.__name__, total, trainable, *counted]
 

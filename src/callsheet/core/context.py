@@ -340,7 +340,7 @@ class Context:
         """
         if self.kept:
             for name, keeps in _CLOSED_BY.get(event, ()):
-                if not (keeps and name in self.kept):  # fields in `keep_fields` stay until their event `kept_until`
+                if not (keeps and name in self.kept):  # a field in `keep_fields` stays until `Field.kept_until`
                     setattr(self, name, None)
                     delattr(self, name)
         else:

@@ -231,7 +231,7 @@ class BareLoop(NotCopied):
         return id(parameter) in self._parameters
 
     def fetch(self, fetches: Callable[[Any], Any], iterator: Any) -> Any:
-        """Fetch the next batch for training with `fetches(iterator)`, whose errors are raised, and fire the events around it."""
+        """Return `fetches(iterator)`, the next batch for training, and fire the events around it. An error of `fetches` is raised."""
         if self._is_over or get_ident() != self._thread:
             return fetches(iterator)
         is_first = not self.step.is_open  # if a step is open, this batch is for another microbatch of it

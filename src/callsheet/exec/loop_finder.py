@@ -90,7 +90,7 @@ class LoopFinder:
         self._undo.append(register_optimizer_step_pre_hook(self._steps).remove)
 
     def stop(self) -> None:
-        """Stop recognizing loops, because the script has forked this process."""
+        """Stop recognizing loops. This is called in a child process that the script has forked."""
         self._is_over, self._loop = True, None
 
     def remove(self) -> None:

@@ -149,7 +149,7 @@ class LaneSet:
         return None
 
     def with_drain(self, run_end: CompiledEvent) -> CompiledEvent:
-        """Insert a handler that waits for callbacks in lanes into `on_run_end`, before the loggers. Return the compiled event.
+        """Return the compiled `on_run_end` with one more handler before the loggers, which waits for callbacks in lanes.
 
         The loggers close their files at `on_run_end`, so what the lanes log must arrive before that.
         """
