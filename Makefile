@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := $(VENV)/.ready-for-demo
 TEST := $(VENV)/.ready-for-tests
-PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')  # one more than cores, because many tests wait for processes
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "callsheet needs Python 3.11 or later, this is " + sys.version)'
 
 .PHONY: setup demo test test-all slow matrix ranks oracle resume restarts versions built-on behavior public-scripts test-gpu lint format generate docs docs-serve bench clean help
@@ -46,16 +47,16 @@ ONE_FRAMEWORK := tests/bridges/test_huggingface.py tests/bridges/test_bare.py te
 
 setup: $(TEST)  ## create .venv with what make test needs
 
-test: setup  ## the core, the trainer, callbacks, loggers, recipes and one framework: four to five minutes, about six including the installation
-	$(PYTEST) --maxprocesses 4 -m "not browser and not slow and not test_all" $(FRAMEWORKS:%=--ignore %)
-	$(PYTEST) --maxprocesses 4 $(ONE_FRAMEWORK)
+test: setup  ## the core, the trainer, callbacks, loggers, recipes and one framework: about five minutes
+	$(PYTEST) -m "not browser and not slow and not test_all" $(FRAMEWORKS:%=--ignore %)
+	$(PYTEST) $(ONE_FRAMEWORK)
 
 test-all: test $(READY)  ## make test, then every framework in its pinned version, many ranks and processes, and the browser; about twenty minutes
 	$(BIN)/python tools/composer_venv.py
 	$(BIN)/python tools/ultralytics_venv.py
-	$(PYTEST) --maxprocesses 4 -m "test_all and not browser and not slow" $(FRAMEWORKS:%=--ignore %)
-	$(PYTEST) --maxprocesses 4 $(FRAMEWORKS) $(ONE_FRAMEWORK:%=--deselect %)
-	$(PYTEST) --maxprocesses 2 -m browser tests/report
+	$(PYTEST) -m "test_all and not browser and not slow" $(FRAMEWORKS:%=--ignore %)
+	$(PYTEST) $(FRAMEWORKS) $(ONE_FRAMEWORK:%=--deselect %)
+	$(PYTEST) -n 2 -m browser tests/report
 
 slow: $(READY)  ## the tests that start many interpreters, and variants of what make test runs
 	$(BIN)/python -m pytest -m slow
