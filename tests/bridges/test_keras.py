@@ -249,7 +249,7 @@ def test_the_outcome_of_a_run_is_reported(tmp_path: Path) -> None:
     given: Any = [hosted(tmp_path / "5", ends), keras.callbacks.LambdaCallback(on_epoch_begin=fails)]
     with pytest.raises(ZeroDivisionError):
         trained(given)
-    assert ends.noted == []  # Keras does not tell callbacks of another callback's error
+    assert ends.noted == []  # Keras does not report one callback's error to the others
     del given
     gc.collect()
     assert ends.noted == ["failed"]

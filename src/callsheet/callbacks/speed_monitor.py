@@ -97,7 +97,7 @@ class SpeedMonitor(Callback):
             self._flops.fetched(ctx.batch)
 
     def on_forward_backward_start(self, ctx: Context) -> None:
-        """Tell the FLOP counter, which counts the operations of one step, that a step begins."""
+        """Start a step of the FLOP counter, which counts the operations of one step."""
         self._flops.begin_step()
 
     def on_forward_end(self, ctx: Context) -> None:

@@ -289,7 +289,7 @@ class CallbackManager:
 
         Args:
             event: the name of the event, such as `"on_train_step_end"`.
-            ctx: the context, on which the caller has set the event's fields.
+            ctx: a context that was given to `open` or `spans`, or a sibling of one. The caller has set the event's fields on it.
 
         Raises:
             UnknownEventError: no such event.

@@ -289,10 +289,7 @@ class BareLoop(NotCopied):
                 if not self.step.is_open:
                     self._open_step()
                 if not self._is_in_microbatch:
-                    self._count(args, kwargs)
-                    self._is_in_microbatch = True
-                    if self._driver.has_listeners:
-                        self._fire_microbatch()
+                    self._begin_microbatch(args, kwargs)
                 if not self._microbatch.has_no_listeners:
                     self._in_forward = "train"
                     start_forward(self._driver, self.run.ctx)
@@ -318,8 +315,8 @@ class BareLoop(NotCopied):
         if self.watch.total is not None and self._with_gradients and all(each.grad is None for each in self._with_gradients):
             self.gradients_are_discarded()
         if not self._is_in_microbatch and any(self._discarded):  # a second loss of the same outputs: count its samples again
-            counted, again = self.run.counted, self._discarded
-            self.run.counted, self._discarded = (counted[0] + again[0], counted[1] + again[1]), (0, 0)
+            self._add_counts(self._discarded)
+            self._discarded = (0, 0)
         self._is_in_microbatch = False
 
     def optimizer_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -490,12 +487,9 @@ class BareLoop(NotCopied):
         """Begin a microbatch of the open step, and count its samples. The arguments are those of the model."""
         self._count(args, kwargs)
         self._is_in_microbatch = True
-        if self._driver.has_listeners:
-            self._fire_microbatch()
-
-    def _fire_microbatch(self) -> None:
-        """Set the fields of a microbatch that begins, and fire its events."""
         driver, ctx = self._driver, self.run.ctx
+        if not driver.has_listeners:
+            return
         if (batch := self._batches.latest) is not None and not ctx.has("batch"):
             ctx.batch = batch
         if not self._microbatch.has_no_listeners:
@@ -510,11 +504,16 @@ class BareLoop(NotCopied):
         is_new = samples > 0 or tokens > 0
         if is_new:
             self._of_microbatch = (samples * self._ranks, tokens * self._ranks)
-        counted = self.run.counted
-        if not self.watch.is_in_closure or counted == (0, 0):  # in a closure, count only once: the optimizer may call it again
-            more = self._of_microbatch if is_new else self._discarded
-            self.run.counted = counted[0] + more[0], counted[1] + more[1]
+        if not self.watch.is_in_closure or self.run.counted == (
+            0,
+            0,
+        ):  # in a closure, count only once: the optimizer may call it again
+            self._add_counts(self._of_microbatch if is_new else self._discarded)
         self._discarded = (0, 0)
+
+    def _add_counts(self, counts: tuple[int, int]) -> None:
+        counted = self.run.counted
+        self.run.counted = counted[0] + counts[0], counted[1] + counts[1]
 
     def _begin_evaluated_batch(self, batch: Any) -> None:
         self._batches.forget_other()

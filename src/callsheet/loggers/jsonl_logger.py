@@ -228,7 +228,7 @@ class JSONLLogger(Logger):
     # --- state for checkpoints, and private methods ---
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the number of metrics records so far. It tells a resumed run which records are later than the checkpoint."""
+        """Return the number of metrics records so far. A resumed run finds with it which records are later than the checkpoint."""
         return {"records": self._records}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

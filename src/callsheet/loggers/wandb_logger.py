@@ -137,7 +137,9 @@ class WandBLogger(Tracker):
         try:
             return self._init(wandb, ctx, folder, run_id, settings)
         finally:
-            sys.excepthook = hook  # remove W&B's hook that detects failures, because this logger itself tells W&B the outcome
+            sys.excepthook = (
+                hook  # remove W&B's hook that detects failures, because this logger itself reports the outcome to W&B
+            )
 
     def _init(self, wandb: Any, ctx: Context, folder: Path | None, run_id: str | None, settings: Mapping[str, Any]) -> Any:
         return wandb.init(

@@ -457,7 +457,7 @@ class Checkpoints:
         return found
 
     def _listed(self, resume: str | os.PathLike[str] | None) -> list[str]:
-        """Return the paths of the checkpoints that `resume` stands for: one path or, for `"auto"`, several.
+        """Return the paths of the checkpoints that `resume` names: one path or, for `"auto"`, several.
 
         For `"auto"`, return the valid checkpoints, the newest first, and log why others are not used.
         """

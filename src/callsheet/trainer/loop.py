@@ -19,7 +19,7 @@ from callsheet.trainer.parallel import ParallelModel, clip_gradients
 from callsheet.trainer.precision import Precision
 from callsheet.trainer.tasks import Task
 
-_END: Any = object()  # stands for the end of the data iterator
+_END: Any = object()  # marks the end of the data
 
 
 class TrainLoop:

@@ -71,7 +71,7 @@ def name_of(kind: Any) -> str:
 
 
 def find(path: str, script: str) -> Any:
-    """Return the class or function at the import path `path`. In the path, `__main__` stands for the file `script`.
+    """Return the class or function at the import path `path`. In the path, `__main__` means the file `script`.
 
     Raises:
         ConfigError: there is no such class or function.

@@ -244,7 +244,7 @@ class AcceleratedRun(AttachedRun):
             if self._backward is not None:
                 self._backward.is_on = False
         if self._has_given_up and not self._is_over:
-            # If an error in callsheet has ended the run, the loop still goes on, so count the current step here and later ones in
+            # If an error in callsheet has ended the run, the loop still continues, so count the current step here and later ones in
             # `_remaining`.
             was_in_step, self._was_in_step = self._was_in_step, False
             if was_in_step and not self._group and self._ends_step(1):

@@ -120,7 +120,7 @@ class AcceleratorFacade(OfGuest):
 
 
 class ConnectorFacade(OfGuest):
-    """Replaces the Trainer's logger connector, which tells Lightning's own callbacks whether they should log at this batch."""
+    """Replaces the Trainer's logger connector, which says whether Lightning's own callbacks should log at this batch."""
 
     OF = "Lightning's logger connector"
 

@@ -1,4 +1,4 @@
-"""Sends a host's callbacks to the DDP workers that Ultralytics starts, and tells the host of trainings that fail.
+"""Sends a host's callbacks to the DDP workers that Ultralytics starts, and reports failed trainings to the host.
 
 With several devices, Ultralytics starts its workers with torchrun on a file that it generates, which makes a trainer of its own. This
 module makes them run `ultralytics_worker.py` instead, with that file as its argument, and sends the callbacks in a signed file.
@@ -91,7 +91,7 @@ def _reporting(given: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return given(trainer, *args, **kwargs)
         finally:
-            for each in trainer.callbacks["teardown"]:
+            for each in getattr(trainer, "callbacks", {}).get("teardown", ()):
                 if isinstance(getattr(each, "__self__", None), HostBase):
                     each(trainer)
 

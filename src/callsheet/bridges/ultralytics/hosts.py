@@ -404,7 +404,7 @@ class UltralyticsHost(HostBase):
         run.step_skipped = not self._optimizer_hooks.has_stepped
         losses = trainer.loss_items
         if isinstance(losses, Tensor) and losses.ndim:  # older releases keep the names apart
-            losses = dict(zip(trainer.loss_names, losses, strict=True))
+            losses = dict(zip(trainer.loss_names, losses, strict=True)) if len(losses) == len(trainer.loss_names) else {}
         run.other_losses = {name: each for name, each in losses.items() if name != "loss"} if isinstance(losses, Mapping) else {}
         run.end_step()
         if not self._is_checked:

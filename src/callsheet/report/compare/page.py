@@ -153,7 +153,7 @@ def _curves(comparison: Comparison, metrics: Sequence[str]) -> tuple[dict[str, A
         ]
         for name in shown
     }
-    # Each metric has its own chart, because in one chart several metrics of many runs could not be told apart.
+    # Each metric has its own chart, because in one chart nobody could distinguish several metrics of many runs.
     charts = [
         {"name": family["name"], "charts": [_chart(curve["name"]) for chart in family["charts"] for curve in chart["curves"] if curve["name"] in curves]}
         for family in grouped

@@ -117,6 +117,6 @@ def _text(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     if len(text) <= _LONGEST:
         return text
-    # Long texts are truncated. If two of them begin alike, the digest tells them apart.
+    # Long texts are truncated. If two of them begin with the same text, their digests differ.
     digest = hashlib.blake2s(text.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
     return f"{text[:_LONGEST]} ... ({len(text):,} characters, digest {digest})"
