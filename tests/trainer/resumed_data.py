@@ -538,7 +538,7 @@ def result_of(case: Case, loops: tuple[Callable[[Case], list[Any]], Callable[[Ca
 
 HEAD = """# Resumed in any epoch, with any dataloader
 
-Made by `make resume`: {cases} random dataloaders (seed {seed}). Each is used for {epochs} epochs without a stop, and again with a stop after which
+`make resume` measured this table with {cases} random dataloaders (seed {seed}). Each is used for {epochs} epochs without a stop, and again with a stop after which
 everything is rebuilt from the checkpoint. The samples, their augmentation, and the losses of a training with dropout are compared bit
 for bit. *Warned*: a warning names what cannot be restored. *Silent*: a difference without a warning.
 

@@ -506,7 +506,7 @@ class BackwardWatch:
 
     @property
     def reader(self) -> Callable[[], Tensor | None]:
-        """A function that returns `total`, the sum of the losses. It is a `partial`, because that is faster than a method."""
+        """A function: calling it returns `total`, the sum of the losses. It is a `partial`, which is called faster than a method."""
         return partial(getattr, self, "total")
 
     def listen(self, is_read: bool) -> None:

@@ -128,7 +128,7 @@ class _Check:
             yield from self._spec(kind, content, at)
 
     def _spec(self, kind: Any, spec: Any, at: str) -> _Errors:
-        """Check a class's import path and arguments. Without a path, the arguments are for the class given last for this key."""
+        """Check a class's import path and arguments. Without a path, check them for the class that this key had before."""
         base = base_of(kind)
         spec = {"class_path": spec} if isinstance(spec, str) else spec
         if not isinstance(spec, Mapping):

@@ -37,7 +37,7 @@ _BEFORE_THE_END = 0.8  # the events before `on_run_end` must be handled within t
 _BEFORE_LOGGERS_END = 0.9  # after this fraction of a lane's deadline, the loggers' `on_run_end` no longer waits for the lane
 _SETTLE_SECONDS = 0.2  # how long the last metrics record waits for values that callbacks in lanes log
 _STATE_SECONDS = 1.0  # deadline for the state of a callback whose lane has hung before
-_MIN_STATE_SECONDS = 0.1  # the shortest time that a callback gets for its state, even if a signal leaves no time
+_MIN_STATE_SECONDS = 0.1  # `state_dict` may always take this long, even if a signal leaves no time
 _GRACE_SHARE = 1 / 3  # after a signal, lanes may delay a checkpoint for this fraction of the time left
 _LOGGER_METHODS = ("log_table", "log_images", "log_file", "log_hyperparameters")
 
@@ -192,7 +192,7 @@ class LaneSet:
         self._until = time.monotonic() + seconds
 
     def drain(self, share: float = _BEFORE_THE_END) -> list[str]:
-        """Wait until all callbacks in lanes have handled the events fired so far, but for each at most `share` of its deadline.
+        """Wait for all callbacks in lanes to handle the events fired so far, for each callback at most `share` of its deadline.
 
         Return a description of the events that were not delivered.
         """

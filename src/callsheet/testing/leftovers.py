@@ -42,7 +42,7 @@ class Surroundings:
 
     @classmethod
     def now(cls) -> Surroundings:
-        """Return a snapshot of this process."""
+        """Return the settings, threads, processes, open files and variables that this process has now."""
         gc.collect()  # free unreachable objects, because they do not count as left behind
         return cls(_settings(), tuple(threading.enumerate()), _processes(), _files(), dict(os.environ))
 
