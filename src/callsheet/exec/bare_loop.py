@@ -25,11 +25,14 @@ from callsheet.exec.lone_run import LoneRun
 from callsheet.exec.loop_batches import LoopBatches, batch_of
 from callsheet.exec.loop_evaluations import LoopEvaluations
 from callsheet.exec.loop_hooks import LoopBackwardWatch, LoopForwardHooks
+from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")
 
 HOST = "this script"
 """What messages call the loop, in the place of a framework's name."""
+_REGULAR_STEPS = 20
+"""How many steps must be regular until their beginning is recognized by the loss: for each loss a new batch and a call of the model."""
 _NEVER = tuple(event for event in EVENTS if event.startswith(("on_test", "on_predict", "on_checkpoint_due", "on_preempt")))
 """Events that are never fired, because the script has no place for them."""
 
@@ -40,6 +43,9 @@ class BareLoop(NotCopied):
     A step begins with the first call of the model with gradients, and ends when the optimizer has stepped.
     Calls of the model in evaluation mode without gradients, between two steps, are an evaluation. An epoch ends when the dataloader
     is at its end, or begins again.
+
+    A hook that sees the calls makes each call of the model slower. So it is removed after `_REGULAR_STEPS` regular steps, as long as nothing
+    listens to the parts of a step and no evaluation can begin. Then a step begins with its first loss.
 
     No method that a hook calls raises an error, except one of the script's signal handlers: after an error of callsheet or of a
     callback, the run ends as failed, all hooks are removed, and the script continues.
@@ -132,6 +138,8 @@ class BareLoop(NotCopied):
         if isinstance(model, torch.jit.ScriptModule):  # torch does not allow hooks on a ScriptModule
             self._sees_forward = False
             logger.warning("%s trains a ScriptModule, so its forward passes and evaluations are not observed", HOST)
+        self._sees_calls = self._sees_forward  # False also while the calls are not watched, so that a loss begins a step
+        self._is_regular = loader is not None and not self._trains_in_eval_mode  # whether all steps were regular so far
 
     # --- beginning and end ---
 
@@ -154,6 +162,7 @@ class BareLoop(NotCopied):
         self.watch.listen(True)
         self._optimizer_hooks = OptimizerHooks(run.driver, self.optimizer, watch=self.watch, ended=self.end_step)
         if has_closure:
+            self._is_regular = False
             self._optimizer_hooks.expect_closures()
         self._hooks.append(self._optimizer_hooks)
         run.losses = self.watch.reader
@@ -235,6 +244,8 @@ class BareLoop(NotCopied):
         if self._is_over or get_ident() != self._thread:
             return fetches(iterator)
         is_first = not self.step.is_open  # if a step is open, this batch is for another microbatch of it
+        if self._is_in_microbatch:  # the loop fetches a batch before it has used the last one
+            self._be_irregular()
         if is_first and (
             self._evaluation.is_open or self._driver.seen_links != self._spans.links or not self._fetch.has_no_listeners
         ):
@@ -280,6 +291,7 @@ class BareLoop(NotCopied):
         if is_traced() or self._is_over or model is not self.model or get_ident() != self._thread:
             return
         try:
+            self._sees_calls = True
             is_training = model.training
             if not torch.is_grad_enabled():
                 if not is_training and not self.step.is_open:
@@ -308,32 +320,55 @@ class BareLoop(NotCopied):
         """Report that `backward` is called on a loss."""
         if self._is_over or get_ident() != self._thread:
             return
-        if not self._sees_forward:
-            self.begin_step()
-            if not self._is_in_microbatch and not self._is_over:
-                self._guarded(self._begin_microbatch, (), {})
+        if not self._sees_calls:
+            try:
+                if not self.step.is_open:
+                    self._open_step()
+                if not self._is_in_microbatch:
+                    self._begin_microbatch((), {})
+            except (Exception, SystemExit) as error:
+                self._leave(error)
+                return
+        elif not self._is_in_microbatch:  # a loss of another model, or a second one of the same outputs
+            self._is_regular = False
+            if not self.step.is_open:
+                return
         if self.watch.total is not None and self._with_gradients and all(each.grad is None for each in self._with_gradients):
             self.gradients_are_discarded()
         if not self._is_in_microbatch and any(self._discarded):  # a second loss of the same outputs: count its samples again
-            self._add_counts(self._discarded)
-            self._discarded = (0, 0)
+            self.run.counted, self._discarded = self._discarded, (0, 0)
         self._is_in_microbatch = False
 
     def optimizer_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Report that the optimizer's `step` is called with these arguments. Begin a step of the loop if none is open."""
         self.begin_step()
         if not self._is_over and (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
+            self._be_irregular()
             self._guarded(self._optimizer_hooks.expect_closures)
 
     def gradients_are_discarded(self) -> None:
         """Report that the gradients are set to zero, so that earlier losses and their samples do not count for the coming step."""
         if self._is_over or self.watch.is_in_closure or get_ident() != self._thread:
             return
+        self._be_irregular()
         self.watch.total = None
         if self._is_in_microbatch:
             self.run.counted = self._of_microbatch  # keep the counts of the open microbatch, because its loss follows
         else:
             self.run.counted, self._discarded = (0, 0), self._of_microbatch
+
+    def other_optimizer_steps(self) -> None:
+        """Report that another optimizer steps. The losses since the last step may be its own."""
+        if self._is_over or get_ident() != self._thread:
+            return
+        if not self._sees_calls:
+            self.gradients_are_discarded()
+        self._be_irregular()
+
+    def watch_calls(self) -> None:
+        """Watch the calls of the model again, if that was no longer done for speed, because an evaluation may begin."""
+        if self._sees_forward and not self._sees_calls and not self._is_over and get_ident() == self._thread:
+            self._guarded(self._install_forward_hooks, True)
 
     @not_compiled
     def scaler_has_stepped(self, scaler: Any) -> None:
@@ -386,13 +421,12 @@ class BareLoop(NotCopied):
         if self.evaluations.dataset:
             self._batches.add(self.no_evaluator())
             self._count((), {})
-        if self._sees_forward and not self._was_called and run.state.timestamp.batch:
+        if self._sees_calls and not self._was_called and run.state.timestamp.batch:
             self._use_losses_alone()
         self._was_called = False
         run.step_skipped = not self._optimizer_hooks.has_stepped
         if not self._driver.has_listeners:  # without listeners, no hook sets the rate before the optimizer's step
             run.set_learning_rate()
-        self.watch.is_on = not self._sees_forward
         run.end_step()
         if (steps := run.state.timestamp.batch) == 1:
             run.driver.synthesized.clear()  # ignore spans synthesized for the first step, because callsheet recognized it late
@@ -402,8 +436,12 @@ class BareLoop(NotCopied):
             self._support.after_first_step(run.driver)
         elif not steps % FIRST_INTERVAL:
             run.keep_pace()
-        self.watch.total = None
-        self._batches.forget_used()
+            self._install_forward_hooks()
+        # Between two steps, a loss is of this loop only if the calls of its model are not watched. Until the loop counts as regular,
+        # such losses are watched for too.
+        self.watch.is_on, self.watch.total = not self._sees_calls or steps < _REGULAR_STEPS, None
+        if not self._batches.is_new:
+            self._batches.latest = None  # so that it is not in memory longer than the script keeps it
         if self.evaluations.delayed:
             self.evaluations.fire_delayed()
         if self._ends_epoch:
@@ -426,7 +464,7 @@ class BareLoop(NotCopied):
 
     def _use_losses_alone(self) -> None:
         """Recognize the beginning of steps by their losses from now on, because the script does not call the model itself."""
-        self._sees_forward = False
+        self._sees_forward = self._sees_calls = False
         self._forward.remove()
         self.run.driver.synthesized.clear()
         logger.warning(
@@ -443,9 +481,22 @@ class BareLoop(NotCopied):
         if not self._fetch.has_no_listeners:
             driver.start("fetch")
 
-    def _install_forward_hooks(self) -> None:
-        if self._sees_forward and not self._is_over:
-            self._forward.install(needs_outputs=self._evaluation.is_open or not self._microbatch.has_no_listeners)
+    def _be_irregular(self) -> None:
+        """Note that a step was not regular, and watch the calls of the model from now on."""
+        if self._is_regular:
+            self._is_regular = False
+            self.watch_calls()
+
+    def _install_forward_hooks(self, sees_calls: bool = False) -> None:
+        """Register the hooks in the model that are needed now. `sees_calls` is whether the calls are watched even if the loop is regular."""
+        if not self._sees_forward or self._is_over:
+            return
+        needs_outputs = self._evaluation.is_open or not self._microbatch.has_no_listeners
+        is_predictable = self._is_regular and self.steps >= _REGULAR_STEPS and not self._driver.has_listeners
+        needs_calls = sees_calls or needs_outputs or not is_predictable
+        self._forward.install(needs_calls=needs_calls, needs_outputs=needs_outputs)
+        if not needs_calls:
+            self._sees_calls, self.watch.is_on = False, True
 
     def _listen(self) -> None:
         self._install_forward_hooks()
@@ -500,20 +551,20 @@ class BareLoop(NotCopied):
 
     def _count(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Count the samples and tokens of the latest batch, unless they were counted already for a loss that was not discarded."""
-        samples, tokens = self._batches.count(args, kwargs)
-        is_new = samples > 0 or tokens > 0
-        if is_new:
-            self._of_microbatch = (samples * self._ranks, tokens * self._ranks)
-        if not self.watch.is_in_closure or self.run.counted == (
-            0,
-            0,
-        ):  # in a closure, count only once: the optimizer may call it again
-            self._add_counts(self._of_microbatch if is_new else self._discarded)
+        batches = self._batches
+        if not batches.has_loader and (args or kwargs):
+            batches.add(batch_of(args, kwargs))
+        samples, tokens = counts_of(batches.latest) if batches.is_new else (0, 0)
+        batches.is_new = False
+        if samples or tokens:
+            counts = self._of_microbatch = samples * self._ranks, tokens * self._ranks
+        else:
+            counts = self._discarded
+            self._be_irregular()
+        before = self.run.counted
+        if not self.watch.is_in_closure or before == (0, 0):  # in a closure, count only once: the optimizer may call it again
+            self.run.counted = before[0] + counts[0], before[1] + counts[1]
         self._discarded = (0, 0)
-
-    def _add_counts(self, counts: tuple[int, int]) -> None:
-        counted = self.run.counted
-        self.run.counted = counted[0] + counts[0], counted[1] + counts[1]
 
     def _begin_evaluated_batch(self, batch: Any) -> None:
         self._batches.forget_other()

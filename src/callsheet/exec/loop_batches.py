@@ -6,8 +6,6 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from callsheet.trainer.tasks import counts_of
-
 
 class LoopBatches:
     """Keeps the latest batch of a loop, and knows its dataloader.
@@ -17,12 +15,15 @@ class LoopBatches:
     """
 
     def __init__(self, loader: Any) -> None:
+        self.has_loader = loader is not None
+        """Whether the batches come from a dataloader. Otherwise they are the arguments of the model."""
         self._loader = weakref.ref(loader) if loader is not None else None
         self.other: tuple[weakref.ref[Any], Any] | None = None
         """Another dataloader and its latest batch, as long as it is unknown whether they are for training or for an evaluation."""
         self.latest: Any = None
         """The latest batch, or None if its step has ended, so that it is not in memory longer than the script keeps it."""
-        self._is_new = False  # True if the latest batch has not been used in a microbatch yet
+        self.is_new = False
+        """Whether the latest batch has not been used in a microbatch yet. If so, it is kept at the end of a step."""
         self._fetched = 0  # number of batches that were fetched since the iteration over the dataloader began
 
     def come_from(self, loader: Any) -> bool:
@@ -44,7 +45,7 @@ class LoopBatches:
         Return whether that ends an epoch; see `begin`.
         """
         other, self.other = self.other, None
-        if other is None or self._is_new:
+        if other is None or self.is_new:
             return False
         self._loader, batch = other
         is_over = self.begin()
@@ -53,13 +54,8 @@ class LoopBatches:
 
     def add(self, batch: Any) -> None:
         """Note that a batch was fetched."""
-        self.latest, self._is_new = batch, True
+        self.latest, self.is_new = batch, True
         self._fetched += 1
-
-    def forget_used(self) -> None:
-        """At the end of a step, forget its latest batch. Keep a batch that was fetched ahead, for the next step."""
-        if not self._is_new:
-            self.latest = None
 
     def begin(self) -> bool:
         """Reset the count of batches at the beginning or end of an iteration. Return whether the count was at least two.
@@ -68,20 +64,6 @@ class LoopBatches:
         """
         fetched, self._fetched = self._fetched, 0
         return fetched > 1
-
-    def count(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the numbers of samples and tokens of the latest batch, or zeros if this batch was counted already.
-
-        Args:
-            args: the arguments of a training call of the model. They are the batch if the loop has no dataloader.
-            kwargs: its named arguments.
-        """
-        if self._loader is None and (args or kwargs):
-            self.latest, self._is_new = batch_of(args, kwargs), True
-        if not self._is_new:
-            return 0, 0
-        self._is_new = False
-        return counts_of(self.latest)
 
 
 def batch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

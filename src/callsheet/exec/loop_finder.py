@@ -45,7 +45,8 @@ class LoopFinder:
     """Wraps the functions of torch that every loop calls, and follows one loop at a time.
 
     Wrapped are `Tensor.backward` (only until the first optimizer steps), the dataloaders' iteration, `GradScaler.step`,
-    `clip_grad_norm_`, `zero_grad` and the function in which TorchScript compiles a module. No wrapper raises an error of its own.
+    `clip_grad_norm_`, `zero_grad`, `Module.eval` and the function in which TorchScript compiles a module. No wrapper raises an error
+    of its own.
 
     Args:
         observation: makes the loops that are recognized. After an error of it, no loop is observed.
@@ -77,11 +78,12 @@ class LoopFinder:
     def install(self) -> None:
         """Wrap the functions of torch."""
         self._restore_backward = self._wrap(Tensor, "backward", self._backward)
-        self._wrap(DataLoader, "__iter__", self._iterate, is_compiled=False)
-        self._wrap(_BaseDataLoaderIter, "__next__", self._fetch, is_compiled=False)
+        self._wrap(DataLoader, "__iter__", self._iterate)
+        self._replace("__next__", self._fetching(_BaseDataLoaderIter.__next__), _BaseDataLoaderIter)
         self._wrap(torch.amp.GradScaler, "step", self._scaled_step)
-        self._wrap(Optimizer, "zero_grad", self._zero_grad, is_compiled=False)
+        self._replace("zero_grad", self._zeroing(Optimizer.zero_grad), Optimizer)
         self._wrap(nn.Module, "zero_grad", self._zero_grad)
+        self._wrap(nn.Module, "eval", self._eval)
         self._wrap(torch.nn.utils.clip_grad, "clip_grad_norm_", self._clip, also=torch.nn.utils)
         # `torch.jit.script` and `torch.jit.trace` call this function for modules. The two are not wrapped themselves, because
         # they inspect their caller.
@@ -99,15 +101,12 @@ class LoopFinder:
         while self._undo:
             self._undo.pop()()
 
-    def _wrap(
-        self, owner: Any, name: str, around: Callable[..., Any], *, also: Any = None, is_compiled: bool = True
-    ) -> Callable[[], None]:
+    def _wrap(self, owner: Any, name: str, around: Callable[..., Any], *, also: Any = None) -> Callable[[], None]:
         """Replace `owner.name` by a function that calls `around`. Return a function that restores it.
 
-        `also` is another object that has the same function under this name. `is_compiled` is whether Dynamo may compile the function.
+        `also` is another object that has the same function under this name.
         """
         given = getattr(owner, name)
-        owners = (owner, also) if also is not None else (owner,)
 
         @wraps(given)
         def wrapper(*args: Any, **options: Any) -> Any:
@@ -115,12 +114,11 @@ class LoopFinder:
                 return given(*args, **options)
             return around(given, *args, **options)
 
-        @partial(not_compiled, recursive=False)
-        @wraps(given)
-        def faster_wrapper(*args: Any, **options: Any) -> Any:
-            return around(given, *args, **options)
+        return self._replace(name, wrapper, owner, *([also] if also is not None else []))
 
-        ours = wrapper if is_compiled else faster_wrapper
+    def _replace(self, name: str, ours: Callable[..., Any], *owners: Any) -> Callable[[], None]:
+        """Replace the function that all `owners` have under this name. Return a function that restores it."""
+        given = getattr(owners[0], name)
 
         def restore() -> None:
             for each in owners:
@@ -168,11 +166,11 @@ class LoopFinder:
 
         The batches are observed as the script gets them, because the framework may fetch them ahead.
         """
-        iterator = self._iterate(given, loader)
+        iterator, fetch = self._iterate(given, loader), self._fetching(self._fetch_outside)
         try:
             while True:
                 try:
-                    batch = self._fetch(self._fetch_outside, iterator)
+                    batch = fetch(iterator)
                 except StopIteration:
                     return
                 yield batch
@@ -190,19 +188,32 @@ class LoopFinder:
         if self._is_inside_loader:
             return given(loader)
         loop = self._loop
-        if loop is not None and loop.is_of_training(loader):
-            loop.loader_begins()
+        if loop is not None:
+            loop.watch_calls()
+            if loop.is_of_training(loader):
+                loop.loader_begins()
         iterator = given(loader)
         self._loaders[iterator] = weakref.ref(loader)
         return iterator
 
-    def _fetch(self, given: Callable[..., Any], iterator: Any) -> Any:
-        if self._is_over or self.is_paused or self._is_inside_loader:
-            return given(iterator)
-        loop = self._loop
-        if loop is not None and self._training_iterator() is iterator:
-            return loop.fetch(given, iterator)
-        reference = self._loaders.get(iterator)
+    def _fetching(self, given: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return the function that fetches a batch instead of `given`. Each step calls it, so that it is one function and no method."""
+
+        @partial(not_compiled, recursive=False)
+        @wraps(given)
+        def fetch(iterator: Any) -> Any:
+            if self._is_over or self.is_paused or self._is_inside_loader:
+                return given(iterator)
+            loop = self._loop
+            if loop is not None and self._training_iterator() is iterator:
+                return loop.fetch(given, iterator)
+            return self._fetch_from_other(given, iterator)
+
+        return fetch
+
+    def _fetch_from_other(self, given: Callable[[Any], Any], iterator: Any) -> Any:
+        """Fetch a batch from an iterator that is not known to be that of the observed loop."""
+        loop, reference = self._loop, self._loaders.get(iterator)
         # In `for batch in DataLoader(...)`, only the iterator is kept and the dataloader is freed. Then the iterator identifies
         # the data.
         loader = iterator if reference is None or reference() is None else reference()
@@ -230,14 +241,36 @@ class LoopFinder:
             self._loop.scaler_has_stepped(scaler)
         return found
 
+    def _zeroing(self, given: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function that sets an optimizer's gradients to zero instead of `given`. Each step calls it."""
+
+        @partial(not_compiled, recursive=False)
+        @wraps(given)
+        def zero_grad(optimizer: Optimizer, *args: Any, **options: Any) -> Any:
+            if (loop := self._loop) is None or loop.watch.total is not None:
+                self._discard_gradients(optimizer)
+            return given(optimizer, *args, **options)
+
+        return zero_grad
+
     @not_compiled
-    def _zero_grad(self, given: Callable[..., Any], owner: Any, *args: Any, **options: Any) -> Any:
+    def _zero_grad(self, given: Callable[..., Any], module: nn.Module, *args: Any, **options: Any) -> Any:
+        self._discard_gradients(module)
+        return given(module, *args, **options)
+
+    @not_compiled
+    def _discard_gradients(self, owner: Optimizer | nn.Module) -> None:
         loop = self._loop
         if loop is None:
             self._loss, self._counts, self._counted = None, (0, 0), None
         elif loop.watch.total is not None and (owner is loop.optimizer or loop.trains(_first_of(owner))):
             loop.gradients_are_discarded()
-        return given(owner, *args, **options)
+
+    @partial(not_compiled, recursive=False)
+    def _eval(self, given: Callable[..., Any], module: nn.Module) -> Any:
+        if self._loop is not None:
+            self._loop.watch_calls()
+        return given(module)
 
     @partial(not_compiled, recursive=False)
     def _clip(self, given: Callable[..., Any], parameters: Any, *args: Any, **options: Any) -> Any:
@@ -268,6 +301,8 @@ class LoopFinder:
         if self._is_over or self.is_paused or not self._lock.acquire(blocking=False):
             return
         try:
+            if loop is not None:
+                loop.other_optimizer_steps()
             closure = args[1] if len(args) > 1 else kwargs.get("closure")
             self._recognize(optimizer, has_closure=closure is not None)
         except Exception as error:

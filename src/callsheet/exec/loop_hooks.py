@@ -26,9 +26,9 @@ class LoopForwardHooks:
         self._before = Hook(partial(model.register_forward_pre_hook, with_kwargs=True))
         self._after = Hook(model.register_forward_hook)
 
-    def install(self, *, needs_outputs: bool) -> None:
-        """Register the hook for the beginning of calls and, if the outputs are needed, the one for their end."""
-        self._before.install(True, self._loop.forward_begins)
+    def install(self, *, needs_calls: bool, needs_outputs: bool) -> None:
+        """Register the hooks for the beginning and the end of calls, each only if it is needed."""
+        self._before.install(needs_calls, self._loop.forward_begins)
         self._after.install(needs_outputs, self._loop.forward_ends)
 
     def remove(self) -> None:

@@ -1,0 +1,132 @@
+"""Loops so regular that the calls of their model are no longer watched after some steps, and what such loops may do later."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from textwrap import indent
+
+import pytest
+
+from callsheet.exec.bare_loop import _REGULAR_STEPS
+from callsheet.report import RunFolder
+
+from .scripts import _BEGIN
+from .test_exec import executed
+
+LATER = _REGULAR_STEPS + 16  # a step long after the calls are no longer watched; a later one begins an epoch of 12 steps
+STEPS = 48
+
+_LOOP = f"""{_BEGIN}
+from torch.utils.data import DataLoader, TensorDataset
+model, other = (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)) for _ in range(2))
+optimizer, steps_other = (torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, other))
+loader = DataLoader(TensorDataset(x, y), batch_size=8)
+step, counts = 0, []
+def squared(inputs, targets):
+    return nn.functional.mse_loss(model(inputs), targets)
+def evaluate():
+    with torch.no_grad():
+        model(x)
+for epoch in range(4):
+    for inputs, targets in loader:
+        step += 1
+        counts.append(len(model._forward_pre_hooks))
+BODY
+    END
+print(json.dumps(counts))
+end(model, other)
+"""
+_BODY = """
+optimizer.zero_grad()
+loss = squared(inputs, targets)
+loss.backward()
+optimizer.step()
+losses.append(loss.item())
+"""
+"""The body of the loop. `BEFORE` and `AFTER` in the scripts below are what the loop does besides, from step `LATER` on."""
+
+
+def observed(
+    folder: Path, *, before: str = "", after: str = "", end: str = "", body: str = _BODY
+) -> tuple[list[float], list[int], RunFolder]:
+    """Run the loop alone and under `callsheet exec`, and return its losses, the numbers of its hooks at each step, and the run.
+
+    From step `LATER` on, each step begins with `before` and ends with `after`. `end` is at the end of each epoch.
+    """
+    lines = [body]
+    if before:
+        lines.insert(0, f"if step >= {LATER}:{indent(before, '    ')}")
+    if after:
+        lines.append(f"if step >= {LATER}:{indent(after, '    ')}")
+    script = _LOOP.replace("BODY", indent("\n".join(lines), " " * 8)).replace("    END", indent(end or "pass", "    "))
+    (folder / "train.py").write_text(script)
+    (folder / "callbacks.yaml").write_text("- class_path: callsheet.loggers.JSONLLogger\n")
+    alone = executed(folder, "train.py")
+    options = ["--run_name", "a", "--log_interval", "1", "--callbacks", "callbacks.yaml"]
+    seen = executed(folder, "train.py", exec_words=options)
+    assert (alone.returncode, seen.returncode) == (0, 0), alone.stderr + seen.stderr
+    assert alone.stdout.splitlines()[1:] == seen.stdout.splitlines()[1:]  # the losses and a hash of the weights
+    assert "does not expect" not in seen.stderr
+    counts, losses = (json.loads(line) for line in seen.stdout.splitlines()[:2])
+    return losses, counts, RunFolder.read(folder / "runs" / "a")
+
+
+def losses_of(run: RunFolder) -> list[float | None]:
+    """Return the recorded loss of each step, None if a step has none."""
+    found = {record.step: record.values.get("train/loss") for record in run.records}
+    return [found.get(step) for step in range(1, run.last_step + 1)]
+
+
+def test_the_calls_of_a_regular_loop_are_not_watched(tmp_path: Path) -> None:
+    losses, counts, run = observed(tmp_path)
+    assert losses_of(run) == pytest.approx(losses)
+    assert [record.values["time/epoch"] for record in run.records] == [epoch for epoch in range(4) for _ in range(12)]
+    assert [record.values["time/sample"] for record in run.records] == [8 * step for step in range(1, STEPS + 1)]
+    assert set(counts[2 : _REGULAR_STEPS - 1]) == {1}
+    assert 0 in counts[_REGULAR_STEPS:]
+    assert counts.count(0) > 10  # they are watched again at the beginning of each epoch, since an evaluation may begin there
+
+
+@pytest.mark.parametrize("mode", ["model.eval()", "model.eval(); list(DataLoader(TensorDataset(x, y)))"])
+def test_an_evaluation_is_still_observed(mode: str, tmp_path: Path) -> None:
+    losses, counts, run = observed(tmp_path, after=f"\nif step % 5 == 0:\n    {mode}\n    evaluate()\n    model.train()")
+    assert losses_of(run) == pytest.approx(losses)
+    assert [each["step"] for each in run.evaluations] == [step for step in range(LATER, STEPS + 1) if step % 5 == 0]
+    assert 0 in counts[_REGULAR_STEPS:LATER]
+
+
+@pytest.mark.parametrize(
+    ("name", "does"),
+    {
+        "another optimizer": {"before": "\nother(x).mean().backward()\nsteps_other.step()"},
+        "another optimizer, after the step": {"after": "\nother(x).mean().backward()\nsteps_other.step()"},
+        "another loss of the same model": {"before": "\nsquared(x, y).backward()\noptimizer.zero_grad()"},
+        "a batch that is fetched ahead": {"before": "\nahead = next(iter(DataLoader(TensorDataset(x, y))))"},
+        "a batch that is used again": {"after": f"\n{_BODY}"},
+        "a batch that is left out": {"before": "\nif step % 5 == 0:\n    continue"},
+        "an attack on the model in evaluation mode": {
+            "after": (
+                "\nif step % 3 == 0:\n    model.eval()\n    inside = inputs.clone().requires_grad_()\n"
+                "    squared(inside, targets).backward()\n    model.train()"
+            )
+        },
+        "a model that is called but not trained": {"before": "\nevaluate()"},
+        "a part of the model in evaluation mode": {"before": "\nmodel[1].eval()"},
+        "a second part of the batch": {
+            "body": (
+                "\noptimizer.zero_grad()\nloss = squared(inputs, targets)\nloss.backward()\nmore = squared(inputs[:4], targets[:4])\n"
+                "more.backward()\noptimizer.step()\nlosses.append((loss + more).item())"
+            )
+        },
+    }.items(),
+)
+@pytest.mark.test_all
+def test_what_a_regular_loop_does_later(name: str, does: dict[str, str], tmp_path: Path) -> None:
+    """Each recorded loss is right; at most one step, in which the loop becomes irregular, has none."""
+    losses, _, run = observed(tmp_path, **does)
+    found = losses_of(run)
+    assert len(found) == len(losses)
+    known = [(recorded, loss) for recorded, loss in zip(found, losses, strict=True) if recorded is not None]
+    assert len(known) >= len(losses) - 1
+    assert [recorded for recorded, _ in known] == pytest.approx([loss for _, loss in known])
