@@ -157,7 +157,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 places = [(torch.Tensor, "backward"), (DataLoader, "__iter__"), (_BaseDataLoaderIter, "__next__"), (torch.amp.GradScaler, "step")]
-places += [(torch.optim.Optimizer, "zero_grad"), (torch.nn.Module, "zero_grad")]
+places += [(torch.optim.Optimizer, "zero_grad"), (torch.nn.Module, "zero_grad"), (torch.nn.Module, "eval")]
 sys.functions_of_torch = {place: getattr(*place) for place in places}
 
 from callsheet.exec.command import main
