@@ -259,7 +259,9 @@ class BareLoop(NotCopied):
             self._batches.begin()
             self._guarded(self._end_data)
             raise
-        self._batches.add(batch)
+        batches = self._batches
+        batches.latest, batches.is_new = batch, True  # the same as `batches.add`, without a further call in each step
+        batches.fetched += 1
         if is_first:
             self.run.ctx.batch = batch
             if not self._fetch.has_no_listeners:
@@ -325,7 +327,8 @@ class BareLoop(NotCopied):
                 if not self.step.is_open:
                     self._open_step()
                 if not self._is_in_microbatch:
-                    self._begin_microbatch((), {})
+                    begins = self._begin_microbatch if self._driver.has_listeners else self._count
+                    begins((), {})
             except (Exception, SystemExit) as error:
                 self._leave(error)
                 return

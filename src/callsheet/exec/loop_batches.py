@@ -24,7 +24,8 @@ class LoopBatches:
         """The latest batch, or None if its step has ended, so that it is not in memory longer than the script keeps it."""
         self.is_new = False
         """Whether the latest batch has not been used in a microbatch yet. If so, it is kept at the end of a step."""
-        self._fetched = 0  # number of batches that were fetched since the iteration over the dataloader began
+        self.fetched = 0
+        """The number of batches that were fetched since the iteration over the dataloader began."""
 
     def come_from(self, loader: Any) -> bool:
         """Return whether the loop takes its batches from `loader`."""
@@ -55,14 +56,14 @@ class LoopBatches:
     def add(self, batch: Any) -> None:
         """Note that a batch was fetched."""
         self.latest, self.is_new = batch, True
-        self._fetched += 1
+        self.fetched += 1
 
     def begin(self) -> bool:
         """Reset the count of batches at the beginning or end of an iteration. Return whether the count was at least two.
 
         Such an iteration is an epoch. A loop that calls `next(iter(loader))` for each batch fetches one batch in each iteration.
         """
-        fetched, self._fetched = self._fetched, 0
+        fetched, self.fetched = self.fetched, 0
         return fetched > 1
 
 
