@@ -277,7 +277,12 @@ class AttachedRun:
         """
         return self._run.lifetime.outcome is Outcome.PREEMPTED
 
-    def log(self, values: Mapping[str, Any], *misplaced: Never, **options: Any) -> None:
+    def log(
+        self,
+        values: Mapping[str, Any] = None,  # type: ignore[assignment]  # as in `Context.log`
+        *misplaced: Never,
+        **options: Any,
+    ) -> None:
         """Log numbers for the next metrics record; see `Context.log`."""
         if not self._has_given_up:
             self._run.ctx.log(values, *misplaced, **options)

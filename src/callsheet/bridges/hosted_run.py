@@ -37,7 +37,7 @@ from callsheet.run.process_groups import ProcessGroups
 from callsheet.run.records import Records
 from callsheet.run.run import Run
 from callsheet.run.run_guard import LOCK_TIMEOUT_SECONDS, checked_lock_timeout
-from callsheet.run.run_names import check_run_name, new_name
+from callsheet.run.run_names import check_folder, check_run_name, new_name
 from callsheet.run.signals import GRACE_SECONDS, SignalWatch
 from callsheet.trainer.arguments import duration, log_boundary
 
@@ -112,6 +112,7 @@ class HostedRun(Run):
         is_alone: bool = False,
     ) -> None:
         check_run_name(run_name, None)
+        check_folder("runs_folder", runs_folder)
         checked_lock_timeout(lock_timeout_seconds)
         log_every = log_boundary(log_interval)
         ranks = read_ranks()

@@ -234,9 +234,15 @@ class Snapshot(Context):
     unmute = mute
 
     def log(
-        self, values: Mapping[str, Any], *misplaced: Never, over: Over = "last", across: Across = "mean", weight: Any = None
+        self,
+        values: Mapping[str, Any] = None,  # type: ignore[assignment]  # as in `Context.log`
+        *misplaced: Never,
+        over: Over = "last",
+        across: Across = "mean",
+        weight: Any = None,
+        **misnamed: Never,
     ) -> None:
-        check_logged(values, misplaced)
+        check_logged(values, misplaced, misnamed)
         self._lane.inbox.put(
             LaneMessage("log", {"values": dict(values), "over": over, "across": across, "weight": weight}, self._lane.by)
         )

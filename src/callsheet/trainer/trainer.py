@@ -33,7 +33,7 @@ from callsheet.run.parts import Stateful
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.run.run import Run
 from callsheet.run.run_guard import LOCK_TIMEOUT_SECONDS
-from callsheet.run.run_names import check_run_name, new_name
+from callsheet.run.run_names import check_folder, check_run_name, new_name
 from callsheet.run.signals import GRACE_SECONDS, SignalWatch
 from callsheet.trainer.arguments import (
     check_cuda_graphs,
@@ -202,6 +202,8 @@ class Trainer:
         log_every = log_boundary(log_interval)
         eval_every = Interval.of("eval_interval", eval_interval) if eval_interval is not None else None
         check_run_name(run_name, resume)
+        check_folder("runs_folder", runs_folder)
+        check_folder("checkpoints_folder", checkpoints_folder)
         self.callbacks = normalize_callbacks(callbacks) or CallbackManager()
         self.callbacks.add(loggers or ())
         self.callbacks.add(progress_shown(progress, ranks, self.callbacks.callbacks))
