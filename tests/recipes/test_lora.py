@@ -88,6 +88,6 @@ class Warns(GPT2LMHeadModel):  # type: ignore[misc]
 
 def test_only_the_harmless_warnings_of_peft_are_hidden() -> None:
     model = Warns(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=8, bos_token_id=None, eos_token_id=None))
-    with pytest.warns(UserWarning) as seen:
+    with pytest.warns(UserWarning, match="the adapters are wrong") as seen:
         Lora(r=2).add_to(model)
-    assert [str(each.message) for each in seen] == ["the adapters are wrong"]
+    assert len(seen) == 1

@@ -25,7 +25,7 @@ from callsheet.bridges.support_check import SupportCheck
 from callsheet.bridges.torch_hooks import BackwardWatch, ForwardHooks, OptimizerHooks
 from callsheet.bridges.versions import check_versions
 from callsheet.core.callback import Callback
-from callsheet.core.context import Context
+from callsheet.core.context import NO_VALUES, Context
 from callsheet.core.familiar_names import TRAINER_ARGUMENTS
 from callsheet.core.manager import CallbackManager, normalize_callbacks
 from callsheet.core.run_state import Outcome
@@ -277,12 +277,7 @@ class AttachedRun:
         """
         return self._run.lifetime.outcome is Outcome.PREEMPTED
 
-    def log(
-        self,
-        values: Mapping[str, Any] = None,  # type: ignore[assignment]  # as in `Context.log`
-        *misplaced: Never,
-        **options: Any,
-    ) -> None:
+    def log(self, values: Mapping[str, Any] = NO_VALUES, *misplaced: Never, **options: Any) -> None:
         """Log numbers for the next metrics record; see `Context.log`."""
         if not self._has_given_up:
             self._run.ctx.log(values, *misplaced, **options)

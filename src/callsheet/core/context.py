@@ -35,6 +35,10 @@ Loggable = Mapping[Any, Any]
 """
 
 
+NO_VALUES: Any = None
+"""The default of the values to log, which must be given. It lets `log(loss=1)` raise an error with a hint, and not one of Python."""
+
+
 class Accumulator(Protocol):
     """Collects logged values, from which the next metrics record is made; see `callsheet.run.metrics`."""
 
@@ -190,7 +194,7 @@ class Context:
 
     def log(
         self,
-        values: Loggable = None,  # type: ignore[assignment]  # only so that `log(loss=1)` raises the error with the hint
+        values: Loggable = NO_VALUES,
         *misplaced: Never,
         over: Over = "last",
         across: Across = "mean",

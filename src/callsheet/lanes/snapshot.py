@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Never, NoReturn
 
-from callsheet.core.context import Across, Context, Over, check_logged
+from callsheet.core.context import NO_VALUES, Across, Context, Over, check_logged
 from callsheet.core.control import Control, Request
 from callsheet.core.events import Event
 from callsheet.core.lane_options import NOT_IN_LANES
@@ -235,7 +235,7 @@ class Snapshot(Context):
 
     def log(
         self,
-        values: Mapping[str, Any] = None,  # type: ignore[assignment]  # as in `Context.log`
+        values: Mapping[str, Any] = NO_VALUES,
         *misplaced: Never,
         over: Over = "last",
         across: Across = "mean",
