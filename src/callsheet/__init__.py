@@ -16,8 +16,9 @@ from callsheet.errors import CallsheetError, DistributedError, NonFiniteError, R
 if TYPE_CHECKING:
     from callsheet.bridges.bare import attach
     from callsheet.core.background import Background
+    from callsheet.core.callbacks_argument import normalize_callbacks, should_fire
     from callsheet.core.costs import CostReport
-    from callsheet.core.manager import CallbackManager, normalize_callbacks, should_fire
+    from callsheet.core.manager import CallbackManager
     from callsheet.core.run_state import CheckpointInfo, MetricsRecord, Outcome, RunInfo, TrainState
     from callsheet.core.spec import CallbackSpec
     from callsheet.lanes.process import Process
@@ -72,7 +73,8 @@ _ON_DEMAND = {
     "callsheet.bridges.bare": ("attach",),
     "callsheet.core.background": ("Background",),
     "callsheet.core.costs": ("CostReport",),
-    "callsheet.core.manager": ("CallbackManager", "normalize_callbacks", "should_fire"),
+    "callsheet.core.callbacks_argument": ("normalize_callbacks", "should_fire"),
+    "callsheet.core.manager": ("CallbackManager",),
     "callsheet.core.run_state": ("CheckpointInfo", "MetricsRecord", "Outcome", "RunInfo", "TrainState"),
     "callsheet.core.spec": ("CallbackSpec",),
     "callsheet.lanes.process": ("Process",),

@@ -21,10 +21,11 @@ from callsheet.bridges.host_parts import Evaluates, HostCheckpoints, HostEvaluat
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
 from callsheet.core.background import inner
 from callsheet.core.callback import Callback
+from callsheet.core.callbacks_argument import manager_of
 from callsheet.core.context import Context
 from callsheet.core.control import SAVE_KINDS, Control, Request
 from callsheet.core.lifecycle import EVENTS
-from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.core.manager import CallbackManager
 from callsheet.core.ranks import Ranks, read_ranks
 from callsheet.core.run_state import CheckpointInfo, RunInfo, TrainState
 from callsheet.core.time import Time
@@ -119,7 +120,7 @@ class HostedRun(Run):
         self.host = host
         self.model = model
         self.device = torch.device(device) if device is not None else _device_of(model)
-        manager = normalize_callbacks(callbacks) or CallbackManager()
+        manager = manager_of(callbacks)
         able = {*able, *(["evaluate"] if evaluates is not None else [])}
         world = ProcessGroups(Ranks() if is_alone else ranks, self.device, timeout_seconds)
         name = run_name or world.of_rank_zero(new_name())

@@ -155,7 +155,7 @@ class Context:
 
         A snapshot of these alone then need not copy them.
         """
-        self.muting: Callable[[Callback, tuple[str, ...], bool, int | None], None] | None = None
+        self.muting: Callable[[Context, Callback, tuple[str, ...], bool, int | None], None] | None = None
         """The function that `mute` and `unmute` call. The manager sets it."""
         self.dispatcher: Dispatcher | None = None
         """The object that fires the events, normally the manager, which sets it."""
@@ -298,7 +298,7 @@ class Context:
             RequestRejected: in a lane.
         """
         if self.muting is not None:
-            self.muting(callback, events, True, until)
+            self.muting(self, callback, events, True, until)
 
     def unmute(self, callback: Callback, *events: str) -> None:
         """Call handlers again that `mute` has muted.
@@ -313,7 +313,7 @@ class Context:
             RequestRejected: in a lane.
         """
         if self.muting is not None:
-            self.muting(callback, events, False, None)
+            self.muting(self, callback, events, False, None)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks. This is a collective: every rank must call it.

@@ -234,11 +234,23 @@ class Costs:
         self.next_step = sys.maxsize
         """The step after which a timing window begins or ends next."""
 
-    def begin(self, step: int) -> None:
-        """Decide after which step the first timing window begins. `step` is the last step before this process begins to train."""
-        self.has_begun, self._first = True, step
-        if self.mode != "off":
-            self.next_step = step + _FIRST_STEP
+    def advance(self, step: int, *, is_needed: bool) -> bool:
+        """Begin or end a timing window if that is due. Return whether one has begun or ended.
+
+        Args:
+            step: the number of completed steps. The first call decides after which step the first timing window begins.
+            is_needed: whether there are callbacks.
+        """
+        if not is_needed:
+            self.next_step = sys.maxsize
+        elif not self.has_begun:
+            self.has_begun, self._first = True, step
+            if self.mode != "off":
+                self.next_step = step + _FIRST_STEP
+        elif step >= self.next_step:
+            self._switch(step)
+            return True
+        return False
 
     @property
     def is_window(self) -> bool:
@@ -275,8 +287,8 @@ class Costs:
         if self._open is not None:
             self._open.marks.append((perf_counter(), str(ctx.event), ctx.step))
 
-    def switch(self, step: int) -> None:
-        """Begin a timing window after `step`, or end the current one. The manager calls this after the step `next_step`."""
+    def _switch(self, step: int) -> None:
+        """Begin a timing window after `step`, or end the current one."""
         now = perf_counter()
         if self._open is None:
             self._open = _Open(step + 1, time.time(), now, [], [])

@@ -18,9 +18,10 @@ from torch.optim import Optimizer
 
 from callsheet.checkpoint import export_huggingface, export_weights
 from callsheet.core.callback import Callback
+from callsheet.core.callbacks_argument import manager_of
 from callsheet.core.control import Control, Request
 from callsheet.core.familiar_names import TRAINER_ARGUMENTS
-from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.core.manager import CallbackManager
 from callsheet.core.randomness import seed_all
 from callsheet.core.ranks import read_ranks
 from callsheet.core.run_state import CheckpointInfo, Outcome, TrainState
@@ -204,7 +205,7 @@ class Trainer:
         check_run_name(run_name, resume)
         check_folder("runs_folder", runs_folder)
         check_folder("checkpoints_folder", checkpoints_folder)
-        self.callbacks = normalize_callbacks(callbacks) or CallbackManager()
+        self.callbacks = manager_of(callbacks)
         self.callbacks.add(loggers or ())
         self.callbacks.add(progress_shown(progress, ranks, self.callbacks.callbacks))
         self.state = TrainState(max_duration=duration(max_duration, self.epochs_per_round))
