@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -44,20 +44,30 @@ class DispatchTable:
         self.ranks: Ranks | None = None
         """The rank and world size of this process in the current run."""
         self.lanes: LaneSet | None = None
-        """The lanes of the callbacks, or None as long as no handler runs in a lane."""
+        """The lanes of the callbacks, or None as long as no callback has a lane."""
         self._checking = checking
         self._plain: dict[str, CompiledEvent] = {}
         self._timed: dict[str, CompiledEvent] = {}
         self._spans: list[Spans] = []
 
-    def add(self, registrations: Iterable[Registration], entries: Iterable[HandlerEntry]) -> None:
+    def add(self, registrations: Sequence[Registration], entries: Sequence[HandlerEntry]) -> None:
         """Add callbacks and their handlers, and recompile all events."""
         self.registrations = [*self.registrations, *registrations]
         for entry in entries:
             self.entries[entry.event].append(entry)
         for handlers in self.entries.values():
             handlers.sort(key=lambda entry: entry.order)
+        if not all(each.is_inline for each in registrations) or any(entry.lane != "inline" for entry in entries):
+            self.lane_set()
         self.changed()
+
+    def lane_set(self) -> LaneSet:
+        """Return the lanes of the callbacks. They are imported and made when the first callback has a lane."""
+        if self.lanes is None:
+            from callsheet.lanes.lane_set import LaneSet
+
+            self.lanes = LaneSet(lambda registration: registration in self.registrations)
+        return self.lanes
 
     def remove(self, registrations: list[Registration]) -> None:
         """Remove callbacks and their handlers, and recompile all events."""
@@ -139,8 +149,7 @@ class DispatchTable:
         return table
 
     def _enqueuer(self, entry: HandlerEntry) -> Handler:
-        assert self.lanes is not None  # the manager sets `lanes` when it adds a handler that runs in a lane
-        return self.lanes.enqueuer(entry)
+        return self.lane_set().enqueuer(entry)
 
     def _mark(self, event: str) -> HandlerEntry:
         return internal_entry(event, self.costs.mark, "the clock of costs", "costs.py")

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from callsheet.lanes.lane_set import LaneSet
 
 F = TypeVar("F", bound=Callable[..., Any])
-Every = str | int | Time | Interval | None
 
 
 class CallbackManager:
@@ -74,10 +73,7 @@ class CallbackManager:
         self.has_listeners = self._table.has_listeners
         self._active = self._table.active  # a second reference to the same dict, which makes `fire` faster
         self._muting = Muting(self._table)
-        self._lanes: LaneSet | None = None  # None until a handler runs in a lane
-        self._numbers = (
-            count()
-        )  # numbers callbacks and functions in the order in which they are added, which is the same on all ranks
+        self._numbers = count()  # numbers callbacks and functions as they are added, which is the same on all ranks
         self._ctx: weakref.ref[Context] | None = None  # the context of the run in progress
         self._is_over = False  # True from the end of a run until another run begins
         self.add(callbacks)
@@ -114,7 +110,7 @@ class CallbackManager:
         for given in callbacks:
             callback = check_callback(given)
             if callback.lane == "process" and not isinstance(callback, Background):
-                callback = self._lane_set().in_process(callback)
+                callback = self._table.lane_set().in_process(callback)
             earlier = [*self._table.registrations, *registrations]
             check_unique(callback, earlier)
             if callback.lane == "inline":
@@ -134,7 +130,7 @@ class CallbackManager:
         event: str,
         function: F | None = None,
         *,
-        every: Every = None,
+        every: str | int | Time | Interval | None = None,
         phase: Phase | None = None,
         ranks: RankGate | None = None,
         lane: Lane | None = None,
@@ -328,7 +324,7 @@ class CallbackManager:
                 call = partial(handler, **payload)
                 isolated(call if callback.ranks == "all" else partial(in_gate, call), registration, method, ctx)
             else:
-                self._lane_set().put_call(registration, method, ctx, payload, is_over=self._is_over)
+                self._table.lane_set().put_call(registration, method, ctx, payload, is_over=self._is_over)
 
     # --- the time that callbacks take ---
 
@@ -421,13 +417,6 @@ class CallbackManager:
         self._ctx = None
         self._is_over = True
 
-    def _lane_set(self) -> LaneSet:
-        if self._lanes is None:
-            from callsheet.lanes.lane_set import LaneSet
-
-            self._lanes = self._table.lanes = LaneSet(lambda registration: registration in self._table.registrations)
-        return self._lanes
-
     # --- saving and loading the callbacks' state ---
 
     def state_dict(self, *, copied: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> dict[str, Any]:
@@ -465,7 +454,7 @@ class CallbackManager:
         load_states(self._table.registrations, self._lanes, state.get("callbacks", {}), state.get("missing", {}))
         self.user_state.update(state.get("user_state", {}))
 
-    # --- what `add`, `register` and `open` share ---
+    # --- what the methods above share ---
 
     def _enter(self, registrations: list[Registration], entries: list[HandlerEntry]) -> None:
         """Add callbacks and the table entries of their handlers. If one of them is invalid in the current run, add none."""
@@ -474,11 +463,13 @@ class CallbackManager:
             for entry in entries:
                 check_interval(entry, ctx)
                 entry.added_at = ctx.state.timestamp
-        if any(entry.lane != "inline" for entry in entries) or not all(each.is_inline for each in registrations):
-            self._lane_set()
         self._table.add(registrations, entries)
         if ctx is not None:
             ctx.kept = self._kept()
+
+    @property
+    def _lanes(self) -> LaneSet | None:
+        return self._table.lanes
 
     @property
     def _open_ctx(self) -> Context | None:
