@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from callsheet.core.callback import Callback, at, every, foreign_hints, local_rank_zero_only, rank_zero_only
 from callsheet.core.context import Context
+from callsheet.core.control import Control
 from callsheet.core.events import Event
 from callsheet.core.on_demand import attributes
 from callsheet.core.time import Interval, Time, Timestamp
@@ -15,7 +16,9 @@ from callsheet.errors import CallsheetError, DistributedError, NonFiniteError, R
 if TYPE_CHECKING:
     from callsheet.bridges.bare import attach
     from callsheet.core.background import Background
-    from callsheet.core.manager import CallbackManager, normalize_callbacks, should_fire
+    from callsheet.core.callbacks_argument import normalize_callbacks, should_fire
+    from callsheet.core.costs import CostReport
+    from callsheet.core.manager import CallbackManager
     from callsheet.core.run_state import CheckpointInfo, MetricsRecord, Outcome, RunInfo, TrainState
     from callsheet.core.spec import CallbackSpec
     from callsheet.lanes.process import Process
@@ -32,6 +35,8 @@ __all__ = [
     "CallsheetError",
     "CheckpointInfo",
     "Context",
+    "Control",
+    "CostReport",
     "DistributedError",
     "Event",
     "Interval",
@@ -67,7 +72,9 @@ foreign_hints.append(_guest_hint)
 _ON_DEMAND = {
     "callsheet.bridges.bare": ("attach",),
     "callsheet.core.background": ("Background",),
-    "callsheet.core.manager": ("CallbackManager", "normalize_callbacks", "should_fire"),
+    "callsheet.core.costs": ("CostReport",),
+    "callsheet.core.callbacks_argument": ("normalize_callbacks", "should_fire"),
+    "callsheet.core.manager": ("CallbackManager",),
     "callsheet.core.run_state": ("CheckpointInfo", "MetricsRecord", "Outcome", "RunInfo", "TrainState"),
     "callsheet.core.spec": ("CallbackSpec",),
     "callsheet.lanes.process": ("Process",),

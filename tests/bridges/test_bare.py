@@ -1031,6 +1031,8 @@ def test_objects_that_are_no_torch_model_or_optimizer_are_rejected_with_a_hint(g
         ({"model": nn.Linear}, r"model= is the class Linear, .*, such as Linear\(\.\.\.\)$"),
         ({"resume": True}, "^resume=True: give 'auto', the path of a checkpoint, or None$"),
         ({"resume": "auto"}, "^resume='auto' needs a run_name"),
+        ({"runs_folder": 3}, "^runs_folder=3: give the path of a folder, such as 'runs'$"),
+        ({"run_name": 3}, "^run_name=3 must be a plain name"),
     ],
 )
 def test_mistaken_arguments_are_named_with_what_to_give(given: dict[str, Any], message: str) -> None:
@@ -1053,6 +1055,9 @@ def test_arguments_without_their_names_are_rejected_with_the_names() -> None:
         (lambda run: run.log("loss", 1.0), r"^log\('loss', 1\.0\): .* such as log\(\{'loss': 0\.5\}\)$"),
         (lambda run: run.log("loss"), r"^log\('loss'\): give one dictionary"),
         (lambda run: run.ctx.log("loss", 1.0), r"^log\('loss', 1\.0\): give one dictionary"),
+        (lambda run: run.ctx.log(loss=1), r"^log\(loss=1\): give one dictionary .* such as log\(\{'loss': 0\.5\}\)$"),
+        (lambda run: run.log(loss=1), r"^log\(loss=1\): give one dictionary"),
+        (lambda run: run.log(), r"^log\(\): give one dictionary"),
         (lambda run: run.evaluated(1.5), r"^evaluated\(1\.5\): give the results by dataset name"),
         (lambda run: next(run.epochs("3")), r"^epochs\('3'\): give the number of epochs"),
     ],

@@ -298,3 +298,27 @@ def test_a_process_that_the_script_forks_is_not_observed(tmp_path: Path) -> None
     assert [record.step for record in run.records] == [1, 2, 3, 4, 5]
     assert sum(event["event"] == "run_end" for event in run.events) == 1, run.events
     assert len([line for line in observed.stderr.splitlines() if line.startswith("callsheet")]) == 2, observed.stderr
+
+
+BAR = """
+import torch, tqdm
+from torch import nn
+
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in tqdm.tqdm(range(5), desc="my bar", mininterval=0):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_line_of_callsheet_does_not_continue_the_line_of_a_progress_bar(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(BAR)
+    _, observed = executed_alone_and_observed(tmp_path)
+    before, found, after = observed.stderr.partition("callsheet: observing Linear and SGD, in runs/a\n")
+    assert found, observed.stderr
+    bar, blank, rest = before.rsplit("\r", 2)  # the bar is erased with spaces before the line, and drawn again below it
+    assert "my bar" in bar
+    assert (blank.strip(), rest) == ("", "")
+    assert "my bar: 100%" in after

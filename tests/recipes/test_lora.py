@@ -1,7 +1,8 @@
-"""Adapters on several ranks: one of them writes the merged model, and all know what came of it."""
+"""Adapters: which warnings are hidden; and on several ranks, one writes the merged model, and all know what came of it."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from callsheet.cli.export import export
 from callsheet.cli.main import main
 from callsheet.errors import CheckpointError
+from callsheet.recipes.models.lora import Lora
 from callsheet.testing import run_ranks
 
 from .tiny import sums
@@ -73,3 +76,18 @@ def test_what_rank_0_cannot_write_is_rejected_on_all(run: Path, tmp_path: Path) 
     said = run_ranks(exported_on_a_rank, 2, run, tmp_path / "file" / "out", [])
     for text in said:
         assert text.startswith("rejected: rank 0: NotADirectoryError")
+
+
+class Warns(GPT2LMHeadModel):  # type: ignore[misc]
+    """A model whose layers make peft adapt an option, and that warns of something else."""
+
+    def add_adapter(self, *args: Any, **kwargs: Any) -> None:
+        warnings.warn("the adapters are wrong", stacklevel=1)
+        super().add_adapter(*args, **kwargs)
+
+
+def test_only_the_harmless_warnings_of_peft_are_hidden() -> None:
+    model = Warns(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=8, bos_token_id=None, eos_token_id=None))
+    with pytest.warns(UserWarning, match="the adapters are wrong") as seen:
+        Lora(r=2).add_to(model)
+    assert len(seen) == 1

@@ -420,6 +420,9 @@ def test_a_callback_outside_the_timed_steps_is_in_the_anatomy(tmp_path: Path, ca
     rows = {row["name"]: row["groups"]["after"] for row in json.loads(out)["anatomy"]}
     assert rows["SleepsAtRecords"]["mark"] == rows["step_seconds"]["mark"] == "slower"
     assert rows["SleepsAtRecords"]["seconds"] > 0.02  # a record every two steps
+    wholes = [row["seconds"] / row["share"] for row in rows.values() if row and row["share"] not in (None, "NaN")]
+    assert len(wholes) > 3
+    assert wholes == pytest.approx([wholes[0]] * len(wholes))  # all shares have the same denominator
 
 
 def test_credentials_are_not_compared(tmp_path: Path, called: Call) -> None:

@@ -567,7 +567,7 @@ def failing_on_one_rank(folder: str, in_lane: bool) -> list[int]:
     manager.register("on_train_step_end", lambda ctx: steps.append(ctx.step))
     with small_trainer(Path(folder), callbacks=manager, max_duration="30ep", seed=1) as trainer:
         trainer.fit()
-        off = [member.is_off for member in manager._registrations[:1]]
+        off = [member.is_off for member in manager._table.registrations[:1]]
     return [len(steps), callback.calls, int(off[0])]
 
 

@@ -25,9 +25,10 @@ from callsheet.bridges.support_check import SupportCheck
 from callsheet.bridges.torch_hooks import BackwardWatch, ForwardHooks, OptimizerHooks
 from callsheet.bridges.versions import check_versions
 from callsheet.core.callback import Callback
-from callsheet.core.context import Context
+from callsheet.core.callbacks_argument import manager_of
+from callsheet.core.context import NO_VALUES, Context
 from callsheet.core.familiar_names import TRAINER_ARGUMENTS
-from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.core.manager import CallbackManager
 from callsheet.core.run_state import Outcome
 from callsheet.core.time import Time, TimeUnit
 from callsheet.errors import ConfigError, RequestRejected, mark_as_users, names_unknown
@@ -129,7 +130,7 @@ def attach(
         3
     """
     check_accumulation(gradient_accumulation_steps)
-    manager = normalize_callbacks(callbacks) or CallbackManager()
+    manager = manager_of(callbacks)
     manager.add(loggers or ())
     check_model(model)
     optimizer = torch_optimizer(optimizer)
@@ -277,7 +278,7 @@ class AttachedRun:
         """
         return self._run.lifetime.outcome is Outcome.PREEMPTED
 
-    def log(self, values: Mapping[str, Any], *misplaced: Never, **options: Any) -> None:
+    def log(self, values: Mapping[str, Any] = NO_VALUES, *misplaced: Never, **options: Any) -> None:
         """Log numbers for the next metrics record; see `Context.log`."""
         if not self._has_given_up:
             self._run.ctx.log(values, *misplaced, **options)

@@ -13,7 +13,8 @@ from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.support_check import SupportCheck
 from callsheet.bridges.versions import check_versions
 from callsheet.core.callback import Callback
-from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.core.callbacks_argument import manager_of
+from callsheet.core.manager import CallbackManager
 from callsheet.core.run_state import Outcome
 from callsheet.run.run import Run
 
@@ -69,7 +70,7 @@ class HostBase:
     def __init__(self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool) -> None:
         check_versions(self._PACKAGE, self._INTERNALS, "this host")
         super().__init__()
-        self.manager = normalize_callbacks(callbacks) or CallbackManager()
+        self.manager = manager_of(callbacks)
         self._strict = strict
 
     # --- the run ---

@@ -21,10 +21,11 @@ from callsheet.bridges.host_parts import Evaluates, HostCheckpoints, HostEvaluat
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
 from callsheet.core.background import inner
 from callsheet.core.callback import Callback
+from callsheet.core.callbacks_argument import manager_of
 from callsheet.core.context import Context
 from callsheet.core.control import SAVE_KINDS, Control, Request
 from callsheet.core.lifecycle import EVENTS
-from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.core.manager import CallbackManager
 from callsheet.core.ranks import Ranks, read_ranks
 from callsheet.core.run_state import CheckpointInfo, RunInfo, TrainState
 from callsheet.core.time import Time
@@ -37,7 +38,7 @@ from callsheet.run.process_groups import ProcessGroups
 from callsheet.run.records import Records
 from callsheet.run.run import Run
 from callsheet.run.run_guard import LOCK_TIMEOUT_SECONDS, checked_lock_timeout
-from callsheet.run.run_names import check_run_name, new_name
+from callsheet.run.run_names import check_folder, check_run_name, new_name
 from callsheet.run.signals import GRACE_SECONDS, SignalWatch
 from callsheet.trainer.arguments import duration, log_boundary
 
@@ -112,13 +113,14 @@ class HostedRun(Run):
         is_alone: bool = False,
     ) -> None:
         check_run_name(run_name, None)
+        check_folder("runs_folder", runs_folder)
         checked_lock_timeout(lock_timeout_seconds)
         log_every = log_boundary(log_interval)
         ranks = read_ranks()
         self.host = host
         self.model = model
         self.device = torch.device(device) if device is not None else _device_of(model)
-        manager = normalize_callbacks(callbacks) or CallbackManager()
+        manager = manager_of(callbacks)
         able = {*able, *(["evaluate"] if evaluates is not None else [])}
         world = ProcessGroups(Ranks() if is_alone else ranks, self.device, timeout_seconds)
         name = run_name or world.of_rank_zero(new_name())

@@ -5,19 +5,17 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 import subprocess
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from callsheet.callbacks.early_stopper import evaluated
 from callsheet.callbacks.support.mlperf_result import (
     ResultFile,
+    Submission,
+    Target,
     accuracy_keys,
     checked_hyperparameters,
-    checked_ruleset,
-    device_name,
     found,
     now_ms,
     samples,
@@ -93,26 +91,16 @@ class MLPerfCallback(Callback):
     ) -> None:
         if bool(benchmark) != (target is not None) or (target is not None and not math.isfinite(target)):
             raise ConfigError(f"benchmark={benchmark!r}, target={target!r}: give both, and the target as a finite number")
-        if benchmark and not submitter:
-            raise ConfigError("submitter='': name the organization whose result this is")
         if not all(monitor.partition("/")):
             raise ConfigError(f"monitor={monitor!r}: write <dataset>/<metric>, such as 'validation/loss'")
         if isinstance(cache_clear_cmd, str) or (cache_clear_cmd is not None and not cache_clear_cmd):
             raise ConfigError(f"cache_clear_cmd={cache_clear_cmd!r}: give a list of the program and its arguments")
-        if index is not None and index < 0:
-            raise ConfigError(f"index={index}: give 0 or more, or None")
+        self._submission = Submission(benchmark, submitter, system_name, status, division, ruleset, root_folder, index)
         self._hyperparameters = checked_hyperparameters(hyperparameters or {})
         falls = any(word in monitor.lower() for word in ("loss", "error", "perplexity"))
-        self._is_min = {"min": True, "max": False, "auto": falls}[one_of("mode", mode, ("auto", "min", "max"))]
-        self._submission = {
-            "submission_benchmark": benchmark,
-            "submission_org": submitter,
-            "submission_division": one_of("division", division, ("open", "closed")),
-            "submission_status": one_of("status", status, ("onprem", "cloud", "research")),
-        }
-        self._ruleset = checked_ruleset(ruleset, benchmark) if benchmark else ruleset
-        self._benchmark, self._target, self._monitor, self._stops = benchmark, target, monitor, stop
-        self._system_name, self._root_folder, self._index = system_name, root_folder, index
+        is_min = {"min": True, "max": False, "auto": falls}[one_of("mode", mode, ("auto", "min", "max"))]
+        self._target = Target(monitor, target, is_min) if target is not None else None  # None without a benchmark
+        self._stops = stop
         self._cache_clear_cmd = list(cache_clear_cmd or ())
         self._forget()
 
@@ -128,14 +116,14 @@ class MLPerfCallback(Callback):
     def on_run_start(self, ctx: Context) -> None:
         """Record when the run started. The result file is created later, when it is known whether the run is resumed."""
         self._forget()
-        if not self._benchmark and ctx.run.is_world_process_zero:
+        if self._target is None and ctx.run.is_world_process_zero:
             logger.warning("%s has nothing to do: give it a benchmark and a target", label_of(self))
 
     def on_data_init_start(self, ctx: Context) -> None:
         """Create the result file. This is early enough for MLPerf, whose timed part begins before any data is read."""
         self._has_begun = True
         # Without an optimizer nothing will be trained, so there is no result to write.
-        if not self._benchmark or (ctx.has("optimizer") and ctx.optimizer is None):
+        if self._target is None or (ctx.has("optimizer") and ctx.optimizer is None):
             return
         if (step := ctx.state.timestamp.batch) > 0:
             if ctx.run.is_world_process_zero:
@@ -158,12 +146,12 @@ class MLPerfCallback(Callback):
         """
         if not self._has_begun:  # another framework's loop may not fire `on_data_init_start`
             self.on_data_init_start(ctx)
-        if self._benchmark and ctx.state.evaluators:
-            one_of("dataset of the monitor", self._monitor.partition("/")[0], ctx.state.evaluators)
+        if self._target is not None and ctx.state.evaluators:
+            one_of("dataset of the monitor", self._target.monitor.partition("/")[0], ctx.state.evaluators)
         self._start_block(ctx)
         is_resumed, self._is_resumed = self._is_resumed, False
-        if is_resumed and self._reached is not None:
-            self._stop_if_reached(ctx, self._reached)
+        if is_resumed and self._target is not None and self._reached is not None:
+            self._stop_if_reached(ctx, self._target, self._reached)
 
     def on_epoch_start(self, ctx: Context) -> None:
         self._write(ctx, "epoch_start")
@@ -178,9 +166,10 @@ class MLPerfCallback(Callback):
         if self._sizes is not None:
             sizes, self._sizes = ctx.gather(self._sizes), None
             self._write_all(ctx, found(ctx, sizes, self._hyperparameters) | self._hyperparameters)
-            if complaints := ctx.gather(self._complaints_if_reached(ctx))[0]:
+            assert self._target is not None  # `_sizes` is set only then
+            if complaints := ctx.gather(self._complaints_if_reached(ctx, self._target))[0]:
                 raise ConfigError(
-                    f"MLPerf's checker (rules {self._ruleset}) would reject the result even if {self._monitor} reached {self._target}; "
+                    f"MLPerf's checker (rules {self._submission.ruleset}) would reject the result even if {self._target.monitor} reached {self._target.value}; "
                     f"correct {label_of(self)}'s target= or hyperparameters=:\n" + "\n".join(complaints)
                 )
 
@@ -195,16 +184,16 @@ class MLPerfCallback(Callback):
 
     def on_eval_all_end(self, ctx: Context) -> None:
         """Write the evaluation's metric to the result file. If it reached the target, complete the file and stop."""
-        if ctx.standalone or not self._benchmark:
+        if ctx.standalone or self._target is None:
             return
-        value = evaluated(ctx, self._monitor)
+        value = evaluated(ctx, self._target.monitor)
         if value is not None:
             self._write_all(ctx, self._as_accuracy(value))
         self._write(ctx, "eval_stop")
-        if value is not None and self._is_reached(value):
+        if value is not None and self._target.is_reached(value):
             self._reached = value
             self._close(ctx, "success")
-            self._stop_if_reached(ctx, value)
+            self._stop_if_reached(ctx, self._target, value)
         elif not ctx.state.is_complete and ctx.control.stop_requested is None:
             self._start_block(ctx)
 
@@ -215,40 +204,29 @@ class MLPerfCallback(Callback):
         """If the target was not reached, complete the result file with the status `aborted`."""
         self._close(ctx, "aborted")
 
-    def _is_reached(self, value: float) -> bool:
-        assert self._target is not None
-        return value <= self._target if self._is_min else value >= self._target
-
-    def _stop_if_reached(self, ctx: Context, value: float) -> None:
-        if self._stops and self._is_reached(value) and not ctx.state.is_complete:
-            ctx.control.stop(f"{self._monitor} is {value:g}, which reaches the target {self._target:g}", replicated=True)
+    def _stop_if_reached(self, ctx: Context, target: Target, value: float) -> None:
+        if self._stops and target.is_reached(value) and not ctx.state.is_complete:
+            ctx.control.stop(f"{target.monitor} is {value:g}, which reaches the target {target.value:g}", replicated=True)
 
     # --- writing the result file ---
 
     def _open(self, ctx: Context) -> None:
-        root = self._root_folder
-        if root is None:
-            if ctx.run.folder is None:
-                raise ConfigError(f"the run has no folder for a result; give {label_of(self)} a root_folder=")
-            root = ctx.run.folder / "mlperf"
-        system = self._system_name or f"{ctx.run.world_size}x_{device_name(ctx.run.device)}"
-        folder = Path(root) / "results" / re.sub(r"[^\w.-]+", "_", system) / self._benchmark
-        self._result = ResultFile(folder, self._index)
+        self._result = self._submission.file(ctx.run, label_of(self))
         self._write(ctx, "init_start", time_ms=self._began_at)
         self._write(ctx, "cache_clear", bool(self._cache_clear_cmd))
-        self._write_all(ctx, {**self._submission, "submission_platform": system})
+        self._write_all(ctx, self._submission.lines(ctx.run))
         self._write(ctx, "init_stop")
         self._write(ctx, "run_start")
 
-    def _complaints_if_reached(self, ctx: Context) -> list[str]:
+    def _complaints_if_reached(self, ctx: Context, target: Target) -> list[str]:
         """Return the complaints that MLPerf's compliance checker would have if the target were reached now."""
         if self._result is None:
             return []
-        rest = {"block_stop": None, "eval_start": None, **self._as_accuracy(self._target), "eval_stop": None, "run_stop": None}
-        return self._result.complaints(rest.items(), self._ruleset, **_place(ctx), status="success")
+        rest = {"block_stop": None, "eval_start": None, **self._as_accuracy(target.value), "eval_stop": None, "run_stop": None}
+        return self._result.complaints(rest.items(), self._submission.ruleset, **_place(ctx), status="success")
 
-    def _as_accuracy(self, value: float | None) -> dict[str, Any]:
-        return dict.fromkeys(accuracy_keys(self._benchmark), value)
+    def _as_accuracy(self, value: float) -> dict[str, Any]:
+        return dict.fromkeys(accuracy_keys(self._submission.benchmark), value)
 
     def _start_block(self, ctx: Context) -> None:
         self._is_in_block = True

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from callsheet.core.background import inner
 from callsheet.core.callback import PHASES, Callback, Lane, OnError, Phase
 from callsheet.core.events import Event, as_event
-from callsheet.core.lifecycle import EVENTS
 from callsheet.core.ranks import RankGate, Ranks
 from callsheet.core.time import Interval, Timestamp
 from callsheet.core.wrappers import Handler, Timed, excused, wrapped
@@ -27,7 +27,10 @@ _ALWAYS_CALLED = frozenset({"report", "restore"})  # phases whose handlers are c
 
 @dataclass(eq=False, slots=True)
 class Registration:
-    """A callback or function that was added to the manager, with its failure count and the events at which it is not called."""
+    """A callback or function that was added to the manager, with its failures and muted events in the current run.
+
+    `thing` is the function or the callback, in its `Background` if it has one.
+    """
 
     thing: Callback | Handler
     label: str
@@ -41,6 +44,35 @@ class Registration:
     last_failure: str = ""
     muted: frozenset[str] = frozenset()
     """Events for which the callback is not called during the current run."""
+
+    @property
+    def callback(self) -> Callback | None:
+        """The callback, without its `Background`; None for a function."""
+        return inner(self.thing) if isinstance(self.thing, Callback) else None
+
+    @property
+    def is_inline(self) -> bool:
+        """Whether the callback runs on the training thread and not in another thread or process."""
+        return not isinstance(self.thing, Callback) or self.thing.lane == "inline"
+
+    def matches(self, what: object) -> bool:
+        """Return whether `what` is this callback, with or without its `Background`, its class, or this function."""
+        if isinstance(what, type):
+            return self.callback is not None and isinstance(self.callback, what)
+        if isinstance(what, Callback):
+            return what is self.thing or what is self.callback
+        return self.thing == what  # not `is`, because each read of a bound method makes a new object
+
+    def logger_method(self, name: str) -> Callable[..., Any] | None:
+        """Return the callback's method of this name, such as `log_table`; None if it has none, or only that of `Logger`."""
+        method: Callable[..., Any] | None = getattr(self.callback, name, None)
+        return None if getattr(method, "does_nothing", False) else method
+
+    def reset(self) -> None:
+        """Forget the failures and muted events of the previous run."""
+        self.failures = self.failures_in_a_row = 0
+        self.is_off = self.cannot_write = False
+        self.last_failure, self.muted = "", frozenset()
 
     def is_silent_at(self, event: str) -> bool:
         """Return whether the callback must not be called at `event`, because it was muted for this event or is disabled.
@@ -73,15 +105,18 @@ class HandlerEntry:
     on_error: OnError
     every: Interval | None
     draws_random: bool
-    number: int
     previous: int | None = None
     added_at: Timestamp | None = None
     was_end: bool = False
 
     @property
-    def order(self) -> tuple[int, int]:
-        """The sort key among the handlers of one event: first the phase, then the order of registration."""
-        return PHASES.index(self.phase), self.number
+    def order(self) -> int:
+        """The sort key among the handlers of one event. Within a phase, handlers stay in the order of registration."""
+        return PHASES.index(self.phase)
+
+    def reset(self) -> None:
+        """Forget at which intervals the event was fired in the previous run."""
+        self.previous, self.added_at, self.was_end = None, None, False
 
 
 class CompositeHandler(ABC):
@@ -160,7 +195,6 @@ def internal_entry(event: str, handler: Handler, label: str, source: str) -> Han
         on_error="raise",
         every=None,
         draws_random=False,
-        number=-1,
     )
 
 
@@ -177,7 +211,7 @@ def compiled(
 
     Args:
         event: the event's name.
-        entries: the entries of all handlers of the event.
+        entries: the entries of all handlers of the event, in order.
         ranks: the ranks of this process.
         checking: whether observers that draw random numbers raise.
         in_lane: takes the entry of a handler that runs in a lane, and returns the function that the training thread calls
@@ -185,7 +219,7 @@ def compiled(
         timed: wraps a handler to measure its time; None: handlers are not timed.
     """
     here: list[HandlerEntry] = []
-    for entry in sorted(entries, key=lambda entry: entry.order):
+    for entry in entries:
         if not ranks.passes(entry.ranks) or entry.registration.is_silent_at(event):
             continue
         if isinstance(entry.handler, CompositeHandler) and entry.lane == "inline":
@@ -255,11 +289,6 @@ def marked(compiled_event: CompiledEvent, mark: HandlerEntry) -> CompiledEvent:
     *_, event, calls = compiled_event
     ours = (mark.handler, mark)
     return compile_event((*calls, ours) if event.endswith("_end") else (ours, *calls), event)
-
-
-def all_entries(by_event: dict[str, list[HandlerEntry]]) -> CallSheet:
-    """Return the table of the handlers of all ranks, in the order in which a run fires their events."""
-    return CallSheet(tuple(entry for event in EVENTS for entry in sorted(by_event[event], key=lambda entry: entry.order)))
 
 
 def _ranks_text(ranks: RankGate) -> str:

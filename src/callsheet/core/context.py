@@ -35,6 +35,10 @@ Loggable = Mapping[Any, Any]
 """
 
 
+NO_VALUES: Any = None
+"""The default of the values to log, which must be given. It lets `log(loss=1)` raise an error with a hint, and not one of Python."""
+
+
 class Accumulator(Protocol):
     """Collects logged values, from which the next metrics record is made; see `callsheet.run.metrics`."""
 
@@ -51,11 +55,14 @@ class LoggerLine(Protocol):
     def __call__(self, method: str, ctx: Context, /, **payload: Any) -> None: ...
 
 
-def check_logged(values: Any, misplaced: tuple[Any, ...]) -> None:
+def check_logged(values: Any, misplaced: tuple[Any, ...], misnamed: Mapping[str, Any]) -> None:
     """Raise ConfigError if `Context.log` was not called with one dictionary."""
-    if misplaced or (type(values) is not dict and not isinstance(values, Mapping)):  # the type is compared first, which is faster
-        given = ", ".join("{...}" if isinstance(each, Mapping) else repr(each)[:40] for each in (values, *misplaced))
-        name = values if isinstance(values, str) else "mine/number"
+    if misplaced or misnamed or not isinstance(values, Mapping):
+        by_place = [
+            "{...}" if isinstance(each, Mapping) else repr(each)[:40] for each in (values, *misplaced) if each is not None
+        ]
+        given = ", ".join([*by_place, *(f"{name}={value!r}"[:40] for name, value in misnamed.items())])
+        name = values if isinstance(values, str) else next(iter(misnamed), "mine/number")
         raise ConfigError(f"log({given}): give one dictionary of numbers by name, such as log({{{name!r}: 0.5}})")
 
 
@@ -148,7 +155,7 @@ class Context:
 
         A snapshot of these alone then need not copy them.
         """
-        self.muting: Callable[[Callback, tuple[str, ...], bool, int | None], None] | None = None
+        self.muting: Callable[[Context, Callback, tuple[str, ...], bool, int | None], None] | None = None
         """The function that `mute` and `unmute` call. The manager sets it."""
         self.dispatcher: Dispatcher | None = None
         """The object that fires the events, normally the manager, which sets it."""
@@ -185,7 +192,15 @@ class Context:
                 setattr(other, name, getattr(self, name))
         return other
 
-    def log(self, values: Loggable, *misplaced: Never, over: Over = "last", across: Across = "mean", weight: Any = None) -> None:
+    def log(
+        self,
+        values: Loggable = NO_VALUES,
+        *misplaced: Never,
+        over: Over = "last",
+        across: Across = "mean",
+        weight: Any = None,
+        **misnamed: Never,
+    ) -> None:
         """Log numbers for the next metrics record. Tensors stay on their device until that record is made.
 
         A tensor is not copied: the record holds its value at the boundary.
@@ -196,7 +211,7 @@ class Context:
         Args:
             values: numbers or scalar tensors by name, with names like `family/name`. A tuple of names stands for a one-dimensional
                 tensor with a number for each name; this is much cheaper for many numbers.
-            *misplaced: not allowed; values that are given in this way raise the error that says how to log a number.
+            *misplaced, **misnamed: not allowed; values that are given in this way raise the error that says how to log a number.
             over: how several values of one name are combined until the boundary: `last`, `mean` or `sum`.
             across: how the values of the data-parallel ranks are combined: `mean`, `sum`, `max`, or `same` if they are equal
                 already.
@@ -206,7 +221,10 @@ class Context:
             ConfigError: `over` or `across` is unknown or differs from an earlier call for the same name, a value is not a single
                 number for each name, or `values` is no dictionary.
         """
-        check_logged(values, misplaced)
+        if (
+            misplaced or misnamed or type(values) is not dict
+        ):  # a dict is not checked, since a call here would make each `log` slower
+            check_logged(values, misplaced, misnamed)
         if across == "same" and self.event == Event.LOG:
             self.record = replace(self.record, values={**self.record.values, **_floats(values)})
         elif self._accumulator is not None:
@@ -280,7 +298,7 @@ class Context:
             RequestRejected: in a lane.
         """
         if self.muting is not None:
-            self.muting(callback, events, True, until)
+            self.muting(self, callback, events, True, until)
 
     def unmute(self, callback: Callback, *events: str) -> None:
         """Call handlers again that `mute` has muted.
@@ -295,7 +313,7 @@ class Context:
             RequestRejected: in a lane.
         """
         if self.muting is not None:
-            self.muting(callback, events, False, None)
+            self.muting(self, callback, events, False, None)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks. This is a collective: every rank must call it.

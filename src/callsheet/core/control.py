@@ -52,10 +52,14 @@ class Request(NamedTuple):
 class Control:
     """The requests of a run: `stop`, `save`, `evaluate`, and, if the loop supports them, `set_gradient_accumulation` and `load`.
 
-    `able` names the requests that the loop supports now. An unsupported request raises `RequestRejected` at once. If `host` names
-    another framework, whose loop this is, the request is ignored instead, and an error is logged once for each callback, so that
-    training continues. `hints` says what to do about an unsupported request. `is_shared` is True if there are several ranks; the
-    requests of one rank then wait in `local_requests` until all ranks have agreed on them.
+    An unsupported request raises `RequestRejected` at once. In the loop of another framework it is ignored instead, and an error is
+    logged once for each callback, so that training continues.
+
+    Args:
+        able: the names of the requests that the loop supports. The attribute `able` may change during the run.
+        is_shared: whether there are several ranks. The requests of one rank then wait in `local_requests` until all ranks have agreed
+            on them.
+        host: the framework whose loop this is; empty for callsheet's own.
     """
 
     __slots__ = (
@@ -66,7 +70,7 @@ class Control:
     def __init__(self, able: Iterable[str] = ("stop", "save", "evaluate"), *, is_shared: bool = False, host: str = "") -> None:
         self.able = set(able)
         self.host = host
-        self.hints: Mapping[str, str] = {}
+        self.hints: Mapping[str, str] = {}  # by the name of an unsupported request, what to do about it
         self._logged: set[tuple[str, str]] = set()
         self.is_shared = is_shared
         self.local_requests: list[Request] = []
@@ -85,10 +89,10 @@ class Control:
     def stop(self, why: str, *, replicated: bool = False, resumable: bool = False) -> None:
         """Request that training ends after the current step, epoch or round, with outcome `stopped`.
 
-        `why` completes the sentence "stopped by <callback>: ...", which becomes `ctx.run.outcome_reason`. The run is then
-        complete, and `resume="auto"` trains no further step. Pass `resumable=True` if a later start with `resume="auto"` should
-        continue training. `replicated=True` says that every rank makes the same request, based only on replicated or reduced
-        fields.
+        Args:
+            why: completes the sentence "stopped by <callback>: ...", which becomes `ctx.run.outcome_reason`.
+            replicated: whether every rank makes the same request, based only on replicated or reduced fields.
+            resumable: whether a later start with `resume="auto"` continues training. Otherwise the run is complete.
 
         Raises:
             RequestRejected: `replicated=True` in a handler that does not run on every rank, or the loop does not support the request.
@@ -96,21 +100,43 @@ class Control:
         self._ask(Request("stop", why, _asker(), resumable=resumable), replicated)
 
     def save(self, why: str, *, kind: str = "requested", by: str = "", metric: str = "", replicated: bool = False) -> None:
-        """Request a checkpoint after the current step, epoch or round. `kind` is one of `SAVE_KINDS`. Raises what `stop` raises.
+        """Request a checkpoint after the current step, epoch or round.
 
-        `by` is the requester's name. A requester finds its checkpoint by this name in `ctx.checkpoint.requested_by`, also after a
-        resume. `metric` names the metric for which the checkpoint is the best; it becomes `ctx.checkpoint.best_metric_key`.
+        Args:
+            why: the reason, for messages.
+            kind: `requested`, `periodic`, `best`, `final` or `preempt`. It becomes `ctx.checkpoint.kind`.
+            by: the requester's name; empty: that of the callback. A requester finds its checkpoint by this name in
+                `ctx.checkpoint.requested_by`, also after a resume.
+            metric: the metric for which the checkpoint is the best. It becomes `ctx.checkpoint.best_metric_key`.
+            replicated: as for `stop`.
+
+        Raises:
+            RequestRejected: as for `stop`.
+            ConfigError: the kind is unknown.
         """
         self._ask(Request("save", why, by or _asker(), kind, metric), replicated)
 
     def evaluate(self, why: str, *, replicated: bool = False) -> None:
-        """Request that all evaluation datasets are evaluated after the current step, epoch or round. Raises the same errors as `stop`."""
+        """Request that all evaluation datasets are evaluated after the current step, epoch or round.
+
+        Args:
+            why: the reason, for messages.
+            replicated: as for `stop`.
+
+        Raises:
+            RequestRejected: as for `stop`.
+        """
         self._ask(Request("evaluate", why, _asker()), replicated)
 
     def set_gradient_accumulation(self, batches: int) -> None:
-        """Accumulate gradients over this many batches, from the next step on. Every rank must call it.
+        """Accumulate gradients over several batches, from the next step on. Every rank must call it.
 
-        Raises the same errors as `stop`.
+        Args:
+            batches: the number of batches for one optimizer step.
+
+        Raises:
+            ConfigError: the number is below 1.
+            RequestRejected: as for `stop`.
         """
         if batches < 1:
             raise ConfigError(f"a step needs at least one batch, not {batches}")
@@ -119,9 +145,13 @@ class Control:
             self.accumulation = batches
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Load this checkpoint instead of the one that the loop found. Call it at `on_checkpoint_load_start`.
+        """Load a checkpoint instead of the one that the loop found. Call this at `on_checkpoint_load_start`.
 
-        Raises the same errors as `stop`.
+        Args:
+            path: the path or URL of the checkpoint's folder.
+
+        Raises:
+            RequestRejected: the loop does not support the request.
         """
         if self.supports(Request("load", "", _asker())):
             self.load_path = os.fspath(path)
@@ -149,6 +179,9 @@ class Control:
     def supports(self, request: Request) -> bool:
         """Return whether the loop supports the request. In another framework's loop, log an error if it is not supported.
 
+        Args:
+            request: the request.
+
         Raises:
             RequestRejected: it is not supported, and the loop is callsheet's own.
             ConfigError: the kind of checkpoint is unknown.
@@ -163,7 +196,11 @@ class Control:
         return True
 
     def ask(self, request: Request) -> None:
-        """Add a request that only this rank has made. It takes effect as soon as all ranks know about it."""
+        """Add a request that only this rank has made. It takes effect as soon as all ranks know about it.
+
+        Args:
+            request: the request.
+        """
         if self.is_shared:
             self.local_requests.append(request)
         else:
@@ -173,11 +210,23 @@ class Control:
         """Request that all ranks disable a callback with `on_error="isolate"` that failed too often on this rank.
 
         Called by the manager; see `switched_off`.
+
+        Args:
+            callback: the name of the callback.
+            number: the number of its registration, which is the same on all ranks.
+            failures: how often it has failed in a row.
         """
         self.ask(Request("switch off", f"{failures} failures in a row", callback, kind=str(number)))
 
     def done(self, what: str) -> None:
-        """Remove the pending requests of this kind: `save`, `evaluate` or `stop`. The loop calls this after carrying them out."""
+        """Remove the pending requests of one kind. The loop calls this after carrying them out.
+
+        Args:
+            what: `save`, `evaluate` or `stop`.
+
+        Raises:
+            ConfigError: `what` is not one of these.
+        """
         if what not in ("save", "evaluate", "stop"):
             raise ConfigError(f"there is no request {what!r}{did_you_mean(what, ('save', 'evaluate', 'stop'))}")
         if what == "save":
@@ -205,7 +254,11 @@ class Control:
         return taken
 
     def agree(self, request: Request) -> None:
-        """Accept a request that all ranks know about. The loop carries it out after the current step, epoch or round."""
+        """Accept a request that all ranks know about. The loop carries it out after the current step, epoch or round.
+
+        Args:
+            request: the request.
+        """
         if request.what == "stop":
             self._stop = self._stop or request  # the first stop request is kept
         elif request.what == "evaluate":

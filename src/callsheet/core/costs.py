@@ -110,8 +110,16 @@ def failures_of(
 class CostReport(NamedTuple):
     """How much time the callbacks of this process have taken so far, and how often they failed.
 
-    `seconds` is the time that `steps` steps took, including evaluations and saves. Of these steps, `window_steps` were timed.
-    They took `window_seconds`, measured from the fetch of the batch to the step's end.
+    Attributes:
+        mode: which calls are timed: `sampled`, `all` or `off`.
+        steps: the number of steps so far.
+        seconds: the time that these steps took, including evaluations and saves.
+        window_steps: how many of the steps were timed.
+        window_seconds: the time of these timed steps, from the fetch of the batch to the step's end.
+        costs: for each callback and event `callback`, `event`, `calls`, `seconds`, `worst_seconds` and `is_sampled` (whether only calls
+            in the timed steps are included).
+        failures: for each callback with failures `callback`, `count`, `is_off` (whether it was disabled), `last` (the last error), and
+            the number of events that its lane has `dropped` or left `undelivered`.
     """
 
     mode: str
@@ -123,7 +131,11 @@ class CostReport(NamedTuple):
     failures: tuple[Failures, ...] = ()
 
     def share(self, cost: Cost) -> float:
-        """Return the callback's time at this event as a fraction of the timed steps or, if every call is timed, of the run."""
+        """Return the callback's time at this event as a fraction of the timed steps or, if every call is timed, of the run.
+
+        Args:
+            cost: one of `costs`.
+        """
         whole = self.window_seconds if cost.is_sampled else self.seconds
         return cost.seconds / whole if whole else 0.0
 
@@ -222,11 +234,23 @@ class Costs:
         self.next_step = sys.maxsize
         """The step after which a timing window begins or ends next."""
 
-    def begin(self, step: int) -> None:
-        """Decide after which step the first timing window begins. `step` is the last step before this process begins to train."""
-        self.has_begun, self._first = True, step
-        if self.mode != "off":
-            self.next_step = step + _FIRST_STEP
+    def advance(self, step: int, *, is_needed: bool) -> bool:
+        """Begin or end a timing window if that is due. Return whether one has begun or ended.
+
+        Args:
+            step: the number of completed steps. The first call decides after which step the first timing window begins.
+            is_needed: whether there are callbacks.
+        """
+        if not is_needed:
+            self.next_step = sys.maxsize
+        elif not self.has_begun:
+            self.has_begun, self._first = True, step
+            if self.mode != "off":
+                self.next_step = step + _FIRST_STEP
+        elif step >= self.next_step:
+            self._switch(step)
+            return True
+        return False
 
     @property
     def is_window(self) -> bool:
@@ -263,8 +287,8 @@ class Costs:
         if self._open is not None:
             self._open.marks.append((perf_counter(), str(ctx.event), ctx.step))
 
-    def switch(self, step: int) -> None:
-        """Begin a timing window after `step`, or end the current one. The manager calls this after the step `next_step`."""
+    def _switch(self, step: int) -> None:
+        """Begin a timing window after `step`, or end the current one."""
         now = perf_counter()
         if self._open is None:
             self._open = _Open(step + 1, time.time(), now, [], [])

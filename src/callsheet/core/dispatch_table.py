@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
 
 from callsheet.core.call_sheet import CompiledEvent, Dispatcher, HandlerEntry, Registration, compiled, internal_entry, marked
 from callsheet.core.context import Context
@@ -14,22 +15,12 @@ from callsheet.core.ranks import Ranks, read_ranks
 from callsheet.core.spans import HasListeners, Spans
 from callsheet.core.wrappers import Handler
 
-
-class Lanes(Protocol):
-    """The methods of the lanes that the dispatch table calls. A lane is a thread or process in which a callback runs."""
-
-    def enqueuer(self, entry: HandlerEntry) -> Handler:
-        """Return the function that the training thread calls in place of a handler that runs in another thread or process.
-
-        It puts the event into the lane's queue.
-        """
-
-    def with_drain(self, run_end: CompiledEvent) -> CompiledEvent:
-        """Return the compiled `on_run_end` with one more handler before the loggers, which waits for callbacks in lanes."""
+if TYPE_CHECKING:
+    from callsheet.lanes.lane_set import LaneSet
 
 
 class DispatchTable:
-    """The table entries of all handlers (the call sheet), by event, and the functions compiled from them for this rank.
+    """The callbacks and the table entries of their handlers (the call sheet), and the functions compiled from them for this rank.
 
     There are two compiled tables: the plain one, and one of timed handlers, which is used inside a timing window.
 
@@ -40,7 +31,10 @@ class DispatchTable:
 
     def __init__(self, costs: Costs, *, checking: bool) -> None:
         self.costs = costs
+        self.registrations: list[Registration] = []
+        """The callbacks and functions, in the order in which they were added. The list is replaced when it changes."""
         self.entries: dict[str, list[HandlerEntry]] = {event: [] for event in EVENTS}
+        """The handlers of each event, in the order of calls."""
         self.has_listeners = HasListeners()
         self.active: dict[str, CompiledEvent] = {}
         """The table that is read when an event is fired: a copy of the plain table, or of the timed one inside a timing window.
@@ -49,21 +43,35 @@ class DispatchTable:
         """
         self.ranks: Ranks | None = None
         """The rank and world size of this process in the current run."""
-        self.lanes: Lanes | None = None
-        """The lanes of the callbacks, or None as long as no handler runs in a lane."""
+        self.lanes: LaneSet | None = None
+        """The lanes of the callbacks, or None as long as no callback has a lane."""
         self._checking = checking
         self._plain: dict[str, CompiledEvent] = {}
         self._timed: dict[str, CompiledEvent] = {}
         self._spans: list[Spans] = []
 
-    def add(self, entries: Iterable[HandlerEntry]) -> None:
-        """Add handlers, given as entries of the table of all handlers, and recompile their events."""
+    def add(self, registrations: Sequence[Registration], entries: Sequence[HandlerEntry]) -> None:
+        """Add callbacks and their handlers, and recompile all events."""
+        self.registrations = [*self.registrations, *registrations]
         for entry in entries:
             self.entries[entry.event].append(entry)
+        for handlers in self.entries.values():
+            handlers.sort(key=lambda entry: entry.order)
+        if not all(each.is_inline for each in registrations) or any(entry.lane != "inline" for entry in entries):
+            self.lane_set()
         self.changed()
 
+    def lane_set(self) -> LaneSet:
+        """Return the lanes of the callbacks. They are imported and made when the first callback has a lane."""
+        if self.lanes is None:
+            from callsheet.lanes.lane_set import LaneSet
+
+            self.lanes = LaneSet(lambda registration: registration in self.registrations)
+        return self.lanes
+
     def remove(self, registrations: list[Registration]) -> None:
-        """Remove the handlers of these callbacks, and recompile their events."""
+        """Remove callbacks and their handlers, and recompile all events."""
+        self.registrations = [each for each in self.registrations if each not in registrations]
         for event, entries in self.entries.items():
             self.entries[event] = [entry for entry in entries if entry.registration not in registrations]
         self.changed()
@@ -74,6 +82,15 @@ class DispatchTable:
         self._spans.append(spans)
         self.compile()
         return spans
+
+    def open(self, ranks: Ranks) -> None:
+        """Begin a run on these ranks: reset the callbacks' failures, muted events and intervals, and compile all events."""
+        self.ranks = ranks
+        for registration in self.registrations:
+            registration.reset()
+        for entry in chain.from_iterable(self.entries.values()):
+            entry.reset()
+        self.compile()
 
     def close(self) -> None:
         """Forget the ranks, loops and compiled events of the run that has ended."""
@@ -132,8 +149,7 @@ class DispatchTable:
         return table
 
     def _enqueuer(self, entry: HandlerEntry) -> Handler:
-        assert self.lanes is not None  # the manager sets `lanes` when it adds a handler that runs in a lane
-        return self.lanes.enqueuer(entry)
+        return self.lane_set().enqueuer(entry)
 
     def _mark(self, event: str) -> HandlerEntry:
         return internal_entry(event, self.costs.mark, "the clock of costs", "costs.py")

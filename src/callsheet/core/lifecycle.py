@@ -421,7 +421,7 @@ def events_within(*spans: str) -> tuple[str, ...]:
             found.add(name)
         else:
             found |= {SPANS[name].start_event, SPANS[name].end_event, *events_within(*names_in(SPANS[name].order))}
-    return tuple(event for event in canonical_order() if event in found)
+    return tuple(event for event in EVENTS if event in found)
 
 
 SPAN_OF: dict[str, str] = {event: s.name for s in SPANS.values() for event in (s.start_event, s.end_event)}
@@ -441,14 +441,11 @@ def fields_available(event: str) -> tuple[str, ...]:
 
     At a point of `ANYWHERE`, the fields of the surrounding span are available too, but are not in the result.
     """
-    at = EVENTS.index(event)
     return tuple(
         field.name
         for field in FIELDS.values()
-        if any(
-            (event in (opens, closes)) if event in ANYWHERE else (EVENTS.index(opens) <= at <= EVENTS.index(closes))
-            for opens, closes in field.windows
-        )
+        if field.windows
+        and (any(event in window for window in field.windows) if event in ANYWHERE else is_available(field.name, event))
     )
 
 

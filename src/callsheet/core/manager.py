@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from itertools import count
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from itertools import chain, count
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from callsheet.core.background import Background, inner
-from callsheet.core.call_sheet import CallSheet, HandlerEntry, Registration, all_entries, recover
+from callsheet.core.call_sheet import CallSheet, HandlerEntry, Registration, recover
 from callsheet.core.callback import Callback, Lane, OnError, Phase, label_of
 from callsheet.core.context import Context
 from callsheet.core.costs import CostReport, Costs, failures_of
@@ -20,34 +18,31 @@ from callsheet.core.events import Event, as_event
 from callsheet.core.lifecycle import EVENTS
 from callsheet.core.muting import Muting
 from callsheet.core.ranks import RankGate, read_ranks
-from callsheet.core.registration import check_callback, check_interval, check_unique, entry_of, handlers_of, interval_of
+from callsheet.core.registration import (
+    RegisterOptions,
+    check_callback,
+    check_interval,
+    check_unique,
+    entries_of,
+    entries_of_function,
+)
 from callsheet.core.spans import Spans
-from callsheet.core.states import is_inline, load_states, states_of
+from callsheet.core.states import load_states, states_of
 from callsheet.core.time import Interval, Time
 from callsheet.core.wrappers import FAILURES_ALLOWED, Handler, in_gate, isolated
-from callsheet.errors import (
-    NotACallbackError,
-    RegistrationError,
-    RequestRejected,
-    UnknownEventError,
-    where,
-)
+from callsheet.errors import NotACallbackError, RegistrationError, RequestRejected, where
 
 if TYPE_CHECKING:
     from callsheet.lanes.lane_set import LaneSet
 
-logger = logging.getLogger("callsheet")
-
 F = TypeVar("F", bound=Callable[..., Any])
-T = TypeVar("T")
-Every = str | int | Time | Interval | None
 
 
 class CallbackManager:
     """Hold the callbacks and functions of a run, and call them in order when an event is fired.
 
     Args:
-        callbacks: the first callbacks; more can be added later.
+        callbacks: the first callbacks, or one callback; more can be added later.
         checking: raise if an observer draws random numbers without `draws_random`. This compares all random states before and after
             every handler, so use it in tests only.
         costs: which calls are timed: `sampled` (a few steps from time to time), `all` or `off`. See `cost_report`.
@@ -65,7 +60,7 @@ class CallbackManager:
 
     def __init__(
         self,
-        callbacks: Iterable[Callback] = (),
+        callbacks: Callback | Iterable[Callback] = (),
         *,
         checking: bool = False,
         costs: Literal["sampled", "all", "off"] = "sampled",
@@ -78,9 +73,7 @@ class CallbackManager:
         self.has_listeners = self._table.has_listeners
         self._active = self._table.active  # a second reference to the same dict, which makes `fire` faster
         self._muting = Muting(self._table)
-        self._lanes: LaneSet | None = None  # None until a handler runs in a lane
-        self._registrations: list[Registration] = []
-        self._numbers = count()  # numbers callbacks and their handlers in the order in which they are added
+        self._numbers = count()  # numbers callbacks and functions as they are added, which is the same on all ranks
         self._ctx: weakref.ref[Context] | None = None  # the context of the run in progress
         self._is_over = False  # True from the end of a run until another run begins
         self.add(callbacks)
@@ -95,7 +88,7 @@ class CallbackManager:
     @property
     def callbacks(self) -> list[Callback]:
         """The callback objects, in the order in which they were added. Plain functions are not included."""
-        return [registration.thing for registration in self._registrations if isinstance(registration.thing, Callback)]
+        return [each.thing for each in self._table.registrations if isinstance(each.thing, Callback)]
 
     def add(self, callbacks: Callback | Iterable[Callback]) -> None:
         """Add callbacks. If one of them is rejected, none is added.
@@ -110,58 +103,34 @@ class CallbackManager:
         """
         if isinstance(callbacks, (str, bytes, Mapping)):
             raise NotACallbackError(f"{callbacks!r} is not a callback, nor an iterable of callbacks")
-        several = (
-            [callbacks] if isinstance(callbacks, (Callback, type)) or not isinstance(callbacks, Iterable) else list(callbacks)
-        )
-        lines: list[HandlerEntry] = []
+        if isinstance(callbacks, (Callback, type)) or not isinstance(callbacks, Iterable):
+            callbacks = [callbacks]
         registrations: list[Registration] = []
-        for given in several:
+        entries: list[HandlerEntry] = []
+        for given in callbacks:
             callback = check_callback(given)
             if callback.lane == "process" and not isinstance(callback, Background):
-                callback = self._lane_set().in_process(callback)
-            registration = Registration(callback, label_of(callback), where(type(inner(callback))), next(self._numbers))
-            check_unique(callback, [*self._registrations, *registrations])
+                callback = self._table.lane_set().in_process(callback)
+            earlier = [*self._table.registrations, *registrations]
+            check_unique(callback, earlier)
             if callback.lane == "inline":
-                callback.share_with(
-                    [*self.callbacks, *(each.thing for each in registrations if isinstance(each.thing, Callback))]
-                )
-            registrations.append(registration)
-            for event, handler in handlers_of(inner(callback)).items():
-                lines.append(entry_of(event, handler, registration, callback, {}, next(self._numbers)))
-        self._enter(registrations, lines)
+                callback.share_with([each.thing for each in earlier if isinstance(each.thing, Callback)])
+            registrations.append(Registration(callback, label_of(callback), where(type(inner(callback))), next(self._numbers)))
+            entries += entries_of(callback, registrations[-1])
+        self._enter(registrations, entries)
 
     @overload
-    def register(
-        self,
-        event: str,
-        function: F,
-        *,
-        every: Every = ...,
-        phase: Phase | None = ...,
-        ranks: RankGate | None = ...,
-        lane: Lane | None = ...,
-        on_error: OnError | None = ...,
-        name: str = ...,
-    ) -> F: ...
+    def register(self, event: str, function: F, *, name: str = ..., **options: Unpack[RegisterOptions]) -> F: ...
     @overload
     def register(
-        self,
-        event: str,
-        function: None = None,
-        *,
-        every: Every = ...,
-        phase: Phase | None = ...,
-        ranks: RankGate | None = ...,
-        lane: Lane | None = ...,
-        on_error: OnError | None = ...,
-        name: str = ...,
+        self, event: str, function: None = None, *, name: str = ..., **options: Unpack[RegisterOptions]
     ) -> Callable[[F], F]: ...
     def register(
         self,
         event: str,
         function: F | None = None,
         *,
-        every: Every = None,
+        every: str | int | Time | Interval | None = None,
         phase: Phase | None = None,
         ranks: RankGate | None = None,
         lane: Lane | None = None,
@@ -194,32 +163,21 @@ class CallbackManager:
                 called with the context alone.
             ConfigError: a run is open that has no `max_duration`, and `every` is a fraction of it.
         """
+        options = RegisterOptions(every=every, phase=phase, ranks=ranks, lane=lane, on_error=on_error)
         if function is None:
             if event != "*":
                 as_event(event)
-            return lambda given: self.register(
-                event, given, every=every, phase=phase, ranks=ranks, lane=lane, on_error=on_error, name=name
-            )
+            return lambda given: self.register(event, given, name=name, **options)
         if isinstance(function, (type, Callback)) or not callable(function):
             raise NotACallbackError(f"register takes a function of the context, not {function!r}; for a callback there is add()")
         label = name or getattr(function, "__qualname__", repr(function))
-        try:
-            events = EVENTS if event == "*" else (as_event(event).value,)
-        except UnknownEventError as error:
-            raise UnknownEventError(f"{error} (callback {label}, {where(function)})") from None
-        interval = every if isinstance(every, Interval) or every is None else interval_of(every, label, function)
-        given = {"every": interval, "phase": phase, "ranks": ranks, "lane": lane, "on_error": on_error}
-        if any(entry.registration.thing == function for each in events for entry in self._table.entries[each]):
-            raise RegistrationError(
-                f"{label} ({where(function)}) is registered for {event} already; register each function once an event"
-            )
         registration = Registration(function, label, where(function), next(self._numbers))
-        lines = [entry_of(each, function, registration, Callback, given, next(self._numbers)) for each in events]
-        if lane == "process":
+        entries = entries_of_function(event, function, registration, options)
+        if any(each.registration.thing == function for entry in entries for each in self._table.entries[entry.event]):
             raise RegistrationError(
-                f"a function cannot be sent to another process; make it a method of a Callback in a module ({label}, {where(function)})"
+                f"{label} ({registration.source}) is registered for {event} already; register each function once an event"
             )
-        self._enter([registration], lines)
+        self._enter([registration], entries)
         return function
 
     def remove(self, what: Callback | type[Callback] | Callable[..., Any]) -> int:
@@ -234,22 +192,10 @@ class CallbackManager:
         Raises:
             RegistrationError: nothing on the call sheet matches.
         """
-        gone = [
-            registration
-            for registration in self._registrations
-            if registration.thing is what
-            or (isinstance(registration.thing, Callback) and inner(registration.thing) is what)
-            or (registration.thing == what and not isinstance(what, Callback))
-            or (
-                isinstance(what, type)
-                and isinstance(registration.thing, Callback)
-                and isinstance(inner(registration.thing), what)
-            )
-        ]
+        gone = [registration for registration in self._table.registrations if registration.matches(what)]
         if not gone:
-            labels = ", ".join(registration.label for registration in self._registrations) or "nothing"
+            labels = ", ".join(registration.label for registration in self._table.registrations) or "nothing"
             raise RegistrationError(f"{what!r} is not on the call sheet, which holds {labels}")
-        self._registrations = [registration for registration in self._registrations if registration not in gone]
         self._muting.forget(gone)
         if self._lanes is not None:
             self._lanes.forget(gone)
@@ -265,7 +211,7 @@ class CallbackManager:
         Raises:
             UnknownEventError: no such event.
         """
-        return [entry.registration.thing for entry in sorted(self._table.entries[as_event(event)], key=lambda entry: entry.order)]
+        return [entry.registration.thing for entry in self._table.entries[as_event(event)]]
 
     def has_callbacks(self, event: str) -> bool:
         """Return whether an event has a handler on this rank.
@@ -280,7 +226,7 @@ class CallbackManager:
 
     def call_sheet(self) -> CallSheet:
         """Return the table of all handlers of all ranks, which can be printed."""
-        return all_entries(self._table.entries)
+        return CallSheet(tuple(chain.from_iterable(self._table.entries.values())))
 
     # --- dispatch ---
 
@@ -340,32 +286,24 @@ class CallbackManager:
             ConfigError: an interval is a fraction of `max_duration`, and this run has none.
             RequestRejected: the manager serves another run that has not ended.
         """
-        other = self._ctx() if self._ctx is not None else None
+        other = self._open_ctx
         if other is not None and other is not ctx:
             raise RequestRejected(
                 f"this manager serves the run {other.run.name!r}; close that first, or give each run a manager of its own"
             )
-        entries = self.call_sheet().entries
-        for entry in entries:
+        for entry in self.call_sheet().entries:
             check_interval(entry, ctx)
-        self._table.ranks = ctx.run.ranks
         ctx.user_state = self.user_state
         ctx.kept = self._kept()
-        ctx.muting = self._mute
+        ctx.muting = self._muting.mute
         ctx.dispatcher = self
         self._ctx = weakref.ref(ctx)
-        for registration in self._registrations:
-            registration.failures = registration.failures_in_a_row = 0
-            registration.is_off = registration.cannot_write = False
-            registration.last_failure, registration.muted = "", frozenset()
+        self._is_over = False
         self._muting.reset()
         self.costs.reset()
-        self._is_over = False
         if self._lanes is not None:
             self._lanes.reset()
-        for entry in entries:
-            entry.previous, entry.added_at, entry.was_end = None, None, False
-        self._table.compile()
+        self._table.open(ctx.run.ranks)
 
     def notify_loggers(self, method: str, ctx: Context, /, **payload: Any) -> None:
         """Call a logger method, such as `log_table`, on every callback that has it. Errors are logged and do not end the run.
@@ -378,22 +316,15 @@ class CallbackManager:
             payload: the other arguments of the method, by name.
         """
         ranks = self._table.ranks or read_ranks()
-        for registration in self._registrations:
-            if not isinstance(registration.thing, Callback) or not ranks.passes(registration.thing.ranks):
+        for registration in self._table.registrations:
+            callback, handler = registration.thing, registration.logger_method(method)
+            if handler is None or not isinstance(callback, Callback) or not ranks.passes(callback.ranks):
                 continue
-            handler = getattr(inner(registration.thing), method, None)
-            if handler is not None and not getattr(handler, "does_nothing", False):
-                if registration.thing.lane != "inline":
-                    lanes = self._lane_set()
-                    if self._is_over and registration not in lanes:
-                        logger.error("%s does not receive %s: its lane ended with the run", registration.label, method)
-                    else:
-                        lanes.put_call(registration, method, ctx, payload)
-                    continue
+            if callback.lane == "inline":
                 call = partial(handler, **payload)
-                if registration.thing.ranks != "all":
-                    call = partial(in_gate, call)
-                isolated(call, registration, method, ctx)
+                isolated(call if callback.ranks == "all" else partial(in_gate, call), registration, method, ctx)
+            else:
+                self._table.lane_set().put_call(registration, method, ctx, payload, is_over=self._is_over)
 
     # --- the time that callbacks take ---
 
@@ -411,12 +342,7 @@ class CallbackManager:
             step: the number of completed steps.
         """
         self._muting.unmute_due(step)
-        if not self._registrations:
-            self.costs.next_step = sys.maxsize
-        elif not self.costs.has_begun:
-            self.costs.begin(step)
-        elif step >= self.costs.next_step:
-            self.costs.switch(step)
+        if self.costs.advance(step, is_needed=bool(self._table.registrations)):
             self._table.use_window()
 
     def cost_report(self, step: int) -> CostReport:
@@ -427,22 +353,7 @@ class CallbackManager:
         """
         lanes = self._lanes
         dropped, undelivered = (lanes.dropped, lanes.undelivered) if lanes is not None else ({}, {})
-        return self.costs.report(step, failures_of(self._registrations, dropped, undelivered))
-
-    def publish_costs(self, ctx: Context, *, is_last: bool = False) -> None:
-        """Send the measured time of the callbacks and its latest timeline to the loggers, if this is due.
-
-        The loop calls this after each metrics record.
-
-        Args:
-            ctx: the context of the training loop.
-            is_last: whether the run ends; the costs are then sent even if they are not due.
-        """
-        report = self.cost_report(ctx.step) if is_last else None
-        if self.costs.should_publish(is_last=is_last) or (report is not None and report.failures):
-            self.notify_loggers("log_costs", ctx, report=report or self.cost_report(ctx.step))
-            if (window := self.costs.take_window()) is not None:
-                self.notify_loggers("log_timeline", ctx, window=window)
+        return self.costs.report(step, failures_of(self._table.registrations, dropped, undelivered))
 
     # --- callbacks in lanes (threads and processes) ---
 
@@ -458,7 +369,7 @@ class CallbackManager:
             self._lanes.process_messages(ctx)
         while ctx.control.switched_off:
             request = ctx.control.switched_off.pop()
-            for registration in self._registrations:
+            for registration in self._table.registrations:
                 if str(registration.number) == request.kind:
                     registration.switch_off(FAILURES_ALLOWED)
         ctx.control.look_again()
@@ -506,13 +417,6 @@ class CallbackManager:
         self._ctx = None
         self._is_over = True
 
-    def _lane_set(self) -> LaneSet:
-        if self._lanes is None:
-            from callsheet.lanes.lane_set import LaneSet
-
-            self._lanes = self._table.lanes = LaneSet(lambda registration: registration in self._registrations)
-        return self._lanes
-
     # --- saving and loading the callbacks' state ---
 
     def state_dict(self, *, copied: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> dict[str, Any]:
@@ -533,9 +437,7 @@ class CallbackManager:
             RegistrationError: two callbacks with a state have the same name.
             Exception: what an inline callback that is not isolated raised.
         """
-        if self._lanes is not None:
-            self._lanes.wait_for_states()
-        states, missing = states_of(self._registrations, self._state_calls, copied)
+        states, missing = states_of(self._table.registrations, self._lanes, copied)
         return {"callbacks": states, "user_state": dict(self.user_state)} | ({"missing": missing} if missing else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -549,72 +451,29 @@ class CallbackManager:
         Raises:
             Exception: what an inline callback that is not isolated raised.
         """
-        if self._lanes is not None:
-            self._lanes.wait_for_states(is_loading=True)
-        load_states(self._registrations, state.get("callbacks", {}), state.get("missing", {}), self._state_calls)
+        load_states(self._table.registrations, self._lanes, state.get("callbacks", {}), state.get("missing", {}))
         self.user_state.update(state.get("user_state", {}))
 
-    def _state_calls(self, calls: Mapping[Registration, Callable[[], T]]) -> Mapping[Registration, Callable[[], T]]:
-        return calls if self._lanes is None else self._lanes.state_calls(calls)
+    # --- what the methods above share ---
 
-    # --- private helpers of add, register and mute ---
-
-    def _enter(self, registrations: list[Registration], lines: list[HandlerEntry]) -> None:
+    def _enter(self, registrations: list[Registration], entries: list[HandlerEntry]) -> None:
         """Add callbacks and the table entries of their handlers. If one of them is invalid in the current run, add none."""
-        ctx = self._ctx() if self._ctx is not None else None
-        for entry in lines:
-            if ctx is not None:
+        ctx = self._open_ctx
+        if ctx is not None:
+            for entry in entries:
                 check_interval(entry, ctx)
-        for entry in lines:
-            entry.added_at = ctx.state.timestamp if ctx is not None else None
-        self._registrations = [*self._registrations, *registrations]
-        if any(entry.lane != "inline" for entry in lines) or not all(map(is_inline, registrations)):
-            self._lane_set()
-        self._table.add(lines)
+                entry.added_at = ctx.state.timestamp
+        self._table.add(registrations, entries)
         if ctx is not None:
             ctx.kept = self._kept()
 
-    def _mute(self, callback: Callback, events: tuple[str, ...], is_muted: bool, until: int | None) -> None:
-        named = frozenset(as_event(event).value for event in events)
-        ctx = self._ctx() if self._ctx is not None else None
-        if until is not None and ctx is not None and not self._muting.is_worthwhile(until, ctx.step):
-            return  # return before the slow search for the registration, because a callback may call `ctx.mute` at every step
-        registration = next((each for each in self._registrations if each.thing is callback), None)
-        if registration is None:
-            raise RegistrationError(f"{label_of(callback)} is not on the call sheet of this run, so it cannot mute events")
-        self._muting.mute(registration, named, is_muted, until, ctx)
+    @property
+    def _lanes(self) -> LaneSet | None:
+        return self._table.lanes
+
+    @property
+    def _open_ctx(self) -> Context | None:
+        return self._ctx() if self._ctx is not None else None
 
     def _kept(self) -> frozenset[str]:
         return frozenset(name for callback in self.callbacks for name in callback.keep_fields)
-
-
-def normalize_callbacks(callbacks: CallbackManager | Callback | Iterable[Callback] | None) -> CallbackManager | None:
-    """Return the argument `callbacks` of a loop as a `CallbackManager`.
-
-    Args:
-        callbacks: a manager, one callback, an iterable of callbacks, or None.
-
-    Returns:
-        The same object if it is a manager, None for None, otherwise a new manager.
-
-    Raises:
-        NotACallbackError, UnknownEventError, RegistrationError: see `CallbackManager.add`.
-    """
-    if callbacks is None or isinstance(callbacks, CallbackManager):
-        return callbacks
-    manager = CallbackManager()
-    manager.add(callbacks)
-    return manager
-
-
-def should_fire(manager: CallbackManager | None, event: str) -> bool:
-    """Return whether an event has a handler, so that firing it has an effect.
-
-    Args:
-        manager: the manager; None: no event has a handler.
-        event: the name of the event.
-
-    Raises:
-        UnknownEventError: no such event, and a manager is given.
-    """
-    return manager is not None and manager.has_callbacks(event)

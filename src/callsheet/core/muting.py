@@ -8,8 +8,11 @@ from __future__ import annotations
 from math import inf
 
 from callsheet.core.call_sheet import Registration
+from callsheet.core.callback import Callback, label_of
 from callsheet.core.context import Context
 from callsheet.core.dispatch_table import DispatchTable
+from callsheet.core.events import as_event
+from callsheet.errors import RegistrationError
 
 _MIN_MUTED_STEPS = 20  # muting for fewer steps costs more than it saves
 
@@ -35,26 +38,28 @@ class Muting:
         """Forget when muted handlers of these callbacks should be called again, because the callbacks were removed."""
         self._wakes = [wake for wake in self._wakes if wake[1] not in registrations]
 
-    def is_worthwhile(self, until: int, step: int) -> bool:
-        """Return whether muting handlers from `step` until `until` saves time and the loop will unmute them then.
+    def mute(self, ctx: Context, callback: Callback, events: tuple[str, ...], is_muted: bool, until: int | None) -> None:
+        """Mute (`is_muted`) or unmute the callback for these events. With `until`, it is muted only until that step.
 
-        Muting for only a few steps costs more than calling the handlers that often.
+        Raises:
+            UnknownEventError: no such event.
+            RegistrationError: the callback is not on the call sheet.
         """
-        # The loop calls `between_steps`, which unmutes handlers, only once `costs` has begun. Before that, the handlers might
-        # stay muted.
-        return self._table.costs.has_begun and until >= step + _MIN_MUTED_STEPS
-
-    def mute(
-        self, registration: Registration, events: frozenset[str], is_muted: bool, until: int | None, ctx: Context | None
-    ) -> None:
-        """Mute (`is_muted`) or unmute the callback for these events. With `until`, it is muted only until that step."""
-        if until is not None and ctx is not None:
-            events -= registration.muted - self._waking(registration)  # a callback that is muted until the run's end stays muted
-        self._forget_wakes(registration, events)
-        if until is not None and ctx is not None:
-            self._wakes.append((until, registration, events))
+        changed = frozenset(as_event(event).value for event in events)
+        # The loop unmutes handlers only once `costs` has begun, so before that they might stay muted. This check comes before the
+        # slow search for the registration, because a callback may call `ctx.mute` at every step.
+        if until is not None and not (self._table.costs.has_begun and until >= ctx.step + _MIN_MUTED_STEPS):
+            return
+        registration = next((each for each in self._table.registrations if each.thing is callback), None)
+        if registration is None:
+            raise RegistrationError(f"{label_of(callback)} is not on the call sheet of this run, so it cannot mute events")
+        if until is not None:
+            changed -= registration.muted - self._waking(registration)  # a callback that is muted until the run's end stays muted
+        self._forget_wakes(registration, changed)
+        if until is not None:
+            self._wakes.append((until, registration, changed))
             ctx.control.is_rescheduled = ctx.control.pending = True  # makes the loop read `next_step` again
-        self._set(registration, registration.muted | events if is_muted else registration.muted - events)
+        self._set(registration, registration.muted | changed if is_muted else registration.muted - changed)
 
     def unmute_due(self, step: int) -> None:
         """Unmute the handlers that were muted until the step after `step`, so that they are called again."""

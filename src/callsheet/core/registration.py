@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
-from callsheet.core.background import Background
+from callsheet.core.background import Background, inner
 from callsheet.core.call_sheet import HandlerEntry, Registration
 from callsheet.core.callback import (
     ERROR_POLICIES,
@@ -25,7 +25,7 @@ from callsheet.core.callback import (
     ungated,
 )
 from callsheet.core.control import REQUESTS
-from callsheet.core.events import event_hint
+from callsheet.core.events import as_event, event_hint
 from callsheet.core.lane_options import NOT_IN_LANES
 from callsheet.core.lifecycle import EVENTS, FIELDS
 from callsheet.core.ranks import RankGate, check_gate
@@ -38,6 +38,16 @@ if TYPE_CHECKING:
 
 _EVENTS = frozenset(EVENTS)
 _NO_EVENTS = frozenset({"on_event", "on_error"})
+
+
+class RegisterOptions(TypedDict, total=False):
+    """The options with which a function is registered as a handler. None means that its decorators apply, then `Callback`'s default."""
+
+    every: str | int | Time | Interval | None
+    phase: Phase | None
+    ranks: RankGate | None
+    lane: Lane | None
+    on_error: OnError | None
 
 
 class HandlerOptions(NamedTuple):
@@ -138,7 +148,7 @@ def is_inherited(handler: object, name: str) -> bool:
     return getattr(handler, "__func__", None) is getattr(Callback, name)
 
 
-def resolve_options(owner: Any, handler: Callable[..., Any], label: str, given: dict[str, Any]) -> HandlerOptions:
+def resolve_options(owner: Any, handler: Callable[..., Any], label: str, given: Mapping[str, Any]) -> HandlerOptions:
     """Collect the options of `handler` from its registration, its decorators and its callback, and check them.
 
     An option given at registration has precedence, then that of a decorator, then that of the callback.
@@ -163,15 +173,42 @@ def resolve_options(owner: Any, handler: Callable[..., Any], label: str, given: 
     return options
 
 
-def entry_of(
-    event: str, handler: Callable[..., Any], registration: Registration, owner: Any, given: dict[str, Any], number: int
-) -> HandlerEntry:
-    """Return the table entry of a handler. Each option comes from `given`, else from a decorator, else from the callback `owner`.
+def entries_of(callback: Callback, registration: Registration) -> list[HandlerEntry]:
+    """Return the table entries of a checked callback's handlers. Raises the same errors as `handlers_of` and `resolve_options`."""
+    return [_entry(event, handler, registration, callback, {}) for event, handler in handlers_of(inner(callback)).items()]
 
-    Raises the same errors as `resolve_options`.
+
+def entries_of_function(
+    event: str, function: Callable[..., Any], registration: Registration, options: RegisterOptions
+) -> list[HandlerEntry]:
+    """Return the table entries of a function for an event, or for every event if `event` is `"*"`.
+
+    Raises:
+        UnknownEventError: no such event.
+        RegistrationError: an option's value is not allowed, or the function cannot be called with the context alone.
     """
+    at = f"(callback {registration.label}, {registration.source})"
+    try:
+        events = EVENTS if event == "*" else (as_event(event).value,)
+        every = options.get("every")
+        interval = every if every is None or isinstance(every, Interval) else Interval(every)
+    except UnknownEventError as error:
+        raise UnknownEventError(f"{error} {at}") from None
+    except ValueError as error:
+        raise RegistrationError(f"{error} {at}") from None
+    given = {**options, "every": interval}
+    entries = [_entry(each, function, registration, Callback, given) for each in events]
+    if options.get("lane") == "process":
+        raise RegistrationError(f"a function cannot be sent to another process; make it a method of a Callback in a module {at}")
+    return entries
+
+
+def _entry(
+    event: str, handler: Callable[..., Any], registration: Registration, owner: Any, given: Mapping[str, Any]
+) -> HandlerEntry:
+    """Return the table entry of a handler. Each option comes from `given`, else from a decorator, else from the callback `owner`."""
     options = resolve_options(owner, handler, registration.label, given)
-    return HandlerEntry(event, ungated(handler), registration, **options._asdict(), number=number)
+    return HandlerEntry(event, ungated(handler), registration, **options._asdict())
 
 
 def check_unique(callback: Callback, registrations: Iterable[Registration]) -> None:
@@ -191,14 +228,6 @@ def check_unique(callback: Callback, registrations: Iterable[Registration]) -> N
             )
 
 
-def interval_of(every: str | int | Time, label: str, function: Callable[..., Any]) -> Interval:
-    """Return `every` as an Interval. Raise RegistrationError if it is invalid."""
-    try:
-        return Interval(every)
-    except ValueError as error:
-        raise RegistrationError(f"{error} (callback {label}, {where(function)})") from None
-
-
 def check_interval(entry: HandlerEntry, ctx: Context) -> None:
     """Raise ConfigError if the handler's interval is a fraction of the run's duration, and the run has no duration."""
     if entry.every is not None and entry.every.every.unit is TimeUnit.DURATION and ctx.state.max_duration is None:
@@ -208,7 +237,7 @@ def check_interval(entry: HandlerEntry, ctx: Context) -> None:
         )
 
 
-def _policy(owner: Any, own: Marks, given: dict[str, Any], label: str, source: str) -> HandlerOptions:
+def _policy(owner: Any, own: Marks, given: Mapping[str, Any], label: str, source: str) -> HandlerOptions:
     try:
         phase = one_of("phase", given.get("phase") or own.phase or owner.phase, PHASES)
         lane = one_of("lane", given.get("lane") or owner.lane, LANES)

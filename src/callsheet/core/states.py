@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from callsheet.core.background import inner
 from callsheet.core.call_sheet import Registration
 from callsheet.core.callback import Callback, label_of
 from callsheet.errors import RegistrationError, text_of
+
+if TYPE_CHECKING:
+    from callsheet.lanes.lane_set import LaneSet
 
 logger = logging.getLogger("callsheet")
 
@@ -27,15 +30,8 @@ def state_of(callback: Callback, copied: Callable[[dict[str, Any]], dict[str, An
     return copied(dict(callback.state_dict()))
 
 
-Starts = Callable[[Mapping[Registration, Callable[[], T]]], Mapping[Registration, Callable[[], T]]]
-"""Starts `state_dict` or `load_state_dict` of callbacks in lanes, and returns functions that wait for the results.
-
-See `LaneSet.state_calls`.
-"""
-
-
 def states_of(
-    registrations: Iterable[Registration], start: Starts[Any], copied: Callable[[dict[str, Any]], dict[str, Any]]
+    registrations: Iterable[Registration], lanes: LaneSet | None, copied: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Return, by callback name, the states of all callbacks that have one, and the reasons why states are missing.
 
@@ -58,13 +54,15 @@ def states_of(
             exc_info=error,
         )
 
+    if lanes is not None:
+        lanes.wait_for_states()
     stateful = {registration: callback for registration, callback in _callbacks(registrations).items() if keeps_state(callback)}
     reads = {
         registration: partial(state_of, callback, copied if _may_fail(registration) else dict)
         for registration, callback in stateful.items()
     }
     states: dict[str, dict[str, Any]] = {}
-    for registration, state in results_of(start(reads), failed).items():
+    for registration, state in results_of(_started(reads, lanes), failed).items():
         if state:
             name = label_of(stateful[registration])
             if name in states:
@@ -76,13 +74,18 @@ def states_of(
 
 
 def load_states(
-    registrations: Iterable[Registration], saved: Mapping[str, Mapping[str, Any]], missing: Mapping[str, str], start: Starts[None]
+    registrations: Iterable[Registration],
+    lanes: LaneSet | None,
+    saved: Mapping[str, Mapping[str, Any]],
+    missing: Mapping[str, str],
 ) -> None:
     """Load the saved state of every callback. Log which callbacks have no saved state, and which states belong to no callback.
 
     Raises:
         Exception: what an inline callback that is not isolated raised.
     """
+    if lanes is not None:
+        lanes.wait_for_states(is_loading=True)
     for label, reason in missing.items():
         logger.warning("The checkpoint has no state of callback %s, which starts without one: %s", label, reason)
     callbacks = _callbacks(registrations)
@@ -91,7 +94,7 @@ def load_states(
         for registration, callback in callbacks.items()
         if label_of(callback) in saved
     }
-    results_of(start(loads), starts_without)
+    results_of(_started(loads, lanes), starts_without)
     if unclaimed := sorted(saved.keys() - {label_of(callback) for callback in callbacks.values()}):
         logger.warning("the checkpoint holds the state of callbacks that are not here: %s", ", ".join(unclaimed))
 
@@ -101,14 +104,14 @@ def _callbacks(registrations: Iterable[Registration]) -> dict[Registration, Call
     return {registration: registration.thing for registration in registrations if isinstance(registration.thing, Callback)}
 
 
-def is_inline(registration: Registration) -> bool:
-    """Return whether the callback runs on the training thread and not in another thread or process."""
-    return not isinstance(registration.thing, Callback) or registration.thing.lane == "inline"
-
-
 def _may_fail(registration: Registration) -> bool:
     """Return whether errors of the callback are logged instead of raised."""
-    return not is_inline(registration) or getattr(registration.thing, "on_error", "") == "isolate"
+    return not registration.is_inline or getattr(registration.thing, "on_error", "") == "isolate"
+
+
+def _started(calls: Mapping[Registration, Callable[[], T]], lanes: LaneSet | None) -> Mapping[Registration, Callable[[], T]]:
+    """Start the calls for callbacks in lanes. Return all calls, with functions that wait for the results in place of these."""
+    return calls if lanes is None else lanes.state_calls(calls)
 
 
 def results_of(

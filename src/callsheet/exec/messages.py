@@ -18,7 +18,7 @@ _stream = sys.stderr
 def begin() -> None:
     """Send callsheet's warnings and errors to standard error, and no messages to the handlers that the script configures."""
     if _stream is not None:
-        handler = logging.StreamHandler(_stream)
+        handler = _Handler()
         handler.setLevel(logging.WARNING)
         logger.addHandler(handler)
     logger.propagate = False
@@ -26,8 +26,7 @@ def begin() -> None:
 
 def warn(message: str) -> None:
     """Print a line on standard error."""
-    if _stream is not None and not _stream.closed:
-        print(f"callsheet: {message}", file=_stream, flush=True)
+    _write(f"callsheet: {message}")
 
 
 def log_failure(what: str, error: BaseException) -> None:
@@ -39,3 +38,24 @@ def log_failure(what: str, error: BaseException) -> None:
         text_of(error),
         exc_info=error,
     )
+
+
+class _Handler(logging.Handler):
+    """Writes log messages on standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            _write(self.format(record))
+        except Exception:  # a message that cannot be written must not end the script
+            self.handleError(record)
+
+
+def _write(line: str) -> None:
+    if _stream is None or _stream.closed:
+        return
+    bars = sys.modules.get("tqdm.std")
+    if bars is not None:  # erases the open progress bars, writes the line, and draws the bars again below it
+        bars.tqdm.write(line, file=_stream)
+    else:
+        print(line, file=_stream)
+    _stream.flush()

@@ -13,13 +13,13 @@ from inspect import getattr_static
 from math import inf
 from typing import Any, TypeVar
 
-from callsheet.core.background import Background, inner
+from callsheet.core.background import Background
 from callsheet.core.call_sheet import CompiledEvent, HandlerEntry, Registration, compile_event, internal_entry
 from callsheet.core.callback import Callback
 from callsheet.core.context import Context
 from callsheet.core.lane_options import LaneOptions
 from callsheet.core.lifecycle import EVENTS
-from callsheet.core.states import is_inline, keeps_state, results_of, starts_without, state_of
+from callsheet.core.states import keeps_state, results_of, starts_without, state_of
 from callsheet.core.wrappers import Handler
 from callsheet.errors import text_of
 from callsheet.lanes.capture import DeviceNumbers
@@ -71,9 +71,6 @@ class LaneSet:
     def __iter__(self) -> Iterator[CallbackLane]:
         return iter(self._lanes.values())
 
-    def __contains__(self, registration: Registration) -> bool:
-        return registration in self._lanes
-
     @property
     def dropped(self) -> dict[Registration, int]:
         """How many events each callback's lane (thread or process) has dropped in this run, including lanes that have ended."""
@@ -111,8 +108,14 @@ class LaneSet:
             self._enqueuers[entry] = LaneDelivery.of_line(entry, self._lane_of(entry.registration), self._numbers_of[entry.event])
         return self._enqueuers[entry]
 
-    def put_call(self, registration: Registration, method: str, ctx: Context, payload: dict[str, Any]) -> None:
-        """Put one call of a logger's method, such as `log_table`, into the queue of the logger's thread."""
+    def put_call(self, registration: Registration, method: str, ctx: Context, payload: dict[str, Any], *, is_over: bool) -> None:
+        """Put one call of a logger's method, such as `log_table`, into the queue of the logger's lane.
+
+        If the run is over (`is_over`), and the lane with it, only log an error.
+        """
+        if is_over and registration not in self._lanes:
+            logger.error("%s does not receive %s: its lane ended with the run", registration.label, method)
+            return
         LaneDelivery.put_call(self._lane_of(registration), method, ctx, payload)
 
     def _lane_of(self, registration: Registration) -> CallbackLane:
@@ -128,7 +131,7 @@ class LaneSet:
         Its queued events are then delivered before new ones.
         """
         for old, lane in self._lanes.items():
-            if not self._is_registered(old) and _is_same(old.thing, registration.thing):
+            if not self._is_registered(old) and _is_same(old, registration):
                 del self._lanes[old]
                 if old.thing == registration.thing:
                     lane.registration = registration
@@ -226,7 +229,7 @@ class LaneSet:
 
         Return all `calls`, with those of callbacks in lanes replaced by functions that wait for the results.
         """
-        in_lanes = {registration: call for registration, call in calls.items() if not is_inline(registration)}
+        in_lanes = {registration: call for registration, call in calls.items() if not registration.is_inline}
         return {**calls, **self._state_calls.start(in_lanes, self._state_deadline)}
 
     def wait_for_states(self, *, is_loading: bool = False) -> None:
@@ -255,7 +258,7 @@ class LaneSet:
 
         A property is read on another thread, with a deadline, because it is code of the user.
         """
-        callbacks = {each: inner(each.thing) for each in registrations if isinstance(each.thing, Callback)}
+        callbacks = {each: each.callback for each in registrations if each.callback is not None}
         values = {each: getattr_static(callback, "state_is_ready", False) for each, callback in callbacks.items()}
         ready = {each for each, value in values.items() if value is True}
         reads = {
@@ -289,11 +292,9 @@ class LaneSet:
         return max(0.0, self._until - time.monotonic()) * _GRACE_SHARE
 
 
-def _is_same(one: Callback | Handler, other: Callback | Handler) -> bool:
+def _is_same(one: Registration, other: Registration) -> bool:
     """Return whether both are the same function or the same callback. A `Background` around a callback is ignored."""
-    if isinstance(one, Callback) and isinstance(other, Callback):
-        return inner(one) is inner(other)
-    return one == other
+    return one.thing == other.thing if one.callback is None else one.callback is other.callback
 
 
 def _log_not_ready(registration: Registration, error: Exception) -> None:
@@ -305,6 +306,4 @@ def _log_not_ready(registration: Registration, error: Exception) -> None:
 
 def _is_logger(registration: Registration) -> bool:
     """Return whether the callback is a logger, which means that it has a method for tables, images, files or hyperparameters."""
-    thing = inner(registration.thing) if isinstance(registration.thing, Callback) else None
-    methods = (getattr(thing, method, None) for method in _LOGGER_METHODS)
-    return any(method is not None and not getattr(method, "does_nothing", False) for method in methods)
+    return any(registration.logger_method(name) is not None for name in _LOGGER_METHODS)

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Never, NoReturn
 
-from callsheet.core.context import Across, Context, Over, check_logged
+from callsheet.core.context import NO_VALUES, Across, Context, Over, check_logged
 from callsheet.core.control import Control, Request
 from callsheet.core.events import Event
 from callsheet.core.lane_options import NOT_IN_LANES
@@ -234,9 +234,15 @@ class Snapshot(Context):
     unmute = mute
 
     def log(
-        self, values: Mapping[str, Any], *misplaced: Never, over: Over = "last", across: Across = "mean", weight: Any = None
+        self,
+        values: Mapping[str, Any] = NO_VALUES,
+        *misplaced: Never,
+        over: Over = "last",
+        across: Across = "mean",
+        weight: Any = None,
+        **misnamed: Never,
     ) -> None:
-        check_logged(values, misplaced)
+        check_logged(values, misplaced, misnamed)
         self._lane.inbox.put(
             LaneMessage("log", {"values": dict(values), "over": over, "across": across, "weight": weight}, self._lane.by)
         )

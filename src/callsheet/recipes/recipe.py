@@ -18,7 +18,8 @@ from callsheet.callbacks import NaNMonitor
 from callsheet.checkpoint import find_checkpoints
 from callsheet.core.background import inner
 from callsheet.core.callback import Callback
-from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.core.callbacks_argument import manager_of
+from callsheet.core.manager import CallbackManager
 from callsheet.core.randomness import seed_all
 from callsheet.core.ranks import read_ranks
 from callsheet.core.time import TimeUnit
@@ -81,7 +82,7 @@ class Recipe(Generic[AnyConfig]):
         if config is not None and not isinstance(config, self.Config):
             raise ConfigError(f"config is {type(config).__name__}; {type(self).__name__} takes a {self.Config.__name__}")
         self.config: AnyConfig = config if config is not None else self.Config()  # type: ignore[assignment]  # of a subclass
-        self.callbacks = normalize_callbacks(callbacks) or CallbackManager()
+        self.callbacks = manager_of(callbacks)
         if self.config.stop_on_nan and not any(isinstance(inner(each), NaNMonitor) for each in self.callbacks.callbacks):
             self.callbacks.add(NaNMonitor())
         self.callbacks.add(loggers)

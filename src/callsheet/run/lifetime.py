@@ -18,6 +18,7 @@ from callsheet.core.page_locked import keep_if_device_failed
 from callsheet.core.run_state import Outcome
 from callsheet.core.spans import take_noted_span
 from callsheet.errors import RunEndedError, RunLockLostError, text_of
+from callsheet.run.costs import publish_costs
 from callsheet.run.reasons import error_line, one_line
 
 logger = logging.getLogger("callsheet")
@@ -101,7 +102,7 @@ class Lifetime:
                 closing.callback(self.before_end)
                 self._manager.drain(self._ctx)
                 self._ctx.run.failures = self._manager.cost_report(self._ctx.step).failures
-                self._manager.publish_costs(self._ctx, is_last=True)
+                publish_costs(self._manager, self._ctx, is_last=True)
 
     def __enter__(self) -> None:
         if self._ended:

@@ -13,6 +13,7 @@ from callsheet.core.manager import CallbackManager
 from callsheet.core.optional import load
 from callsheet.core.run_state import MetricsRecord
 from callsheet.core.time import Interval
+from callsheet.run.costs import publish_costs
 from callsheet.run.metrics import MetricLog, Series, scalar
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.run.tally import Tally
@@ -128,7 +129,7 @@ class Records:
         )
         self._manager.fire(Event.LOG, ctx)
         ctx.close("on_log")
-        self._manager.publish_costs(ctx)
+        publish_costs(self._manager, ctx)
 
     def _memory_bytes(self) -> int:
         """Return the peak of allocated device memory since the process began. On the CPU, return the process's current memory."""

@@ -1,4 +1,4 @@
-"""Names of runs, which are also the names of their folders."""
+"""Checks of the arguments that name a run and its folders; the name of a run is also the name of its folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from callsheet.errors import ConfigError
 def check_run_name(run_name: str | None, resume: object) -> None:
     """Raise ConfigError if `run_name` cannot be used for a folder, or is missing although `resume="auto"` needs it."""
     check_resume(resume)
-    if run_name is not None and (Path(run_name).name != run_name or run_name in ("", "..")):
+    if run_name is not None and (not isinstance(run_name, str) or Path(run_name).name != run_name or run_name in ("", "..")):
         raise ConfigError(f"run_name={run_name!r} must be a plain name: it is also the name of the run's folder")
     if resume == "auto" and run_name is None:
         raise ConfigError("resume='auto' needs a run_name: a new name has no checkpoints to resume from")
@@ -23,6 +23,12 @@ def check_resume(resume: object) -> None:
     """Raise ConfigError if `resume` is not a string, a path or None."""
     if resume is not None and not isinstance(resume, (str, os.PathLike)):
         raise ConfigError(f"resume={resume!r}: give 'auto', the path of a checkpoint, or None")
+
+
+def check_folder(argument: str, folder: object) -> None:
+    """Raise ConfigError if `folder`, the value of `argument`, is not a path. None is allowed."""
+    if folder is not None and not isinstance(folder, (str, os.PathLike)):
+        raise ConfigError(f"{argument}={folder!r}: give the path of a folder, such as 'runs'")
 
 
 def new_name() -> str:

@@ -18,9 +18,10 @@ from torch.optim import Optimizer
 
 from callsheet.checkpoint import export_huggingface, export_weights
 from callsheet.core.callback import Callback
+from callsheet.core.callbacks_argument import manager_of
 from callsheet.core.control import Control, Request
 from callsheet.core.familiar_names import TRAINER_ARGUMENTS
-from callsheet.core.manager import CallbackManager, normalize_callbacks
+from callsheet.core.manager import CallbackManager
 from callsheet.core.randomness import seed_all
 from callsheet.core.ranks import read_ranks
 from callsheet.core.run_state import CheckpointInfo, Outcome, TrainState
@@ -33,7 +34,7 @@ from callsheet.run.parts import Stateful
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.run.run import Run
 from callsheet.run.run_guard import LOCK_TIMEOUT_SECONDS
-from callsheet.run.run_names import check_run_name, new_name
+from callsheet.run.run_names import check_folder, check_run_name, new_name
 from callsheet.run.signals import GRACE_SECONDS, SignalWatch
 from callsheet.trainer.arguments import (
     check_cuda_graphs,
@@ -202,7 +203,9 @@ class Trainer:
         log_every = log_boundary(log_interval)
         eval_every = Interval.of("eval_interval", eval_interval) if eval_interval is not None else None
         check_run_name(run_name, resume)
-        self.callbacks = normalize_callbacks(callbacks) or CallbackManager()
+        check_folder("runs_folder", runs_folder)
+        check_folder("checkpoints_folder", checkpoints_folder)
+        self.callbacks = manager_of(callbacks)
         self.callbacks.add(loggers or ())
         self.callbacks.add(progress_shown(progress, ranks, self.callbacks.callbacks))
         self.state = TrainState(max_duration=duration(max_duration, self.epochs_per_round))

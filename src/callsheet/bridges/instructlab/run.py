@@ -24,6 +24,7 @@ from callsheet.core.ranks import Ranks, read_ranks
 from callsheet.core.run_state import CheckpointInfo, MetricsRecord, Outcome, RunInfo, TrainState
 from callsheet.core.time import Interval, Time
 from callsheet.errors import NotSupported
+from callsheet.run.costs import publish_costs
 from callsheet.run.log_ranks import LogRanks
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.run.run import Run
@@ -293,7 +294,7 @@ class HookedRun(Run):
     def _end_record(self) -> None:
         if self.ctx.step >= self.manager.next_step:
             self.manager.between_steps(self.ctx.step)
-        self.manager.publish_costs(self.ctx)
+        publish_costs(self.manager, self.ctx)
 
     def fire_evaluation(self, found: Mapping[str, float]) -> None:
         """Fire the events of an evaluation that InstructLab has completed, and make its metrics record."""

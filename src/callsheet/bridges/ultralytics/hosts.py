@@ -28,6 +28,7 @@ from callsheet.core.run_state import CheckpointInfo
 from callsheet.core.time import Time
 from callsheet.errors import ConfigError
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
+from callsheet.run.run_names import check_folder
 from callsheet.transport import TransportError, payload
 
 logger = logging.getLogger("callsheet")
@@ -99,6 +100,7 @@ def host(
     Raises:
         NotSupported: a callback cannot work in this loop, see `strict`. Raised when training begins or after the first step.
     """
+    check_folder("runs_folder", runs_folder)
     settings = {
         "log_interval": str(log_interval) if isinstance(log_interval, Time) else log_interval, "run_name": run_name,
         "runs_folder": os.fspath(runs_folder), "timeout_seconds": timeout_seconds, "lock_timeout_seconds": lock_timeout_seconds,

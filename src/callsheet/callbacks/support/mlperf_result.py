@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 import platform
 import re
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from torch import Tensor
 from callsheet.core.callback import one_of
 from callsheet.core.context import Context
 from callsheet.core.optional import load
+from callsheet.core.run_state import RunInfo
 from callsheet.core.time import TimeUnit
 from callsheet.errors import ConfigError
 
@@ -27,6 +30,63 @@ _RESERVED = re.compile(
     r"submission_(benchmark|org|division|status|platform)|cache_clear|eval_accuracy|(init|run|block|epoch|eval)_(start|stop)"
 )
 _PARALLELISM = ("tensor_parallelism", "pipeline_parallelism", "context_parallelism", "expert_parallelism")
+
+
+class Target(NamedTuple):
+    """The value of a metric to reach. If `is_min`, the target is reached at or below it, otherwise at or above it."""
+
+    monitor: str
+    value: float
+    is_min: bool
+
+    def is_reached(self, value: float) -> bool:
+        """Return whether this value of the metric reaches the target."""
+        return value <= self.value if self.is_min else value >= self.value
+
+
+@dataclass(slots=True)
+class Submission:
+    """What a result is submitted as, and where its file is written. The arguments are those of `MLPerfCallback`."""
+
+    benchmark: str
+    submitter: str
+    system_name: str
+    status: str
+    division: str
+    ruleset: str
+    root_folder: str | os.PathLike[str] | None
+    index: int | None
+
+    def __post_init__(self) -> None:
+        if self.benchmark and not self.submitter:
+            raise ConfigError("submitter='': name the organization whose result this is")
+        if self.index is not None and self.index < 0:
+            raise ConfigError(f"index={self.index}: give 0 or more, or None")
+        one_of("division", self.division, ("open", "closed"))
+        one_of("status", self.status, ("onprem", "cloud", "research"))
+        if self.benchmark:
+            self.ruleset = _checked_ruleset(self.ruleset, self.benchmark)
+
+    def platform(self, run: RunInfo) -> str:
+        """Return the name of the platform."""
+        return self.system_name or f"{run.world_size}x_{_device_name(run.device)}"
+
+    def lines(self, run: RunInfo) -> dict[str, str]:
+        """Return the values that describe the submission, under the names of MLPerf's rules."""
+        return {
+            "submission_benchmark": self.benchmark,
+            "submission_org": self.submitter,
+            "submission_division": self.division,
+            "submission_status": self.status,
+            "submission_platform": self.platform(run),
+        }
+
+    def file(self, run: RunInfo, owner: str) -> ResultFile:
+        """Create the result file of a run, for the callback with the name `owner`."""
+        root = run.folder / "mlperf" if self.root_folder is None and run.folder is not None else self.root_folder
+        if root is None:
+            raise ConfigError(f"the run has no folder for a result; give {owner} a root_folder=")
+        return ResultFile(Path(root) / "results" / re.sub(r"[^\w.-]+", "_", self.platform(run)) / self.benchmark, self.index)
 
 
 class ResultFile:
@@ -134,7 +194,7 @@ def samples(batch: Any) -> int:
     return next(filter(None, map(samples, parts)), 0)
 
 
-def device_name(device: str) -> str:
+def _device_name(device: str) -> str:
     """Return the GPU's name, or the processor's architecture."""
     return str(torch.cuda.get_device_name(device)) if device.startswith("cuda") else platform.machine() or device
 
@@ -156,7 +216,7 @@ def checked_hyperparameters(given: Mapping[str, Any]) -> dict[str, Any]:
     return dict(given)
 
 
-def checked_ruleset(ruleset: str, benchmark: str) -> str:
+def _checked_ruleset(ruleset: str, benchmark: str) -> str:
     """Return the version of MLPerf's rules to use, which is the newest if `ruleset` is empty.
 
     Raises:

@@ -60,12 +60,7 @@ def _change(path: Path, change: Callable[[list[str]], list[str]]) -> None:
     waiting: list[str] = []
     draft = path.with_name(f"{path.name}.new-{os.getpid()}")
     while True:
-        try:
-            if not stat.S_ISREG(os.lstat(path).st_mode):
-                raise ConfigError(f"{path} is not a regular file; remove it")
-            waiting += claimed_lines(path, "changed")
-        except FileNotFoundError:
-            pass  # no requests are waiting, or the job has just read and removed them
+        waiting += _taken_lines(path)
         if not (lines := change(waiting)):
             return
         try:
@@ -79,6 +74,16 @@ def _change(path: Path, change: Callable[[list[str]], list[str]]) -> None:
             return
         finally:
             draft.unlink(missing_ok=True)
+
+
+def _taken_lines(path: Path) -> list[str]:
+    """Remove the trigger file and return its lines; none if there is no such file, perhaps because the job has just read it."""
+    try:
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise ConfigError(f"{path} is not a regular file; remove it")
+        return claimed_lines(path, "changed")
+    except FileNotFoundError:
+        return []
 
 
 def claimed_lines(path: Path, by: str) -> list[str]:

@@ -10,6 +10,7 @@ with needed_by(__name__):
     from callsheet.bridges.automodel.recipe import ConfigNode
     from callsheet.compat.automodel.configuration import load_yaml_config, parse_args_and_load_config
     from callsheet.compat.automodel.recipes import (
+        BaseRecipe,
         FinetuneRecipeForVLM,
         KnowledgeDistillationRecipeForNextTokenPrediction,
         TrainFinetuneRecipeForNextTokenPrediction,
@@ -17,6 +18,7 @@ with needed_by(__name__):
     )
 
 __all__ = [
+    "BaseRecipe",
     "Callback",
     "CallbackRunner",
     "ConfigNode",

@@ -20,6 +20,12 @@ from callsheet.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
 
+_HARMLESS_WARNINGS = (
+    "fan_in_fan_out is set to",  # peft has adapted this option to the type of the layer, as it should
+    "`is_gradient_checkpointing` is deprecated",  # peft uses an old name of transformers
+)
+"""The beginnings of warnings of peft that say nothing to the user."""
+
 
 @dataclass
 class Lora:
@@ -71,8 +77,7 @@ class Lora:
                     f"lora.targets: the model has no module called {', '.join(missing)}; its linear layers are {', '.join(sorted(linear))}"
                 )
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # peft warns of harmless things, such as an option that it has adapted
+            with _without_harmless_warnings():
                 model.add_adapter(self._config())
         except ValueError as error:
             raise ConfigError(f"lora.targets={targets}: {error}") from error
@@ -116,8 +121,7 @@ class Lora:
         peft = extras.load("peft", extra="hf", wanted_by="lora")
         # Take the class that transformers defines, because FSDP has put a class of its own before it.
         kind = next(kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
-        with warnings.catch_warnings(), torch.device("meta"):
-            warnings.simplefilter("ignore", FutureWarning)  # hide a warning: peft imports a deprecated name of transformers
+        with _without_harmless_warnings(), torch.device("meta"):
             twin = peft.get_peft_model(kind(copy.deepcopy(model.config)), self._config())
         twin.base_model.model.load_state_dict(whole, assign=True)
         twin.base_model.model.tie_weights()
@@ -132,6 +136,14 @@ class Lora:
         return peft.LoraConfig(
             task_type="CAUSAL_LM", r=self.r, lora_alpha=self.alpha, lora_dropout=self.dropout, target_modules=self.targets
         )
+
+
+@contextmanager
+def _without_harmless_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        for message in _HARMLESS_WARNINGS:
+            warnings.filterwarnings("ignore", message)
+        yield
 
 
 @contextmanager

@@ -233,7 +233,7 @@ function anatomySection() {
     ...shown.map((group) => numeric(groups[group], (row) => row.cells[group]?.seconds, (row) => cell(row.cells[group]), { head: () => [...groupHead(group)(), steps(group)] })),
   ];
   return [
-    el("p", { class: "about" }, "Milliseconds per step and share of the step: of a span the median of the timed steps, of a callback and of the whole step (step_seconds) the mean of all steps. Spans nest, and the time of a callback may be within a span or between steps, so the shares do not add up. "
+    el("p", { class: "about" }, "Milliseconds per step, of a span the median of the timed steps, of a callback and of the whole step (step_seconds) the mean of all steps; and share of fetch + train_step, the step without what happens between steps. Spans nest, and the time of a callback may be within a span or between steps, so the shares do not add up. "
       + "A mark shows a change by more than 5 % of the baseline and 0.5 % of a step that is not noise."),
     el("div", { class: "card side" }, table("anatomy", columns, data.anatomy, { caption: "The anatomy of a step" })),
   ];

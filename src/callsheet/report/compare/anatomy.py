@@ -51,8 +51,8 @@ class Part:
 
     Args:
         seconds: its time per step: for a span the median of the timed steps, for a callback and the whole step the mean.
-        step: the seconds of the run's step, to which shares refer: for a span the median of the timed steps, for a callback the mean of
-            all steps. NaN for the whole step itself, which has no share.
+        step: the seconds of a step of the run (`fetch` and `train_step`), to which shares refer: the median of the timed steps. NaN for
+            the whole step itself, which has no share.
         samples: for a span the median of each timing window, whose steps follow each other and so are not independent; for the
             whole step its mean in each metrics record.
         extremes: for a span its least and its most seconds in a timed step.
@@ -93,16 +93,14 @@ def anatomy_of(run: RunFolder) -> Anatomy:
     if not whole:
         return Anatomy(0, {})
     parts: dict[Key, Part] = {}
-    mean = whole
     if measured := step_seconds(run):
-        mean = statistics.fmean(measured)
-        parts["step", STEP_SECONDS] = Part(mean, math.nan, tuple(measured))
+        parts["step", STEP_SECONDS] = Part(statistics.fmean(measured), math.nan, tuple(measured))
     for name in {name for step in steps for name in step}:
         samples = tuple(statistics.median(step.get(name, 0.0) for step in window) for window in windows)
         seconds = [step.get(name, 0.0) for step in steps]
         parts["span", name] = Part(statistics.median(seconds), whole, samples, (min(seconds), max(seconds)))
     for callback, calls in _calls(run.costs).items():
-        parts["callback", callback] = Part(sum(each.per_step for each in calls.values()), mean, calls=calls)
+        parts["callback", callback] = Part(sum(each.per_step for each in calls.values()), whole, calls=calls)
     return Anatomy(len(steps), parts)
 
 
@@ -152,8 +150,8 @@ def anatomy(groups: Sequence[Sequence[Anatomy]]) -> list[dict[str, Any]]:
     A cell is None if no run of the group timed the part. Otherwise it has:
 
     - `seconds`: the mean over the group's runs.
-    - `share`: the fraction of the mean step; NaN for the whole step. Spans nest, and a callback's time may be within a span, so the
-      shares do not add up to one.
+    - `share`: the fraction of a timed step (`fetch` and `train_step`); NaN for the whole step. Spans nest, and a callback's time may be
+      within a span, so the shares do not add up to one.
     - `change`: the change from the baseline's seconds, as a fraction of them.
     - `mark`: empty if the change is not noticeable, `noise` if it may be noise, and otherwise `slower` or `faster`.
     """

@@ -96,7 +96,7 @@ def _tables(comparison: Comparison, metrics: Sequence[str]) -> list[Table]:
         anatomy.insert(0, ["timed steps", *(f"{content['timed_steps'][name]:,}" for name in comparison.groups)])
     tables.append(
         (
-            "Anatomy of a step: milliseconds per step, share of the step, change from the first",
+            "Anatomy of a step: milliseconds per step, share of fetch + train_step, change from the first",
             ["part", *comparison.groups],
             anatomy,
         )

@@ -1,0 +1,41 @@
+"""The argument `callbacks` of a loop, which is a manager, callbacks or None."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from callsheet.core.callback import Callback
+from callsheet.core.manager import CallbackManager
+
+
+def manager_of(callbacks: CallbackManager | Callback | Iterable[Callback] | None) -> CallbackManager:
+    """Return the argument `callbacks` of a loop as a manager, which is empty for None. Raises what `CallbackManager.add` raises."""
+    return callbacks if isinstance(callbacks, CallbackManager) else CallbackManager(callbacks if callbacks is not None else ())
+
+
+def normalize_callbacks(callbacks: CallbackManager | Callback | Iterable[Callback] | None) -> CallbackManager | None:
+    """Return the argument `callbacks` of a loop as a `CallbackManager`.
+
+    Args:
+        callbacks: a manager, one callback, an iterable of callbacks, or None.
+
+    Returns:
+        The same object if it is a manager, None for None, otherwise a new manager.
+
+    Raises:
+        NotACallbackError, UnknownEventError, RegistrationError: see `CallbackManager.add`.
+    """
+    return manager_of(callbacks) if callbacks is not None else None
+
+
+def should_fire(manager: CallbackManager | None, event: str) -> bool:
+    """Return whether an event has a handler, so that firing it has an effect.
+
+    Args:
+        manager: the manager; None: no event has a handler.
+        event: the name of the event.
+
+    Raises:
+        UnknownEventError: no such event, and a manager is given.
+    """
+    return manager is not None and manager.has_callbacks(event)
