@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from callsheet import Callback, CallbackManager, Context, Trainer, attach, every
-from callsheet.bridges.bare import AttachedRun
+from callsheet.bridges.attached_run import AttachedRun
 from callsheet.callbacks import (
     CheckpointSaver,
     EarlyStopper,
