@@ -219,6 +219,23 @@ def test_a_break_ends_the_epoch() -> None:
     assert run.ctx.run.outcome == "finished"
 
 
+def test_a_loop_that_leaves_its_epochs_with_break_ends_at_its_duration(caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Recorder()
+    model, optimizer, data = parts()
+    with attach(model=model, optimizer=optimizer, callbacks=recorder, max_duration="2ep") as run:
+        for _ in range(4):
+            for inputs, _ in run.steps(data):
+                model(inputs).sum().backward()
+                optimizer.step()
+                if not run.ctx.step % 2:
+                    break
+    assert run.ctx.step == 4
+    assert recorder.events.count("on_epoch_end") == 2
+    check_events(recorder.events)
+    (warning,) = caplog.messages
+    assert warning.startswith("training has ended at step 4 (reached max_duration, 2ep)")
+
+
 def test_after_a_break_a_resume_continues_at_the_same_step(tmp_path: Path) -> None:
     data = [torch.full((1, 1), float(number)) for number in range(10)]
 

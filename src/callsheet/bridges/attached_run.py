@@ -201,12 +201,6 @@ class AttachedRun:
         """Begin the next epoch and return True, or return False if training is over."""
         if self._is_iterating:
             raise RequestRejected("steps() inside steps(): an epoch has to end before the next begins")
-        if self.is_over:
-            self._warnings.warn_of_end()
-            return False
-        state = self._run.state
-        if self._epoch is None and state.baseline.epoch and not self._counts_epochs and state.max_duration is None:
-            self._warnings.warn_of_repeated_epochs()
         if self._unobserved is None:
             try:
                 self._close_epoch(continues=True)
@@ -214,8 +208,12 @@ class AttachedRun:
                 self._give_up(error)
         if self._unobserved is not None:
             self._unobserved.begin_epoch()
-            if self.is_over:
-                return False
+        if self.is_over:
+            self._warnings.warn_of_end()
+            return False
+        state = self._run.state
+        if self._epoch is None and state.baseline.epoch and not self._counts_epochs and state.max_duration is None:
+            self._warnings.warn_of_repeated_epochs()
         self._epoch = state.timestamp.epoch
         return True
 
