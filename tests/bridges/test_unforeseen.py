@@ -621,7 +621,7 @@ def test_a_failing_host_disables_itself_and_training_continues(tmp_path: Path, c
     hosted.attach(trainer)
 
     def confuse() -> None:
-        hosted._watch = None  # type: ignore[assignment]  # an error of the host's own
+        hosted._training = None  # type: ignore[assignment]  # an error of the host's own
 
     trainer.add_event_handler(Events.GET_BATCH_COMPLETED(once=5), confuse)
     trainer.run(POINTS.batches(), max_epochs=2)

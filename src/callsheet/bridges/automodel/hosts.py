@@ -18,9 +18,10 @@ from callsheet.bridges.automodel.events import NOT_FIRED, NOT_FIRED_FOR_SEVERAL
 from callsheet.bridges.automodel.hooks import CalledModel
 from callsheet.bridges.automodel.names import Callback as AutoModelCallback
 from callsheet.bridges.count_check import Counts
-from callsheet.bridges.host_base import HostBase, in_a_run, observing
+from callsheet.bridges.host_base import Callbacks, HostBase, in_a_run, observing
 from callsheet.bridges.host_states import STATE, read_states, resume_without_states, write_states
 from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.loop_arguments import without_ddp
 from callsheet.bridges.torch_hooks import BackwardWatch, OptimizerHooks
 from callsheet.core.callback import Callback
 from callsheet.core.control import Request
@@ -125,17 +126,8 @@ class AutoModelHost(HostBase, AutoModelCallback):
 
     _run: HostedRun | None = None
 
-    def __init__(
-        self,
-        callbacks: CallbackManager | Callback | Iterable[Callback] | None,
-        *,
-        log_interval: str | int,
-        strict: bool,
-        lock_timeout_seconds: float,
-    ) -> None:
-        super().__init__(callbacks, strict=strict)
-        self._log_interval = log_interval
-        self._lock_timeout_seconds = lock_timeout_seconds
+    def __init__(self, callbacks: Callbacks, **options: Any) -> None:
+        super().__init__(callbacks, **options)
         self._requests: Any = None  # the _HostRequests, set once a run has begun
         self._is_over = True  # False only while AutoModel iterates over its steps
         self._is_due_fired = False  # whether on_checkpoint_due was fired after the latest step, so that a save need not fire it
@@ -161,7 +153,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
         self._requests = requests = _HostRequests(scheduler)
         self._run = run = HostedRun(
             self.manager,
-            model=getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model,
+            model=without_ddp(model),
             optimizer=optimizer,
             scheduler=_only(getattr(recipe, "lr_scheduler", None)),
             host="NeMo AutoModel",
@@ -169,11 +161,9 @@ class AutoModelHost(HostBase, AutoModelCallback):
             runs_folder=output.parent,
             config=_plain(getattr(recipe, "cfg", None)),
             max_duration=f"{scheduler.max_steps}ba" if scheduler.max_steps < 2**62 else None,
-            log_interval=self._log_interval,
             able=("stop", *(["save"] if getattr(checkpoints, "enabled", False) else []), *(["evaluate"] if sets else [])),
             saves=requests.save,
-            evaluates=None,
-            lock_timeout_seconds=self._lock_timeout_seconds,
+            **self._run_options,
         )
         run.evaluation.asks = requests.evaluate
         run.state.epoch_batches = getattr(scheduler, "epoch_len", None)

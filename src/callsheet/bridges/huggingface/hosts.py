@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from callsheet.bridges.count_check import Counts
 from callsheet.bridges.epoch_position import length_of
-from callsheet.bridges.host_base import HostBase, in_a_run, observing
+from callsheet.bridges.host_base import Callbacks, HostBase, in_a_run, observing
 from callsheet.bridges.host_states import STATE, read_states, resume_without_states, write_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.huggingface.engine import check_engine, engine_of, watch_step
@@ -119,17 +119,15 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
 
     def __init__(
         self,
-        callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+        callbacks: Callbacks,
         *,
         eval_names: Iterable[str],
-        strict: bool,
         run_name: str | None,
         runs_folder: str | os.PathLike[str] | None,
-        lock_timeout_seconds: float,
+        **options: Any,
     ) -> None:
-        super().__init__(callbacks, strict=strict)
+        super().__init__(callbacks, **options)
         self._run_name, self._runs_folder = run_name, runs_folder
-        self._lock_timeout_seconds = lock_timeout_seconds
         self._requests = _HostRequests()
         self._eval_names = tuple(eval_names)
         self._listens_to_optimizer = True
@@ -199,8 +197,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
             device=args.device,
             able=("stop", "save", "evaluate"),
             saves=self._requests.save,
-            evaluates=None,
-            lock_timeout_seconds=self._lock_timeout_seconds,
+            **self._run_options,
         )
         run.evaluation.asks = self._requests.evaluate
         datasets = getattr(trainer, "eval_dataset", None)

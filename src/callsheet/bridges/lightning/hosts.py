@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from callsheet.bridges.host_base import HostBase, in_a_run, observing
+from callsheet.bridges.host_base import Callbacks, HostBase, in_a_run, observing
 from callsheet.bridges.host_states import own_state, restore_states, resume_without_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.lightning.events import NOT_FIRED
@@ -88,16 +88,14 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
 
     def __init__(
         self,
-        callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+        callbacks: Callbacks,
         *,
-        strict: bool,
         run_name: str | None,
         runs_folder: str | os.PathLike[str] | None,
-        lock_timeout_seconds: float,
+        **options: Any,
     ) -> None:
-        super().__init__(callbacks, strict=strict)
+        super().__init__(callbacks, **options)
         self._run_name, self._runs_folder = run_name, runs_folder
-        self._lock_timeout_seconds = lock_timeout_seconds
         self._run: Any = None  # a HostedRun between the first and the last hook of a run
         self._trained: HostedRun | None = None  # the run of the latest `fit`; kept for checkpoints that are written after it
         self._loaded: Mapping[str, Any] | None = None
@@ -117,7 +115,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             config={name: value for name, value in dict(module.hparams).items() if isinstance(value, (bool, int, float, str))},
             log_interval=f"{trainer.log_every_n_steps}ba" if trainer.log_every_n_steps else "1ep",
             device=trainer.strategy.root_device,
-            lock_timeout_seconds=self._lock_timeout_seconds,
+            **self._run_options,
             **options,
         )
         self._steps = StepHooks(run.eval.driver, run.eval.ctx, module, mode)
@@ -328,9 +326,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             self._may_fire_save = True
             if not self._is_checked:
                 # With manual optimization, a module may step only after several batches, so a missing step is no error.
-                if not stepped.has_begun:
-                    run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
-                self._check_first_step(run)
+                self._check_first_step(run, may_skip_step=not stepped.has_begun)
             if run.control.pending:
                 self._stop_if_asked(run, trainer)
         except Exception as error:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from callsheet.bridges.count_check import Counts
-from callsheet.bridges.host_base import HostBase, in_a_run, observing
+from callsheet.bridges.host_base import Callbacks, HostBase, in_a_run, observing
 from callsheet.bridges.host_states import own_state, write_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.megatron_bridge.events import HOST_EVENTS, NOT_FIRED
@@ -89,11 +89,8 @@ class MegatronBridgeHost(HostBase):
     _PACKAGE = PACKAGE
     _run: HostedRun | None = None
 
-    def __init__(
-        self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool, lock_timeout_seconds: float
-    ) -> None:
-        super().__init__(callbacks, strict=strict)
-        self._lock_timeout_seconds = lock_timeout_seconds
+    def __init__(self, callbacks: Callbacks, **options: Any) -> None:
+        super().__init__(callbacks, **options)
         self._has_trained = False  # whether training has begun in the current run
         if any(self.manager.list_callbacks(event) for event in ("on_data_init_start", "on_data_init_end")):
             # Define this hook only if a callback listens to `on_data_init_start` or `on_data_init_end`: if any callback has the
@@ -125,7 +122,7 @@ class MegatronBridgeHost(HostBase):
             device=next((parameter.device for chunk in chunks for parameter in chunk.parameters()), torch.device("cpu")),
             able=[*(["stop"] if length else []), *(["save"] if save is not None else [])],
             saves=settings.save_now,
-            lock_timeout_seconds=self._lock_timeout_seconds,
+            **self._run_options,
         )
         samples = settings.get("train.global_batch_size") or 0
         tokens = samples * (settings.get("model.seq_length") or 0)
