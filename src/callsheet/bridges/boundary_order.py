@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
+from callsheet.core.context import Context
+from callsheet.run.boundaries import Boundaries
+from callsheet.run.records import Records
 
 
 class BoundaryOrder:
@@ -91,3 +94,29 @@ _AT_BOUNDARIES = frozenset(
 
 The events are a record (L), an evaluation (E), a due checkpoint (D), and its save (S).
 """
+
+
+class HostedRecords(Records):
+    """The metrics records of a run in another framework's loop.
+
+    If a record is due where the lifecycle allows no `on_log`, no record is made, and the next record contains what was logged.
+    """
+
+    order: BoundaryOrder
+
+    def fire_log(self, ctx: Context) -> None:
+        if self.order.may_come("L"):
+            super().fire_log(ctx)
+
+
+class HostedBoundaries(Boundaries):
+    """Carries out the actions at the end of a step, epoch or round (a boundary) in another framework's loop.
+
+    If a save is requested where the lifecycle allows no `on_checkpoint_due`, the request waits until after the next step.
+    """
+
+    order: BoundaryOrder
+
+    def fire_checkpoint_due(self, boundary: str) -> None:
+        if self.order.may_come("D"):
+            super().fire_checkpoint_due(boundary)
