@@ -389,6 +389,9 @@ class HostedRun(Run):
             best_metric_key=next((request.metric for request in requests if request.metric), None),
             requested_by=tuple(dict.fromkeys(request.by for request in requests)),
         )
+        # If `on_checkpoint_due` has no listeners, it was not fired after the last step, so a save may follow at once.
+        if not self.manager.has_listeners.on_checkpoint_due and self._order.allows("DS"):
+            self._order.may_come("D")
         if not self._order.may_come("S"):
             self._order.warn_of_checkpoint()
             ctx.close("on_checkpoint_published")
