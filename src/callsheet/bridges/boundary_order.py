@@ -44,6 +44,10 @@ class BoundaryOrder:
             return inside == "run"
         return self._fired is not None and self._fired + what in _AT_BOUNDARIES
 
+    def allows_save(self) -> bool:
+        """Return whether the events of a checkpoint that the framework writes may be fired now."""
+        return self.allows("S") or self.allows("DS")  # `on_checkpoint_due` (D) is not fired if it has no listeners
+
     def may_come(self, what: str) -> bool:
         """Return whether the event `what` may be fired now; see `allows`. If so, record that it is fired."""
         if not self.allows(what):

@@ -113,8 +113,8 @@ class HostedRun(Run):
         checked_lock_timeout(lock_timeout_seconds)
         log_every = log_boundary(log_interval)
         manager = normalize_callbacks(callbacks) or CallbackManager()
-        ranks, on = read_ranks(), torch.device(device) if device is not None else _device_of(model)
-        world = ProcessGroups(Ranks() if is_alone else ranks, on, timeout_seconds)
+        ranks, place = read_ranks(), torch.device(device) if device is not None else _device_of(model)
+        world = ProcessGroups(Ranks() if is_alone else ranks, place, timeout_seconds)
         name = run_name or world.of_rank_zero(new_name())
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self.host, self.model = host, model
@@ -127,14 +127,14 @@ class HostedRun(Run):
         """
         super().__init__(
             manager,
-            RunInfo(name, Path(runs_folder) / name, dict(config or {}), ranks, restarts, str(on)),
+            RunInfo(name, Path(runs_folder) / name, dict(config or {}), ranks, restarts, str(place)),
             model=model,
             state=TrainState(max_duration=duration(max_duration, 1) if max_duration is not None else None),
             control=Control({*able, *(["evaluate"] if evaluates is not None else [])}, is_shared=world.size > 1, host=host),
             signals=SignalWatch(signals),
             world=world,
             log_every=log_every,
-            device=on,
+            device=place,
             log_ranks=LogRanks("zero", ranks),
             lock_timeout=lock_timeout_seconds,
             is_busy=lambda _: self.is_busy(),

@@ -160,8 +160,6 @@ class AcceleratedRun(AttachedRun):
         self._loaded: Mapping[str, Any] | None = None
         self._is_inside = False  # whether the loop is inside the `with` block of this run
         self._microbatches = 0  # how many microbatches the current step has had
-        self._may_fire_save = True  # whether a save may fire checkpoint events: only between two steps, and only once there
-        self._saves = False  # whether a checkpoint that a callback requested is being written
         self._is_saved = False  # whether the latest checkpoint holds the callbacks' states
 
     def _begin(self) -> None:
@@ -179,14 +177,6 @@ class AcceleratedRun(AttachedRun):
         self._is_inside = False
         for patch in self._patches:
             patch.remove()
-
-    def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> None:
-        """Fire the start and end events of an evaluation, after the loop has carried it out.
-
-        `results` are the metrics by dataset name: `{"validation": {"loss": 1.2}}`.
-        """
-        super().evaluated(results)
-        self._may_fire_save = True
 
     def steps(self, dataloader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of one epoch. A resumed run leaves out the batches that it has already trained on.
@@ -244,7 +234,6 @@ class AcceleratedRun(AttachedRun):
         is_first = not self._microbatches
         run, driver, ctx = self._run, self._run.driver, self._run.ctx
         if is_first:
-            self._may_fire_save = False
             if driver.listen():
                 self._hooks.listen()
             if has_listeners := not driver.parts["fetch"].has_no_listeners:
@@ -280,7 +269,6 @@ class AcceleratedRun(AttachedRun):
     def _end_step(self) -> None:
         self._microbatches = 0
         super()._end_step()
-        self._may_fire_save = True
 
     @property
     def _without_step(self) -> str:
@@ -293,7 +281,6 @@ class AcceleratedRun(AttachedRun):
         if self._microbatches and self._unobserved is None:  # the step is open if none of its batches synchronized the gradients
             self._end_step()
         super()._end_epoch()
-        self._may_fire_save = True
 
     # --- wrappers around the accelerator's methods ---
 
@@ -325,8 +312,7 @@ class AcceleratedRun(AttachedRun):
                 self._end_microbatch()
         except Exception as error:
             self._give_up(error)
-        may_fire, self._may_fire_save = self._may_fire_save or self._saves, False
-        self._is_saved = False
+        may_fire, self._is_saved = self._run.eval.order.allows_save(), False
         folder = saves(*args, **kwargs)
         if self._unobserved is not None:
             return folder
@@ -342,14 +328,10 @@ class AcceleratedRun(AttachedRun):
 
     def _save_as_requested(self) -> None:
         accelerator, run = self._accelerator, self._run
-        self._saves = True
-        try:
-            if accelerator.project_configuration.automatic_checkpoint_naming:
-                accelerator.save_state()
-            else:
-                accelerator.save_state(str(Path(run.ctx.run.checkpoints) / f"step-{run.state.timestamp.batch}"))
-        finally:
-            self._saves = False
+        if accelerator.project_configuration.automatic_checkpoint_naming:
+            accelerator.save_state()
+        else:
+            accelerator.save_state(str(Path(run.ctx.run.checkpoints) / f"step-{run.state.timestamp.batch}"))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the callbacks' states and the run's progress. If the run is registered, `accelerator.save_state` calls this."""

@@ -130,7 +130,6 @@ class AutoModelHost(HostBase, AutoModelCallback):
         super().__init__(callbacks, **options)
         self._requests: Any = None  # the _HostRequests, set once a run has begun
         self._is_over = True  # False only while AutoModel iterates over its steps
-        self._is_due_fired = False  # whether on_checkpoint_due was fired after the latest step, so that a save need not fire it
         self._being_written: CheckpointInfo | None = None  # the checkpoint that AutoModel is writing in the background
 
     # --- the run ---
@@ -244,7 +243,6 @@ class AutoModelHost(HostBase, AutoModelCallback):
                 self._check_first_step(run)
             if getattr(recipe.step_scheduler, "is_last_batch", False):
                 run.end_epoch(is_whole=True)
-            self._is_due_fired = True
             if not called.is_wrapped:
                 called.is_validating = bool(getattr(recipe.step_scheduler, "is_val_step", False))
             if run.control.pending:
@@ -307,7 +305,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
             return
         if _is_leaving(recipe):
             _preempt(run)
-        elif not self._is_due_fired:
+        else:
             self._fire_due(run)
         if (loss := checkpoint_info.get("train_loss")) is not None:
             run.records.last_loss = _scalar(loss)
@@ -315,12 +313,11 @@ class AutoModelHost(HostBase, AutoModelCallback):
         in_background = bool(getattr(recipe.checkpointer.config, "is_async", False))
         info = run.fire_checkpoint(str(path), lambda info: write_states(run, path, info), is_durable=not in_background)
         self._being_written = info if in_background else None
-        self._is_due_fired = False
         self._stop_if_asked(run)
 
     def _fire_due(self, run: HostedRun) -> None:
+        """Fire `on_checkpoint_due`, unless that was done since the last step, or since the last evaluation after it."""
         run.boundaries.fire_checkpoint_due("step" if run.driver.is_open("epoch") else "epoch")
-        self._is_due_fired = True
 
     def _publish(self, run: HostedRun) -> None:
         info, self._being_written = self._being_written, None

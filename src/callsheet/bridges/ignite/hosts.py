@@ -165,8 +165,6 @@ class IgniteHost(HostBase):
         self._steps_left = 0  # how many steps were left before their last microbatch
         self._in_epoch = False
         self._evaluations = _Evaluations()
-        # Whether on_checkpoint_due was fired after the latest step or epoch, so that a save may be reported.
-        self._is_due_fired = False
 
     def attach(self, trainer: Engine, *, checkpoint: Checkpoint | None = None) -> Self:
         """Attach callsheet's callbacks to Ignite's trainer and evaluators.
@@ -310,7 +308,6 @@ class IgniteHost(HostBase):
                 return
             if self._evaluations.is_between_steps:
                 self._continue_training(run)
-            self._is_due_fired = False
             driver = run.driver
             if driver.listen():
                 self._training.listen()
@@ -375,7 +372,6 @@ class IgniteHost(HostBase):
             self._microbatches = 0
             run.step_skipped = not self._training.optimizer.has_stepped
             run.end_step()
-            self._is_due_fired = True
             if not self._is_checked:
                 self._check_first_step(run)
             if run.control.pending or run.boundaries.is_preempted:
@@ -422,7 +418,6 @@ class IgniteHost(HostBase):
         if self._evaluations.is_awaited:
             self._evaluations.is_awaited = False
             run.boundaries.reach("epoch")
-            self._is_due_fired = True
             self._stop_if_asked(run)
 
     @observing
@@ -435,7 +430,7 @@ class IgniteHost(HostBase):
         if run.eval.driver.is_open("eval_all"):
             self._end_evaluation(run)
         self._reach(run)
-        self._is_due_fired = self._evaluations.is_between_steps = False
+        self._evaluations.is_between_steps = False
         self._evaluations.begun.clear()
 
     def _handle_current_event(self) -> None:
@@ -513,7 +508,6 @@ class IgniteHost(HostBase):
             self._reach(run)
             return
         run.boundaries.fire_checkpoint_due("step")
-        self._is_due_fired = True
         self._stop_if_asked(run)
 
     # --- checkpoints ---
@@ -529,10 +523,7 @@ class IgniteHost(HostBase):
         """Fire the events of a checkpoint, if the `Checkpoint` handler that was given to `attach` has written one."""
         assert self._saves is not None
         run, path = self._run, self._saves.new()
-        if run is None or path is None:
-            return
-        if self._saves.is_requested or self._is_due_fired or not run.driver.is_open("train"):
-            self._is_due_fired = False
+        if run is not None and path is not None and run.eval.order.allows_save():
             run.fire_checkpoint(path, lambda info: None)  # the handler has already written the callbacks' states
 
     def state_dict(self) -> dict[str, Any]:

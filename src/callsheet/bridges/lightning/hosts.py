@@ -185,7 +185,6 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             saves=lambda requests: self._save(trainer),
         )
         run.evaluation.asks = cadence.ask
-        self._may_fire_save = False
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._watch = watch = ClosureWatch(run.driver, run.ctx, scaler)
         run.losses = watch.reader
@@ -255,7 +254,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
                     driver.start_and_end("fetch")
                 driver.start_step()
                 watch.total, run.step_skipped = None, True
-                self._stepped.has_begun, self._may_fire_save = False, False
+                self._stepped.has_begun = False
             watch.is_on, watch.before = True, watch.total
             given = ctx.batch
             if self._listens_to_microbatch:
@@ -323,7 +322,6 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             if run.manager.has_listeners.on_log and trainer.log_every_n_steps and run.ctx.step % trainer.log_every_n_steps == 0:
                 self._log(trainer)
             run.end_step()
-            self._may_fire_save = True
             if not self._is_checked:
                 # With manual optimization, a module may step only after several batches, so a missing step is no error.
                 self._check_first_step(run, may_skip_step=not stepped.has_begun)
@@ -340,7 +338,6 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         if run.manager.has_listeners.on_log:
             self._log(trainer)
         run.end_epoch(is_whole=trainer.is_last_batch)
-        self._may_fire_save = True
         self._stop_if_asked(run, trainer)
 
     @in_a_run
@@ -375,7 +372,6 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             run = self._begin(trainer, pl_module, able=())
         else:
             self._cadence.remove()
-        self._may_fire_save = False
         self._names = dataset_names(trainer.val_dataloaders)
         self._steps.listen(run.eval.listens_to_outputs("eval"))
         self._known = dict(trainer.callback_metrics)
@@ -432,7 +428,6 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             self._finish()
             return
         run.boundaries.fire_checkpoint_due("step")
-        self._may_fire_save = True
         self._stop_if_asked(run, trainer)
 
     def _found(self, trainer: Any, prefix: str) -> dict[str, float]:
@@ -491,7 +486,6 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
     def _save(self, trainer: Any) -> None:
         """Write a checkpoint because a callback requested it."""
         run = self._run
-        self._may_fire_save = True
         trainer.save_checkpoint(str(Path(run.ctx.run.checkpoints) / f"step={run.state.timestamp.batch}.ckpt"))
 
     def _save_and_report(self, save: Any, path: Any, *args: Any, **given: Any) -> Any:
@@ -500,9 +494,9 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         Of several checkpoints between two steps, only the first is reported.
         """
         run = self._trained
-        if run is None or not self._may_fire_save:
+        if run is None or not run.eval.order.allows_save():
             return save(path, *args, **given)
-        self._may_fire_save = is_written = False
+        is_written = False
 
         def write(info: Any) -> None:
             nonlocal is_written

@@ -131,7 +131,7 @@ class MegatronBridgeHost(HostBase):
         run.losses = lambda: settings.loss
         run.checkpoints.loads = functools.partial(load_states, run, settings)
         self._is_pipelined = len(chunks) > 1 or (settings.get("model.pipeline_model_parallel_size") or 1) > 1
-        self._is_due_fired = self._is_checked = self._has_trained = self._listens_to_forward = False
+        self._is_checked = self._has_trained = self._listens_to_forward = False
         self._states: dict[int, Any] = {}  # step -> the callbacks' states, for each checkpoint that is still being written
         self._forward = MegatronForwardHooks(run, chunks[0])
         self._steps = OptimizerHooks(run.driver, *torch_optimizers(context.optimizer), asks=False)
@@ -263,7 +263,6 @@ class MegatronBridgeHost(HostBase):
             run.end_step()
             if self._is_pipelined:
                 run.records.last_loss = None  # only the last pipeline stage has a loss, and its mean would need a collective
-            self._is_due_fired = True
             if not self._is_checked and not run.step_skipped:
                 self._check_first_step(run)
             if run.control.pending:
@@ -368,8 +367,7 @@ class MegatronBridgeHost(HostBase):
         run.counts.check()
         now = run.state.timestamp.batch
         step = run.world.of_rank_zero(settings.saved_step() or now)
-        if not self._is_due_fired:
-            run.boundaries.fire_checkpoint_due("step")
+        run.boundaries.fire_checkpoint_due("step")  # does nothing if that was done since the step
         path = Path(settings.get("checkpoint.save")) / f"iter_{step:07d}"
         states = self._states.pop(step, None) if step != now else own_state(run)
         if states is None:
@@ -377,7 +375,6 @@ class MegatronBridgeHost(HostBase):
         run.fire_checkpoint(
             str(path), lambda info: write_states(run, path, info, states) if states is not None else None, step=step
         )
-        self._is_due_fired = False
 
 
 def _end(settings: Settings, run: HostedRun, hooks: list[Any]) -> None:
