@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
 from callsheet.core.context import Context
 from callsheet.run.boundaries import Boundaries
@@ -15,12 +17,20 @@ class BoundaryOrder:
         host: the name of the framework in messages.
         driver: the lifecycle driver of the training.
         eval_driver: the lifecycle driver of the evaluations.
+        leave_evaluation: ends the evaluation that is open, whose end the framework has not reported.
     """
 
-    def __init__(self, host: str, driver: LifecycleDriver, eval_driver: LifecycleDriver) -> None:
+    def __init__(
+        self,
+        host: str,
+        driver: LifecycleDriver,
+        eval_driver: LifecycleDriver,
+        leave_evaluation: Callable[[], None] = lambda: None,
+    ) -> None:
         self._host = host
         self._driver = driver
         self._evaluations = eval_driver.opened
+        self._leave_evaluation = leave_evaluation
         self._fired: str | None = None
         """The letters of the events that were fired at this boundary; see `allows`. None if training is not at a boundary."""
 
@@ -29,7 +39,9 @@ class BoundaryOrder:
         self._fired = ""
 
     def leave(self) -> None:
-        """Record that the next step, epoch or round begins."""
+        """Record that the next step, epoch or round begins. If an evaluation is still open, end it before."""
+        if len(self._evaluations) > 1:
+            self._leave_evaluation()
         self._fired = None
 
     def allows(self, what: str) -> bool:

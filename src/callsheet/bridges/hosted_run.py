@@ -155,11 +155,10 @@ class HostedRun(Run):
         """
         self.counts = CountCheck(host, self.ctx)
         """Compares callsheet's counts of steps and epochs with the framework's, if the host has called `counts.follow`."""
-        # Each step reads these objects, and an attribute of `self` is faster than a chain of attributes.
-        self._order, self._open_eval_spans = self.eval.order, self.eval.driver.opened
+        self._order = self.eval.order
         self.records.order = self.boundaries.order = self._order
         self.ctx.excuse = self.eval.ctx.excuse = self._order.excuse
-        self.lifetime.before_end = self._leave_evaluation
+        self.lifetime.before_end = self.eval.leave
 
     def _connect_parts(
         self, evaluates: Evaluates | None, saves: Callable[[tuple[Request, ...]], None] | None, *, in_background: bool
@@ -189,9 +188,9 @@ class HostedRun(Run):
         return LifecycleDriver(
             self.spans,
             {
-                **dict.fromkeys(("on_train_start", "on_round_start", "on_fetch_start"), self._continue_training),
+                **dict.fromkeys(("on_train_start", "on_round_start", "on_fetch_start"), lambda: self._order.leave()),
                 **dict.fromkeys(("on_epoch_end", "on_round_end"), self._reach_boundary),
-                "on_train_end": self._leave_evaluation,
+                "on_train_end": lambda: self.eval.leave(),
                 "on_epoch_start": self._prepare_epoch,
                 "on_train_step_start": self._prepare_step,
                 "on_forward_backward_end": self._set_loss,
@@ -268,7 +267,7 @@ class HostedRun(Run):
 
         Unlike `finish`, do not end the run, because the host may still evaluate or test.
         """
-        self._leave_evaluation()
+        self.eval.leave()
         self.records.tally.stop()
         self.records.tally.update_timestamp(self.state)
         self.driver.end("train_step")
@@ -431,29 +430,18 @@ class HostedRun(Run):
         self.eval.fire(results, standalone=not self.driver.is_open("train"))
         self.records.fire_log(self.ctx)
 
-    def _leave_evaluation(self) -> None:
-        """End the evaluation that is open: training continues or ends, but the framework has not reported the evaluation's end."""
-        if len(self._open_eval_spans) > 1:
-            self.eval.leave()
-
-    def _reach_boundary(self) -> None:
-        self._leave_evaluation()
-        self._order.reach()
-
-    def _continue_training(self) -> None:
-        self._leave_evaluation()
-        self._order.leave()
-
     # --- functions that are called just before an event is fired ---
 
+    def _reach_boundary(self) -> None:
+        self.eval.leave()
+        self._order.reach()
+
     def _prepare_epoch(self) -> None:
-        self._continue_training()
+        self._order.leave()
         self.ctx.epoch = self.state.timestamp.epoch + 1
         self.records.tally.start()
 
     def _prepare_step(self) -> None:
-        if len(self._open_eval_spans) > 1:
-            self.eval.leave()
         self._order.leave()
         self.ctx.step += 1
         self.step_skipped, self.grad_norm = False, None
