@@ -233,6 +233,20 @@ def test_its_own_saves_are_reported(tmp_path: Path) -> None:
     assert (kept["state"]["timestamp"]["batch"], kept["taken"]) == (3, 3)
 
 
+def test_its_own_saves_are_reported_if_no_callback_requests_checkpoints(tmp_path: Path) -> None:
+    class Published(Callback):
+        def on_checkpoint_published(self, ctx: Context) -> None:
+            steps.append(ctx.step)
+
+    steps: list[int] = []
+    setup = Setup(tmp_path)
+    with setup.host([Published()], log_interval="100ba") as run:
+        for number, batch in enumerate(run.steps(setup.data), 1):
+            setup.train_on(batch)
+            setup.accelerator.save_state(str(tmp_path / f"own-{number}"))
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
 @pytest.fixture
 def before_1_15(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make `skip_first_batches` lose the epoch count, as it does before Accelerate 1.15."""

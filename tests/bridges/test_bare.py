@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from callsheet import Callback, CallbackManager, Context, Trainer, attach, every
-from callsheet.bridges.bare import AttachedRun
+from callsheet.bridges.attached_run import AttachedRun
 from callsheet.callbacks import (
     CheckpointSaver,
     EarlyStopper,
@@ -217,6 +217,23 @@ def test_a_break_ends_the_epoch() -> None:
     assert recorder.events.count("on_train_step_end") == 4
     assert recorder.events.count("on_epoch_end") == 2
     assert run.ctx.run.outcome == "finished"
+
+
+def test_a_loop_that_leaves_its_epochs_with_break_ends_at_its_duration(caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Recorder()
+    model, optimizer, data = parts()
+    with attach(model=model, optimizer=optimizer, callbacks=recorder, max_duration="2ep") as run:
+        for _ in range(4):
+            for inputs, _ in run.steps(data):
+                model(inputs).sum().backward()
+                optimizer.step()
+                if not run.ctx.step % 2:
+                    break
+    assert run.ctx.step == 4
+    assert recorder.events.count("on_epoch_end") == 2
+    check_events(recorder.events)
+    (warning,) = caplog.messages
+    assert warning.startswith("training has ended at step 4 (reached max_duration, 2ep)")
 
 
 def test_after_a_break_a_resume_continues_at_the_same_step(tmp_path: Path) -> None:

@@ -621,7 +621,7 @@ def test_a_failing_host_disables_itself_and_training_continues(tmp_path: Path, c
     hosted.attach(trainer)
 
     def confuse() -> None:
-        hosted._watch = None  # type: ignore[assignment]  # an error of the host's own
+        hosted._training = None  # type: ignore[assignment]  # an error of the host's own
 
     trainer.add_event_handler(Events.GET_BATCH_COMPLETED(once=5), confuse)
     trainer.run(POINTS.batches(), max_epochs=2)
@@ -747,15 +747,13 @@ def test_a_hand_written_loop_with_random_faults(
 
 
 FAULTS: dict[str, Callable[[Any], Any]] = {
-    "forward": lambda run: setattr(run._model_hooks, "_ctx", None),
-    "backward": lambda run: setattr(run._backward, "_ctx", None),
-    "optimizer step": lambda run: setattr(run._optimizer_hooks, "_own", None),
-    "optimizer step's end": lambda run: run._optimizer.register_step_pre_hook(  # it runs after the host's hook
-        lambda *_: setattr(run._optimizer_hooks, "_own", None)
+    "forward": lambda run: setattr(run._hooks.forward, "_ctx", None),
+    "backward": lambda run: setattr(run._hooks.backward, "_ctx", None),
+    "optimizer step": lambda run: setattr(run._hooks.optimizer, "_own", None),
+    "optimizer step's end": lambda run: run._run._optimizer.register_step_pre_hook(  # it runs after the host's hook
+        lambda *_: setattr(run._hooks.optimizer, "_own", None)
     ),
-    "place": lambda run: setattr(
-        run if hasattr(run, "_taken") else run._position, "_taken" if hasattr(run, "_taken") else "taken", None
-    ),
+    "place": lambda run: setattr(run._position, "taken", None),
     "end of the step": lambda run: setattr(run._run, "counted", None),
 }
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
+from callsheet.core.context import Context
+from callsheet.run.boundaries import Boundaries
+from callsheet.run.records import Records
 
 
 class BoundaryOrder:
@@ -12,12 +17,20 @@ class BoundaryOrder:
         host: the name of the framework in messages.
         driver: the lifecycle driver of the training.
         eval_driver: the lifecycle driver of the evaluations.
+        leave_evaluation: ends the evaluation that is open, whose end the framework has not reported.
     """
 
-    def __init__(self, host: str, driver: LifecycleDriver, eval_driver: LifecycleDriver) -> None:
+    def __init__(
+        self,
+        host: str,
+        driver: LifecycleDriver,
+        eval_driver: LifecycleDriver,
+        leave_evaluation: Callable[[], None] = lambda: None,
+    ) -> None:
         self._host = host
         self._driver = driver
         self._evaluations = eval_driver.opened
+        self._leave_evaluation = leave_evaluation
         self._fired: str | None = None
         """The letters of the events that were fired at this boundary; see `allows`. None if training is not at a boundary."""
 
@@ -26,7 +39,9 @@ class BoundaryOrder:
         self._fired = ""
 
     def leave(self) -> None:
-        """Record that the next step, epoch or round begins."""
+        """Record that the next step, epoch or round begins. If an evaluation is still open, end it before."""
+        if len(self._evaluations) > 1:
+            self._leave_evaluation()
         self._fired = None
 
     def allows(self, what: str) -> bool:
@@ -40,6 +55,10 @@ class BoundaryOrder:
         if inside not in ("train", "round", "epoch"):
             return inside == "run"
         return self._fired is not None and self._fired + what in _AT_BOUNDARIES
+
+    def allows_save(self) -> bool:
+        """Return whether the events of a checkpoint that the framework writes may be fired now."""
+        return self.allows("S") or self.allows("DS")  # `on_checkpoint_due` (D) is not fired if it has no listeners
 
     def may_come(self, what: str) -> bool:
         """Return whether the event `what` may be fired now; see `allows`. If so, record that it is fired."""
@@ -91,3 +110,29 @@ _AT_BOUNDARIES = frozenset(
 
 The events are a record (L), an evaluation (E), a due checkpoint (D), and its save (S).
 """
+
+
+class HostedRecords(Records):
+    """The metrics records of a run in another framework's loop.
+
+    If a record is due where the lifecycle allows no `on_log`, no record is made, and the next record contains what was logged.
+    """
+
+    order: BoundaryOrder
+
+    def fire_log(self, ctx: Context) -> None:
+        if self.order.may_come("L"):
+            super().fire_log(ctx)
+
+
+class HostedBoundaries(Boundaries):
+    """Carries out the actions at the end of a step, epoch or round (a boundary) in another framework's loop.
+
+    If a save is requested where the lifecycle allows no `on_checkpoint_due`, the request waits until after the next step.
+    """
+
+    order: BoundaryOrder
+
+    def fire_checkpoint_due(self, boundary: str) -> None:
+        if self.order.may_come("D"):
+            super().fire_checkpoint_due(boundary)

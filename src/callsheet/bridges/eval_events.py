@@ -50,7 +50,7 @@ class EvalEvents:
         self.driver = LifecycleDriver(self.spans, {})
         """The lifecycle driver of evaluations, tests and predictions."""
         self.driver.is_barred = self._is_barred
-        self.order = BoundaryOrder(host, training, self.driver)
+        self.order = BoundaryOrder(host, training, self.driver, self.leave)
         """Decides whether an evaluation may be fired now, and what may be fired at the same boundary."""
         self.found: dict[str, dict[str, float]] = {}
         """The results of the current evaluation so far, by dataset name."""
@@ -104,11 +104,13 @@ class EvalEvents:
             self.end()
 
     def leave(self) -> None:
-        """Fire the missing end events of an evaluation, test or prediction whose end the framework has not reported.
+        """Fire the missing end events of an evaluation, test or prediction whose end the framework has not reported, if there is one.
 
         At these events, callbacks such as `EMA`, which swapped the weights for the evaluation, restore the trained weights.
         """
         driver = self.driver
+        if len(driver.opened) == 1:
+            return
         self.order.warn_of_missing_end(driver.opened[1].name)
         if driver.is_open("eval"):
             self.end_dataset(self.ctx.eval_name if self.ctx.has("eval_name") else "validation", {})
@@ -119,6 +121,5 @@ class EvalEvents:
 
     def _is_barred(self, name: str) -> bool:
         """Return whether the evaluation, test or prediction `name` must not begin at this point of training."""
-        if len(self.driver.opened) > 1:  # an earlier evaluation is still open, because the framework has not reported its end
-            self.leave()
+        self.leave()  # an earlier evaluation may be open, because the framework has not reported its end
         return self.order.is_barred(name)

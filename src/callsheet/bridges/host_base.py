@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from callsheet.bridges.giving_up import give_up, is_for_user
@@ -22,6 +22,9 @@ logger = logging.getLogger("callsheet")
 
 Observed = TypeVar("Observed", bound=Callable[..., Any])
 
+Callbacks = CallbackManager | Callback | Iterable[Callback] | None
+"""The callbacks of a host: a manager, a callback, or any iterable of callbacks."""
+
 
 def _do_nothing() -> None: ...
 
@@ -32,6 +35,7 @@ class HostBase:
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
         strict: whether it is an error if a callback needs something that this host does not support. False: a warning is logged.
+        run_options: those arguments of `HostedRun` that are the same for all runs of this host.
 
     Raises:
         NotSupported: the installed version of the framework lacks something that the host needs.
@@ -67,11 +71,12 @@ class HostBase:
     Then an error of a callback also ends only the run and not the training, and nothing is added to the framework's checkpoints.
     """
 
-    def __init__(self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool) -> None:
+    def __init__(self, callbacks: Callbacks, *, strict: bool, **run_options: Any) -> None:
         check_versions(self._PACKAGE, self._INTERNALS, "this host")
         super().__init__()
         self.manager = manager_of(callbacks)
         self._strict = strict
+        self._run_options: Mapping[str, Any] = run_options
 
     # --- the run ---
 
@@ -107,10 +112,13 @@ class HostBase:
         self._support(run).before_run(not_fired, run.control)
         run.begin(**options)
 
-    def _check_first_step(self, run: HostedRun) -> None:
-        """After the run's first step, raise an error (or log a warning) if an event that has listeners was not fired."""
+    def _check_first_step(self, run: HostedRun, **options: Any) -> None:
+        """After the run's first step, raise an error (or log a warning) if an event that has listeners was not fired.
+
+        `options` are those of `SupportCheck.after_first_step`.
+        """
         self._is_checked = True
-        self._support(run).after_first_step(run.driver)
+        self._support(run).after_first_step(run.driver, **options)
 
     def _support(self, run: HostedRun) -> SupportCheck:
         """Return the object that checks whether the framework supports what the callbacks need; see `SupportCheck`."""

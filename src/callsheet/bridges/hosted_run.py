@@ -7,11 +7,13 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from callsheet.bridges.boundary_order import HostedBoundaries, HostedRecords
 from callsheet.bridges.count_check import CountCheck
 from callsheet.bridges.data_position import DataPosition
 from callsheet.bridges.epoch_position import EpochPosition
@@ -22,7 +24,6 @@ from callsheet.bridges.lifecycle_driver import LifecycleDriver
 from callsheet.core.background import inner
 from callsheet.core.callback import Callback
 from callsheet.core.callbacks_argument import manager_of
-from callsheet.core.context import Context
 from callsheet.core.control import SAVE_KINDS, Control, Request
 from callsheet.core.lifecycle import EVENTS
 from callsheet.core.manager import CallbackManager
@@ -30,12 +31,10 @@ from callsheet.core.ranks import Ranks, read_ranks
 from callsheet.core.run_state import CheckpointInfo, RunInfo, TrainState
 from callsheet.core.time import Time
 from callsheet.errors import mark_as_users
-from callsheet.run.boundaries import Boundaries
 from callsheet.run.checkpoints import Checkpoints, Typed
 from callsheet.run.log_ranks import LogRanks
 from callsheet.run.parts import CheckpointsPart, Stateful
 from callsheet.run.process_groups import ProcessGroups
-from callsheet.run.records import Records
 from callsheet.run.run import Run
 from callsheet.run.run_guard import LOCK_TIMEOUT_SECONDS, checked_lock_timeout
 from callsheet.run.run_names import check_folder, check_run_name, new_name
@@ -44,19 +43,6 @@ from callsheet.trainer.arguments import duration, log_boundary
 
 _OF_CHECKPOINTS = ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published")
 """The events of a checkpoint that the framework writes."""
-
-
-class HostedRecords(Records):
-    """The metrics records of a run in another framework's loop.
-
-    If a record is due where the lifecycle allows no `on_log`, no record is made, and the next record contains what was logged.
-    """
-
-    may_come: Callable[[str], bool]
-
-    def fire_log(self, ctx: Context) -> None:
-        if self.may_come("L"):
-            super().fire_log(ctx)
 
 
 class HostedRun(Run):
@@ -86,8 +72,20 @@ class HostedRun(Run):
 
     RECORDS = HostedRecords
     records: HostedRecords
-    boundaries: _Boundaries
+    boundaries: HostedBoundaries
     checkpoints: Any
+    losses: Callable[[], Tensor | None] = staticmethod(lambda: None)
+    """A function that returns the step's loss, or None. The host replaces the default, which returns None."""
+    other_losses: Mapping[str, Tensor] = MappingProxyType({})
+    """The step's other losses by name."""
+    step_skipped = False
+    """Whether the optimizer skipped this step."""
+    grad_norm: Any = None
+    """The gradient norm of the step if the host knows it when `clip_gradients` ends, otherwise None."""
+    counted = (0, 0)
+    """The samples and tokens of the current step."""
+    _next_boundary = 0  # before this step, nothing is due at the end of a step, unless a callback has made a request
+    _is_dropping = False  # whether `drop_step` is ending a step that must not be counted
 
     def __init__(
         self,
@@ -116,18 +114,14 @@ class HostedRun(Run):
         check_folder("runs_folder", runs_folder)
         checked_lock_timeout(lock_timeout_seconds)
         log_every = log_boundary(log_interval)
-        ranks = read_ranks()
-        self.host = host
-        self.model = model
-        self.device = torch.device(device) if device is not None else _device_of(model)
         manager = manager_of(callbacks)
-        able = {*able, *(["evaluate"] if evaluates is not None else [])}
-        world = ProcessGroups(Ranks() if is_alone else ranks, self.device, timeout_seconds)
+        ranks, place = read_ranks(), torch.device(device) if device is not None else _device_of(model)
+        world = ProcessGroups(Ranks() if is_alone else ranks, place, timeout_seconds)
         name = run_name or world.of_rank_zero(new_name())
-        info = RunInfo(
-            name, config=dict(config or {}), folder=Path(runs_folder) / name, ranks=ranks, device=str(self.device),
-            restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        )  # fmt: skip
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self.host, self.model = host, model
+        self._optimizer, self._scheduler = optimizer, scheduler
+        self._has_own_name = run_name is not None
         self.is_busy: Callable[[], bool] = partial(_is_other_and_alive, threading.current_thread())
         """A function that returns whether the loop may still be running.
 
@@ -135,50 +129,71 @@ class HostedRun(Run):
         """
         super().__init__(
             manager,
-            info,
+            RunInfo(name, Path(runs_folder) / name, dict(config or {}), ranks, restarts, str(place)),
             model=model,
             state=TrainState(max_duration=duration(max_duration, 1) if max_duration is not None else None),
-            control=Control(able=able, is_shared=world.size > 1, host=host),
+            control=Control({*able, *(["evaluate"] if evaluates is not None else [])}, is_shared=world.size > 1, host=host),
             signals=SignalWatch(signals),
             world=world,
             log_every=log_every,
-            device=self.device,
+            device=place,
             log_ranks=LogRanks("zero", ranks),
             lock_timeout=lock_timeout_seconds,
             is_busy=lambda _: self.is_busy(),
         )
-        ctx = self.ctx
-        self.counts = CountCheck(host, ctx)
-        """Compares callsheet's counts of steps and epochs with the framework's, if the host has called `counts.follow`."""
-        self._has_own_name = run_name is not None
-        self._writes_checkpoints = saves is None
         self.log_ranks.start()
-        self.evaluation = HostEvaluation(
-            ctx, evaluates, lambda results: self.eval.fire(results), is_resumed=self._writes_checkpoints
-        )
+        self.parts: dict[str, Stateful] = {}
+        """Objects whose states are saved in checkpoints, in addition to model, optimizer, scheduler and callbacks.
+
+        Each rank saves its own states.
+        """
+        self._connect_parts(evaluates, saves, in_background=save_in_background)
+        self.driver = self._made_driver(keeps_loss=saves is None and bool(signals))
+        self.eval = EvalEvents(host, manager, self.ctx, self.driver, self.records.tally, self.evaluation.results)
+        self.made: dict[str, dict[str, Any]] = {}
+        """Results, by dataset name, of the evaluation that the loop carried out within the current step.
+
+        Its events are fired when the step has ended.
+        """
+        self.counts = CountCheck(host, self.ctx)
+        """Compares callsheet's counts of steps and epochs with the framework's, if the host has called `counts.follow`."""
+        self._order = self.eval.order
+        self.records.order = self.boundaries.order = self._order
+        self.ctx.excuse = self.eval.ctx.excuse = self._order.excuse
+        self.lifetime.before_end = self.eval.leave
+
+    def _connect_parts(
+        self, evaluates: Evaluates | None, saves: Callable[[tuple[Request, ...]], None] | None, *, in_background: bool
+    ) -> None:
+        """Connect the evaluation and the checkpoints to the run: those of the framework, or callsheet's checkpoints."""
+        self.evaluation = HostEvaluation(self.ctx, evaluates, lambda results: self.eval.fire(results), is_resumed=saves is None)
         checkpoints: CheckpointsPart
         if saves is not None:
-            checkpoints = HostCheckpoints(ctx, self.spans, saves)
+            checkpoints = HostCheckpoints(self.ctx, self.spans, saves)
         else:
             checkpoints = Checkpoints(
-                manager, ctx, self.spans, world, self.guard, in_background=save_in_background, grace=GRACE_SECONDS
+                self.manager, self.ctx, self.spans, self.world, self.guard, in_background=in_background, grace=GRACE_SECONDS
             )
-        self.connect(self.evaluation, checkpoints, _Boundaries)
+        self.connect(self.evaluation, checkpoints, HostedBoundaries)
+
+    @property
+    def _writes_checkpoints(self) -> bool:
+        """Whether callsheet writes the checkpoints, and not the framework."""
+        return not isinstance(self.checkpoints, HostCheckpoints)
+
+    def _made_driver(self, *, keeps_loss: bool) -> LifecycleDriver:
+        """Return the lifecycle driver of training. With `keeps_loss`, the loss of each step is read."""
         # Each checkpoint stores the loss of the last step. A step's loss must therefore be read if a checkpoint may be saved: if
         # the framework writes the checkpoints, when a checkpoint event has listeners; otherwise when any event has, since each
         # handler may request a checkpoint.
-        may_read_loss = _OF_CHECKPOINTS if saves is not None else EVENTS
-        signal_saves = saves is None and bool(signals)
-        self.driver = LifecycleDriver(
+        may_read_loss = EVENTS if self._writes_checkpoints else _OF_CHECKPOINTS
+        return LifecycleDriver(
             self.spans,
             {
-                "on_train_start": self._continue_training,
-                "on_round_start": self._continue_training,
+                **dict.fromkeys(("on_train_start", "on_round_start", "on_fetch_start"), lambda: self._order.leave()),
+                **dict.fromkeys(("on_epoch_end", "on_round_end"), self._reach_boundary),
+                "on_train_end": lambda: self.eval.leave(),
                 "on_epoch_start": self._prepare_epoch,
-                "on_epoch_end": self._reach_boundary,
-                "on_round_end": self._reach_boundary,
-                "on_train_end": self._leave_evaluation,
-                "on_fetch_start": self._continue_training,
                 "on_train_step_start": self._prepare_step,
                 "on_forward_backward_end": self._set_loss,
                 "on_clip_gradients_end": self._set_grad_norm,
@@ -188,37 +203,8 @@ class HostedRun(Run):
             },
             step_passes=self._complete_step_without_listeners,
             is_recorded=lambda: self.records.are_read,
-            is_loss_needed=lambda: signal_saves or any(getattr(self.manager.has_listeners, event) for event in may_read_loss),
+            is_loss_needed=lambda: keeps_loss or any(getattr(self.manager.has_listeners, event) for event in may_read_loss),
         )
-        self.eval = EvalEvents(host, self.manager, ctx, self.driver, self.records.tally, self.evaluation.results)
-        # Each step reads these objects, and an attribute of `self` is faster than a chain of attributes.
-        self._order, self._open_eval_spans = self.eval.order, self.eval.driver.opened
-        self.lifetime.before_end = self._leave_evaluation
-        self.records.may_come = self.boundaries.may_come = self._order.may_come
-        ctx.excuse = self.eval.ctx.excuse = self._order.excuse
-        self.losses: Callable[[], Tensor | None] = lambda: None
-        """A function that returns the step's loss, or None. The host replaces the default, which returns None."""
-        self.other_losses: Mapping[str, Tensor] = {}
-        """The step's other losses by name."""
-        self.step_skipped = False
-        """Whether the optimizer skipped this step."""
-        self.grad_norm: Any = None
-        """The gradient norm of the step if the host knows it when `clip_gradients` ends, otherwise None."""
-        self.counted = (0, 0)
-        """The samples and tokens of the current step."""
-        self.made: dict[str, dict[str, Any]] = {}
-        """Results, by dataset name, of the evaluation that the loop carried out within the current step.
-
-        Its events are fired when the step has ended.
-        """
-        self.parts: dict[str, Stateful] = {}
-        """Objects whose states are saved in checkpoints, in addition to model, optimizer, scheduler and callbacks.
-
-        Each rank saves its own states.
-        """
-        self._next_boundary = 0
-        self._is_dropping = False  # whether `drop_step` is ending a step that must not be counted
-        self._optimizer, self._scheduler = optimizer, scheduler
 
     # --- beginning and end ---
 
@@ -283,7 +269,7 @@ class HostedRun(Run):
 
         Unlike `finish`, do not end the run, because the host may still evaluate or test.
         """
-        self._leave_evaluation()
+        self.eval.leave()
         self.records.tally.stop()
         self.records.tally.update_timestamp(self.state)
         self.driver.end("train_step")
@@ -404,6 +390,9 @@ class HostedRun(Run):
             best_metric_key=next((request.metric for request in requests if request.metric), None),
             requested_by=tuple(dict.fromkeys(request.by for request in requests)),
         )
+        # If `on_checkpoint_due` has no listeners, it was not fired after the last step, so a save may follow at once.
+        if not self.manager.has_listeners.on_checkpoint_due and self._order.allows("DS"):
+            self._order.may_come("D")
         if not self._order.may_come("S"):
             self._order.warn_of_checkpoint()
             ctx.close("on_checkpoint_published")
@@ -443,29 +432,18 @@ class HostedRun(Run):
         self.eval.fire(results, standalone=not self.driver.is_open("train"))
         self.records.fire_log(self.ctx)
 
-    def _leave_evaluation(self) -> None:
-        """End the evaluation that is open: training continues or ends, but the framework has not reported the evaluation's end."""
-        if len(self._open_eval_spans) > 1:
-            self.eval.leave()
-
-    def _reach_boundary(self) -> None:
-        self._leave_evaluation()
-        self._order.reach()
-
-    def _continue_training(self) -> None:
-        self._leave_evaluation()
-        self._order.leave()
-
     # --- functions that are called just before an event is fired ---
 
+    def _reach_boundary(self) -> None:
+        self.eval.leave()
+        self._order.reach()
+
     def _prepare_epoch(self) -> None:
-        self._continue_training()
+        self._order.leave()
         self.ctx.epoch = self.state.timestamp.epoch + 1
         self.records.tally.start()
 
     def _prepare_step(self) -> None:
-        if len(self._open_eval_spans) > 1:
-            self.eval.leave()
         self._order.leave()
         self.ctx.step += 1
         self.step_skipped, self.grad_norm = False, None
@@ -542,19 +520,6 @@ def _is_other_and_alive(thread: threading.Thread) -> bool:
     A loop of the current thread counts as ended, because a framework does not report when an exception ends its loop.
     """
     return thread is not threading.current_thread() and thread.is_alive()
-
-
-class _Boundaries(Boundaries):
-    """Carries out the actions at the end of a step, epoch or round (a boundary) in another framework's loop.
-
-    If a save is requested where the lifecycle allows no `on_checkpoint_due`, the request waits until after the next step.
-    """
-
-    may_come: Callable[[str], bool]
-
-    def fire_checkpoint_due(self, boundary: str) -> None:
-        if self.may_come("D"):
-            super().fire_checkpoint_due(boundary)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -82,25 +82,22 @@ class SupportCheck:
         if control.able:  # `able` is empty if the run does not train
             self._reject_requests(control)
 
-    def after_first_step(self, driver: LifecycleDriver) -> None:
-        """Raise an error (or log a warning) if an event that has listeners was not fired in the first step."""
+    def after_first_step(self, driver: LifecycleDriver, *, may_skip_step: bool = False, without_step: str = "") -> None:
+        """Raise an error (or log a warning) if an event that has listeners was not fired in the first step.
+
+        Args:
+            driver: the driver of training, or that of evaluations.
+            may_skip_step: whether it is no error if the optimizer has not stepped. For example, a loss scaler skips the first steps while
+                its scale is too large.
+            without_step: if the optimizer has not stepped, the error message, which says what is wrong and what to do.
+        """
+        if may_skip_step:
+            driver.synthesized -= {"clip_gradients", "optimizer_step"}
+        elif without_step and self.strict:
+            raise NotSupported(without_step)
         for span, event in events_of(driver.synthesized):
             self._reject_listeners(event, "did not fire in its first step", _CAUSES.get(span, ""))
         driver.synthesized.clear()
-
-    def without_optimizer_step(self, driver: LifecycleDriver, *, is_scaled: bool, message: str) -> None:
-        """If `strict`, raise an error, because the loop's first step did not call the optimizer's `step`.
-
-        Args:
-            driver: the driver of training.
-            is_scaled: whether a loss scaler may have skipped the optimizer's step, which is not an error.
-            message: the error message, which says what is wrong and what to do.
-        """
-        # A loss scaler skips the first optimizer steps while its scale is too large, so a missing step is no error then.
-        if is_scaled:
-            driver.synthesized -= {"clip_gradients", "optimizer_step"}
-        elif self.strict:
-            raise NotSupported(message)
 
     def served(self, never: Collection[str]) -> Callable[[Any], bool]:
         """Return a function that returns whether a callback listens to an event that is fired, except the run's start and end."""

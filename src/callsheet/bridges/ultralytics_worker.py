@@ -24,7 +24,7 @@ def main() -> None:
 
     from callsheet.bridges.ultralytics.hosts import UltralyticsHost
 
-    host = UltralyticsHost(unpacked.callbacks, sent["settings"], allow_pickle=False, strict=sent["strict"])
+    host = UltralyticsHost(unpacked.callbacks, strict=sent["strict"], allow_pickle=False, **sent["settings"])
     host.only_observes = sent["only_observes"]
     train = BaseTrainer.train
 

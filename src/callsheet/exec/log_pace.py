@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from callsheet.bridges.hosted_run import HostedRecords
+from callsheet.bridges.boundary_order import HostedRecords
 from callsheet.core.context import Context
 from callsheet.core.time import Interval
 

@@ -18,9 +18,10 @@ from callsheet.bridges.automodel.events import NOT_FIRED, NOT_FIRED_FOR_SEVERAL
 from callsheet.bridges.automodel.hooks import CalledModel
 from callsheet.bridges.automodel.names import Callback as AutoModelCallback
 from callsheet.bridges.count_check import Counts
-from callsheet.bridges.host_base import HostBase, in_a_run, observing
+from callsheet.bridges.host_base import Callbacks, HostBase, in_a_run, observing
 from callsheet.bridges.host_states import STATE, read_states, resume_without_states, write_states
 from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.loop_arguments import without_ddp
 from callsheet.bridges.torch_hooks import BackwardWatch, OptimizerHooks
 from callsheet.core.callback import Callback
 from callsheet.core.control import Request
@@ -125,20 +126,10 @@ class AutoModelHost(HostBase, AutoModelCallback):
 
     _run: HostedRun | None = None
 
-    def __init__(
-        self,
-        callbacks: CallbackManager | Callback | Iterable[Callback] | None,
-        *,
-        log_interval: str | int,
-        strict: bool,
-        lock_timeout_seconds: float,
-    ) -> None:
-        super().__init__(callbacks, strict=strict)
-        self._log_interval = log_interval
-        self._lock_timeout_seconds = lock_timeout_seconds
+    def __init__(self, callbacks: Callbacks, **options: Any) -> None:
+        super().__init__(callbacks, **options)
         self._requests: Any = None  # the _HostRequests, set once a run has begun
         self._is_over = True  # False only while AutoModel iterates over its steps
-        self._is_due_fired = False  # whether on_checkpoint_due was fired after the latest step, so that a save need not fire it
         self._being_written: CheckpointInfo | None = None  # the checkpoint that AutoModel is writing in the background
 
     # --- the run ---
@@ -161,7 +152,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
         self._requests = requests = _HostRequests(scheduler)
         self._run = run = HostedRun(
             self.manager,
-            model=getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model,
+            model=without_ddp(model),
             optimizer=optimizer,
             scheduler=_only(getattr(recipe, "lr_scheduler", None)),
             host="NeMo AutoModel",
@@ -169,11 +160,9 @@ class AutoModelHost(HostBase, AutoModelCallback):
             runs_folder=output.parent,
             config=_plain(getattr(recipe, "cfg", None)),
             max_duration=f"{scheduler.max_steps}ba" if scheduler.max_steps < 2**62 else None,
-            log_interval=self._log_interval,
             able=("stop", *(["save"] if getattr(checkpoints, "enabled", False) else []), *(["evaluate"] if sets else [])),
             saves=requests.save,
-            evaluates=None,
-            lock_timeout_seconds=self._lock_timeout_seconds,
+            **self._run_options,
         )
         run.evaluation.asks = requests.evaluate
         run.state.epoch_batches = getattr(scheduler, "epoch_len", None)
@@ -254,7 +243,6 @@ class AutoModelHost(HostBase, AutoModelCallback):
                 self._check_first_step(run)
             if getattr(recipe.step_scheduler, "is_last_batch", False):
                 run.end_epoch(is_whole=True)
-            self._is_due_fired = True
             if not called.is_wrapped:
                 called.is_validating = bool(getattr(recipe.step_scheduler, "is_val_step", False))
             if run.control.pending:
@@ -317,7 +305,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
             return
         if _is_leaving(recipe):
             _preempt(run)
-        elif not self._is_due_fired:
+        else:
             self._fire_due(run)
         if (loss := checkpoint_info.get("train_loss")) is not None:
             run.records.last_loss = _scalar(loss)
@@ -325,12 +313,11 @@ class AutoModelHost(HostBase, AutoModelCallback):
         in_background = bool(getattr(recipe.checkpointer.config, "is_async", False))
         info = run.fire_checkpoint(str(path), lambda info: write_states(run, path, info), is_durable=not in_background)
         self._being_written = info if in_background else None
-        self._is_due_fired = False
         self._stop_if_asked(run)
 
     def _fire_due(self, run: HostedRun) -> None:
+        """Fire `on_checkpoint_due`, unless that was done since the last step, or since the last evaluation after it."""
         run.boundaries.fire_checkpoint_due("step" if run.driver.is_open("epoch") else "epoch")
-        self._is_due_fired = True
 
     def _publish(self, run: HostedRun) -> None:
         info, self._being_written = self._being_written, None

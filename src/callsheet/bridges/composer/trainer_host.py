@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from composer import Callback as ComposerCallback
@@ -23,15 +22,12 @@ from callsheet.bridges.composer.host_parts import (
 )
 from callsheet.bridges.composer.internals import HOST, PACKAGE
 from callsheet.bridges.count_check import Counts
-from callsheet.bridges.host_base import HostBase
+from callsheet.bridges.host_base import Callbacks, HostBase
 from callsheet.bridges.host_states import own_state, restore_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.torch_hooks import SteppedHooks
-from callsheet.core.callback import Callback
 from callsheet.core.control import Request
-from callsheet.core.manager import CallbackManager
 from callsheet.core.run_state import CheckpointInfo, Outcome
-from callsheet.core.time import Time
 from callsheet.trainer.arguments import duration
 from callsheet.trainer.tasks import counts_of
 
@@ -44,19 +40,9 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
     _PACKAGE, _INTERNALS = PACKAGE, HOST
     _IS_END_REPORTED = True
 
-    def __init__(
-        self,
-        callbacks: CallbackManager | Callback | Iterable[Callback] | None,
-        *,
-        strict: bool,
-        log_interval: str | int | Time,
-        run_name: str | None,
-        runs_folder: str | os.PathLike[str],
-        lock_timeout_seconds: float,
-    ) -> None:
-        super().__init__(callbacks, strict=strict)
-        self._log_interval, self._run_name, self._runs_folder = log_interval, run_name, runs_folder
-        self._lock_timeout_seconds = lock_timeout_seconds
+    def __init__(self, callbacks: Callbacks, *, run_name: str | None, **options: Any) -> None:
+        super().__init__(callbacks, **options)
+        self._run_name = run_name
         self._hosts: Sequence[ComposerHost] = ()
         self._saved: Mapping[str, Any] | None = None
         self._evaluation_requests = EvaluationRequests()
@@ -97,13 +83,11 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
             scheduler=state.schedulers[0] if len(state.schedulers) == 1 else None,
             host="Composer's Trainer",
             run_name=self._run_name or state.run_name,
-            runs_folder=self._runs_folder,
             config={"seed": state.seed, "precision": state.precision.value, "max_duration": str(state.max_duration or "")},
             max_duration=str(state.max_duration) if state.max_duration is not None else None,
-            log_interval=self._log_interval,
             able=("stop", *(["save"] if self._saves.savers else []), *(["evaluate"] if state.evaluators else [])),
             saves=self._save,
-            lock_timeout_seconds=self._lock_timeout_seconds,
+            **self._run_options,
         )
         run.evaluation.asks = self._evaluation_requests.ask
         run.checkpoints.loads = self._loads

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from callsheet.bridges.count_check import Counts
 from callsheet.bridges.epoch_position import length_of
-from callsheet.bridges.host_base import HostBase, in_a_run, observing
+from callsheet.bridges.host_base import Callbacks, HostBase, in_a_run, observing
 from callsheet.bridges.host_states import STATE, read_states, resume_without_states, write_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.huggingface.engine import check_engine, engine_of, watch_step
@@ -84,9 +83,6 @@ def host(
 _LOGGED_ELSEWHERE = frozenset({"loss", "learning_rate", "epoch", "total_flos", "train_loss"})
 """Values that the Trainer logs, and that metrics records have under other names or from other sources."""
 
-_BOUNDARY = re.compile("(DS?)?(E(DS?)?)?")
-"""What may be fired between two steps or epochs: on_checkpoint_due (D), a save (S), an evaluation (E), then D and S again."""
-
 
 class _HostRequests:
     """Passes callbacks' requests to save and evaluate on to the Trainer.
@@ -119,22 +115,18 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
 
     def __init__(
         self,
-        callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+        callbacks: Callbacks,
         *,
         eval_names: Iterable[str],
-        strict: bool,
         run_name: str | None,
         runs_folder: str | os.PathLike[str] | None,
-        lock_timeout_seconds: float,
+        **options: Any,
     ) -> None:
-        super().__init__(callbacks, strict=strict)
+        super().__init__(callbacks, **options)
         self._run_name, self._runs_folder = run_name, runs_folder
-        self._lock_timeout_seconds = lock_timeout_seconds
         self._requests = _HostRequests()
         self._eval_names = tuple(eval_names)
         self._listens_to_optimizer = True
-        # The events that were fired since the last step or epoch ended, one letter each; see `_BOUNDARY`. None within a step.
-        self._fired: str | None = None
         self._prefix: str | None = None  # the metrics prefix of the innermost call of `evaluate`; None outside of it
         self._warned: set[str] = set()
         self._skips: Any = None
@@ -199,8 +191,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
             device=args.device,
             able=("stop", "save", "evaluate"),
             saves=self._requests.save,
-            evaluates=None,
-            lock_timeout_seconds=self._lock_timeout_seconds,
+            **self._run_options,
         )
         run.evaluation.asks = self._requests.evaluate
         datasets = getattr(trainer, "eval_dataset", None)
@@ -224,7 +215,6 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         if trainer is None:
             self._warn("the Trainer was not found in the call stack: neither batches nor the steps of evaluations are reported")
         self._requests.is_written, self._prefix = False, None
-        self._fired = "" if args.eval_on_start else None
         if not args.eval_on_start:  # with `eval_on_start`, the round starts only after the first evaluation
             run.driver.start("round")
 
@@ -269,7 +259,6 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
 
     @in_a_run
     def on_epoch_begin(self, run: HostedRun, *_: Any) -> None:
-        self._fired = None
         run.driver.start("epoch")
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -352,7 +341,6 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         requests.control, requests.is_written = control, False
         try:
             run.end_step()
-            self._fired = "D"
             if run.checkpoints.requests:
                 self._repeat_save_request(run)
             if not self._is_checked:
@@ -365,9 +353,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
     @in_a_run
     def on_epoch_end(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
         """End the epoch, even if the Trainer has left it before its last batch."""
-        is_whole = state.epoch is not None and float(state.epoch).is_integer()
-        run.end_epoch(is_whole=is_whole)
-        self._fired = "D" if is_whole else ""
+        run.end_epoch(is_whole=state.epoch is not None and float(state.epoch).is_integer())
         self._repeat_save_request(run)
         self._stop_if_asked(run)
 
@@ -447,13 +433,8 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         self._requests.control = trainer.control
         self._end_evaluation(run, found_in(found, prefix) if isinstance(found, Mapping) else {})
 
-    def _fits(self, run: HostedRun, what: str) -> bool:
-        """Return whether the events `what` may be fired now: one letter for each, as in `_BOUNDARY`."""
-        fired = self._fired
-        return fired is not None and not run.driver.is_open("train_step") and _BOUNDARY.fullmatch(fired + what) is not None
-
     def _begin_evaluation(self, run: HostedRun, is_own: bool) -> None:
-        if self._fits(run, "E"):
+        if run.eval.order.allows("E"):
             run.eval.begin_all(standalone=not is_own)
         else:
             self._warn(
@@ -464,7 +445,6 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         """End the current evaluation and return True; return False if there is none."""
         if not run.eval.driver.is_open("eval_all"):
             return False
-        self._fired = (self._fired or "") + "E"
         # If the Trainer did not call `on_evaluate`, the evaluation of the dataset is still open, so end it here.
         if run.eval.driver.is_open("eval"):
             run.eval.end_dataset(run.eval.ctx.eval_name, found)
@@ -505,7 +485,6 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         If the Trainer has already written a checkpoint of this step, that checkpoint satisfies the requests.
         """
         run.boundaries.fire_checkpoint_due("step" if run.driver.is_open("epoch") else "epoch")
-        self._fired = (self._fired or "") + "D"
         if self._requests.is_written and run.checkpoints.requests:
             self._fire_checkpoint(run)
 
@@ -513,20 +492,19 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
     def on_save(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
         """Add the callbacks' states to a checkpoint that the Trainer has written, and fire the events of that save."""
         self._requests.is_written, self._path, self._step = True, _checkpoint(args, state), state.global_step
-        if not self._fits(run, "S") and self._fits(run, "DS"):
+        order = run.eval.order
+        if order.allows("DS"):
             self._fire_due(run)  # if a callback requests a save at this event, this checkpoint fulfills the request
-            if self._fits(run, "S"):
-                self._fire_checkpoint(run)
-        elif self._fits(run, "S"):
+            self._fire_checkpoint(run)
+        elif order.allows("S"):
             self._fire_checkpoint(run)
         else:
             self._warn("a second checkpoint of one step, or one within a step, is not reported, and holds no callbacks' states")
 
     def _fire_checkpoint(self, run: HostedRun) -> None:
         path = self._path
-        if self._fits(run, "S"):
+        if run.eval.order.allows("S"):
             run.fire_checkpoint(str(path), lambda info: None if self.only_observes else write_states(run, path, info))
-            self._fired = (self._fired or "") + "S"
 
     def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
         """Load the callbacks' states from the checkpoint from which the Trainer resumes."""

@@ -14,16 +14,17 @@ from ignite.handlers import Checkpoint, ModelCheckpoint
 from torch import nn
 from torch.optim import Optimizer
 
-from callsheet.bridges.bare import check_accumulation, check_model, torch_optimizer
 from callsheet.bridges.count_check import Counts
-from callsheet.bridges.host_base import HostBase, in_a_run, observing
+from callsheet.bridges.host_base import Callbacks, HostBase, in_a_run, observing
 from callsheet.bridges.host_states import own_state, restore_states, resume_without_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.ignite.engine import numbers
 from callsheet.bridges.ignite.events import FIRED_AT, FIRED_AT_EVALUATION, NOT_FIRED, OF_CHECKPOINTS, OF_EVALUATIONS
 from callsheet.bridges.ignite.internals import HOST, PACKAGE
 from callsheet.bridges.ignite.saves import Saves
-from callsheet.bridges.torch_hooks import BackwardWatch, ForwardHooks, OptimizerHooks
+from callsheet.bridges.loop_arguments import check_accumulation, check_model, torch_optimizer, without_ddp
+from callsheet.bridges.torch_hooks import ForwardHooks
+from callsheet.bridges.training_hooks import TrainingHooks
 from callsheet.core.callback import Callback
 from callsheet.core.control import Request
 from callsheet.core.manager import CallbackManager
@@ -90,13 +91,23 @@ def host(
     if "train" in (evaluators or {}):
         raise ConfigError("evaluators={'train': ...}: train/loss is the loss of the steps; give that dataset another name")
     check_model(model)
-    settings = {
-        "optimizer": torch_optimizer(optimizer), "scheduler": scheduler, "run_name": run_name, "runs_folder": runs_folder, "config": config,
-        "log_interval": log_interval, "timeout_seconds": timeout_seconds, "signals": tuple(preempt_signals),
-        "lock_timeout_seconds": lock_timeout_seconds,
-    }  # fmt: skip
     return IgniteHost(
-        callbacks, model, settings, gradient_accumulation_steps, scaler, dict(evaluators or {}), evaluate, strict=strict
+        callbacks,
+        strict=strict,
+        model=model,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        scaler=scaler,
+        evaluators=dict(evaluators or {}),
+        evaluate=evaluate,
+        optimizer=torch_optimizer(optimizer),
+        scheduler=scheduler,
+        run_name=run_name,
+        runs_folder=runs_folder,
+        config=config,
+        log_interval=log_interval,
+        timeout_seconds=timeout_seconds,
+        signals=tuple(preempt_signals),
+        lock_timeout_seconds=lock_timeout_seconds,
     )
 
 
@@ -128,19 +139,17 @@ class IgniteHost(HostBase):
 
     def __init__(
         self,
-        callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+        callbacks: Callbacks,
+        *,
         model: nn.Module,
-        settings: Mapping[str, Any],
         gradient_accumulation_steps: int,
         scaler: Any,
         evaluators: Mapping[str, Engine],
         evaluate: Callable[[], Any] | None,
-        *,
-        strict: bool,
+        **options: Any,
     ) -> None:
-        super().__init__(callbacks, strict=strict)
+        super().__init__(callbacks, **options)
         self._model = model
-        self._settings = settings
         self._iterations_per_step = gradient_accumulation_steps
         self._scaler = scaler
         self._evaluators = evaluators
@@ -152,13 +161,10 @@ class IgniteHost(HostBase):
         self._reset()
 
     def _reset(self) -> None:
-        self._listens_to_microbatch = False
         self._microbatches = 0  # how many microbatches the current step has had
         self._steps_left = 0  # how many steps were left before their last microbatch
         self._in_epoch = False
         self._evaluations = _Evaluations()
-        # Whether on_checkpoint_due was fired after the latest step or epoch, so that a save may be reported.
-        self._is_due_fired = False
 
     def attach(self, trainer: Engine, *, checkpoint: Checkpoint | None = None) -> Self:
         """Attach callsheet's callbacks to Ignite's trainer and evaluators.
@@ -179,7 +185,7 @@ class IgniteHost(HostBase):
             raise ConfigError("this host is attached to an engine already: make another host for another engine")
         if isinstance(checkpoint, ModelCheckpoint):
             raise ConfigError("a ModelCheckpoint gets what it saves only when it is called: give a Checkpoint")
-        if self._settings["signals"] and checkpoint is None:
+        if self._run_options["signals"] and checkpoint is None:
             raise ConfigError("preempt_signals= needs a handler that writes the checkpoint: attach(trainer, checkpoint=...)")
         self._trainer = trainer
         for event in FIRED_AT:
@@ -201,29 +207,24 @@ class IgniteHost(HostBase):
     def _started(self, trainer: Engine) -> None:
         self._forget_earlier_run()  # ends an interrupted run, which the engine has not continued
         self._reset()
-        model, optimizer = self._model, self._settings["optimizer"]
         me = weakref.proxy(self)  # the run must not keep the engine and its handlers alive
         self._run = self._last = run = HostedRun(
             self.manager,
-            model=getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model,
+            model=without_ddp(self._model),
             host="this Ignite engine",
             max_duration=self._duration(trainer),
             evaluates=(lambda: me._evaluate()) if self._runs_evaluators is not None else None,
             able=("stop", "save") if self._saves is not None else ("stop",),
             saves=lambda requests: me._save(),
-            **self._settings,
+            **self._run_options,
         )
-        self._watch = watch = BackwardWatch(run.driver, run.ctx, self._scaler)
-        self._model_hooks = ForwardHooks(run.driver, run.ctx, model)
-        self._eval_hooks = ForwardHooks(run.eval.driver, run.eval.ctx, model, "eval")
-        self._optimizer_hooks = OptimizerHooks(run.driver, optimizer, watch=watch)
-        hooks = [watch, self._model_hooks, self._eval_hooks, self._optimizer_hooks]
-        run.losses = watch.reader
+        self._training = TrainingHooks(run, self._model, self._run_options["optimizer"], self._scaler)
+        self._eval_hooks = ForwardHooks(run.eval.driver, run.eval.ctx, self._model, "eval")
         run.control.hints = {"save": "give attach(trainer, checkpoint=...) the handler that writes checkpoints"}
         run.checkpoints.loads = lambda: me._load()
         never = NOT_FIRED + (() if self._saves is not None else OF_CHECKPOINTS) + (() if self._evaluators else OF_EVALUATIONS)
         # `train` is not started here, because an evaluation before the first epoch is not part of training.
-        self._begin_run(run, hooks, never)
+        self._begin_run(run, [self._training, self._eval_hooks], never)
         run.counts.follow(lambda: me._counted())
         self._stop_if_asked(run)
 
@@ -307,13 +308,9 @@ class IgniteHost(HostBase):
                 return
             if self._evaluations.is_between_steps:
                 self._continue_training(run)
-            self._is_due_fired = False
             driver = run.driver
             if driver.listen():
-                self._listens_to_microbatch = driver.listens_to("microbatch")
-                self._model_hooks.listen(self._listens_to_microbatch)
-                self._optimizer_hooks.listen(driver.is_read)
-                self._watch.listen(driver.is_loss_read)
+                self._training.listen()
             if not driver.parts["fetch"].has_no_listeners:
                 driver.start("fetch")
                 run.ctx.batch = None
@@ -337,8 +334,8 @@ class IgniteHost(HostBase):
             run = self._run
             if run is None:
                 return
-            driver, ctx, watch = run.driver, run.ctx, self._watch
-            watch.is_on = True
+            driver, ctx, training = run.driver, run.ctx, self._training
+            training.backward.is_on = True
             is_first = not self._microbatches
             # Ignite does not fire GET_BATCH_STARTED and GET_BATCH_COMPLETED if the process function makes its own data.
             if is_first and trainer.state.dataloader is None:
@@ -348,12 +345,12 @@ class IgniteHost(HostBase):
             ctx.batch = batch = trainer.state.batch
             if is_first:
                 run.counted = counts_of(batch)
-                watch.total, self._optimizer_hooks.has_stepped = None, False
+                training.backward.total, training.optimizer.has_stepped = None, False
                 driver.start_step()
             else:
                 samples, tokens = counts_of(batch)
                 run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
-            if self._listens_to_microbatch:
+            if training.listens_to_microbatch:
                 if driver.parts["microbatch"].is_open:  # end the previous microbatch, whose end the engine has not reported
                     driver.end("microbatch")
                 ctx.microbatch = batch
@@ -368,14 +365,13 @@ class IgniteHost(HostBase):
             run = self._run
             if run is None or not self._microbatches:
                 return
-            self._watch.is_on = False
+            self._training.backward.is_on = False
             if trainer.state.iteration % self._iterations_per_step:
                 run.driver.end("microbatch")
                 return
             self._microbatches = 0
-            run.step_skipped = not self._optimizer_hooks.has_stepped
+            run.step_skipped = not self._training.optimizer.has_stepped
             run.end_step()
-            self._is_due_fired = True
             if not self._is_checked:
                 self._check_first_step(run)
             if run.control.pending or run.boundaries.is_preempted:
@@ -383,18 +379,14 @@ class IgniteHost(HostBase):
         except Exception as error:
             self._leave(error)
 
-    def _check_first_step(self, run: HostedRun) -> None:
-        if not self._optimizer_hooks.has_stepped:
-            count = self._iterations_per_step
-            self._support(run).without_optimizer_step(
-                run.driver,
-                is_scaled=self._scaler is not None,
-                message=(
-                    f"the engine has not stepped the optimizer in its first {f'{count} iterations' if count > 1 else 'iteration'}; set"
-                    " gradient_accumulation_steps= to the number of iterations of a step, and give host the optimizer that the engine steps"
-                ),
-            )
-        super()._check_first_step(run)
+    def _check_first_step(self, run: HostedRun, **_: Any) -> None:
+        count = self._iterations_per_step
+        message = (
+            f"the engine has not stepped the optimizer in its first {f'{count} iterations' if count > 1 else 'iteration'}; set"
+            " gradient_accumulation_steps= to the number of iterations of a step, and give host the optimizer that the engine steps"
+        )
+        has_stepped = self._training.optimizer.has_stepped
+        super()._check_first_step(run, may_skip_step=self._training.is_scaled, without_step="" if has_stepped else message)
 
     @in_a_run
     def _epoch_completed(self, run: HostedRun, trainer: Engine) -> None:
@@ -416,17 +408,16 @@ class IgniteHost(HostBase):
         The lifecycle driver fires the step's end later.
         """
         if self._microbatches:
-            self._microbatches, self._watch.is_on = 0, False
+            self._microbatches, self._training.backward.is_on = 0, False
             assert self._trainer is not None
             self._steps_left += self._trainer.state.iteration % self._iterations_per_step != 0
-            run.step_skipped = not self._optimizer_hooks.has_stepped
+            run.step_skipped = not self._training.optimizer.has_stepped
 
     def _reach(self, run: HostedRun) -> None:
         """Carry out the actions after an epoch, such as a save, if they have waited for the epoch's evaluation."""
         if self._evaluations.is_awaited:
             self._evaluations.is_awaited = False
             run.boundaries.reach("epoch")
-            self._is_due_fired = True
             self._stop_if_asked(run)
 
     @observing
@@ -439,7 +430,7 @@ class IgniteHost(HostBase):
         if run.eval.driver.is_open("eval_all"):
             self._end_evaluation(run)
         self._reach(run)
-        self._is_due_fired = self._evaluations.is_between_steps = False
+        self._evaluations.is_between_steps = False
         self._evaluations.begun.clear()
 
     def _handle_current_event(self) -> None:
@@ -517,7 +508,6 @@ class IgniteHost(HostBase):
             self._reach(run)
             return
         run.boundaries.fire_checkpoint_due("step")
-        self._is_due_fired = True
         self._stop_if_asked(run)
 
     # --- checkpoints ---
@@ -533,10 +523,7 @@ class IgniteHost(HostBase):
         """Fire the events of a checkpoint, if the `Checkpoint` handler that was given to `attach` has written one."""
         assert self._saves is not None
         run, path = self._run, self._saves.new()
-        if run is None or path is None:
-            return
-        if self._saves.is_requested or self._is_due_fired or not run.driver.is_open("train"):
-            self._is_due_fired = False
+        if run is not None and path is not None and run.eval.order.allows_save():
             run.fire_checkpoint(path, lambda info: None)  # the handler has already written the callbacks' states
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,8 +15,6 @@ class Saves:
     def __init__(self, handler: Checkpoint) -> None:
         self._handler = handler
         self._files = self._written()
-        self.is_requested = False
-        """Whether the handler is writing a checkpoint because a callback requested it."""
 
     def report(self, engines: Iterable[Engine], saved: Callable[[Engine], None]) -> None:
         """Call `saved` whenever a checkpoint handler that is attached to one of the `engines` has written a checkpoint."""
@@ -29,11 +27,7 @@ class Saves:
 
     def save(self, trainer: Engine) -> None:
         """Write a checkpoint because a callback requested it."""
-        self.is_requested = True
-        try:
-            self._handler(trainer)
-        finally:
-            self.is_requested = False
+        self._handler(trainer)
 
     def new(self) -> str | None:
         """Return the path of the checkpoint that was written since the last call of this method, or None."""

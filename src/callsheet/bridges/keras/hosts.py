@@ -24,12 +24,13 @@ except ModuleNotFoundError as error:
 
 from callsheet.bridges.count_check import Counts
 from callsheet.bridges.epoch_position import EpochPosition
-from callsheet.bridges.host_base import HostBase, in_a_run, observing
+from callsheet.bridges.host_base import Callbacks, HostBase, in_a_run, observing
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.keras.guests import check_backend
 from callsheet.bridges.keras.internals import HOST, PACKAGE
 from callsheet.bridges.keras.optimizer import Scale, Steps, shown_optimizer
-from callsheet.bridges.torch_hooks import BackwardWatch, ForwardHooks
+from callsheet.bridges.torch_hooks import ForwardHooks
+from callsheet.bridges.training_hooks import TrainingHooks
 from callsheet.core.callback import Callback
 from callsheet.core.manager import CallbackManager
 from callsheet.core.time import Time
@@ -95,11 +96,12 @@ def host(
         strict=strict,
         model=model,
         resume=os.fspath(resume) if resume is not None else None,
-        settings={
-            "run_name": run_name, "runs_folder": runs_folder, "log_interval": log_interval, "signals": tuple(preempt_signals),
-            "lock_timeout_seconds": lock_timeout_seconds,
-        },
-    )  # fmt: skip
+        run_name=run_name,
+        runs_folder=runs_folder,
+        log_interval=log_interval,
+        signals=tuple(preempt_signals),
+        lock_timeout_seconds=lock_timeout_seconds,
+    )
 
 
 class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # mypy does not read Keras's types
@@ -112,19 +114,10 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
     _STOPS_IF_PREEMPTED = True
     _run: HostedRun | None = None
 
-    def __init__(
-        self,
-        callbacks: CallbackManager | Callback | Iterable[Callback] | None,
-        *,
-        strict: bool,
-        model: nn.Module | None,
-        resume: str | None,
-        settings: Mapping[str, Any],
-    ) -> None:
-        super().__init__(callbacks, strict=strict)
+    def __init__(self, callbacks: Callbacks, *, model: nn.Module | None, resume: str | None, **options: Any) -> None:
+        super().__init__(callbacks, **options)
         self._module = model
         self._resume_path = resume
-        self._settings = settings
         self._is_in_fit = False
 
     # --- the run ---
@@ -156,23 +149,21 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
             config={"model": model.name, "optimizer": optimizer.name} if optimizer is not None else {"model": model.name},
             max_duration=f"{epochs}ep" if epochs else None,
             able=("stop", "save") if is_training else (),
-            **self._settings,
+            **self._run_options,
         )
         run.state.epoch_batches = self.params.get("steps") if is_training else None
         self._place = EpochPosition()
         run.parts = {"place": self._place}
         scale = Scale(optimizer) if Scale.is_in(optimizer) else None
-        self._watch = watch = BackwardWatch(run.driver, run.ctx, scale)
-        self._model_hooks = ForwardHooks(run.driver, run.ctx, module)
+        self._training = TrainingHooks(run, module, None, scale)
         if is_prediction:
             self._eval_hooks = ForwardHooks(run.driver, run.ctx, module, "predict")
         else:
             self._eval_hooks = ForwardHooks(run.eval.driver, run.eval.ctx, module, "eval")
-        hooks: list[Any] = [watch, self._model_hooks, self._eval_hooks]
+        hooks: list[Any] = [self._training, self._eval_hooks]
         if optimizer is not None:
             self._steps = Steps(run, optimizer)
             hooks.append(self._steps)
-        run.losses = watch.reader
         self._is_epoch_open = self._is_whole = self._has_evaluated = False
         self._evaluation: _PatchedFunction | None = None  # the patched `test_function`, only during an evaluation
         self._epochs: int | None = None  # Keras's count of epochs; None before the first epoch
@@ -220,16 +211,14 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
 
     def _begin_step(self, run: HostedRun, data: Any) -> list[Any] | None:
         """Start the step of a batch. Return the data on which Keras is to train, or None if Keras is to skip the batch."""
-        driver, ctx, place, watch = run.driver, run.ctx, self._place, self._watch
+        driver, ctx, place, training = run.driver, run.ctx, self._place, self._training
         if place.to_skip:
             place.to_skip -= 1
             if not place.to_skip:
                 place.skipped()
             return None
         if driver.listen():
-            self._listens_to_microbatch = driver.listens_to("microbatch")
-            self._model_hooks.listen(self._listens_to_microbatch)
-            watch.listen(driver.is_loss_read)
+            training.listen()
         if has_listeners := driver.listens_to("fetch"):
             driver.start("fetch")
         (ctx.batch,) = data
@@ -237,16 +226,16 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
             driver.end("fetch")
         driver.start_step()
         run.counted = counts_of(ctx.batch)
-        watch.total, watch.is_on = None, True
+        training.backward.total, training.backward.is_on = None, True
         self._steps.has_stepped = False
-        if self._listens_to_microbatch:
+        if training.listens_to_microbatch:
             ctx.microbatch = ctx.batch
             driver.start("microbatch")
         return [ctx.batch]
 
     def _end_step(self, run: HostedRun) -> None:
         """End the step of the batch, because Keras has trained on it."""
-        self._watch.is_on = False
+        self._training.backward.is_on = False
         self._place.taken += 1
         run.step_skipped = not self._steps.has_stepped
         run.end_step()

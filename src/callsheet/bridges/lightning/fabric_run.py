@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from callsheet.bridges.bare import AttachedRun, attach
+from callsheet.bridges.attached_run import AttachedRun
+from callsheet.bridges.bare import attach
 from callsheet.bridges.lightning.internals import PACKAGE
 from callsheet.bridges.lightning.parts import Methods
 from callsheet.bridges.versions import check_versions

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from callsheet.bridges.host_base import HostBase, in_a_run, observing
+from callsheet.bridges.host_base import Callbacks, HostBase, in_a_run, observing
 from callsheet.bridges.host_states import own_state, restore_states, resume_without_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.lightning.events import NOT_FIRED
@@ -88,16 +88,14 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
 
     def __init__(
         self,
-        callbacks: CallbackManager | Callback | Iterable[Callback] | None,
+        callbacks: Callbacks,
         *,
-        strict: bool,
         run_name: str | None,
         runs_folder: str | os.PathLike[str] | None,
-        lock_timeout_seconds: float,
+        **options: Any,
     ) -> None:
-        super().__init__(callbacks, strict=strict)
+        super().__init__(callbacks, **options)
         self._run_name, self._runs_folder = run_name, runs_folder
-        self._lock_timeout_seconds = lock_timeout_seconds
         self._run: Any = None  # a HostedRun between the first and the last hook of a run
         self._trained: HostedRun | None = None  # the run of the latest `fit`; kept for checkpoints that are written after it
         self._loaded: Mapping[str, Any] | None = None
@@ -117,7 +115,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             config={name: value for name, value in dict(module.hparams).items() if isinstance(value, (bool, int, float, str))},
             log_interval=f"{trainer.log_every_n_steps}ba" if trainer.log_every_n_steps else "1ep",
             device=trainer.strategy.root_device,
-            lock_timeout_seconds=self._lock_timeout_seconds,
+            **self._run_options,
             **options,
         )
         self._steps = StepHooks(run.eval.driver, run.eval.ctx, module, mode)
@@ -187,7 +185,6 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             saves=lambda requests: self._save(trainer),
         )
         run.evaluation.asks = cadence.ask
-        self._may_fire_save = False
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._watch = watch = ClosureWatch(run.driver, run.ctx, scaler)
         run.losses = watch.reader
@@ -257,7 +254,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
                     driver.start_and_end("fetch")
                 driver.start_step()
                 watch.total, run.step_skipped = None, True
-                self._stepped.has_begun, self._may_fire_save = False, False
+                self._stepped.has_begun = False
             watch.is_on, watch.before = True, watch.total
             given = ctx.batch
             if self._listens_to_microbatch:
@@ -325,12 +322,9 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             if run.manager.has_listeners.on_log and trainer.log_every_n_steps and run.ctx.step % trainer.log_every_n_steps == 0:
                 self._log(trainer)
             run.end_step()
-            self._may_fire_save = True
             if not self._is_checked:
                 # With manual optimization, a module may step only after several batches, so a missing step is no error.
-                if not stepped.has_begun:
-                    run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
-                self._check_first_step(run)
+                self._check_first_step(run, may_skip_step=not stepped.has_begun)
             if run.control.pending:
                 self._stop_if_asked(run, trainer)
         except Exception as error:
@@ -344,7 +338,6 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         if run.manager.has_listeners.on_log:
             self._log(trainer)
         run.end_epoch(is_whole=trainer.is_last_batch)
-        self._may_fire_save = True
         self._stop_if_asked(run, trainer)
 
     @in_a_run
@@ -379,7 +372,6 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             run = self._begin(trainer, pl_module, able=())
         else:
             self._cadence.remove()
-        self._may_fire_save = False
         self._names = dataset_names(trainer.val_dataloaders)
         self._steps.listen(run.eval.listens_to_outputs("eval"))
         self._known = dict(trainer.callback_metrics)
@@ -436,7 +428,6 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             self._finish()
             return
         run.boundaries.fire_checkpoint_due("step")
-        self._may_fire_save = True
         self._stop_if_asked(run, trainer)
 
     def _found(self, trainer: Any, prefix: str) -> dict[str, float]:
@@ -495,7 +486,6 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
     def _save(self, trainer: Any) -> None:
         """Write a checkpoint because a callback requested it."""
         run = self._run
-        self._may_fire_save = True
         trainer.save_checkpoint(str(Path(run.ctx.run.checkpoints) / f"step={run.state.timestamp.batch}.ckpt"))
 
     def _save_and_report(self, save: Any, path: Any, *args: Any, **given: Any) -> Any:
@@ -504,9 +494,9 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         Of several checkpoints between two steps, only the first is reported.
         """
         run = self._trained
-        if run is None or not self._may_fire_save:
+        if run is None or not run.eval.order.allows_save():
             return save(path, *args, **given)
-        self._may_fire_save = is_written = False
+        is_written = False
 
         def write(info: Any) -> None:
             nonlocal is_written

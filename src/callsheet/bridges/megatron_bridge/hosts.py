@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from callsheet.bridges.count_check import Counts
-from callsheet.bridges.host_base import HostBase, in_a_run, observing
+from callsheet.bridges.host_base import Callbacks, HostBase, in_a_run, observing
 from callsheet.bridges.host_states import own_state, write_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.megatron_bridge.events import HOST_EVENTS, NOT_FIRED
@@ -89,11 +89,8 @@ class MegatronBridgeHost(HostBase):
     _PACKAGE = PACKAGE
     _run: HostedRun | None = None
 
-    def __init__(
-        self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool, lock_timeout_seconds: float
-    ) -> None:
-        super().__init__(callbacks, strict=strict)
-        self._lock_timeout_seconds = lock_timeout_seconds
+    def __init__(self, callbacks: Callbacks, **options: Any) -> None:
+        super().__init__(callbacks, **options)
         self._has_trained = False  # whether training has begun in the current run
         if any(self.manager.list_callbacks(event) for event in ("on_data_init_start", "on_data_init_end")):
             # Define this hook only if a callback listens to `on_data_init_start` or `on_data_init_end`: if any callback has the
@@ -125,7 +122,7 @@ class MegatronBridgeHost(HostBase):
             device=next((parameter.device for chunk in chunks for parameter in chunk.parameters()), torch.device("cpu")),
             able=[*(["stop"] if length else []), *(["save"] if save is not None else [])],
             saves=settings.save_now,
-            lock_timeout_seconds=self._lock_timeout_seconds,
+            **self._run_options,
         )
         samples = settings.get("train.global_batch_size") or 0
         tokens = samples * (settings.get("model.seq_length") or 0)
@@ -134,7 +131,7 @@ class MegatronBridgeHost(HostBase):
         run.losses = lambda: settings.loss
         run.checkpoints.loads = functools.partial(load_states, run, settings)
         self._is_pipelined = len(chunks) > 1 or (settings.get("model.pipeline_model_parallel_size") or 1) > 1
-        self._is_due_fired = self._is_checked = self._has_trained = self._listens_to_forward = False
+        self._is_checked = self._has_trained = self._listens_to_forward = False
         self._states: dict[int, Any] = {}  # step -> the callbacks' states, for each checkpoint that is still being written
         self._forward = MegatronForwardHooks(run, chunks[0])
         self._steps = OptimizerHooks(run.driver, *torch_optimizers(context.optimizer), asks=False)
@@ -266,7 +263,6 @@ class MegatronBridgeHost(HostBase):
             run.end_step()
             if self._is_pipelined:
                 run.records.last_loss = None  # only the last pipeline stage has a loss, and its mean would need a collective
-            self._is_due_fired = True
             if not self._is_checked and not run.step_skipped:
                 self._check_first_step(run)
             if run.control.pending:
@@ -371,8 +367,7 @@ class MegatronBridgeHost(HostBase):
         run.counts.check()
         now = run.state.timestamp.batch
         step = run.world.of_rank_zero(settings.saved_step() or now)
-        if not self._is_due_fired:
-            run.boundaries.fire_checkpoint_due("step")
+        run.boundaries.fire_checkpoint_due("step")  # does nothing if that was done since the step
         path = Path(settings.get("checkpoint.save")) / f"iter_{step:07d}"
         states = self._states.pop(step, None) if step != now else own_state(run)
         if states is None:
@@ -380,7 +375,6 @@ class MegatronBridgeHost(HostBase):
         run.fire_checkpoint(
             str(path), lambda info: write_states(run, path, info, states) if states is not None else None, step=step
         )
-        self._is_due_fired = False
 
 
 def _end(settings: Settings, run: HostedRun, hooks: list[Any]) -> None:

@@ -17,12 +17,14 @@ from torchtnt.utils.progress import estimated_steps_in_epoch
 
 from callsheet.bridges.count_check import Counts
 from callsheet.bridges.epoch_position import EpochPosition, warn_if_not_restored
-from callsheet.bridges.host_base import HostBase, in_a_run, observing
+from callsheet.bridges.host_base import Callbacks, HostBase, in_a_run, observing
 from callsheet.bridges.host_states import own_state, restore_states
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.bridges.torch_hooks import BackwardWatch, ForwardHooks, OptimizerHooks
+from callsheet.bridges.loop_arguments import without_ddp
+from callsheet.bridges.torch_hooks import ForwardHooks
 from callsheet.bridges.torchtnt.internals import HOST, PACKAGE
 from callsheet.bridges.torchtnt.unit import Fetches, MeanLosses, duration_of, one_of_unit
+from callsheet.bridges.training_hooks import TrainingHooks
 from callsheet.core.callback import Callback
 from callsheet.core.lifecycle import events_within
 from callsheet.core.manager import CallbackManager
@@ -87,11 +89,12 @@ def host(
         strict=strict,
         metrics=tuple(metrics),
         resume=os.fspath(resume) if resume is not None else None,
-        settings={
-            "run_name": run_name, "runs_folder": runs_folder, "log_interval": log_interval, "signals": tuple(preempt_signals),
-            "lock_timeout_seconds": lock_timeout_seconds,
-        },
-    )  # fmt: skip
+        run_name=run_name,
+        runs_folder=runs_folder,
+        log_interval=log_interval,
+        signals=tuple(preempt_signals),
+        lock_timeout_seconds=lock_timeout_seconds,
+    )
 
 
 class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy does not read torchtnt's types
@@ -104,19 +107,10 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
     _PACKAGE, _INTERNALS = PACKAGE, HOST
     _run: HostedRun | None = None
 
-    def __init__(
-        self,
-        callbacks: CallbackManager | Callback | Iterable[Callback] | None,
-        *,
-        strict: bool,
-        metrics: tuple[str, ...],
-        resume: str | None,
-        settings: Mapping[str, Any],
-    ) -> None:
-        super().__init__(callbacks, strict=strict)
+    def __init__(self, callbacks: Callbacks, *, metrics: tuple[str, ...], resume: str | None, **options: Any) -> None:
+        super().__init__(callbacks, **options)
         self._metrics = metrics
         self._resume_path = resume
-        self._settings = settings
         self._restored: dict[str, Any] | None = None
         self._steps_fired = 0  # torchtnt's count of steps at the last step's end; saved with the callbacks' states
 
@@ -132,14 +126,12 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         is_training = state.train_state is not None
         optimizer = one_of_unit(unit.tracked_optimizers(), "optimizer") if is_training else None
         scheduler = one_of_unit(unit.tracked_lr_schedulers(), "lr_scheduler") if is_training else None
-        inside = module.module if type(module).__name__ == "DistributedDataParallel" else module
-        self._scaler = getattr(unit, "grad_scaler", None)
         self._accumulate = getattr(unit, "gradient_accumulation_steps", 1)
         self._accumulates = self._accumulate > 1  # whether a step has several batches
         me = weakref.ref(self)
         self._run = run = HostedRun(
             self.manager,
-            model=inside,
+            model=without_ddp(module),
             optimizer=optimizer,
             scheduler=scheduler,
             host="torchtnt",
@@ -147,7 +139,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             max_duration=duration_of(state, self._accumulate),
             evaluates=(lambda: me()._evaluate(state, unit)) if state.entry_point is EntryPoint.FIT else None,  # type: ignore[union-attr]
             able=("stop", "save") if is_training else (),
-            **self._settings,
+            **self._run_options,
         )
         if state.eval_state is not None:
             run.state.evaluators = (EVALUATED,)
@@ -156,22 +148,17 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         run.parts = {f"unit_{name}": part for name, part in unit.app_state().items() if id(part) not in known} | {
             "place": self._place
         }
-        self._watch = watch = BackwardWatch(run.driver, run.ctx, self._scaler)
-        self._model_hooks = ForwardHooks(run.driver, run.ctx, module)
+        self._training = training = TrainingHooks(run, module, optimizer, getattr(unit, "grad_scaler", None))
+        self._has_optimizer = optimizer is not None
         if state.entry_point is EntryPoint.PREDICT:
             self._eval_hooks = ForwardHooks(run.driver, run.ctx, module, "predict")
         else:
             self._eval_hooks = ForwardHooks(run.eval.driver, run.eval.ctx, module, "eval")
-        hooks: list[Any] = [watch, self._model_hooks, self._eval_hooks, Fetches(unit, self._fetchers())]
-        self._optimizer_hooks = OptimizerHooks(run.driver, optimizer, watch=watch) if optimizer is not None else None
-        if self._optimizer_hooks is not None:
-            hooks.append(self._optimizer_hooks)
-        run.losses = watch.reader
+        hooks = [training, self._eval_hooks, Fetches(unit, self._fetchers())]
         self._waiting = ""  # "step" or "epoch" if requests after its end are to be carried out only after torchtnt's evaluation
         self._is_exhausted = self._fires_eval = False
         self._losses = MeanLosses()
         self._batch: Any = None
-        self._listens_to_forward = True
         self._progress: Any = getattr(unit, "train_progress", None)  # stored, because reading an attribute of a unit is slow
         self._evaluates_every = state.eval_state.evaluate_every_n_steps if state.eval_state is not None else None
         self._begin_run(run, hooks, NOT_FIRED, resume=self._resume_path if self._restored is None else None)
@@ -245,11 +232,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         is_started = not driver.parts["train_step"].is_open
         if is_started:
             if driver.listen():
-                self._listens_to_forward = driver.listens_to("forward")
-                self._model_hooks.listen(self._listens_to_forward)
-                self._watch.listen(driver.is_loss_read)
-                if self._optimizer_hooks is not None:
-                    self._optimizer_hooks.listen(driver.is_read)
+                self._training.listen()
             is_started = not driver.parts["fetch"].has_no_listeners
             if is_started:
                 driver.start("fetch")
@@ -282,7 +265,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         if run is None:
             return
         try:
-            driver, ctx, watch = run.driver, run.ctx, self._watch
+            driver, ctx, training = run.driver, run.ctx, self._training
             try:
                 counted = counts_of(ctx.batch)
             except FieldNotAvailable:  # torchtnt has reported the start of the same batch twice
@@ -292,11 +275,10 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             else:
                 driver.start_step()
                 run.counted = counted
-                watch.total = None
-                if self._optimizer_hooks is not None:
-                    self._optimizer_hooks.has_stepped = False
-            watch.is_on = True
-            if self._listens_to_forward:
+                training.backward.total = None
+                training.optimizer.has_stepped = not self._has_optimizer
+            training.backward.is_on = True
+            if training.listens_to_microbatch:
                 ctx.microbatch = ctx.batch
                 driver.start("microbatch")
         except Exception as error:
@@ -308,16 +290,16 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         if run is None:
             return
         try:
-            self._watch.is_on = False
-            progress, hooks = self._progress, self._optimizer_hooks
+            progress, training = self._progress, self._training
+            training.backward.is_on = False
             self._steps_fired = steps = progress.num_steps_completed
-            if hooks is not None and not hooks.has_stepped:
-                would = self._scaler is not None and progress.num_steps_completed_in_epoch % self._accumulate == 0
+            if not training.optimizer.has_stepped:
+                would = training.is_scaled and progress.num_steps_completed_in_epoch % self._accumulate == 0
                 if not would:
                     self._accumulates |= run.driver.parts["train_step"].is_open
                     run.driver.end("microbatch")
                     return
-            run.step_skipped = hooks is not None and not hooks.has_stepped
+            run.step_skipped = not training.optimizer.has_stepped
             every = self._evaluates_every
             if every and steps % every == 0:
                 run.driver.end_step()
@@ -330,10 +312,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
     def _end_step(self, run: HostedRun, state: State) -> None:
         run.end_step()
         if not self._is_checked:
-            # A loss scaler skips the first optimizer steps while its scale is too large, so a missing step is no error then.
-            if self._scaler is not None:
-                run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
-            self._check_first_step(run)
+            self._check_first_step(run, may_skip_step=self._training.is_scaled)
         if run.control.pending or run.boundaries.is_preempted:
             self._stop_if_asked(run, state)
 

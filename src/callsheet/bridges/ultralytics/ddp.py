@@ -51,7 +51,7 @@ def _sending(given: Callable[[Any], tuple[list[str], str]]) -> Callable[[Any], t
         if host is None:
             return given(trainer)
         payload = pack(_callbacks_of(host), allow_pickle=host.allow_pickle, extra={
-            "settings": dict(host.settings), "strict": host._strict, "only_observes": host.only_observes,
+            "settings": dict(host._run_options), "strict": host._strict, "only_observes": host.only_observes,
         })  # fmt: skip
         with contextlib.ExitStack() as undo:
             variables = undo.enter_context(payload.post())

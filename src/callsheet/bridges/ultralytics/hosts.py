@@ -13,10 +13,12 @@ from typing import Any, Self
 from torch import Tensor
 
 from callsheet.bridges.count_check import Counts
-from callsheet.bridges.host_base import HostBase, in_a_run, observing
+from callsheet.bridges.host_base import Callbacks, HostBase, in_a_run, observing
 from callsheet.bridges.host_states import STATE, read_states, resume_without_states, write_states
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.bridges.torch_hooks import BackwardWatch, ForwardHooks, OptimizerHooks
+from callsheet.bridges.loop_arguments import without_ddp
+from callsheet.bridges.torch_hooks import ForwardHooks
+from callsheet.bridges.training_hooks import TrainingHooks
 from callsheet.bridges.ultralytics import ddp
 from callsheet.bridges.ultralytics.events import HANDLED, NOT_FIRED
 from callsheet.bridges.ultralytics.internals import HOST, PACKAGE
@@ -57,9 +59,7 @@ class _AfterEpoch:
 _OF_A_RUN = (
     "_trainer",
     "_outer_error",
-    "_watch",
-    "_model_hooks",
-    "_optimizer_hooks",
+    "_training",
     "_eval_hooks",
     "_hooks",
     "_from_last_epoch",
@@ -101,11 +101,16 @@ def host(
         NotSupported: a callback cannot work in this loop, see `strict`. Raised when training begins or after the first step.
     """
     check_folder("runs_folder", runs_folder)
-    settings = {
-        "log_interval": str(log_interval) if isinstance(log_interval, Time) else log_interval, "run_name": run_name,
-        "runs_folder": os.fspath(runs_folder), "timeout_seconds": timeout_seconds, "lock_timeout_seconds": lock_timeout_seconds,
-    }  # fmt: skip
-    return UltralyticsHost(callbacks, settings, allow_pickle=allow_pickle, strict=strict)
+    return UltralyticsHost(
+        callbacks,
+        strict=strict,
+        allow_pickle=allow_pickle,
+        log_interval=str(log_interval) if isinstance(log_interval, Time) else log_interval,
+        run_name=run_name,
+        runs_folder=os.fspath(runs_folder),
+        timeout_seconds=timeout_seconds,
+        lock_timeout_seconds=lock_timeout_seconds,
+    )
 
 
 class UltralyticsHost(HostBase):
@@ -117,17 +122,8 @@ class UltralyticsHost(HostBase):
     _PACKAGE, _INTERNALS = PACKAGE, HOST
     _run: HostedRun | None = None
 
-    def __init__(
-        self,
-        callbacks: CallbackManager | Callback | Iterable[Callback] | None,
-        settings: Mapping[str, Any],
-        *,
-        allow_pickle: bool,
-        strict: bool,
-    ) -> None:
-        super().__init__(callbacks, strict=strict)
-        self.settings = settings
-        """The arguments of `host` that are those of `HostedRun` too, as plain data."""
+    def __init__(self, callbacks: Callbacks, *, allow_pickle: bool, **options: Any) -> None:
+        super().__init__(callbacks, **options)
         self.allow_pickle = allow_pickle
         """Whether callbacks may be sent to DDP workers as pickles."""
         self._is_attached = False
@@ -168,7 +164,7 @@ class UltralyticsHost(HostBase):
         model = trainer.model
         self._run = run = HostedRun(
             self.manager,
-            model=model.module if type(model).__name__ == "DistributedDataParallel" else model,
+            model=without_ddp(model),
             optimizer=trainer.optimizer,
             scheduler=trainer.scheduler,
             host="Ultralytics",
@@ -177,17 +173,14 @@ class UltralyticsHost(HostBase):
             device=trainer.device,
             able=("stop", "save"),
             saves=self._request_save,
-            **self.settings,
+            **self._run_options,
         )
         run.control.hints = {"evaluate": "Ultralytics validates after each epoch", "save": "Ultralytics saves after each epoch"}
         run.checkpoints.loads = self._load
         run.state.evaluators = (VALIDATION,) if trainer.args.val else ()
-        self._watch = watch = BackwardWatch(run.driver, run.ctx, trainer.scaler)
-        run.losses = watch.reader
-        self._model_hooks = ForwardHooks(run.driver, run.ctx, model)
-        self._optimizer_hooks = OptimizerHooks(run.driver, trainer.optimizer, watch=watch)
+        self._training = TrainingHooks(run, model, trainer.optimizer, trainer.scaler)
         self._eval_hooks: ForwardHooks | None = None  # set only while Ultralytics validates
-        hooks: list[Any] = [watch, self._model_hooks, self._optimizer_hooks]
+        hooks: list[Any] = [self._training]
         around: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
             (trainer, "preprocess_batch", self._preprocess),
             (trainer, "validate", self._validate),
@@ -199,7 +192,6 @@ class UltralyticsHost(HostBase):
             hooks.append(wrapped := WrappedMethods(owner))
             wrapped.wrap(name, method)
         self._begin_epoch_counts(0)
-        self._listens_to_forward = True
         self._is_batch_due = False  # whether the next call of `preprocess_batch` gets a batch of the training loop
         self._has_unscaled = False  # whether the loop has unscaled the gradients, as it does just before the optimizer's step
         # The loss and samples of those batches of the last epoch that came after its last optimizer step. They count for the next
@@ -255,7 +247,7 @@ class UltralyticsHost(HostBase):
         if is_open and not is_repeated:  # the previous epoch is still open, because Ultralytics has not reported its end
             self._close_epoch(run, trainer)
         elif is_open:  # if memory runs out, Ultralytics begins the same epoch again with smaller batches
-            self._watch.is_on = False
+            self._training.backward.is_on = False
             run.drop_step()
             self._from_last_epoch = None, (0, 0)
             run.close_epoch(is_whole=False)
@@ -280,14 +272,14 @@ class UltralyticsHost(HostBase):
         self._close_epoch(run, trainer)
 
     def _close_epoch(self, run: HostedRun, trainer: Any) -> None:
-        self._watch.is_on = False
+        self._training.backward.is_on = False
         # If the last step is still open after the optimizer's step, Ultralytics' time limit has ended the epoch.
-        if self._optimizer_hooks.has_stepped and run.driver.is_open("train_step"):
+        if self._training.optimizer.has_stepped and run.driver.is_open("train_step"):
             self._batches += 1
             self._end_step(run, trainer)
         elif run.driver.is_open("train_step"):
             # The optimizer has not stepped on the last batches. Their gradients count for its first step in the next epoch.
-            self._from_last_epoch = self._watch.total, run.counted
+            self._from_last_epoch = self._training.backward.total, run.counted
             run.drop_step()
         after = self._after_epoch
         after.is_waiting, after.is_whole = True, self._batches >= self._epoch_length or not trainer.stop
@@ -325,10 +317,7 @@ class UltralyticsHost(HostBase):
         if driver.parts["train_step"].is_open:
             return
         if driver.listen():
-            self._listens_to_forward = driver.listens_to("forward")
-            self._model_hooks.listen(self._listens_to_forward)
-            self._optimizer_hooks.listen(driver.is_read)
-            self._watch.listen(driver.is_loss_read)
+            self._training.listen()
         if not driver.parts["fetch"].has_no_listeners:
             driver.start("fetch")
             run.ctx.batch = None
@@ -348,7 +337,7 @@ class UltralyticsHost(HostBase):
             self._leave(error)
         batch = preprocess(batch)
         try:
-            if self._listens_to_forward and self._run is run:
+            if self._run is run and self._training.listens_to_microbatch:
                 run.driver.end("microbatch")
                 run.ctx.microbatch = batch
                 run.driver.start("microbatch")
@@ -360,17 +349,17 @@ class UltralyticsHost(HostBase):
 
     def _begin_batch(self, run: HostedRun, batch: Any) -> Any:
         """Start the step with its first batch, or add a batch to it. Return the batch, which a callback may have replaced."""
-        driver, ctx, watch = run.driver, run.ctx, self._watch
+        driver, ctx, training = run.driver, run.ctx, self._training
         ctx.batch = batch
         if not driver.parts["train_step"].is_open:
             driver.end("fetch")
             batch = ctx.batch
             driver.start_step()
-            watch.total, run.counted = self._from_last_epoch
+            training.backward.total, run.counted = self._from_last_epoch
             self._from_last_epoch = None, (0, 0)
-            self._optimizer_hooks.has_stepped = self._has_unscaled = False
+            training.optimizer.has_stepped = self._has_unscaled = False
         run.counted = run.counted[0] + len(batch["img"]), 0
-        watch.is_on = True
+        training.backward.is_on = True
         return batch
 
     def _unscale(self, unscale: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -391,9 +380,9 @@ class UltralyticsHost(HostBase):
         if run is None:
             return
         try:
-            self._watch.is_on = False
+            self._training.backward.is_on = False
             self._batches += 1
-            if not (self._optimizer_hooks.has_stepped or self._has_unscaled):
+            if not (self._training.optimizer.has_stepped or self._has_unscaled):
                 run.driver.end("microbatch")
                 return
             self._end_step(run, trainer)
@@ -403,17 +392,14 @@ class UltralyticsHost(HostBase):
             self._leave(error)
 
     def _end_step(self, run: HostedRun, trainer: Any) -> None:
-        run.step_skipped = not self._optimizer_hooks.has_stepped
+        run.step_skipped = not self._training.optimizer.has_stepped
         losses = trainer.loss_items
         if isinstance(losses, Tensor) and losses.ndim:  # older releases keep the names apart
             losses = dict(zip(trainer.loss_names, losses, strict=True)) if len(losses) == len(trainer.loss_names) else {}
         run.other_losses = {name: each for name, each in losses.items() if name != "loss"} if isinstance(losses, Mapping) else {}
         run.end_step()
         if not self._is_checked:
-            # A loss scaler skips the first optimizer steps while its scale is too large, so a missing step is no error then.
-            if trainer.scaler.is_enabled():
-                run.driver.synthesized -= {"clip_gradients", "optimizer_step"}
-            self._check_first_step(run)
+            self._check_first_step(run, may_skip_step=trainer.scaler.is_enabled())
         if run.control.pending:
             self._stop_if_asked(run, trainer)
 

@@ -15,9 +15,10 @@ with needed_by(__name__):
     from callsheet.bridges.composer.time import Time, Timestamp, TimeUnit
     from callsheet.compat.composer import core as _core
     from callsheet.compat.composer.data import DataSpec
+    from callsheet.compat.composer.evaluators import Evaluator
     from callsheet.compat.composer.models import ComposerModel
     from callsheet.compat.composer.submodules import offer_nothing
-    from callsheet.compat.composer.trainer import Evaluator, Trainer
+    from callsheet.compat.composer.trainer import Trainer
 
 __all__ = [
     "Callback",

@@ -11,9 +11,9 @@ from callsheet.bridges.composer.names import Callback, Event
 from callsheet.bridges.composer.state import State
 from callsheet.bridges.composer.time import Time, Timestamp, TimeUnit
 from callsheet.compat.composer.data import DataSpec
+from callsheet.compat.composer.evaluators import Evaluator
 from callsheet.compat.composer.precision import Precision
 from callsheet.compat.composer.submodules import offer
-from callsheet.compat.composer.trainer import Evaluator
 from callsheet.compat.not_offered import not_offered
 
 __all__ = ["Callback", "DataSpec", "Evaluator", "Event", "Precision", "State", "Time", "TimeUnit", "Timestamp"]

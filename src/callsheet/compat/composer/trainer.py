@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,103 +19,16 @@ from callsheet.bridges.composer.run import ComposerRun, Kinds
 from callsheet.bridges.composer.state import Logger, State
 from callsheet.bridges.composer.time import Time
 from callsheet.callbacks import CheckpointSaver, LoadCheckpoint
-from callsheet.compat.composer.data import is_loader, loader_of
+from callsheet.compat.composer.arguments import interval_of, microbatch_size_of, one, precision_of, several
+from callsheet.compat.composer.data import loader_of
+from callsheet.compat.composer.evaluators import evaluators_of
 from callsheet.compat.composer.models import EpochScheduler, ModelTask, StepsSchedulers, TrainMetrics
-from callsheet.compat.composer.rejections import reject
+from callsheet.compat.composer.rejections import reject_all, reject_others
 from callsheet.compat.composer.submodules import offer
 from callsheet.core.callback import Callback
-from callsheet.errors import ConfigError, NotSupported
 from callsheet.loggers import ConsoleLogger, ProgressBarLogger
-from callsheet.trainer.precision import PrecisionName
 
 logger = logging.getLogger("callsheet")
-
-_PRECISIONS: dict[Any, PrecisionName] = {"fp32": "fp32", "amp_bf16": "bf16", "amp_fp16": "fp16"}
-
-_DEFAULTS: Mapping[str, Any] = {
-    "train_dataloader_label": "train",
-    "spin_dataloaders": True,
-    "algorithms": None,
-    "algorithm_passes": None,
-    "scale_schedule_ratio": 1.0,
-    "log_traces": False,
-    "auto_log_hparams": False,
-    "load_object_store": None,
-    "load_ignore_keys": None,
-    "load_exclude_algorithms": None,
-    "load_progress_bar": True,
-    "save_filename": "ep{epoch}-ba{batch}-rank{rank}.pt",
-    "save_latest_filename": "latest-rank{rank}.pt",
-    "save_overwrite": False,
-    "save_weights_only": False,
-    "save_ignore_keys": None,
-    "save_metrics": False,
-    "parallelism_config": None,
-    "precision_config": None,
-    "accumulate_train_batch_on_tokens": False,
-    "deterministic_mode": False,
-    "ddp_sync_strategy": None,
-    "profiler": None,
-    "python_log_level": None,
-    "console_stream": "stderr",
-}
-"""Arguments of Composer's Trainer that are not supported, with their defaults. Any other value is rejected."""
-
-_NAMES = "a checkpoint is a folder in save_folder that callsheet names; give the folder to load_path, or use autoresume=True"
-_EXPORT = (
-    "a checkpoint holds all that a resume needs; save the weights at the end with safetensors or torch.save(model.state_dict())"
-)
-_INSTEAD = {
-    "save_filename": _NAMES,
-    "save_latest_filename": _NAMES,
-    "save_overwrite": "nothing is overwritten; give another run_name, or autoresume=True to continue the run",
-    "save_weights_only": _EXPORT,
-    "save_ignore_keys": "leave keys out when loading, with the callback LoadCheckpoint(ignore_keys=...)",
-    "load_ignore_keys": "use the callback LoadCheckpoint(load_path, ignore_keys=...)",
-    "load_object_store": "give load_path as a path or a URL such as 's3://...'",
-    "parallelism_config": "use callsheet.Trainer(parallel=...)",
-    "precision_config": "give precision='amp_bf16' or 'amp_fp16'",
-    "profiler": "use callsheet.callbacks.TorchProfiler",
-    "deterministic_mode": "call torch.use_deterministic_algorithms(True)",
-    "python_log_level": "call logging.getLogger('callsheet').setLevel(...)",
-    "console_stream": "give ConsoleLogger(stream=...) among the loggers",
-}
-
-
-class Evaluator:
-    """One dataset for evaluation, with its own label and interval.
-
-    Args:
-        label: the name of the dataset, which its metrics have too.
-        dataloader: an iterable of batches, or a `DataSpec`.
-        metric_names: must be None: all of the model's metrics are computed.
-        subset_num_batches: how many batches are used; None: the Trainer's `eval_subset_num_batches`.
-        eval_interval: how often to evaluate; None: the Trainer's `eval_interval`.
-        device_eval_microbatch_size: must be None.
-
-    Raises:
-        NotSupported: an argument is given that must be None.
-    """
-
-    def __init__(
-        self,
-        *,
-        label: str,
-        dataloader: Any,
-        metric_names: Sequence[str] | None = None,
-        subset_num_batches: int | None = None,
-        eval_interval: Any = None,
-        device_eval_microbatch_size: int | None = None,
-    ) -> None:
-        reject(
-            f"Evaluator {label!r}: Evaluator",
-            {
-                "metric_names": (metric_names, None, "all of the model's metrics are computed; leave it out"),
-                "device_eval_microbatch_size": (device_eval_microbatch_size, None, "give the dataloader smaller batches"),
-            },
-        )
-        self.label, self.dataloader = label, dataloader
-        self.subset_num_batches, self.eval_interval = subset_num_batches, eval_interval
 
 
 class Trainer:
@@ -199,48 +112,43 @@ class Trainer:
         compile_config: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
-        _reject_others(others)
+        reject_others(others)
         self._of_kind: dict[str, int] = {}
         self._shared = run = ComposerRun(Kinds.of(ComposerCallback()))
         self.state: State = run.state
         self.logger: Logger = run.logger
-        # Keep Composer's counts of samples and tokens up to date, even if the user gives no Composer callback.
-        keeper = ComposerGuest(ComposerCallback(), name="composer", phase="change", run=run)
-        own: list[Callback] = [keeper]
         if train_dataloader is not None and optimizers is None:
             logger.warning("no optimizers were given: SGD with a learning rate of 0.1, as Composer's default")
-        optimizer = _one("optimizers", optimizers) or torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = one("optimizers", optimizers) or torch.optim.SGD(model.parameters(), lr=0.1)
         scheduler = self._scheduler(schedulers, optimizer, step_schedulers_every_batch)
-        if scheduler is not None and not scheduler.every_batch:
-            own.append(StepsSchedulers(scheduler))
-        whole: Any = model  # annotated as Any, because a ComposerModel has more methods than a Module
-        train_metrics = whole.get_metrics(is_train=True) if hasattr(model, "get_metrics") else {}
-        if train_metrics:
-            own.append(measuring := TrainMetrics(model, train_metrics))
-            run.train_metrics = measuring.metrics
-        own += [self._ours(each) for each in _several(callbacks)]
+        own: list[Callback] = [
+            # Keep Composer's counts of samples and tokens up to date, even if the user gives no Composer callback.
+            ComposerGuest(ComposerCallback(), name="composer", phase="change", run=run),
+            *([StepsSchedulers(scheduler)] if scheduler is not None and not scheduler.every_batch else []),
+            *self._measured_in_training(model),
+            *map(self._ours, several(callbacks)),
+        ]
         if save_folder is not None:
             keep = None if save_num_checkpoints_to_keep < 0 else save_num_checkpoints_to_keep
-            own.append(CheckpointSaver(save_interval=_interval("save_interval", save_interval), keep=keep))
+            own.append(CheckpointSaver(save_interval=interval_of("save_interval", save_interval), keep=keep))
         if load_path is not None and load_weights_only:
             own.append(LoadCheckpoint(path=load_path, strict=load_strict_model_weights))
-        all_loggers = [self._ours(each) for each in _several(loggers)]
+        all_loggers = [self._ours(each) for each in several(loggers)]
         if log_to_console:
-            all_loggers.append(ConsoleLogger(stream="stderr", interval=_interval("console_log_interval", console_log_interval)))
+            all_loggers.append(ConsoleLogger(stream="stderr", interval=interval_of("console_log_interval", console_log_interval)))
         elif progress_bar:
             all_loggers.append(ProgressBarLogger())
-        self._evaluators = self._named(eval_dataloader, eval_subset_num_batches)
         self._trainer = callsheet_trainer.Trainer(
             model,
             ModelTask(model),
             loader_of(train_dataloader, train_subset_num_batches),
-            self._evaluators or None,
+            evaluators_of(eval_dataloader, eval_subset_num_batches) or None,
             optimizer=optimizer,
             scheduler=scheduler,
-            max_duration=_interval("max_duration", max_duration) if max_duration is not None else "1ep",
-            microbatch_size=_microbatch_size(device_train_microbatch_size),
-            precision=_precision(precision),
-            eval_interval=None if eval_interval == 0 else _interval("eval_interval", eval_interval),
+            max_duration=interval_of("max_duration", max_duration) if max_duration is not None else "1ep",
+            microbatch_size=microbatch_size_of(device_train_microbatch_size),
+            precision=precision_of(precision),
+            eval_interval=None if eval_interval == 0 else interval_of("eval_interval", eval_interval),
             log_interval=1,  # Composer's loggers receive a record of every batch
             compile=dict(compile_config) if compile_config is not None else False,
             callbacks=own,
@@ -266,7 +174,7 @@ class Trainer:
         Raises:
             NotSupported: any other argument is given; pass it to the Trainer instead.
         """
-        _reject_all("fit", others)
+        reject_all("fit", others)
         longest = None
         if duration is not None:
             time = Time.from_input(duration, "ep")
@@ -280,7 +188,7 @@ class Trainer:
             eval_dataloader: what to evaluate; see the constructor. None: the data of the constructor.
             subset_num_batches: how many batches are used; -1: all.
         """
-        given = self._named(eval_dataloader, subset_num_batches) if eval_dataloader is not None else None
+        given = evaluators_of(eval_dataloader, subset_num_batches) if eval_dataloader is not None else None
         self._trainer.evaluate({name: evaluator.dataloader for name, evaluator in given.items()} if given else None)
 
     def predict(self, dataloader: Any, subset_num_batches: int = -1, *, return_outputs: bool = True) -> list[Any]:
@@ -325,15 +233,24 @@ class Trainer:
         name = kind if self._of_kind[kind] == 1 else f"{kind}-{self._of_kind[kind]}"
         return guest(given, name=name, run=None if Kinds.of(given).is_theirs else self._shared)
 
+    def _measured_in_training(self, model: Any) -> list[Callback]:
+        """Return the callback that updates the model's metrics for training, if the model has any."""
+        metrics = model.get_metrics(is_train=True) if hasattr(model, "get_metrics") else {}
+        if not metrics:
+            return []
+        measuring = TrainMetrics(model, metrics)
+        self._shared.train_metrics = measuring.metrics
+        return [measuring]
+
     def _scheduler(self, schedulers: Any, optimizer: Any, every_batch: bool | None) -> EpochScheduler | None:
-        several = _several(schedulers)
-        if not several:
+        given = several(schedulers)
+        if not given:
             return None
         if every_batch is None:  # by default, step torch's schedulers every epoch and Composer's every batch
-            every_batch = not any(isinstance(each, LRScheduler) for each in several)
+            every_batch = not any(isinstance(each, LRScheduler) for each in given)
         return EpochScheduler(
             optimizer,
-            [each if isinstance(each, LRScheduler) else self._compiled(each, optimizer) for each in several],
+            [each if isinstance(each, LRScheduler) else self._compiled(each, optimizer) for each in given],
             every_batch=every_batch,
         )
 
@@ -350,99 +267,6 @@ class Trainer:
             return scheduler(self.state, 1.0) if takes_ratio else scheduler(self.state)
 
         return LambdaLR(optimizer, factor)
-
-    def _named(self, given: Any, batches: int) -> dict[str, callsheet_trainer.Evaluator]:
-        found: dict[str, callsheet_trainer.Evaluator] = {}
-        for number, each in enumerate(_evaluators(given), 1):
-            # Number the labels, to keep every evaluator. Composer itself keeps only the last of several evaluators without a
-            # label.
-            label = "eval" if number == 1 else f"eval-{number}"
-            evaluator = each if isinstance(each, Evaluator) else Evaluator(label=label, dataloader=each)
-            if evaluator.label in found:
-                raise ConfigError(f"two evaluators are called {evaluator.label!r}; give each an Evaluator(label=...) of its own")
-            cut = evaluator.subset_num_batches if evaluator.subset_num_batches is not None else batches
-            every = evaluator.eval_interval
-            found[evaluator.label] = callsheet_trainer.Evaluator(
-                loader_of(evaluator.dataloader, cut), _interval("eval_interval", every) if every is not None else None
-            )
-        return found
-
-
-def _several(given: Any) -> list[Any]:
-    """Return the argument, which is None, one object or several, as a list."""
-    if given is None:
-        return []
-    return list(given) if isinstance(given, (list, tuple)) else [given]
-
-
-def _evaluators(given: Any) -> list[Any]:
-    """Return the argument for evaluation data as a list. It is None, a dataloader, an Evaluator, or a list of these.
-
-    A list of batches is one dataloader.
-    """
-    is_list = isinstance(given, (list, tuple)) and len(given) > 0
-    are_evaluators = [isinstance(each, Evaluator) for each in given] if is_list else []
-    if any(are_evaluators) and not all(are_evaluators):
-        kinds = ", ".join(type(each).__name__ for each in given)
-        raise ConfigError(
-            "Mixing Evaluator with other classes is not allowed, please wrap all other classes with the Evaluator class: "
-            f"Evaluator(label=..., dataloader=...). Given: {kinds}"
-        )
-    return _several(given) if is_list and all(map(is_loader, given)) else [] if given is None else [given]
-
-
-def _one(what: str, given: Any) -> Any:
-    several = _several(given)
-    if len(several) > 1:
-        raise NotSupported(f"Trainer({what}=...) takes one here, not {len(several)}")
-    return several[0] if several else None
-
-
-def _interval(what: str, given: Any) -> str:
-    """Convert an interval to callsheet's format. In Composer, a whole number means epochs."""
-    if callable(given):
-        raise NotSupported(f"Trainer({what}={given!r}) takes no function here; ask with ctx.control in a callback of callsheet's")
-    return str(Time.from_input(given, "ep"))
-
-
-def _precision(given: Any) -> PrecisionName:
-    name = str(getattr(given, "value", given or "fp32")).lower()
-    if name not in _PRECISIONS:
-        raise NotSupported(
-            f"Trainer(precision={name!r}) is not supported, unlike in Composer: give one of {', '.join(_PRECISIONS)}"
-        )
-    return _PRECISIONS[name]
-
-
-def _microbatch_size(given: Any) -> int | None:
-    if given is None or isinstance(given, int):
-        return given
-    raise NotSupported(
-        f"Trainer(device_train_microbatch_size={given!r}) is not supported, unlike in Composer: give the samples of a microbatch"
-    )
-
-
-def _reject_others(others: Mapping[str, Any]) -> None:
-    for name in others:
-        if name not in _DEFAULTS:
-            raise TypeError(f"Composer's Trainer has no argument {name!r}")
-    if others.get("algorithms"):
-        raise NotSupported("Trainer(algorithms=...) is not supported, unlike in Composer: apply them to model and data yourself")
-    reject(
-        "Trainer",
-        {
-            name: (value, _DEFAULTS[name], _INSTEAD.get(name, "leave it out"))
-            for name, value in others.items()
-            if name != "algorithms"
-        },
-    )
-
-
-def _reject_all(method: str, others: Mapping[str, Any]) -> None:
-    if others:
-        raise NotSupported(
-            f"Trainer.{method}({next(iter(others))}=...) is not supported, unlike in Composer: give it to the Trainer"
-        )
 
 
 def _to_cpu(value: Any) -> Any:

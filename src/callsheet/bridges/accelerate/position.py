@@ -1,0 +1,53 @@
+"""The position in the data of a loop with an Accelerator, whose `save_state` writes the checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from accelerate import Accelerator
+
+from callsheet.bridges.data_position import DataPosition
+from callsheet.errors import mark_as_users
+
+
+class AcceleratePosition(DataPosition):
+    """Counts how many batches of the epoch were used. The accelerator saves and loads the random states itself."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__()
+        self._accelerator = accelerator
+        self._to_skip = 0  # how many batches of the first epoch to skip after a resume
+        self._is_resumed = False
+
+    def begin(self, loader: Iterable[Any], epoch: int) -> Iterator[Any]:
+        self.is_exhausted = False
+        try:
+            return iter(self._left_of(loader, epoch))
+        except Exception as error:
+            mark_as_users(error)  # raise the error to the user, since training is impossible without data
+            raise
+
+    def begin_unobserved(self, loader: Iterable[Any], epoch: int) -> Iterator[Any]:
+        return self.begin(loader, epoch)
+
+    def _left_of(self, loader: Any, epoch: int) -> Iterable[Any]:
+        self.taken, self._to_skip = self._to_skip, 0
+        # In a new process, the dataloader counts epochs from 0, but a resumed run does not.
+        if self._is_resumed and hasattr(loader, "set_epoch"):
+            loader.set_epoch(epoch)
+        # A stateful dataloader needs no skipping, because it continues at its saved position by itself.
+        if not self.taken or self._accelerator.dataloader_config.use_stateful_dataloader:
+            return loader  # type: ignore[no-any-return]
+        left = self._accelerator.skip_first_batches(loader, self.taken)
+        if hasattr(loader, "iteration"):
+            # Before Accelerate 1.15, `left` counts epochs from 0. Without this line, it would shuffle the data as in the first
+            # epoch.
+            left.iteration = loader.iteration
+        return left  # type: ignore[no-any-return]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._to_skip, self._is_resumed = state["taken"], True

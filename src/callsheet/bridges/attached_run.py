@@ -1,0 +1,370 @@
+"""The run of a loop that iterates over `run.steps(...)`, which fires the events around each batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from signal import Signals
+from types import TracebackType
+from typing import Any, Never, Self
+
+from torch import nn
+from torch.optim import Optimizer
+
+from callsheet.bridges.data_position import DataPosition
+from callsheet.bridges.giving_up import give_up
+from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.loop_warnings import LoopWarnings
+from callsheet.bridges.support_check import SupportCheck
+from callsheet.bridges.training_hooks import TrainingHooks
+from callsheet.bridges.unobserved_loop import UnobservedLoop
+from callsheet.core.context import NO_VALUES, Context
+from callsheet.core.run_state import Outcome
+from callsheet.errors import ConfigError, RequestRejected, mark_as_users
+from callsheet.trainer.tasks import counts_of
+
+logger = logging.getLogger("callsheet")
+
+
+class AttachedRun:
+    """The run that `attach` returns. The loop iterates over `steps`, which fires the events around each batch."""
+
+    def __init__(
+        self,
+        run: HostedRun,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        gradient_accumulation_steps: int,
+        scaler: Any,
+        position: DataPosition,
+        resume: str | None,
+        strict: bool,
+    ) -> None:
+        self._run = run
+        self._observe = partial(TrainingHooks, run, model, optimizer, scaler)
+        self._hooks: Any = None  # the TrainingHooks, from the start of the `with` block
+        self._batches_per_step = gradient_accumulation_steps
+        self._resume = resume
+        self._support = SupportCheck(run.manager, run.host, strict=strict)
+        self._is_checked = False  # whether `_support` has checked the first step
+        self._position = run.parts["place"] = position
+        self._warnings = LoopWarnings(run)
+        self._epoch: int | None = None  # the epoch of the last call of `steps`
+        self._counts_epochs = False  # whether the loop iterates over `epochs()`
+        self._is_iterating = False  # whether the loop is inside `steps`
+        self._is_over = False
+        self._unobserved: UnobservedLoop | None = None  # set when an error in callsheet has ended the run
+        run.fails_by(self._give_up)
+        self._support.before_run((), run.control)
+
+    @property
+    def ctx(self) -> Context:
+        """The context that the callbacks receive."""
+        return self._run.ctx
+
+    @property
+    def is_over(self) -> bool:
+        """Whether training has reached its duration, was stopped by a callback, or is preempted.
+
+        In these cases `steps` yields no more batches.
+        """
+        return self._is_over or (self._unobserved is not None and self._unobserved.is_over)
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a signal other than Ctrl-C has preempted the run.
+
+        A checkpoint was saved if a callback or the signal requested it.
+        """
+        return self._run.lifetime.outcome is Outcome.PREEMPTED
+
+    def log(self, values: Mapping[str, Any] = NO_VALUES, *misplaced: Never, **options: Any) -> None:
+        """Log numbers for the next metrics record; see `Context.log`."""
+        if self._unobserved is None:
+            self._run.ctx.log(values, *misplaced, **options)
+
+    def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> None:
+        """Fire the start and end events of an evaluation, after the loop has carried it out.
+
+        `results` are the metrics by dataset name: `{"validation": {"loss": 1.2}}`.
+        """
+        if not isinstance(results, Mapping):
+            raise ConfigError(
+                f"evaluated({str(results)[:40]}): give the results by dataset name, such as {{'validation': {{'loss': 1.2}}}}"
+            )
+        if odd := next((name for name, found in results.items() if not isinstance(found, Mapping)), None):
+            raise ConfigError(
+                f"evaluated({{{odd!r}: ...}}): give the results by dataset name, such as {{'validation': {{'loss': 1.2}}}}"
+            )
+        if self._unobserved is not None:
+            return
+        if self._is_iterating:
+            made = self._run.made
+            for name, found in results.items():
+                made[name] = {**made.get(name, {}), **found}
+            return
+        try:
+            self._close_epoch(continues=True)
+            if self._run.eval.order.allows("E"):
+                self._is_over |= self._run.evaluated(results)
+            else:
+                self._warnings.warn_of_ignored_results()
+        except Exception as error:
+            self._give_up(error)
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the index of each epoch, from 0 to `count - 1`. A resumed run leaves out the epochs that are complete."""
+        if not hasattr(count, "__index__"):
+            raise ConfigError(f"epochs({count!r}): give the number of epochs, a whole number")
+        self._counts_epochs = True
+        state = self._run.state
+        is_resumed = self._epoch is None and state.baseline.batch > 0
+        if is_resumed and not self.is_over and state.timestamp.epoch >= count:
+            self._warnings.warn_of_complete_run(
+                f"all {count} epochs of run.epochs({count}) are done", f"run.epochs a number above {count}"
+            )
+        while not self.is_over and state.timestamp.epoch < count:
+            epoch = state.timestamp.epoch
+            yield epoch
+            if state.timestamp.epoch == epoch:
+                if self._run.ctx.step == state.baseline.batch and self._unobserved is None:
+                    raise RequestRejected(
+                        "an epoch of run.epochs() has ended without a step: take its batches from run.steps(dataloader)"
+                    )
+                return  # only an epoch that the loop has left with `break` is not counted here
+
+    def steps(self, dataloader: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches of one epoch.
+
+        The loop trains on each before it requests the next. A resumed run leaves out the batches that it has trained on.
+
+        Raises:
+            RequestRejected: this is called inside another call of `steps`, or outside the `with` block.
+        """
+        if self._hooks is None and self._unobserved is None:
+            raise RequestRejected("steps() before the run has begun: write `with callsheet.attach(...) as run:` around the loop")
+        if not self._begin_epoch():
+            return
+        run, driver, ctx, position, hooks = self._run, self._run.driver, self._run.ctx, self._position, self._hooks
+        batches: Iterator[Any] | None = None
+        group: list[Any] = []  # the batches of the current step
+        given = 0  # how many of them the loop has received
+        self._is_iterating = True
+        try:
+            if self._unobserved is None:
+                self._is_over = run.finish_undone("epoch", position)
+                if self._is_over:
+                    return
+                driver.start("epoch")
+                batches = position.begin(dataloader, run.state.timestamp.epoch)
+                self._is_over = run.finish_undone("step", position)
+            while not self._is_over and self._unobserved is None:
+                group, given = [], 0
+                self._fetch(batches, group)  # type: ignore[arg-type]
+                if not group:
+                    break
+                driver.start_step()
+                run.counted = counts_of(group[0])
+                for batch in group[1:]:
+                    samples, tokens = counts_of(batch)
+                    run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
+                hooks.optimizer.has_stepped, hooks.backward.total = False, None
+                hooks.backward.is_on, has_listeners = True, hooks.listens_to_microbatch
+                position.taken += len(group)  # counted before the loop gets the batches, since the loop may leave with `break`
+                for batch in group:
+                    ctx.batch = batch
+                    if has_listeners:
+                        ctx.microbatch = batch
+                        driver.start("microbatch")
+                        batch = ctx.microbatch
+                        given += 1
+                        yield batch
+                        driver.end("microbatch")
+                    else:
+                        given += 1
+                        yield batch
+                    if self._unobserved is not None:
+                        break  # type: ignore[unreachable]  # a hook may have called `_give_up` after an error
+                else:
+                    hooks.backward.is_on = False
+                    self._end_step()
+            self._end_epoch()
+        except Exception as error:
+            self._give_up(error)
+        finally:
+            self._is_iterating = False
+        yield from self._rest_of_epoch(dataloader, batches, group, given)
+
+    def _begin_epoch(self) -> bool:
+        """Begin the next epoch and return True, or return False if training is over."""
+        if self._is_iterating:
+            raise RequestRejected("steps() inside steps(): an epoch has to end before the next begins")
+        if self._unobserved is None:
+            try:
+                self._close_epoch(continues=True)
+            except Exception as error:
+                self._give_up(error)
+        if self._unobserved is not None:
+            self._unobserved.begin_epoch()
+        if self.is_over:
+            self._warnings.warn_of_end()
+            return False
+        state = self._run.state
+        if self._epoch is None and state.baseline.epoch and not self._counts_epochs and state.max_duration is None:
+            self._warnings.warn_of_repeated_epochs()
+        self._epoch = state.timestamp.epoch
+        return True
+
+    def _fetch(self, batches: Iterator[Any], group: list[Any]) -> None:
+        """Append the batches of a step to `group`: `gradient_accumulation_steps` of them, or fewer at the end of the epoch."""
+        driver, ctx = self._run.driver, self._run.ctx
+        if driver.listen():
+            self._hooks.listen()
+        has_listeners = not driver.parts["fetch"].has_no_listeners
+        for _ in range(self._batches_per_step):
+            if has_listeners:
+                driver.start("fetch")
+            try:
+                ctx.batch = batch = next(batches, None)
+            except Exception as error:
+                mark_as_users(error)  # raise the error to the user, since training is impossible without data
+                raise
+            if batch is not None:
+                group.append(batch)  # appended before `on_fetch_end`, so that the batch is not lost if a callback fails there
+            if has_listeners:
+                driver.end("fetch")
+                if batch is not None:
+                    group[-1] = ctx.batch
+            if batch is None:
+                self._position.is_exhausted = True
+                break
+
+    def _end_step(self) -> None:
+        run = self._run
+        run.step_skipped = not self._hooks.optimizer.has_stepped
+        self._is_over = run.end_step()
+        if not self._is_checked:
+            self._is_checked = True
+            message = self._without_step if run.step_skipped else ""
+            self._support.after_first_step(run.driver, may_skip_step=self._hooks.is_scaled, without_step=message)
+
+    @property
+    def _without_step(self) -> str:
+        """The error message if the first step has not stepped the optimizer."""
+        batches = self._batches_per_step
+        return (
+            f"the loop has not stepped the optimizer in its first {f'{batches} batches' if batches > 1 else 'batch'}; set "
+            "gradient_accumulation_steps= to the number of batches of a step, and give attach the optimizer that the loop steps"
+        )
+
+    def _end_epoch(self) -> None:
+        """End the epoch, unless an error in callsheet has ended the run. Without its last batch, it is not complete."""
+        if self._unobserved is None:
+            if is_whole := self._position.is_at_end:
+                self._position.end()
+            self._is_over |= self._run.end_epoch(is_whole=is_whole)
+
+    def _close_epoch(self, *, continues: bool) -> None:
+        """End a step and an epoch that the loop has left with `break`.
+
+        `continues` says whether training may continue after them.
+        """
+        run = self._run
+        if run.driver.is_open("train_step"):
+            self._end_step()
+        if run.driver.is_open("epoch"):
+            if continues:
+                self._position.end()  # before the epoch's end, because a checkpoint may be written there
+            self._is_over = run.end_epoch(is_whole=continues) and (continues or self._is_over)
+
+    # --- after an error in callsheet ---
+
+    def _give_up(self, error: Exception) -> None:
+        """End the run because of an error in callsheet itself, not in the user's code. Training continues without callbacks."""
+        if self._unobserved is not None:  # the run has already ended because of an earlier error
+            raise error
+        was_in_step = self._run.driver.is_open("train_step")
+        give_up(self._run, error)  # raises the error if it comes from the user's code
+        self._unobserved = UnobservedLoop(self._run, self._ends_step, self._epoch, was_in_step=was_in_step)
+        self._release()
+
+    def _ends_step(self, given: int) -> bool:
+        """Return whether the step is complete after `given` of its batches."""
+        return given >= self._batches_per_step
+
+    def _rest_of_epoch(
+        self, dataloader: Iterable[Any], batches: Iterator[Any] | None, group: list[Any], given: int
+    ) -> Iterator[Any]:
+        """If an error in callsheet has ended the run, yield the epoch's remaining batches; see `UnobservedLoop.rest_of_epoch`."""
+        if self._unobserved is not None and not self.is_over:
+            if batches is None:
+                batches = self._position.begin_unobserved(dataloader, self._run.state.timestamp.epoch)
+            yield from self._unobserved.rest_of_epoch(batches, group, given)
+
+    def _release(self) -> None:
+        self._run.signals.__exit__(None, None, None)
+        if self._hooks is not None:
+            self._hooks.remove()
+
+    # --- the `with` block ---
+
+    def __enter__(self) -> Self:
+        run = self._run
+        run.is_busy = lambda: True  # no other run of this process may use the run's folder before the `with` block ends
+        try:
+            try:
+                self._begin()
+            except Exception as error:
+                if self._resume is not None:  # if a resume was requested and fails, training must not start from the beginning
+                    raise
+                self._give_up(error)
+        except BaseException as error:
+            run.fail(error)
+            self._release()
+            raise
+        self._is_over = run.boundaries.is_over
+        if run.control.stop_requested is not None:
+            self._warnings.is_end_logged = True  # `run.begin` has already logged which callback stopped the run before the resume
+        elif run.state.is_complete and run.state.baseline.batch:
+            self._warnings.warn_of_complete_run(f"it has reached max_duration, {run.state.max_duration}", "a longer max_duration")
+        return self
+
+    def _begin(self) -> None:
+        self._run.begin(self._resume)
+        self._hooks = self._observe()
+        self._run.signals.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
+        run = self._run
+        try:
+            if error is not None:
+                run.fail(error)
+            else:
+                try:
+                    self._finish()
+                except BaseException as raised:
+                    run.fail(raised)
+                    raise
+        finally:
+            self._release()
+            self._position.release()
+        is_interrupted = self._unobserved is not None and run.signals.received is Signals.SIGINT
+        if error is None and (is_interrupted or run.lifetime.outcome is Outcome.INTERRUPTED):
+            raise KeyboardInterrupt
+
+    def _finish(self) -> None:
+        if self._unobserved is not None:
+            return
+        if self._epoch is None and not (self._is_over or self._warnings.is_end_logged):
+            logger.warning(
+                "callsheet.attach has observed no step: take the batches from run.steps(dataloader) within the `with` block"
+            )
+        try:
+            self._close_epoch(continues=False)
+            # A signal may have prevented an evaluation before the resume, and `finish` then runs it.
+            with self._position.at_checkpoint():
+                self._run.finish()
+        except Exception as error:
+            self._give_up(error)

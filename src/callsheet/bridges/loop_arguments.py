@@ -1,0 +1,73 @@
+"""Checks the model and the optimizer of a loop that the user has written, such as a hand-written loop or an Ignite engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from callsheet.errors import ConfigError
+
+
+def check_accumulation(steps: Any) -> None:
+    """Raise ConfigError if `gradient_accumulation_steps=` is not a whole number above 0."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ConfigError(f"gradient_accumulation_steps={steps!r}: give a whole number above 0")
+
+
+def check_model(model: Any) -> None:
+    """Raise ConfigError if `model` is not a `torch.nn.Module`."""
+    if isinstance(model, nn.Module):
+        return
+    if isinstance(model, type):
+        raise ConfigError(
+            f"model= is the class {model.__name__}, and not a model. Give the model that the loop trains, such as {model.__name__}(...)"
+        )
+    if isinstance(model, (list, tuple, set, Mapping)):
+        raise ConfigError(
+            f"model= is a {type(model).__name__} of {len(model)}, and callbacks observe one model with one optimizer. Give the model whose "
+            "forward and loss callbacks should see. To observe several models as one, give a torch.nn.Module whose forward calls them"
+        )
+    parts = [f"model=model.{name}" for name, value in _attributes(model) if isinstance(value, nn.Module)]
+    raise ConfigError(
+        f"model= is a {type(model).__name__}, which is not a torch.nn.Module. Give the module that the loop trains"
+        + (f": {' or '.join(parts)}" if parts else "")
+    )
+
+
+def torch_optimizer(optimizer: Any) -> Optimizer:
+    """Return the `torch.optim.Optimizer` that the loop steps: `optimizer`, or the one inside a wrapper such as fastai's OptimWrapper.
+
+    Raises:
+        ConfigError: there is no such optimizer, or several.
+    """
+    if isinstance(optimizer, type):
+        made = f"{optimizer.__name__}(model.parameters(), lr=0.1)"
+        raise ConfigError(
+            f"optimizer= is the class {optimizer.__name__}, and not an optimizer. Give the optimizer that the loop steps, such as {made}"
+        )
+    if hasattr(optimizer, "register_step_post_hook"):
+        return optimizer  # type: ignore[no-any-return]
+    if isinstance(optimizer, (list, tuple, set, Mapping)):
+        raise ConfigError(
+            f"optimizer= is a {type(optimizer).__name__} of {len(optimizer)}, and callbacks observe one model with one optimizer. Give the one "
+            "that the loop steps last: callbacks see its step"
+        )
+    inside = [value for _, value in _attributes(optimizer) if isinstance(value, Optimizer)]
+    if len(inside) == 1:
+        return inside[0]
+    raise ConfigError(
+        f"optimizer= is a {type(optimizer).__name__}, which is not a torch.optim.Optimizer, so that its steps cannot be observed. Give the "
+        "torch.optim.Optimizer that the loop steps; with fastai, train with OptimWrapper(opt=torch.optim.AdamW) and give that"
+    )
+
+
+def without_ddp(model: Any) -> Any:
+    """Return the module inside a DistributedDataParallel, which callbacks see instead of the wrapper."""
+    return getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model
+
+
+def _attributes(thing: Any) -> list[tuple[str, Any]]:
+    return list(getattr(thing, "__dict__", {}).items())
