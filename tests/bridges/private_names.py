@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -38,10 +38,11 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def own_names(trees: Iterable[ast.Module]) -> set[str]:
-    """Return the names that the files define: functions, classes, variables, arguments, slots, and attributes of `self`."""
+@cache
+def own_names(tree: ast.Module) -> frozenset[str]:
+    """Return the names that a file defines: functions, classes, variables, arguments, slots, and attributes of `self`."""
     found: set[str] = set()
-    for node in (node for tree in trees for node in ast.walk(tree)):
+    for node in ast.walk(tree):
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()):
                 found.add(name)
@@ -49,10 +50,10 @@ def own_names(trees: Iterable[ast.Module]) -> set[str]:
                 found.add(name)
             case ast.Assign(targets=[ast.Name(id="__slots__")], value=ast.Tuple(elts=slots)):
                 found.update(slot.value for slot in slots if isinstance(slot, ast.Constant) and isinstance(slot.value, str))
-    return found
+    return frozenset(found)
 
 
-def private_uses(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
+def private_uses(tree: ast.Module, own: Collection[str]) -> Iterator[tuple[int, str]]:
     """Yield the line and the name of each private name of another package: an attribute, an import, or a string that is a name.
 
     A string may be the argument of `getattr`, the name of a method to wrap, or a key.
@@ -90,10 +91,11 @@ def _no_names(node: ast.AST) -> list[ast.expr]:
     return []
 
 
-def words(trees: Iterable[ast.Module]) -> set[str]:
-    """Return all names and all strings in the files."""
+@cache
+def words(tree: ast.Module) -> frozenset[str]:
+    """Return all names and all strings in a file."""
     found: set[str] = set()
-    for node in (node for tree in trees for node in ast.walk(tree)):
+    for node in ast.walk(tree):
         match node:
             case (
                 ast.Attribute(attr=word)
@@ -103,7 +105,7 @@ def words(trees: Iterable[ast.Module]) -> set[str]:
                 | ast.alias(name=word)
             ):
                 found.update(word.split("."))
-    return found
+    return frozenset(found)
 
 
 def components(names: Iterable[str]) -> set[str]:
