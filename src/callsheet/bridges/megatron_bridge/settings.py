@@ -93,9 +93,9 @@ class Settings:
         if not self.get("train.exit_signal_handler"):
             return False
         received = getattr(self.state.signal_handler, "_signal_received", None)
-        if received is None and self.is_training:
+        if received is None:
             logger.warning(
-                "Megatron's signal handler has no _signal_received, so a run that a signal has ended is recorded as failed, not as preempted"
+                "Megatron's signal handler has no _signal_received, so a run that a signal has ended is not recorded as preempted"
             )
         return bool(received)
 
