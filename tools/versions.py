@@ -448,7 +448,8 @@ The verdicts are:
 **Versions that are not listed.** A host or guest checks which version of the framework is installed. If no version of this minor release (such as
 2.6) has the verdict **works** in the table, the host or guest logs one warning, which names the releases that work. The versions of NeMo AutoModel,
 TRL, sentence-transformers, SetFit and PEFT are not checked. A bridge also uses parts of a framework that are not public API. If the installed version
-lacks one of these parts, the host or guest raises a `NotSupported` error that names the missing part.
+lacks a part that the host or guest needs, it raises a `NotSupported` error that names the part. The file `internals.py` in the folder of each bridge
+lists these parts and those that the bridge can do without; `bridges/torch_internals.py` lists those of PyTorch.
 
 {beside}**Run the tests again.** `make versions` tests the newest minor releases of each package, writes their results to
 `benchmarks/results/versions.json` and updates this page. It skips versions that have a result, so you can interrupt it and start it again. To test

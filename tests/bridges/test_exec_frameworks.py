@@ -11,7 +11,7 @@ import pytest
 
 from callsheet.report import RunFolder
 
-_DATA = """
+DATA = """
 import hashlib, os, sys, torch
 from torch import nn
 torch.manual_seed(0)
@@ -23,7 +23,7 @@ def end(model):
         print("weights", hashlib.sha256(weights).hexdigest())
 """
 
-HUGGINGFACE = f"""{_DATA}
+HUGGINGFACE = f"""{DATA}
 from transformers import Trainer, TrainingArguments
 class Net(nn.Module):
     def __init__(self):
@@ -40,7 +40,7 @@ for number in range(int(sys.argv[1])):
 end(model)
 """
 
-LIGHTNING = f"""{_DATA}
+LIGHTNING = f"""{DATA}
 import lightning.pytorch as pl
 from torch.utils.data import DataLoader, TensorDataset
 class Module(pl.LightningModule):
@@ -62,7 +62,7 @@ end(model)
 KERAS = f"""
 import os
 os.environ["KERAS_BACKEND"] = "torch"
-{_DATA}
+{DATA}
 import keras
 keras.utils.set_random_seed(0)
 model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
@@ -72,7 +72,7 @@ for number in range(int(sys.argv[1])):
 end(model)
 """
 
-IGNITE = f"""{_DATA}
+IGNITE = f"""{DATA}
 from ignite.engine import create_supervised_trainer
 from torch.utils.data import DataLoader, TensorDataset
 model = nn.Linear(4, 1)
@@ -81,7 +81,7 @@ trainer.run(DataLoader(TensorDataset(x, y), batch_size=8), max_epochs=1)
 end(model)
 """
 
-ACCELERATE = f"""{_DATA}
+ACCELERATE = f"""{DATA}
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
 accelerator = Accelerator(cpu=True)
@@ -95,7 +95,7 @@ for inputs, targets in loader:
 end(model)
 """
 
-TORCHTNT = f"""{_DATA}
+TORCHTNT = f"""{DATA}
 from torch.utils.data import DataLoader, TensorDataset
 from torchtnt.framework.auto_unit import AutoUnit
 from torchtnt.framework.fit import fit
@@ -125,7 +125,7 @@ SCRIPTS = {
     "accelerate": ACCELERATE,
 }
 
-DDP = f"""{_DATA}
+DDP = f"""{DATA}
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset

@@ -172,6 +172,16 @@ class Ends(Callback):
         self.outcome = str(ctx.run.outcome)
 
 
+@pytest.mark.skipif(
+    version.parse(lightning.__version__) < version.parse("2.6"), reason="Lightning before 2.6 has no intervals of time"
+)
+def test_requests_for_evaluations_are_rejected_if_lightning_evaluates_at_intervals_of_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fitted(tmp_path, [host([Asks("evaluate", 3)])], val_check_interval="00:00:10:00")
+    assert "calls ctx.control.evaluate, which Lightning's Trainer does not support here" in caplog.text
+
+
 def test_lightning_carries_out_requests(tmp_path: Path) -> None:
     recorder, ends = Recorder(fields=("checkpoint",)), Ends()
     hosted = host([Asks("save", 2), Asks("evaluate", 3), Asks("stop", 8), recorder, ends])

@@ -35,6 +35,7 @@ from callsheet.core.lifecycle import EVENTS
 from callsheet.errors import NotSupported
 from callsheet.testing import Recorder, check_events, run_ranks
 
+from .hidden import hide
 from .loops.job import POINTS
 from .loops.megatron_bridge import Loop, Optimizer, configuration, interface
 
@@ -407,6 +408,20 @@ def test_a_run_that_a_signal_ends_is_reported_as_preempted(tmp_path: Path) -> No
         trained.run()
     assert ending.noted == ["preempted"]
     assert trained.saved == [1]
+
+
+def test_a_signal_handler_that_does_not_show_a_signal_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Handler:
+        _signal_received = True
+
+    hide("Handler._signal_received", Handler)
+    hosted = host([ending := Ending()])
+    trained = loop(tmp_path, hosted, train__exit_signal_handler=True)
+    trained.state.signal_handler = Handler()
+    with pytest.raises(SystemExit), hosted:
+        trained.run()
+    assert ending.noted == ["stopped"]
+    assert caplog.text.count("Megatron's signal handler has no _signal_received") == 1
 
 
 def test_a_host_serves_one_run_after_another() -> None:

@@ -16,7 +16,9 @@ from torch.optim import Optimizer
 
 from callsheet.bridges.giving_up import is_for_user
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
+from callsheet.bridges.versions import TESTED, span
 from callsheet.core.context import Context
+from callsheet.errors import NotSupported
 from callsheet.run.copies import add_hook
 
 logger = logging.getLogger("callsheet")
@@ -317,7 +319,7 @@ class OptimizerHooks(NotCopied):
                     return given
                 self._report_start()
         except Exception as error:
-            self._fail(error, self._before, optimizer._optimizer_step_pre_hooks, self._begins)
+            self._fail(error, self._before, getattr(optimizer, "_optimizer_step_pre_hooks", {}), self._begins)
         return None
 
     def _report_start(self) -> None:
@@ -353,7 +355,7 @@ class OptimizerHooks(NotCopied):
                 if self._ended is not None:
                     self._ended()
         except Exception as error:
-            self._fail(error, self._after, optimizer._optimizer_step_post_hooks, self._ends)
+            self._fail(error, self._after, getattr(optimizer, "_optimizer_step_post_hooks", {}), self._ends)
 
     def _fail(
         self, error: Exception, ours: Sequence[Hook], hooks: dict[int, Callable[..., Any]], own: Callable[..., Any]
@@ -364,7 +366,8 @@ class OptimizerHooks(NotCopied):
 
         Args:
             ours: our hooks of this kind.
-            hooks: all hooks of this kind that the optimizer has, as torch keeps them.
+            hooks: all hooks of this kind that the optimizer has, as torch keeps them. Empty if they are not known: ours then stay
+                registered, and do nothing.
             own: the function that failed.
         """
         self._kept = ours
@@ -376,7 +379,7 @@ class OptimizerHooks(NotCopied):
                     hook.remove()
             raise
         else:
-            for hook in ours:
+            for hook in ours if hooks else ():
                 _remove_after_calls(hooks, own, hook.remove)
         finally:
             self._kept = ()
@@ -484,9 +487,17 @@ class BackwardWatch:
 
     Args:
         scaler: the `torch.amp.GradScaler` that scales the loss. The reported loss is not scaled.
+
+    Raises:
+        NotSupported: the scale of the scaler cannot be read.
     """
 
     def __init__(self, driver: LifecycleDriver, ctx: Context, scaler: Any = None) -> None:
+        if scaler is not None and scaler.is_enabled() and not hasattr(scaler, "_scale"):
+            raise NotSupported(
+                f"the loss scaler {type(scaler).__module__}.{type(scaler).__qualname__} has no _scale, so callbacks would get scaled losses; "
+                f"install one of the tested versions of torch, {span(TESTED['torch'])}, or train without a loss scaler"
+            )
         self._driver = driver
         self._ctx = ctx
         self._scaler = scaler

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 
 from torch import nn
 
@@ -39,7 +40,7 @@ class GradientNorm(OptimizerMonitor):
     def on_train_start(self, ctx: Context) -> None:
         """Mute the handler that logs the norm if a parameter is sharded."""
         super().on_train_start(ctx)
-        if any(hasattr(each, "placements") or hasattr(each, "_is_flat_param") for each in nn.Module.parameters(ctx.model)):
+        if any(map(_is_sharded, nn.Module.parameters(ctx.model))):
             ctx.mute(self, "on_forward_backward_end")
 
     def on_forward_backward_end(self, ctx: Context) -> None:
@@ -54,6 +55,12 @@ class GradientNorm(OptimizerMonitor):
         if self._pace.steps < self._interval:
             self._interval = self._pace.steps
             ctx.unmute(self, "on_forward_backward_end")
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    """Return whether this rank has only a part of the parameter, which is a DTensor or the flat parameter of the first FSDP."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # if the script has not imported it, no parameter is flat
+    return hasattr(parameter, "placements") or (fsdp is not None and isinstance(parameter, fsdp.FlatParameter))
 
 
 class LossCheck(Callback):

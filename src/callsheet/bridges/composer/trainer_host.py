@@ -372,7 +372,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all hosts in the Trainer, because Composer saves only the last host's `state_dict`."""
-        return {} if self.only_observes else {"hosts": [each._own_state() for each in self._hosts]}
+        return {} if self.only_observes else {"hosts": [host._own_state() for host in self._hosts]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Store the callbacks' states. They are restored when the run begins, after Composer has loaded everything else."""

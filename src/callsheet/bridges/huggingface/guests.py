@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, trainer_utils
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import SaveStrategy, speed_metrics
+from transformers.trainer_utils import SaveStrategy
 
 from callsheet.bridges.guest_base import Guest, logger
 from callsheet.bridges.huggingface.arguments import Arguments
@@ -384,7 +384,7 @@ class HuggingFaceGuest(Guest):
         self._check_logged()
         steps = self.state.global_step - self._began_at
         samples = ctx.state.timestamp.sample - ctx.state.baseline.sample
-        logs = speed_metrics("train", self._began, num_samples=samples, num_steps=steps)
+        logs = trainer_utils.speed_metrics("train", self._began, num_samples=samples, num_steps=steps)
         self._log(ctx, {**logs, "train_loss": self._loss_sum / max(steps, 0.001)})
         self._is_training = False
 

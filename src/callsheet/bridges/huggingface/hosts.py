@@ -523,16 +523,16 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         resume_without_states(run, state.global_step, int(state.epoch or 0))
 
 
-def _run_of(host: weakref.ref[HuggingFaceHost]) -> HostedRun | None:
-    found = host()
-    return None if found is None else found._run
+def _run_of(reference: weakref.ref[HuggingFaceHost]) -> HostedRun | None:
+    host = reference()
+    return None if host is None else host._run
 
 
-def _begin_engine_step(host: weakref.ref[HuggingFaceHost]) -> None:
+def _begin_engine_step(reference: weakref.ref[HuggingFaceHost]) -> None:
     """Fire the start of the optimizer's step, because DeepSpeed's engine is about to step."""
-    found, run = host(), _run_of(host)
-    if found is not None and run is not None and (found._listens_to_optimizer or run.driver.is_read):
-        found._guarded(run, found._begin_optimizer_step)
+    host, run = reference(), _run_of(reference)
+    if host is not None and run is not None and (host._listens_to_optimizer or run.driver.is_read):
+        host._guarded(run, host._begin_optimizer_step)
 
 
 def _dataset(prefix: str | None) -> str:

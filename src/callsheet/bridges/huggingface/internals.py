@@ -11,4 +11,15 @@ HOST = (
 GUEST = (
     *("transformers.TrainerControl._new_training", "transformers.TrainerControl._new_step"),
     *("transformers.TrainerControl._new_epoch", "transformers.TrainerState.compute_steps"),
+    "transformers.trainer_utils.speed_metrics",
 )
+
+WITHOUT = {
+    "transformers.Trainer._inner_training_loop": (
+        "a warning is logged, and an error that ends training may be recorded late and without its reason"
+    )
+}
+"""For a part that the host can do without: what happens without it."""
+
+EXEC = {"transformers.Trainer.callback_handler": "an error is logged, and the training is not observed"}
+"""The part that only `callsheet exec` uses."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from inspect import ismethod
+from inspect import ismethod, unwrap
 from typing import Any
 from weakref import ReferenceType
 
@@ -163,8 +163,7 @@ class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's 
         found: dict[int, Any] = {}
         for registered in self._event_handlers.values():
             for handler, _, _ in registered:
-                # Ignite has wrapped the handler of an event with a filter, such as `every=10`.
-                handler = handler._parent() if hasattr(handler, "_parent") else handler
+                handler = _unwrapped(handler)
                 owner = getattr(handler, "__self__", handler)
                 found.setdefault(id(owner), owner)
         return list(found.values())
@@ -215,6 +214,11 @@ def reject_handler(handler: Any) -> None:
 
 def label_of_handler(handler: Any) -> str:
     """Return a handler's name for messages: the function's name, or the class name of an object."""
-    handler = handler._parent() if hasattr(handler, "_parent") else handler
+    handler = _unwrapped(handler)
     owner = handler.__self__ if ismethod(handler) else handler
     return getattr(owner, "__qualname__", None) or type(owner).__name__
+
+
+def _unwrapped(handler: Any) -> Any:
+    """Return the handler inside the function by which Ignite replaces the handler of an event with a filter, such as `every=10`."""
+    return unwrap(handler, stop=ismethod)

@@ -7,3 +7,6 @@ HOST = (
     *("keras.Model._initial_epoch", "keras.optimizers.Optimizer.apply"),
 )
 """The host wraps the functions, and sets the epoch at which a resumed run continues."""
+
+EXEC = {"keras.src.backend.torch.trainer.TorchTrainer.fit": "a warning is logged, and the training is not observed"}
+"""The part that only `callsheet exec` uses."""

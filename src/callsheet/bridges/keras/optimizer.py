@@ -115,7 +115,8 @@ class _Group(MutableMapping[str, Any]):
     def __init__(self, optimizer: Any, parameters: list[Any]) -> None:
         self._optimizer = optimizer
         self._parameters = parameters
-        self._rate, self._version = 0.0, -1
+        self._rate = 0.0
+        self._version: int | None = None
 
     def __getitem__(self, name: str) -> Any:
         if name == "params":
@@ -125,9 +126,9 @@ class _Group(MutableMapping[str, Any]):
         rate = self._optimizer.learning_rate
         if not isinstance(rate, keras.Variable):  # if the rate is not a variable, it is the value of a learning rate schedule
             return rate
-        value = rate.value
-        if value._version != self._version:  # convert the rate only if it has changed, because `float` waits for the device
-            self._rate, self._version = float(value), value._version
+        version = getattr(rate.value, "_version", None)
+        if version is None or version != self._version:  # convert only a rate that has changed: `float` waits for the device
+            self._rate, self._version = float(rate.value), version
         return self._rate
 
     def __setitem__(self, name: str, value: Any) -> None:

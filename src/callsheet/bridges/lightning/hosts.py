@@ -167,8 +167,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin a run of callsheet's callbacks, because `fit` begins to train. Lightning has already loaded its checkpoint."""
         optimizers, schedulers = trainer.optimizers, trainer.lr_scheduler_configs
-        is_timed = getattr(trainer, "_val_check_time_interval", None) is not None
-        evaluates = trainer.enable_validation and not is_timed and Cadence.is_able(trainer)
+        evaluates = trainer.enable_validation and Cadence.is_able(trainer)
         self._cadence = cadence = Cadence(trainer)
         run = self._trained = self._begin(
             trainer,

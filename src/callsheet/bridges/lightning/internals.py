@@ -1,9 +1,16 @@
-"""The attributes of Lightning that the host needs. If the installed version lacks one, the host raises `NotSupported`."""
+"""The parts of Lightning that the host needs and that are not public API. Without one in `HOST`, it raises `NotSupported`.
+
+Their names are relative to `lightning.pytorch`, or to `pytorch_lightning` if only that is installed.
+"""
 
 PACKAGE = "lightning"
 
 HOST = (
     *("loops.fit_loop._FitLoop._should_accumulate", "Trainer.fit_loop"),
+    *("loops.fit_loop._FitLoop.epoch_loop", "loops.fit_loop._FitLoop.epoch_progress"),
+    "loops.training_epoch_loop._TrainingEpochLoop.batch_progress",
     *("Trainer.enable_validation", "Trainer.lr_scheduler_configs", "Trainer.precision_plugin"),
 )
-"""They are relative to `lightning.pytorch`, or to `pytorch_lightning` if only that is installed."""
+
+WITHOUT = {"Trainer.val_check_batch": "callbacks that request an evaluation are rejected"}
+"""For a part that the host can do without: what happens without it."""

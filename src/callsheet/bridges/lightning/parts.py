@@ -186,8 +186,8 @@ class Cadence:
 
     @staticmethod
     def is_able(trainer: Any) -> bool:
-        """Return whether the Trainer has the two attributes that `ask` changes. Some versions of Lightning may lack them."""
-        return hasattr(trainer, "val_check_batch") and hasattr(trainer, "check_val_every_n_epoch")
+        """Return whether `ask` works: a Trainer that evaluates at intervals of time has no `val_check_batch`."""
+        return getattr(trainer, "val_check_batch", None) is not None
 
     def ask(self) -> None:
         """Make Lightning evaluate after the current step or the next one."""

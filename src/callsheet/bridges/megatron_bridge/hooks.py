@@ -79,9 +79,17 @@ class MegatronForwardHooks(ModelCalls):
 
     def _backward_begins(self, gradient: Tensor) -> None:
         try:
-            if self._run.driver.is_open("loss"):
-                self._run.driver.start("backward")
-                torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+            driver = self._run.driver
+            if driver.is_open("loss"):
+                driver.start("backward")
+                engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+                if engine is not None:
+                    engine.queue_callback(self._backward_ends)
+                else:
+                    driver.warn_once(
+                        "torch.autograd.Variable has no _execution_engine, so the end of a backward pass is not observed. Its events are "
+                        "fired when the next part of the step starts"
+                    )
         except Exception as error:
             self._run.driver.give_up(error)
 

@@ -90,8 +90,14 @@ class Settings:
 
     def was_preempted(self) -> bool:
         """Return whether Megatron's signal handler has received a signal."""
-        is_on = self.get("train.exit_signal_handler")
-        return bool(is_on and getattr(self.state.signal_handler, "_signal_received", False))
+        if not self.get("train.exit_signal_handler"):
+            return False
+        received = getattr(self.state.signal_handler, "_signal_received", None)
+        if received is None:
+            logger.warning(
+                "Megatron's signal handler has no _signal_received, so a run that a signal has ended is not recorded as preempted"
+            )
+        return bool(received)
 
     def _set(self, name: str, value: Any) -> None:
         self._before.setdefault(name, self.get(name))

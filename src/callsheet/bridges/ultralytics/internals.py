@@ -8,6 +8,7 @@ HOST = (
     *(f"{_TRAINER}.{name}" for name in ("preprocess_batch", "validate", "final_eval", "save_model", "train")),
     *(f"{_TRAINER}.{name}" for name in ("model", "optimizer", "scheduler", "scaler", "ema", "train_loader", "validator")),
     *(f"{_TRAINER}.{name}" for name in ("callbacks", "stop", "start_epoch", "epochs", "epoch", "last", "wdir", "ddp")),
+    *(f"{_TRAINER}.{name}" for name in ("args", "device", "best", "loss_items", "loss_names", "metrics")),
     f"{_TRAINER}._build_train_pipeline",
     f"{_VALIDATOR}.preprocess",
     *("ultralytics.engine.trainer.generate_ddp_command", "ultralytics.engine.trainer.ddp_cleanup"),
