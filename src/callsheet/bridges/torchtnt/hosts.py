@@ -254,6 +254,8 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             if is_started:
                 driver.start("fetch")
         run.ctx.batch = None
+        if self._optimizer_hooks is not None:
+            self._optimizer_hooks.has_strayed = False
         return is_started
 
     def _end_fetch(self, run: HostedRun, batch: Any, *, is_started: bool | None) -> Any:
@@ -295,6 +297,8 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
                 watch.total = None
                 if self._optimizer_hooks is not None:
                     self._optimizer_hooks.has_stepped = False
+            if watch.is_on:  # the end of the last batch was not reported, or the start of this batch was reported twice
+                run.counts.doubt()
             watch.is_on = True
             if self._listens_to_forward:
                 ctx.microbatch = ctx.batch
@@ -308,13 +312,19 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         if run is None:
             return
         try:
-            self._watch.is_on = False
-            progress, hooks = self._progress, self._optimizer_hooks
+            watch, progress, hooks = self._watch, self._progress, self._optimizer_hooks
             self._steps_fired = steps = progress.num_steps_completed
+            if not watch.is_on:  # the start of this batch was not reported, or its end was reported twice
+                run.counts.doubt()
+                if not run.driver.is_open("train_step"):
+                    return
+            watch.is_on = False
             if hooks is not None and not hooks.has_stepped:
                 would = self._scaler is not None and progress.num_steps_completed_in_epoch % self._accumulate == 0
-                if not would:
-                    self._accumulates |= run.driver.parts["train_step"].is_open
+                if hooks.has_strayed:  # the start of this batch was reported only after the optimizer's step
+                    run.counts.doubt()
+                elif not would:
+                    self._accumulates = True
                     run.driver.end("microbatch")
                     return
             run.step_skipped = hooks is not None and not hooks.has_stepped
