@@ -187,7 +187,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             saves=lambda requests: self._save(trainer),
         )
         run.evaluation.asks = cadence.ask
-        self._may_fire_save = self._is_in_batch = False
+        self._may_fire_save = self._is_in_batch = self._listens_to_microbatch = False
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._watch = watch = ClosureWatch(run.driver, run.ctx, scaler)
         run.losses = watch.reader

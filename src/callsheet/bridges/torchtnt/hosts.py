@@ -285,9 +285,13 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             return
         try:
             driver, ctx, watch = run.driver, run.ctx, self._watch
+            if watch.is_on:
+                if self._progress.num_steps_completed == self._steps_fired:
+                    return  # the start of the same batch was reported twice
+                run.counts.doubt()  # the end of the last batch was not reported
             try:
                 counted = counts_of(ctx.batch)
-            except FieldNotAvailable:  # torchtnt has reported the start of the same batch twice
+            except FieldNotAvailable:  # torchtnt has reported the start of an earlier batch again
                 return
             if driver.parts["train_step"].is_open:
                 run.counted = run.counted[0] + counted[0], run.counted[1] + counted[1]
@@ -297,8 +301,6 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
                 watch.total = None
                 if self._optimizer_hooks is not None:
                     self._optimizer_hooks.has_stepped = False
-            if watch.is_on:  # the end of the last batch was not reported, or the start of this batch was reported twice
-                run.counts.doubt()
             watch.is_on = True
             if self._listens_to_forward:
                 ctx.microbatch = ctx.batch
@@ -313,9 +315,12 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             return
         try:
             watch, progress, hooks = self._watch, self._progress, self._optimizer_hooks
+            earlier = self._steps_fired
             self._steps_fired = steps = progress.num_steps_completed
-            if not watch.is_on:  # the start of this batch was not reported, or its end was reported twice
-                run.counts.doubt()
+            if not watch.is_on:
+                if steps == earlier:
+                    return  # the end of the same batch was reported twice
+                run.counts.doubt()  # the start of this batch was not reported
                 if not run.driver.is_open("train_step"):
                     return
             watch.is_on = False
