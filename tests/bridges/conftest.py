@@ -45,7 +45,7 @@ class _Keeps(logging.Handler):
 @pytest.fixture(autouse=True)
 def _counts_are_equal(request: pytest.FixtureRequest) -> Iterator[None]:
     """Check in each test that no host logs a warning that its counts differ from the framework's, unless the test allows it."""
-    kept = _Keeps("has counted")
+    kept = _Keeps("figures per step or epoch may be wrong")
     logging.getLogger("callsheet").addHandler(kept)
     yield
     logging.getLogger("callsheet").removeHandler(kept)

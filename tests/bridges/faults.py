@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import random
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from callsheet import Callback, Context
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.testing import Recorder
+
+from .loops.job import POINTS
 
 TRAINED = ("epoch", "fetch", "train_step", "microbatch", "forward", "loss", "backward", "clip_gradients", "optimizer_step")
 EVALUATED = ("eval_all", "eval", "eval_step", "eval_forward")
@@ -74,13 +79,33 @@ class FailsInSpan(Callback):
 
 
 class Watched(Recorder):
-    """Records every event, and how many steps and epochs the run has counted at its end."""
+    """Records every event, what callsheet reports of each step, and how many steps and epochs the run has counted at its end.
+
+    A loop that trains `job` instead of `POINTS` also records the losses with which it really trains.
+    """
 
     counted = (-1, -1)
     inexact = ""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.job = replace(POINTS, loss=self._loss)
+        self.losses: list[float] = []
+        """The training loss of each microbatch, as the loop has computed it."""
+        self.steps: list[tuple[int, int, float | None, bool]] = []
+        """Each step that callsheet has reported: its number, its epoch, its loss, and whether it was skipped."""
+
+    def _loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = POINTS.loss(outputs, targets)
+        if loss.requires_grad:
+            self.losses.append(loss.item())
+        return loss
+
     def on_event(self, ctx: Context) -> None:
         super().on_event(ctx)
+        if ctx.event == "on_train_step_end":
+            loss = float(ctx.loss) if ctx.has("loss") else None
+            self.steps.append((ctx.step, ctx.epoch, loss, ctx.has("step_skipped") and ctx.step_skipped))
         if ctx.event == "on_run_end":
             self.counted, self.inexact = (ctx.state.timestamp.batch, ctx.state.timestamp.epoch), ctx.run.inexact_counts
 
@@ -94,14 +119,33 @@ def counts_held(
     is_corrected: bool = True,
     drops_steps: bool = False,
 ) -> None:
-    """Check that callsheet's counts equal the framework's, or that the difference was logged and recorded once.
+    """Check that callsheet's steps and epochs are those that were trained, or that a warning was logged and recorded once.
 
-    If `is_corrected`, the counts are equal at the end even then. With `drops_steps`, some steps have events and are not counted.
+    Up to the step that the warning names, the steps must be right even then. If `is_corrected`, the counts are equal at the end in any
+    case. With `drops_steps`, some steps have events and are not counted.
     """
-    logged = [record.message for record in caplog.records if "has counted" in record.message]
+    logged = [record.message for record in caplog.records if "figures per step or epoch may be wrong" in record.message]
     assert len(logged) == bool(recorder.inexact)
     assert all(recorder.inexact in message for message in logged)
     is_exact = recorder.counted == (steps, epochs)
     assert logged or (is_exact and (drops_steps or recorder.events.count("on_train_step_end") == steps))
     assert is_exact or not is_corrected
     assert "cannot follow" not in caplog.text
+    if recorder.losses:
+        until = re.search(r"from step (\d+) on", recorder.inexact)
+        steps_are_right(recorder, steps, epochs, int(until[1]) if until else steps + 1)
+
+
+def steps_are_right(recorder: Watched, steps: int, epochs: int, until: int) -> None:
+    """Check that callsheet has reported the steps before step `until` once, in order, in their epochs and with their losses.
+
+    If the fault hides a loss, callsheet reports none.
+    """
+    microbatches, in_epoch = len(recorder.losses) // steps, steps // epochs if epochs else steps
+    reported = [each for each in recorder.steps if each[0] < until]
+    assert [step for step, *_ in reported] == list(range(1, len(reported) + 1))
+    for step, epoch, loss, was_skipped in reported:
+        trained = recorder.losses[(step - 1) * microbatches : step * microbatches]
+        assert epoch == (step - 1) // in_epoch + 1
+        assert loss is None or loss == pytest.approx(sum(trained) / microbatches, rel=1e-5)
+        assert not was_skipped

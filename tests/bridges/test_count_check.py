@@ -65,6 +65,28 @@ def test_other_counts_are_logged_once_recorded_and_corrected(tmp_path: Path, cap
     assert problem.detail == end["inexact_counts"]
 
 
+@pytest.mark.usefixtures("counts_may_differ")
+def test_faults_that_cancel_out_in_the_counts_are_logged_and_recorded_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    counts = Counts(0, 0)
+    run = HostedRun([], model=nn.Linear(1, 1), host="The loop", run_name="run", runs_folder=tmp_path)
+    run.begin()
+    run.counts.follow(lambda: counts)
+    for done in (1, 2):
+        run.driver.start("train_step")
+        counts = Counts(done, done)
+        run.end_epoch(is_whole=True)
+    run.counts.doubt()
+    run.counts.doubt()
+    run.finish()
+    (said,) = [record.message for record in caplog.records]
+    assert said == f"{run.ctx.run.inexact_counts}. Training continues"
+    assert said.startswith(
+        "The loop has left out, repeated or reordered events; figures per step or epoch may be wrong from step 3 on"
+    )
+
+
 class Skips(lightning_loop.Module):
     """Returns no loss for one batch, which Lightning counts as a step nevertheless."""
 

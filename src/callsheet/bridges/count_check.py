@@ -26,7 +26,7 @@ class CountCheck:
 
     If the framework has not fired its events as the host expects, callsheet may have counted other steps or epochs. The first time
     that the counts differ, this logs a warning and records it in `ctx.run.inexact_counts`. Each time, callsheet's counts are set to
-    the framework's.
+    the framework's. Two faults may cancel out in the counts, so a host that notices a single one calls `doubt`.
 
     Args:
         host: the name of the framework in messages.
@@ -60,6 +60,12 @@ class CountCheck:
         """Record that an epoch was left before its end. callsheet does not count it; some frameworks do."""
         self._partial_epochs += 1
 
+    def doubt(self) -> None:
+        """Log a warning and record it in `ctx.run.inexact_counts`, because the host has noticed a missing or repeated event."""
+        if not self._ctx.run.inexact_counts:
+            self._record(f"{self._host} has left out, repeated or reordered events")
+            logger.warning("%s. Training continues", self._ctx.run.inexact_counts)
+
     def check(self, *, epochs: bool = True) -> None:
         """Compare the counts, and if they differ, set callsheet's to the framework's. With `epochs=False`, compare only steps."""
         ctx, now, counted = self._ctx, self._ctx.state.timestamp, self._counted()
@@ -72,9 +78,8 @@ class CountCheck:
             return
         if not ctx.run.inexact_counts:
             theirs, ours = (f"{steps} steps", now.batch) if steps != now.batch else (f"{done} epochs", now.epoch)
-            ctx.run.inexact_counts = (
-                f"{self._host} has counted {theirs}, and callsheet {ours}, because events were missing, repeated or in another order; "
-                f"figures per step or epoch may be wrong from step {self._last_equal_step + 1} on"
+            self._record(
+                f"{self._host} has counted {theirs}, and callsheet {ours}, because events were missing, repeated or in another order"
             )
             logger.warning("%s. callsheet continues with the count of %s. Training continues", ctx.run.inexact_counts, self._host)
         ctx.state.timestamp = now._replace(
@@ -86,3 +91,6 @@ class CountCheck:
         ctx.step, self._last_equal_step = steps, steps
         if done != now.epoch:
             ctx.epoch = done
+
+    def _record(self, what: str) -> None:
+        self._ctx.run.inexact_counts = f"{what}; figures per step or epoch may be wrong from step {self._last_equal_step + 1} on"

@@ -283,7 +283,9 @@ class OptimizerHooks(NotCopied):
         self._driver = driver
         self._step, self._clip, self._own = (driver.parts[name] for name in ("train_step", "clip_gradients", "optimizer_step"))
         self.has_stepped = False
-        """Whether the optimizer has stepped since the host last set this to False."""
+        """Whether the optimizer has stepped in a step since the host last set this to False."""
+        self.has_strayed = False
+        """Whether the optimizer has stepped outside a step since the host last set this to False."""
         self._asks = asks
         self._watch = watch
         self._ended = ended
@@ -354,6 +356,8 @@ class OptimizerHooks(NotCopied):
                     self._driver.end("optimizer_step")
                 if self._ended is not None:
                     self._ended()
+            else:
+                self.has_strayed = True
         except Exception as error:
             self._fail(error, self._after, getattr(optimizer, "_optimizer_step_post_hooks", {}), self._ends)
 
@@ -440,9 +444,9 @@ class SteppedHooks:
     def _stepped(self, *_: Any) -> None:
         run = self._run
         try:
-            if self.has_begun and run.step_skipped:
+            if run.step_skipped:
                 run.step_skipped = False
-                if self._ended is not None:
+                if self.has_begun and self._ended is not None:
                     self._ended()
                 if not self._own.has_no_listeners:
                     run.driver.end("optimizer_step")

@@ -43,8 +43,8 @@ class RunInfo:
             "ValueError: ..."; empty until the run's end.
         checkpoints: the folder or URL of the checkpoints, by default the folder `checkpoints` in `folder`.
         failures: the callbacks of this process that failed or whose lanes lost events; set at the run's end.
-        inexact_counts: empty, unless callsheet has counted other steps or epochs than the framework in whose loop it runs; then one
-            line with both counts.
+        inexact_counts: empty, unless the framework in whose loop callsheet runs has counted other steps or epochs, or has left out,
+            repeated or reordered events; then one line that says so.
     """
 
     name: str

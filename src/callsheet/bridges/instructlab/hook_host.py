@@ -40,6 +40,9 @@ logger = logging.getLogger("callsheet")
 _WITHOUT_HOOK = frozenset({"loss", "backward"})
 """Spans of a microbatch for which InstructLab has no hooks. The driver synthesizes their events between two hooks."""
 
+_OF_STEP = frozenset({"on_before_forward", "on_after_backward", "on_pre_optimizer_step", "on_optimizer_step", "on_log"})
+"""The hooks that InstructLab calls within a step, after `on_step_begin`."""
+
 
 def host_of(
     callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool, lock_timeout_seconds: float
@@ -202,10 +205,32 @@ class InstructLabHost(HostBase):
         run.begin(context)
 
     def _handle(self, method: Callable[..., None], context: TrainingContext) -> None:
+        """Call the method, unless InstructLab has called its hook too late or twice.
+
+        InstructLab's context has the numbers of the step and the epoch to which the hook belongs, so a hook that is out of order is recognized.
+        """
         run = self._run
-        if run is not None:
-            run.context = context
-            method(self, run, context)
+        if run is None:
+            return
+        if context.step < run.context.step or context.epoch < run.context.epoch:
+            run.counts.doubt()
+            return
+        run.context = context
+        is_in_step = run.driver.is_open("train_step") and run.ctx.step == context.step
+        if context.hook_name in _OF_STEP and not is_in_step:
+            run.counts.doubt()
+            if context.step <= run.state.timestamp.batch:
+                return  # the step has ended already
+            self._begin_step(run, context)
+        method(self, run, context)
+
+    def _begin_step(self, run: HookedRun, context: TrainingContext) -> None:
+        run.go_to(context)
+        self._is_between = False
+        run.began, run.loss, run.has_stepped = time.perf_counter(), None, False
+        run.listen()
+        run.driver.start_and_end("fetch")
+        run.driver.start_step()
 
     @in_a_run
     def on_epoch_begin(self, run: HookedRun, context: TrainingContext) -> None:
@@ -216,17 +241,16 @@ class InstructLabHost(HostBase):
     @in_a_run
     def on_step_begin(self, run: HookedRun, context: TrainingContext) -> None:
         """Fire the start of a step."""
-        run.go_to(context)
-        self._is_between = False
-        run.began, run.loss, run.has_stepped = time.perf_counter(), None, False
-        run.listen()
-        driver = run.driver
-        driver.start_and_end("fetch")
-        driver.start_step()
+        if context.step <= run.ctx.step:
+            run.counts.doubt()  # the step has begun already
+        else:
+            self._begin_step(run, context)
 
     @in_a_run
     def on_before_forward(self, run: HookedRun, context: TrainingContext) -> None:
         """Fire the start of a microbatch and of its forward pass."""
+        if run.driver.is_open("microbatch"):
+            run.counts.doubt()  # the end of the last microbatch was not reported
         run.driver.start("microbatch")
         run.driver.start("forward")
 
@@ -238,6 +262,8 @@ class InstructLabHost(HostBase):
     @in_a_run
     def on_pre_optimizer_step(self, run: HookedRun, context: TrainingContext) -> None:
         """Fire the start of gradient clipping: all microbatches are done, and the step's loss is known."""
+        if run.driver.is_open("microbatch"):
+            run.counts.doubt()
         if context.loss is not None and run.has_listeners():
             run.loss = torch.tensor(context.loss)
         run.driver.start("clip_gradients")
@@ -268,6 +294,9 @@ class InstructLabHost(HostBase):
         A checkpoint after an epoch's last step belongs to the epoch's boundary, so its events are fired after the epoch's end.
         """
         if not run.driver.is_open("epoch"):
+            if context.epoch + 1 < context.max_epochs:
+                run.counts.doubt()  # InstructLab saves after an epoch's end only when training is over
+                return
             run.driver.end("round")
             run.fire_checkpoint(context, "round")
         elif self._is_between:
@@ -279,6 +308,9 @@ class InstructLabHost(HostBase):
     def on_step_end(self, run: HookedRun, context: TrainingContext) -> None:
         """Record that training is between two steps. The step's events were already fired at `on_log`."""
         self._is_between = True
+        if run.driver.is_open("train_step"):
+            run.counts.doubt()  # `on_log` was not called
+            run.driver.end_step()
 
     @in_a_run
     def on_epoch_end(self, run: HookedRun, context: TrainingContext) -> None:

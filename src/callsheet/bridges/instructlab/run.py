@@ -209,7 +209,7 @@ class HookedRun(Run):
         """
         self.guard.raise_if_lost()
         ctx, now = self.ctx, self.state.timestamp
-        is_step = context.hook_name == "on_step_begin"
+        is_step = context.hook_name != "on_epoch_begin"
         if context.epoch != now.epoch or (is_step and context.step != now.batch + 1):
             self.driver.end("train_step")
             self._check(context.step - is_step, context.epoch)

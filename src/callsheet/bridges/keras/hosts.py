@@ -113,6 +113,10 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
     _PACKAGE, _INTERNALS = PACKAGE, HOST
     _STOPS_IF_PREEMPTED = True
     _run: HostedRun | None = None
+    _batch: int | None = None
+    """Keras's index of the last batch in its epoch; None before the first batch of a `fit`."""
+    _earlier_steps = 0
+    """The number of steps before the epoch of that batch, by Keras's count."""
 
     def __init__(self, callbacks: Callbacks, *, model: nn.Module | None, resume: str | None, **options: Any) -> None:
         super().__init__(callbacks, **options)
@@ -187,15 +191,24 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
         run.driver.start("round")
         if run.state.timestamp.epoch:
             self.model._initial_epoch = run.state.timestamp.epoch  # makes `fit` continue at this epoch
+        self._batch, self._earlier_steps = None, run.state.timestamp.batch - run.state.timestamp.batch_in_epoch
         me = weakref.proxy(self)
-        run.counts.follow(lambda: Counts(None, me._epochs))
+        run.counts.follow(lambda: me._counted())
         self._stop_if_asked(run)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Do nothing. The method exists because training is slower without it.
+    def _counted(self) -> Counts:
+        """Return Keras's counts of steps and epochs. Keras counts the batches of an epoch, and each batch is a step."""
+        return Counts(None if self._batch is None else self._earlier_steps + self._batch + 1, self._epochs)
 
-        If no callback overrides it, Keras calls its own callbacks in a thread, and training waits for the interpreter lock.
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Store Keras's index of the batch, because callsheet's count of steps is compared with it.
+
+        Training would be slower without this method: if no callback overrides it, Keras calls its own callbacks in a thread, and
+        training waits for the interpreter lock.
         """
+        if self._batch is not None and batch <= self._batch:  # the first batch of an epoch
+            self._earlier_steps += self._batch + 1
+        self._batch = batch
 
     @in_a_run
     def on_epoch_begin(self, run: HostedRun, epoch: int, logs: Any = None) -> None:

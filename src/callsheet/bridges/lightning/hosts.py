@@ -184,6 +184,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             saves=lambda requests: self._save(trainer),
         )
         run.evaluation.asks = cadence.ask
+        self._is_in_batch = self._listens_to_microbatch = False
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._watch = watch = ClosureWatch(run.driver, run.ctx, scaler)
         run.losses = watch.reader
@@ -255,6 +256,9 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
                 watch.total, run.step_skipped = None, True
                 self._stepped.has_begun = False
             watch.is_on, watch.before = True, watch.total
+            if self._is_in_batch:  # the end of the last batch was not reported, or the start of this batch was reported twice
+                run.counts.doubt()
+            self._is_in_batch = True
             given = ctx.batch
             if self._listens_to_microbatch:
                 if parts["microbatch"].is_open:  # end the previous microbatch, whose end Lightning has not reported
@@ -273,6 +277,8 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             return
         try:
             watch, stepped = self._watch, self._stepped
+            if not self._is_in_batch:  # the start of this batch was not reported
+                run.counts.doubt()
             # If the step has begun already, the optimizer calls its closure again, or another optimizer steps.
             if stepped.has_begun:
                 watch.keep_last()
@@ -309,6 +315,9 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             watch, stepped = self._watch, self._stepped
             if stepped.fault is not None:
                 raise stepped.fault
+            if not self._is_in_batch:  # the start of this batch was not reported, or its end was reported twice
+                run.counts.doubt()
+            self._is_in_batch = False
             watch.is_on = watch.is_in_closure = False
             if stepped.has_begun:
                 watch.keep_last()

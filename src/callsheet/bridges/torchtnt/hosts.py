@@ -237,6 +237,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             if is_started:
                 driver.start("fetch")
         run.ctx.batch = None
+        self._training.optimizer.has_strayed = False
         return is_started
 
     def _end_fetch(self, run: HostedRun, batch: Any, *, is_started: bool | None) -> Any:
@@ -266,9 +267,13 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             return
         try:
             driver, ctx, training = run.driver, run.ctx, self._training
+            if training.backward.is_on:
+                if self._progress.num_steps_completed == self._steps_fired:
+                    return  # the start of the same batch was reported twice
+                run.counts.doubt()  # the end of the last batch was not reported
             try:
                 counted = counts_of(ctx.batch)
-            except FieldNotAvailable:  # torchtnt has reported the start of the same batch twice
+            except FieldNotAvailable:  # torchtnt has reported the start of an earlier batch again
                 return
             if driver.parts["train_step"].is_open:
                 run.counted = run.counted[0] + counted[0], run.counted[1] + counted[1]
@@ -290,13 +295,21 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         if run is None:
             return
         try:
-            progress, training = self._progress, self._training
-            training.backward.is_on = False
+            progress, training, earlier = self._progress, self._training, self._steps_fired
             self._steps_fired = steps = progress.num_steps_completed
+            if not training.backward.is_on:
+                if steps == earlier:
+                    return  # the end of the same batch was reported twice
+                run.counts.doubt()  # the start of this batch was not reported
+                if not run.driver.is_open("train_step"):
+                    return
+            training.backward.is_on = False
             if not training.optimizer.has_stepped:
                 would = training.is_scaled and progress.num_steps_completed_in_epoch % self._accumulate == 0
-                if not would:
-                    self._accumulates |= run.driver.parts["train_step"].is_open
+                if training.optimizer.has_strayed:  # the start of this batch was reported only after the optimizer's step
+                    run.counts.doubt()
+                elif not would:
+                    self._accumulates = True
                     run.driver.end("microbatch")
                     return
             run.step_skipped = not training.optimizer.has_stepped
