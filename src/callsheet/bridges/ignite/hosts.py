@@ -156,6 +156,7 @@ class IgniteHost(HostBase):
         self._microbatches = 0  # how many microbatches the current step has had
         self._steps_left = 0  # how many steps were left before their last microbatch
         self._in_epoch = False
+        self._completed_iteration = -1  # the engine's number of the latest iteration whose end was reported
         self._evaluations = _Evaluations()
         # Whether on_checkpoint_due was fired after the latest step or epoch, so that a save may be reported.
         self._is_due_fired = False
@@ -338,6 +339,8 @@ class IgniteHost(HostBase):
             if run is None:
                 return
             driver, ctx, watch = run.driver, run.ctx, self._watch
+            if watch.is_on or not self._in_epoch:  # the end of the last iteration or the start of the epoch was not reported
+                run.counts.doubt()
             watch.is_on = True
             is_first = not self._microbatches
             # Ignite does not fire GET_BATCH_STARTED and GET_BATCH_COMPLETED if the process function makes its own data.
@@ -365,15 +368,24 @@ class IgniteHost(HostBase):
 
     def _iteration_completed(self, trainer: Engine) -> None:
         try:
-            run = self._run
-            if run is None or not self._microbatches:
+            run, watch, iteration = self._run, self._watch, trainer.state.iteration
+            if run is None:
                 return
-            self._watch.is_on = False
-            if trainer.state.iteration % self._iterations_per_step:
+            earlier, self._completed_iteration = self._completed_iteration, iteration
+            if not watch.is_on:
+                if iteration != earlier:  # the start of this iteration was not reported
+                    run.counts.doubt()
+                return
+            watch.is_on = False
+            if iteration % self._iterations_per_step:
                 run.driver.end("microbatch")
                 return
             self._microbatches = 0
-            run.step_skipped = not self._optimizer_hooks.has_stepped
+            if not self._optimizer_hooks.has_stepped:
+                run.step_skipped = True
+                if self._optimizer_hooks.has_strayed:  # the start of this iteration was reported only after the optimizer's step
+                    run.counts.doubt()
+            self._optimizer_hooks.has_strayed = False
             run.end_step()
             self._is_due_fired = True
             if not self._is_checked:
