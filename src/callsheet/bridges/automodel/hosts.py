@@ -130,6 +130,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
         super().__init__(callbacks, **options)
         self._requests: Any = None  # the _HostRequests, set once a run has begun
         self._is_over = True  # False only while AutoModel iterates over its steps
+        self._measured_step = -1  # the step of the latest measurements, by AutoModel's count
         self._being_written: CheckpointInfo | None = None  # the checkpoint that AutoModel is writing in the background
 
     # --- the run ---
@@ -176,7 +177,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
         self._called = CalledModel(run, watch, scheduler, model, OptimizerHooks(run.driver, optimizer, asks=False), sets)
         never = NOT_FIRED + (NOT_FIRED_FOR_SEVERAL if len(sets) > 1 else ())
         self._begin_run(run, [self._called, watch, self._called.wrap(recipe)], never)
-        self._is_over = True
+        self._is_over, self._measured_step = True, -1
         run.counts.follow(partial(_counted, weakref.proxy(self), scheduler))
         self._is_over = False
         run.driver.start("round")
@@ -232,9 +233,15 @@ class AutoModelHost(HostBase, AutoModelCallback):
         run = self._run
         if run is None:
             return
-        called = self._called
+        called, step = self._called, getattr(train_log_data, "step", None)
         called.is_inert = True
         try:
+            if step is not None:
+                if step <= self._measured_step:  # AutoModel reports the end of an earlier step again
+                    called.is_inert = False
+                    run.counts.doubt()
+                    return
+                self._measured_step = step
             self._requests.restore()
             called.end_step()
             self._take(run, {} if train_log_data is None else train_log_data.metrics)

@@ -164,6 +164,7 @@ class IgniteHost(HostBase):
         self._microbatches = 0  # how many microbatches the current step has had
         self._steps_left = 0  # how many steps were left before their last microbatch
         self._in_epoch = False
+        self._completed_iteration = -1  # the engine's number of the latest iteration whose end was reported
         self._evaluations = _Evaluations()
 
     def attach(self, trainer: Engine, *, checkpoint: Checkpoint | None = None) -> Self:
@@ -335,6 +336,9 @@ class IgniteHost(HostBase):
             if run is None:
                 return
             driver, ctx, training = run.driver, run.ctx, self._training
+            # The end of the last iteration or the start of the epoch was not reported.
+            if training.backward.is_on or not self._in_epoch:
+                run.counts.doubt()
             training.backward.is_on = True
             is_first = not self._microbatches
             # Ignite does not fire GET_BATCH_STARTED and GET_BATCH_COMPLETED if the process function makes its own data.
@@ -363,14 +367,23 @@ class IgniteHost(HostBase):
     def _iteration_completed(self, trainer: Engine) -> None:
         try:
             run = self._run
-            if run is None or not self._microbatches:
+            if run is None:
                 return
-            self._training.backward.is_on = False
-            if trainer.state.iteration % self._iterations_per_step:
+            training, iteration = self._training, trainer.state.iteration
+            earlier, self._completed_iteration = self._completed_iteration, iteration
+            if not training.backward.is_on:
+                if iteration != earlier:  # the start of this iteration was not reported
+                    run.counts.doubt()
+                return
+            training.backward.is_on = False
+            if iteration % self._iterations_per_step:
                 run.driver.end("microbatch")
                 return
             self._microbatches = 0
-            run.step_skipped = not self._training.optimizer.has_stepped
+            run.step_skipped = not training.optimizer.has_stepped
+            if run.step_skipped and training.optimizer.has_strayed:  # its start was reported only after the optimizer's step
+                run.counts.doubt()
+            training.optimizer.has_strayed = False
             run.end_step()
             if not self._is_checked:
                 self._check_first_step(run)
