@@ -346,7 +346,7 @@ def test_a_hook_that_fails_is_harmless_if_the_optimizer_s_hooks_are_not_known(
 
 def test_a_loss_scaler_without_its_scale_is_rejected(hidden: Callable[..., None], tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
-    given = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "runs_folder": tmp_path}
+    given: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "runs_folder": tmp_path}
 
     def begin(*, enabled: bool) -> None:
         with attach(**given, run_name=None, scaler=torch.amp.GradScaler("cpu", enabled=enabled)):
