@@ -177,8 +177,8 @@ def test_loggers_in_a_lane_receive_nothing_after_the_end(caplog: pytest.LogCaptu
     manager.notify_loggers("log_table", ctx, name="in time", columns=[], rows=[])
     manager.close()
     manager.notify_loggers("log_table", ctx, name="too late", columns=[], rows=[])
-    assert manager._lanes is not None
-    assert list(manager._lanes) == []
+    assert manager._table.lanes is not None
+    assert list(manager._table.lanes) == []
     assert "Tables does not receive log_table: its lane ended with the run" in caplog.text
     manager.open(ctx)
     manager.notify_loggers("log_table", ctx, name="again", columns=[], rows=[])

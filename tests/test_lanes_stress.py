@@ -88,8 +88,8 @@ def forked_child_is_inert(manager: CallbackManager, ctx: Context, acts: Acts) ->
     code = 1  # and no assertion leaves this branch
     try:
         signal.alarm(20)
-        assert manager._lanes is not None
-        lanes = [each.lane for each in manager._lanes]
+        assert manager._table.lanes is not None
+        lanes = [each.lane for each in manager._table.lanes]
         before = len(acts.received)
         manager.fire("on_train_step_end", ctx)
         manager.close()

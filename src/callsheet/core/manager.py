@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain, count
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 from callsheet.core.background import Background, inner
 from callsheet.core.call_sheet import CallSheet, HandlerEntry, Registration, recover
@@ -31,9 +31,6 @@ from callsheet.core.states import load_states, states_of
 from callsheet.core.time import Interval, Time
 from callsheet.core.wrappers import FAILURES_ALLOWED, Handler, in_gate, isolated
 from callsheet.errors import NotACallbackError, RegistrationError, RequestRejected, where
-
-if TYPE_CHECKING:
-    from callsheet.lanes.lane_set import LaneSet
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -197,8 +194,8 @@ class CallbackManager:
             labels = ", ".join(registration.label for registration in self._table.registrations) or "nothing"
             raise RegistrationError(f"{what!r} is not on the call sheet, which holds {labels}")
         self._muting.forget(gone)
-        if self._lanes is not None:
-            self._lanes.forget(gone)
+        if self._table.lanes is not None:
+            self._table.lanes.forget(gone)
         self._table.remove(gone)
         return len(gone)
 
@@ -301,8 +298,8 @@ class CallbackManager:
         self._is_over = False
         self._muting.reset()
         self.costs.reset()
-        if self._lanes is not None:
-            self._lanes.reset()
+        if self._table.lanes is not None:
+            self._table.lanes.reset()
         self._table.open(ctx.run.ranks)
 
     def notify_loggers(self, method: str, ctx: Context, /, **payload: Any) -> None:
@@ -351,7 +348,7 @@ class CallbackManager:
         Args:
             step: the number of completed steps, up to which the report extends.
         """
-        lanes = self._lanes
+        lanes = self._table.lanes
         dropped, undelivered = (lanes.dropped, lanes.undelivered) if lanes is not None else ({}, {})
         return self.costs.report(step, failures_of(self._table.registrations, dropped, undelivered))
 
@@ -365,8 +362,8 @@ class CallbackManager:
         The loop calls this at each boundary.
         """
         ctx.control.is_boundary_requested = False  # cleared before the messages are read, so that a later message sets it again
-        if self._lanes is not None:
-            self._lanes.process_messages(ctx)
+        if self._table.lanes is not None:
+            self._table.lanes.process_messages(ctx)
         while ctx.control.switched_off:
             request = ctx.control.switched_off.pop()
             for registration in self._table.registrations:
@@ -379,8 +376,8 @@ class CallbackManager:
 
         The loop calls this before a metrics record that may be the last.
         """
-        if self._lanes is not None:
-            self._lanes.flush()
+        if self._table.lanes is not None:
+            self._table.lanes.flush()
         self.process_lane_messages(ctx)
 
     def limit_lane_waits(self, seconds: float) -> None:
@@ -391,16 +388,16 @@ class CallbackManager:
         Args:
             seconds: how many seconds are left until the process is killed.
         """
-        if self._lanes is not None:
-            self._lanes.limit_waits(seconds)
+        if self._table.lanes is not None:
+            self._table.lanes.limit_waits(seconds)
 
     def drain(self, ctx: Context) -> None:
         """Wait until callbacks in other threads have handled all events fired so far, but at most for 0.8 of their deadlines.
 
         Called before `on_run_end` is fired.
         """
-        if self._lanes is not None:
-            self._lanes.drain()
+        if self._table.lanes is not None:
+            self._table.lanes.drain()
         self.process_lane_messages(ctx)
 
     def close(self) -> None:
@@ -411,8 +408,8 @@ class CallbackManager:
         The manager waits for all lanes at the same time, for each until its deadline. Events that are not delivered by then are
         logged as an error, and counted in `cost_report` until another run begins.
         """
-        if self._lanes is not None:
-            self._lanes.close()
+        if self._table.lanes is not None:
+            self._table.lanes.close()
         self._table.close()
         self._ctx = None
         self._is_over = True
@@ -437,7 +434,7 @@ class CallbackManager:
             RegistrationError: two callbacks with a state have the same name.
             Exception: what an inline callback that is not isolated raised.
         """
-        states, missing = states_of(self._table.registrations, self._lanes, copied)
+        states, missing = states_of(self._table.registrations, self._table.lanes, copied)
         return {"callbacks": states, "user_state": dict(self.user_state)} | ({"missing": missing} if missing else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -451,7 +448,7 @@ class CallbackManager:
         Raises:
             Exception: what an inline callback that is not isolated raised.
         """
-        load_states(self._table.registrations, self._lanes, state.get("callbacks", {}), state.get("missing", {}))
+        load_states(self._table.registrations, self._table.lanes, state.get("callbacks", {}), state.get("missing", {}))
         self.user_state.update(state.get("user_state", {}))
 
     # --- what the methods above share ---
@@ -466,10 +463,6 @@ class CallbackManager:
         self._table.add(registrations, entries)
         if ctx is not None:
             ctx.kept = self._kept()
-
-    @property
-    def _lanes(self) -> LaneSet | None:
-        return self._table.lanes
 
     @property
     def _open_ctx(self) -> Context | None:
