@@ -5,12 +5,15 @@ import os
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # before torch is imported; tests/gpu has the tests for CUDA
 
 import ctypes
+import gc
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+gc.disable()  # until `pytest_runtestloop`: the imports create a million objects, and none of them is garbage
 
 pytest_plugins = ["built_ins"]  # its fixtures
 
@@ -19,6 +22,13 @@ def pytest_configure() -> None:
     """A shell starts what it puts into the background with Ctrl-C ignored, and a trainer respects that; tests of Ctrl-C need it back."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Exclude all objects that exist now from garbage collection: many tests collect garbage, and each time would take a second."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

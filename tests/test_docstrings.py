@@ -5,14 +5,21 @@ import doctest
 import importlib
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
 SOURCE = Path(__file__).resolve().parent.parent / "src"
 MODULES = sorted(path for path in SOURCE.rglob("*.py") if path.name != "__main__.py")
 
-TREES = {path: ast.parse(path.read_text()) for path in MODULES}
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """Return the syntax tree of a file."""
+    return ast.parse(path.read_text())
 
 
 def named(node: ast.expr) -> str:
@@ -28,13 +35,22 @@ COMMON = {"load_state_dict"}
 BASES: dict[str, set[str]] = {}
 DOCUMENTED: dict[str, set[str]] = {}
 OF_CLASS: dict[str, str] = {}
-for tree in TREES.values():
-    for each in ast.walk(tree):
-        if isinstance(each, ast.ClassDef):
-            BASES.setdefault(each.name, set()).update(map(named, each.bases))
-            OF_CLASS[each.name] = f"{OF_CLASS.get(each.name, '')}\n{ast.get_docstring(each) or ''}"
-            methods = [node for node in each.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-            DOCUMENTED.setdefault(each.name, set()).update(node.name for node in methods if ast.get_docstring(node))
+RETURNS: dict[str, str] = {}
+"""The annotated result of each function, to find what `raise made_error(...)` raises."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _all_files_are_read() -> None:
+    """Fill the tables above. This takes seconds, and each process of pytest-xdist imports this file, so it waits for the first test."""
+    for path in MODULES:
+        for each in ast.walk(tree_of(path)):
+            if isinstance(each, ast.ClassDef):
+                BASES.setdefault(each.name, set()).update(map(named, each.bases))
+                OF_CLASS[each.name] = f"{OF_CLASS.get(each.name, '')}\n{ast.get_docstring(each) or ''}"
+                methods = [node for node in each.body if isinstance(node, Function)]
+                DOCUMENTED.setdefault(each.name, set()).update(node.name for node in methods if ast.get_docstring(node))
+            elif isinstance(each, Function) and each.returns is not None:
+                RETURNS[each.name] = ast.unparse(each.returns)
 
 
 def inherited(name: str) -> set[str]:
@@ -69,7 +85,7 @@ def undocumented(tree: ast.Module) -> list[str]:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_every_public_name_has_a_docstring(path: Path) -> None:
-    assert undocumented(TREES[path]) == []
+    assert undocumented(tree_of(path)) == []
 
 
 REFERENCE = SOURCE.parent / "docs" / "reference"
@@ -79,7 +95,9 @@ def defining_module(module: str, name: str) -> Path:
     """The file with the definition of a name that a module may import from another one."""
     path = SOURCE.joinpath(*module.split("."))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    imports = [node for node in ast.walk(TREES[path]) if isinstance(node, ast.ImportFrom)]
+    if re.search(rf"^(?:class|def|async def) {name}\b", path.read_text(), re.MULTILINE):
+        return path
+    imports = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom)]
     other = next((node.module for node in imports if node.module and name in {alias.name for alias in node.names}), None)
     return defining_module(other, name) if other is not None else path
 
@@ -97,9 +115,6 @@ def documented_arguments(docstring: str) -> list[str]:
     sections = re.findall(r"^Args:\n((?:[ ]+.*\n|\n)*)", docstring + "\n", re.MULTILINE)
     entries = re.findall(r"^ {4}(\*{0,2}\w+(?:, \*{0,2}\w+)*):", "".join(sections), re.MULTILINE)
     return [name.strip("*") for entry in entries for name in entry.split(", ")]
-
-
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def parameters_of(function: Function) -> list[str]:
@@ -129,15 +144,6 @@ def own_nodes(function: Function) -> Iterator[ast.AST]:
         yield node
         if not isinstance(node, Function | ast.ClassDef | ast.Lambda):
             waiting += ast.iter_child_nodes(node)
-
-
-RETURNS = {
-    node.name: ast.unparse(node.returns)
-    for tree in TREES.values()
-    for node in ast.walk(tree)
-    if isinstance(node, Function) and node.returns is not None
-}
-"""The annotated result of each function, to find what `raise made_error(...)` raises."""
 
 
 def raised_in(function: Function) -> set[str]:
@@ -195,7 +201,7 @@ def missing_in_function(function: Function, owner: str, docstring: str) -> Itera
 def missing_sections(path: Path) -> list[str]:
     """What the docstrings of the public API in a file do not describe."""
     missing: list[str] = []
-    for node in TREES[path].body:
+    for node in tree_of(path).body:
         name = getattr(node, "name", "")
         if (path, name) not in API:
             continue
@@ -240,7 +246,7 @@ def test_the_docstrings_of_the_public_api_have_all_sections(path: Path) -> None:
 def wrong_sections(path: Path) -> list[str]:
     """Functions whose Args are not their parameters, and sections under another name than Google's."""
     wrong = []
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(tree_of(path)):
         docstring = ast.get_docstring(node) if isinstance(node, ast.Module | ast.ClassDef | Function) else None
         if not docstring:
             continue
@@ -269,7 +275,7 @@ def with_examples() -> list[str]:
         docstring = ast.get_docstring(node) if isinstance(node, ast.Module | ast.ClassDef | Function) else None
         return bool(docstring and doctest.DocTestParser().get_examples(docstring))
 
-    found = [path for path, tree in TREES.items() if any(map(has_example, ast.walk(tree)))]
+    found = [path for path in MODULES if ">>> " in path.read_text() and any(map(has_example, ast.walk(tree_of(path))))]
     return [".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__") for path in found]
 
 

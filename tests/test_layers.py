@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -87,10 +88,16 @@ def statements(body: list[ast.stmt], *, inside_functions: bool) -> Iterator[ast.
             yield from statements(handler.body, inside_functions=inside_functions)
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """Return the syntax tree of a file."""
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path, *, inside_functions: bool = False) -> set[str]:
     """The full names of what `path` imports; of `from package import module`, the module."""
     found: set[str] = set()
-    for statement in statements(ast.parse(path.read_text()).body, inside_functions=inside_functions):
+    for statement in statements(tree_of(path).body, inside_functions=inside_functions):
         if isinstance(statement, ast.Import):
             found |= {alias.name for alias in statement.names}
         elif isinstance(statement, ast.ImportFrom):

@@ -11,6 +11,7 @@ import runpy
 import socket
 import sys
 import traceback
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,7 @@ def test_the_page_of_exceptions_lists_those_of_other_modules_with_their_base_cla
     assert all(path.startswith("callsheet.testing.") and issubclass(EXPORTED[path], AssertionError) for path in outside)
 
 
+@cache
 def texts_in_source() -> tuple[list[str], list[re.Pattern[str]]]:
     """Return the texts in callsheet's source, and the messages that it logs, as patterns."""
     texts: list[str] = []

@@ -29,13 +29,10 @@ ROWS = 24
 
 @pytest.fixture(autouse=True, scope="module")
 def _quick() -> Iterator[None]:
-    """Use one thread, and exclude existing objects from garbage collection after each test."""
+    """Use one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
     yield
-    gc.unfreeze()
     torch.set_num_threads(before)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import gc
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -139,13 +138,10 @@ SPEEDS = ("runtime", "per_second", "total_flos")
 
 @pytest.fixture(autouse=True, scope="module")
 def _quick() -> Iterator[None]:
-    """Use one thread, and exclude existing objects from garbage collection after each test."""
+    """Use one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
     yield
-    gc.unfreeze()
     torch.set_num_threads(before)
 
 

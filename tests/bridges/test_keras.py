@@ -7,7 +7,7 @@ import gc
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,15 +34,6 @@ LINE = Job(lambda: nn.Linear(4, 1), POINTS.loss, POINTS.train, POINTS.validation
 """A job without random numbers, so that its losses are the same in every loop."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*shuffle=True.*")  # Keras ignores shuffle for a DataLoader, with a warning
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _what_is_imported_is_not_collected() -> Iterator[None]:
-    """Exclude existing objects from garbage collection, which runs after each test and is slow with so many objects."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

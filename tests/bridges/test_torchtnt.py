@@ -58,15 +58,6 @@ LINE = Job(lambda: nn.Linear(4, 1), POINTS.loss, POINTS.train, POINTS.validation
 """A job without random numbers, so that its losses are the same in every loop."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _what_is_imported_is_not_collected() -> Iterator[None]:
-    """Exclude existing objects from garbage collection, which runs after each test and is slow with so many objects."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 

@@ -52,11 +52,8 @@ class RecordsCurrentEvent(Callback):
 @pytest.fixture(autouse=True)
 def _collection_is_left_as_it_was() -> Iterator[None]:
     was = gc.isenabled()
-    gc.collect()
-    gc.freeze()  # otherwise each collection would traverse everything that other tests have imported
     gc.enable()
     yield
-    gc.unfreeze()
     assert gc.isenabled()
     (gc.enable if was else gc.disable)()
 

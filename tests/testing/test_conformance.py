@@ -104,9 +104,11 @@ def test_the_checks_do_not_change_random_states_and_threads_of_the_test(tmp_path
     expected = torch.rand(2).tolist(), random.random(), torch.get_num_threads()
     torch.manual_seed(1)
     random.seed(1)
+    gc.unfreeze()
     CHECKS["is_neutral"](CorrectCallback, tmp_path)
     assert (torch.rand(2).tolist(), random.random(), torch.get_num_threads()) == expected
     assert gc.get_freeze_count() == 0
+    gc.freeze()  # as for the other tests
 
 
 def test_an_object_that_is_not_a_callback_is_reported(tmp_path: Path) -> None:
