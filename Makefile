@@ -10,6 +10,9 @@ WORKERS := $(shell $(PYTHON) -c 'import os; print(min(4, 1 + (os.cpu_count() or 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "callsheet needs Python 3.11 or later, this is " + sys.version)'
 
+# Without bytecode files, each process that the tests start would compile torch again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup demo test test-all slow matrix ranks oracle resume restarts versions built-on behavior public-scripts test-gpu lint format generate docs docs-serve bench clean help
 
 help:  ## print this list

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import re
 import subprocess
 import sys
 import threading
@@ -66,7 +67,13 @@ def _without_secret_values(command: list[str]) -> list[str]:
 
 def _packages() -> dict[str, str]:
     """Return the installed packages with their versions, by name."""
-    found = {each.metadata["Name"]: each.version for each in distributions() if each.metadata and each.metadata["Name"]}
+    found: dict[str, str] = {}
+    for each in distributions():
+        # `each.name` and `each.version` would each parse the whole file, which often contains a long description.
+        text = each.read_text("METADATA") or each.read_text("PKG-INFO") or each.read_text("") or ""
+        headers = dict(re.findall(r"^(Name|Version): *(.*)$", text.partition("\n\n")[0], re.MULTILINE))
+        if "Name" in headers:
+            found[headers["Name"]] = headers.get("Version", "")
     return dict(sorted(found.items(), key=lambda item: item[0].lower()))
 
 
