@@ -31,12 +31,14 @@ class RecordTracker(GeneralTracker):  # type: ignore[misc]  # mypy does not read
         accelerator.trackers.append(self)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Record the loop's settings. The accelerator calls this in `init_trackers`."""
         try:
             self.tracker.log_hyperparameters(values)
         except Exception as error:
             self._give_up(error)
 
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        """Log the numbers among `values`, with the prefix `accelerate/`. The step is that of the run."""
         try:
             if found := numbers(values):
                 self.tracker.log({f"accelerate/{name}": value for name, value in found.items()}, across="same")
