@@ -459,7 +459,7 @@ def test_huggingface_with_random_faults(seed: int, tmp_path: Path, caplog: pytes
     plain.train()
     recorder = Watched()
     observed = huggingface_trainer(
-        tmp_path / "observed", huggingface_host([*(make() for make in OBSERVERS), recorder], strict=False), job=recorder.job
+        tmp_path / "observed", huggingface_host([*(make() for make in OBSERVERS), recorder], strict=False)
     )
     observed.callback_handler.__class__ = FaultyHandler
     observed.callback_handler.drawn = random.Random(seed)

@@ -316,7 +316,7 @@ for step in tqdm.tqdm(range(5), desc="my bar", mininterval=0):
 def test_a_line_of_callsheet_does_not_continue_the_line_of_a_progress_bar(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(BAR)
     _, observed = executed_alone_and_observed(tmp_path)
-    before, found, after = observed.stderr.partition("callsheet: observing Linear and SGD, in runs/a\n")
+    before, found, after = observed.stderr.partition(f"callsheet: observing Linear and SGD, in {tmp_path / 'runs' / 'a'}\n")
     assert found, observed.stderr
     bar, blank, rest = before.rsplit("\r", 2)  # the bar is erased with spaces before the line, and drawn again below it
     assert "my bar" in bar
