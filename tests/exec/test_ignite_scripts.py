@@ -13,6 +13,7 @@ import pytest
 
 from callsheet.report import RunFolder
 
+from .alone import executed_alone
 from .scripts import _BEGIN
 from .test_exec import executed
 
@@ -129,7 +130,7 @@ SCRIPTS: dict[str, tuple[str, int, int]] = {
 def run_of(folder: Path, text: str, *exec_words: str) -> tuple[RunFolder, list[str]]:
     """Run the script alone and observed. Return the observed run, and the lines of the output, which must be the same."""
     (folder / "train.py").write_text(text)
-    alone = executed(folder, "train.py")
+    alone = executed_alone(folder, "train.py")
     observed = executed(folder, "train.py", exec_words=["--run_name", "a", "--log_interval", "1", *exec_words])
     assert (alone.returncode, observed.returncode) == (0, 0), alone.stderr + observed.stderr
     assert alone.stdout == observed.stdout  # the evaluations, the losses and a hash of the weights
