@@ -238,7 +238,7 @@ def test_a_script_that_uses_callsheet_runs_as_it_is(tmp_path: Path) -> None:
 def test_two_ranks(text: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(text)
     launch = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")
-    alone = run(tmp_path, *launch, "train.py", "1")
+    alone = executed_alone(tmp_path, "train.py", "1", ranks=2)
     observed = run(tmp_path, *launch, "-m", "callsheet.exec", "--run_name", "a", "--log_interval", "2", "train.py", "1")
     assert (alone.returncode, observed.returncode) == (0, 0), alone.stderr + observed.stderr
     assert weights(alone) == weights(observed)

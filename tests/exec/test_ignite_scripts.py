@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -186,20 +182,8 @@ def test_evaluators_on_one_of_two_ranks(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ON_TWO_RANKS)
     launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
 
-    def launched(*words: str) -> subprocess.CompletedProcess[str]:
-        environment: dict[str, Any] = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        return subprocess.run(
-            [sys.executable, *launch, *words],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            env=environment,
-            timeout=200,
-            check=False,
-        )
-
-    alone = launched("train.py")
-    observed = launched("-m", "callsheet.exec", "--run_name", "a", "--log_interval", "1", "train.py")
+    alone = executed_alone(tmp_path, "train.py", ranks=2)
+    observed = executed(tmp_path, *launch, "-m", "callsheet.exec", "--run_name", "a", "--log_interval", "1", "train.py")
     assert (alone.returncode, observed.returncode) == (0, 0), alone.stderr + observed.stderr
     assert alone.stdout == observed.stdout
     run = RunFolder.read(tmp_path / "runs" / "a")
