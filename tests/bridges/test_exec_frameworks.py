@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from callsheet.report import RunFolder
+from exec.alone import executed_alone  # type: ignore[import-not-found]  # pytest has its folder on the path
 
 DATA = """
 import hashlib, os, sys, torch
@@ -166,11 +167,19 @@ def weights(found: subprocess.CompletedProcess[str]) -> str:
     return next(line for line in found.stdout.splitlines() if line.startswith("weights "))
 
 
+@pytest.fixture(scope="module")
+def huggingface_weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Train HUGGINGFACE alone."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "train.py").write_text(HUGGINGFACE)
+    return weights(executed_alone(folder, "train.py", "1"))
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_trainers_of_frameworks_are_observed(name: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPTS[name])
     times = 1 if name in ("ignite", "accelerate") else 2
-    alone = run(tmp_path, "train.py", str(times))
+    alone = executed_alone(tmp_path, "train.py", str(times))
     interval = "1" if name == "accelerate" else "2"
     observed = run(tmp_path, "-m", "callsheet.exec", "--run_name", "a", "--log_interval", interval, "train.py", str(times))
     assert (alone.returncode, observed.returncode) == (0, 0), alone.stderr + observed.stderr
@@ -187,28 +196,27 @@ def test_trainers_of_frameworks_are_observed(name: str, tmp_path: Path) -> None:
         assert (tmp_path / "runs" / folder / "report.html").exists()
 
 
-def test_a_failing_callback_does_not_end_a_trainer(tmp_path: Path) -> None:
+def test_a_failing_callback_does_not_end_a_trainer(tmp_path: Path, huggingface_weights: str) -> None:
     (tmp_path / "train.py").write_text(HUGGINGFACE)
     (tmp_path / "broken.py").write_text(
         "from callsheet import Callback\n\nclass Broken(Callback):\n    collective = True\n\n"
         "    def on_train_step_end(self, ctx):\n        raise RuntimeError('broken')\n"
     )
     (tmp_path / "callbacks.yaml").write_text("- class_path: broken.Broken\n")
-    alone = run(tmp_path, "train.py", "1")
     observed = run(tmp_path, "-m", "callsheet.exec", "--run_name", "a", "--callbacks", "callbacks.yaml", "train.py", "1")
     assert observed.returncode == 0, observed.stderr
-    assert weights(alone) == weights(observed)
+    assert weights(observed) == huggingface_weights
     assert "callsheet cannot follow the Hugging Face Trainer after step 1" in observed.stderr
     assert RunFolder.read(tmp_path / "runs" / "a").outcome == "failed"
 
 
-def test_a_trainer_that_cannot_be_observed_trains(tmp_path: Path) -> None:
+def test_a_trainer_that_cannot_be_observed_trains(tmp_path: Path, huggingface_weights: str) -> None:
     (tmp_path / "train.py").write_text(HUGGINGFACE)
     entry = "- class_path: EarlyStopper\n  init_args: {monitor: validation/loss}\n"
     (tmp_path / "callbacks.yaml").write_text(entry + entry)  # a run rejects two callbacks of the same name
     observed = run(tmp_path, "-m", "callsheet.exec", "--callbacks", "callbacks.yaml", "train.py", "1")
     assert observed.returncode == 0, observed.stderr
-    assert weights(observed) == weights(run(tmp_path, "train.py", "1"))
+    assert weights(observed) == huggingface_weights
     assert "the trainer cannot be observed" in observed.stderr
     assert "no training was recognized" not in observed.stderr
 
@@ -230,7 +238,7 @@ def test_a_script_that_uses_callsheet_runs_as_it_is(tmp_path: Path) -> None:
 def test_two_ranks(text: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(text)
     launch = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")
-    alone = run(tmp_path, *launch, "train.py", "1")
+    alone = executed_alone(tmp_path, "train.py", "1", ranks=2)
     observed = run(tmp_path, *launch, "-m", "callsheet.exec", "--run_name", "a", "--log_interval", "2", "train.py", "1")
     assert (alone.returncode, observed.returncode) == (0, 0), alone.stderr + observed.stderr
     assert weights(alone) == weights(observed)

@@ -12,6 +12,7 @@ import pytest
 
 from callsheet.report import RunFolder
 
+from .alone import executed_alone
 from .scripts import _BEGIN
 
 pytestmark = pytest.mark.test_all  # they need Accelerate
@@ -62,7 +63,8 @@ def run_of(folder: Path, text: str, ranks: int) -> tuple[RunFolder, list[float]]
         command = [sys.executable, *launch, *words, "train.py"]
         return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=200, check=False)
 
-    alone, observed = executed(), executed("-m", "callsheet.exec", "--run_name", "a", "--log_interval", "1")
+    alone = executed_alone(folder, "train.py", ranks=ranks)
+    observed = executed("-m", "callsheet.exec", "--run_name", "a", "--log_interval", "1")
     assert (alone.returncode, observed.returncode) == (0, 0), alone.stderr + observed.stderr
     assert alone.stdout == observed.stdout  # the losses and a hash of the weights
     assert "Traceback" not in observed.stderr

@@ -14,6 +14,7 @@ import pytest
 
 from callsheet.report import RunFolder
 
+from .alone import executed_alone
 from .scripts import SCRIPTS
 
 SCRIPT = """
@@ -52,7 +53,7 @@ print(losses, hashlib.sha256(b"".join(each.numpy().tobytes() for each in model.s
 
 
 def executed(folder: Path, *words: str, exec_words: list[str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the script alone, or under `callsheet exec` with these options."""
+    """Run the script under `callsheet exec` with these options, or alone in a new interpreter, unlike `executed_alone`."""
     command = [sys.executable, *(["-m", "callsheet.exec", *exec_words] if exec_words is not None else []), *words]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=120, check=False)
@@ -60,7 +61,7 @@ def executed(folder: Path, *words: str, exec_words: list[str] | None = None) -> 
 
 def executed_alone_and_observed(folder: Path) -> tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]:
     """Run `train.py` alone, and under `callsheet exec` as the run `a`. Both must succeed and print the same."""
-    alone = executed(folder, "train.py")
+    alone = executed_alone(folder, "train.py")
     observed = executed(folder, "train.py", exec_words=["--run_name", "a", "--log_interval", "1"])
     assert (alone.returncode, observed.returncode) == (0, 0), alone.stderr + observed.stderr
     assert alone.stdout == observed.stdout  # the losses and a hash of the weights
@@ -219,7 +220,7 @@ def test_a_failing_callback_does_not_end_the_script(script: Path, collective: bo
     (script.parent / "callbacks.yaml").write_text(f"- class_path: broken.Broken\n  init_args: {{collective: {collective}}}\n")
     observed = executed(script.parent, "train.py", exec_words=["--callbacks", "callbacks.yaml", "--run_name", "a"])
     assert observed.returncode == 0
-    assert observed.stdout == executed(script.parent, "train.py").stdout
+    assert observed.stdout == executed_alone(script.parent, "train.py").stdout
     assert message in observed.stderr
     assert RunFolder.read(script.parent / "runs" / "a").outcome == ("failed" if collective else "finished")
 
@@ -242,7 +243,7 @@ def test_what_acts_on_training_is_rejected_by_name(script: Path, callback: str, 
     (script.parent / "callbacks.yaml").write_text(f"- class_path: {callback}\n  init_args: {{{options}}}\n")
     observed = executed(script.parent, "train.py", exec_words=["--callbacks", "callbacks.yaml"])
     assert observed.returncode == 0
-    assert observed.stdout == executed(script.parent, "train.py").stdout
+    assert observed.stdout == executed_alone(script.parent, "train.py").stdout
     (line,) = [line for line in observed.stderr.splitlines() if line.startswith("callsheet")]  # the only one
     assert message in line
     assert line.endswith("use callsheet.attach. The script continues without callbacks")

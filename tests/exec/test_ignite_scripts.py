@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from callsheet.report import RunFolder
 
+from .alone import executed_alone
 from .scripts import _BEGIN
 from .test_exec import executed
 
@@ -129,7 +126,7 @@ SCRIPTS: dict[str, tuple[str, int, int]] = {
 def run_of(folder: Path, text: str, *exec_words: str) -> tuple[RunFolder, list[str]]:
     """Run the script alone and observed. Return the observed run, and the lines of the output, which must be the same."""
     (folder / "train.py").write_text(text)
-    alone = executed(folder, "train.py")
+    alone = executed_alone(folder, "train.py")
     observed = executed(folder, "train.py", exec_words=["--run_name", "a", "--log_interval", "1", *exec_words])
     assert (alone.returncode, observed.returncode) == (0, 0), alone.stderr + observed.stderr
     assert alone.stdout == observed.stdout  # the evaluations, the losses and a hash of the weights
@@ -185,20 +182,8 @@ def test_evaluators_on_one_of_two_ranks(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ON_TWO_RANKS)
     launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
 
-    def launched(*words: str) -> subprocess.CompletedProcess[str]:
-        environment: dict[str, Any] = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        return subprocess.run(
-            [sys.executable, *launch, *words],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            env=environment,
-            timeout=200,
-            check=False,
-        )
-
-    alone = launched("train.py")
-    observed = launched("-m", "callsheet.exec", "--run_name", "a", "--log_interval", "1", "train.py")
+    alone = executed_alone(tmp_path, "train.py", ranks=2)
+    observed = executed(tmp_path, *launch, "-m", "callsheet.exec", "--run_name", "a", "--log_interval", "1", "train.py")
     assert (alone.returncode, observed.returncode) == (0, 0), alone.stderr + observed.stderr
     assert alone.stdout == observed.stdout
     run = RunFolder.read(tmp_path / "runs" / "a")

@@ -10,6 +10,7 @@ import pytest
 
 from callsheet.report import RunFolder
 
+from .alone import executed_alone
 from .scripts import _BEGIN
 from .test_exec import executed, executed_alone_and_observed
 
@@ -600,7 +601,7 @@ def test_a_loss_of_which_each_rank_has_a_part(replicated: bool, tmp_path: Path) 
     """To read it on rank 0 alone would hang."""
     (tmp_path / "train.py").write_text(SHARDED_LOSS.replace("REPLICATED", str(replicated)))
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    alone = executed(tmp_path, *command, "train.py")
+    alone = executed_alone(tmp_path, "train.py", ranks=2)
     observed = executed(tmp_path, *command, "-m", "callsheet.exec", "--run_name", "a", "--log_interval", "1", "train.py")
     assert (alone.returncode, observed.returncode) == (0, 0), observed.stderr
     assert alone.stdout == observed.stdout

@@ -11,6 +11,7 @@ import pytest
 from callsheet.exec.bare_loop import _REGULAR_STEPS
 from callsheet.report import RunFolder
 
+from .alone import executed_alone
 from .scripts import _BEGIN
 from .test_exec import executed
 
@@ -62,7 +63,7 @@ def observed(
     script = _LOOP.replace("BODY", indent("\n".join(lines), " " * 8)).replace("    END", indent(end or "pass", "    "))
     (folder / "train.py").write_text(script)
     (folder / "callbacks.yaml").write_text("- class_path: callsheet.loggers.JSONLLogger\n")
-    alone = executed(folder, "train.py")
+    alone = executed_alone(folder, "train.py")
     options = ["--run_name", "a", "--log_interval", "1", "--callbacks", "callbacks.yaml"]
     seen = executed(folder, "train.py", exec_words=options)
     assert (alone.returncode, seen.returncode) == (0, 0), alone.stderr + seen.stderr
