@@ -2,7 +2,11 @@
 
 import gc
 import logging
+import os
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,6 +53,7 @@ def _counts_are_equal(request: pytest.FixtureRequest) -> Iterator[None]:
     logging.getLogger("callsheet").addHandler(kept)
     yield
     logging.getLogger("callsheet").removeHandler(kept)
+    request.node.user_properties.append(("warned", bool(kept.messages)))
     assert not kept.messages or "counts_may_differ" in request.fixturenames, kept.messages
 
 
@@ -59,3 +64,42 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+_faulty_runs: dict[tuple[str, str], str] = {}
+"""How each run with random faults has ended, by its loop and its test."""
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Record how a run with random faults has ended. With several workers, this is called in the process that started them."""
+    found = re.search(r"test_(\w+)_with_random_faults", report.nodeid)
+    if found and report.failed:
+        _faulty_runs[found[1], report.nodeid] = "failed"
+    elif found and report.when == "teardown":
+        _faulty_runs.setdefault((found[1], report.nodeid), "warned" if dict(report.user_properties)["warned"] else "exact")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the table of `make faults` to the path CALLSHEET_FAULTS."""
+    path = os.environ.get("CALLSHEET_FAULTS")
+    if path and not hasattr(session.config, "workerinput"):
+        counts: dict[str, Counter[str]] = defaultdict(Counter)
+        for (loop, _), outcome in _faulty_runs.items():
+            counts[loop][outcome] += 1
+        rows = [
+            f"| {loop.replace('_', ' ')} | {found.total()} | {found['exact']} | {found['warned']} | {found['failed']} |"
+            for loop, found in sorted(counts.items())
+        ]
+        Path(path).write_text("\n".join([_FAULTS_TABLE, *rows, ""]))
+
+
+_FAULTS_TABLE = """# Frameworks whose events are missing, repeated or in another order
+
+Runs of `tests/bridges/test_unforeseen.py`, made by `make faults`. In each run, 15 % of the framework's calls to callsheet's host are left
+out, made twice, or preceded by a repeated earlier call. The loop by hand leaves out, repeats and reorders its own calls.
+In all runs that have not failed, the weights are equal to those of training without callsheet, and the events are in lifecycle order.
+In the frameworks, each step is reported once, with its epoch and with the loss that the loop has computed, or none: in the whole run, or,
+if callsheet has logged a warning, before the step that the warning names.
+
+| loop | runs | without a warning | with a warning | failed |
+| --- | --- | --- | --- | --- |"""

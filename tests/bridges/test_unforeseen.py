@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import warnings
 from collections.abc import Callable, Iterable
@@ -216,7 +217,7 @@ def test_an_evaluation_that_is_not_ended_is_ended_before_the_weights_are_trained
 
 
 OBSERVERS: list[Any] = [lambda: EMA(half_life=2, at_end=False), NaNMonitor, History]
-SEEDS = range(12)
+SEEDS = range(int(os.environ.get("CALLSHEET_SEEDS", "12")))
 
 
 def held(recorder: Recorder, plain: nn.Module, observed: nn.Module) -> None:
@@ -279,7 +280,7 @@ def test_lightning_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.
 
 
 @pytest.mark.usefixtures("counts_may_differ")
-@pytest.mark.parametrize("seed", [*SEEDS, 34, 163])
+@pytest.mark.parametrize("seed", sorted({*SEEDS, 34, 163}))
 def test_torchtnt_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def trained(recorder: Watched | None) -> nn.Module:
         torch.manual_seed(3)
@@ -302,7 +303,7 @@ def test_torchtnt_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.L
 
 
 @pytest.mark.usefixtures("counts_may_differ")
-@pytest.mark.parametrize("seed", [*SEEDS, 14, 28])
+@pytest.mark.parametrize("seed", sorted({*SEEDS, 14, 28}))
 def test_instructlab_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def trained(name: str, recorder: Watched | None) -> nn.Module:
         torch.manual_seed(3)
@@ -458,9 +459,8 @@ def test_huggingface_with_random_faults(seed: int, tmp_path: Path, caplog: pytes
     plain = huggingface_trainer(tmp_path / "plain")
     plain.train()
     recorder = Watched()
-    observed = huggingface_trainer(
-        tmp_path / "observed", huggingface_host([*(make() for make in OBSERVERS), recorder], strict=False)
-    )
+    hosted = huggingface_host([*(make() for make in OBSERVERS), recorder], strict=False)
+    observed = huggingface_trainer(tmp_path / "observed", hosted, job=recorder.job)
     observed.callback_handler.__class__ = FaultyHandler
     observed.callback_handler.drawn = random.Random(seed)
     observed.train()

@@ -80,6 +80,9 @@ def host(
     )
 
 
+_BETWEEN_STEPS, _IN_STEP, _IN_OPTIMIZER_STEP, _OPTIMIZER_HAS_STEPPED = range(4)
+"""How far the Trainer's events of a step have come."""
+
 _LOGGED_ELSEWHERE = frozenset({"loss", "learning_rate", "epoch", "total_flos", "train_loss"})
 """Values that the Trainer logs, and that metrics records have under other names or from other sources."""
 
@@ -131,6 +134,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         self._warned: set[str] = set()
         self._skips: Any = None
         self._has_engine = False  # whether DeepSpeed's engine steps the optimizer
+        self._stage = _BETWEEN_STEPS
 
     # --- the run ---
 
@@ -214,7 +218,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         self._requests.control = control
         if trainer is None:
             self._warn("the Trainer was not found in the call stack: neither batches nor the steps of evaluations are reported")
-        self._requests.is_written, self._prefix = False, None
+        self._requests.is_written, self._prefix, self._stage = False, None, _BETWEEN_STEPS
         if not args.eval_on_start:  # with `eval_on_start`, the round starts only after the first evaluation
             run.driver.start("round")
 
@@ -259,6 +263,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
 
     @in_a_run
     def on_epoch_begin(self, run: HostedRun, *_: Any) -> None:
+        self._stage = _BETWEEN_STEPS  # the Trainer may have left the last epoch within a step
         run.driver.start("epoch")
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -273,6 +278,9 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
                 watch.listen(driver.is_loss_read)
                 self._listens_to_optimizer = driver.listens_to("clip_gradients") or driver.listens_to("optimizer_step")
             watch.total, watch.is_on = None, True
+            if self._stage != _BETWEEN_STEPS:
+                run.counts.doubt()
+            self._stage = _IN_STEP
         except BaseException as error:
             self._leave(error)
 
@@ -287,10 +295,15 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Fire the start of the optimizer's step, because the gradients are computed and clipped."""
         run = self._run
-        if run is None or self._has_engine or not self._listens_to_optimizer:
+        if run is None:
             return
         try:
-            self._begin_optimizer_step(run)
+            if self._stage != _IN_STEP:
+                run.counts.doubt()
+                return
+            self._stage = _IN_OPTIMIZER_STEP
+            if self._listens_to_optimizer and not self._has_engine:
+                self._begin_optimizer_step(run)
         except BaseException as error:
             self._leave(error)
 
@@ -312,6 +325,9 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
             return
         try:
             driver = run.driver
+            if self._stage not in (_IN_STEP, _IN_OPTIMIZER_STEP):
+                run.counts.doubt()
+            self._stage = _OPTIMIZER_HAS_STEPPED
             run.step_skipped = self._skips is not None and self._skips.step_was_skipped
             self._watch.is_on = False
             if not self._listens_to_optimizer:
@@ -340,6 +356,9 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         requests = self._requests
         requests.control, requests.is_written = control, False
         try:
+            if self._stage != _OPTIMIZER_HAS_STEPPED:
+                run.counts.doubt()
+            self._stage = _BETWEEN_STEPS
             run.end_step()
             if run.checkpoints.requests:
                 self._repeat_save_request(run)

@@ -244,7 +244,12 @@ class MegatronBridgeHost(HostBase):
             if not settings.is_training:  # training is over, so this call belongs to no training step
                 return
             self._forward.in_step = False
-            if not driver.parts["train_step"].is_open:
+            step, is_open = settings.step, driver.parts["train_step"].is_open
+            if step is not None and step + is_open != run.ctx.step:  # Megatron reports the end of an earlier step again
+                run.counts.doubt()
+                if not is_open:
+                    return
+            if not is_open:
                 driver.synthesized.add("fetch")
                 driver.start_and_end("fetch")
                 driver.start_step()
