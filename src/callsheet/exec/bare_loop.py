@@ -338,7 +338,7 @@ class BareLoop(NotCopied):
                 return
         if self.watch.total is not None and self._with_gradients and all(each.grad is None for each in self._with_gradients):
             self.gradients_are_discarded()
-        if not self._is_in_microbatch and any(self._discarded):  # a second loss of the same outputs: count its samples again
+        if not self._is_in_microbatch and self._discarded != (0, 0):  # a second loss of the same outputs: count its samples again
             self.run.counted, self._discarded = self._discarded, (0, 0)
         self._is_in_microbatch = False
 
