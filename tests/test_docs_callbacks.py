@@ -53,19 +53,20 @@ def node_is_decorated(node: ast.stmt) -> bool:
 
 
 def _defined() -> list[tuple[str, str, str]]:
-    """Return the page, the module and the name of each class in the docs that derives from a class of callsheet."""
+    """Return a page, the module and the name of each class in the docs that derives from a class of callsheet."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    return [
-        (str(page.relative_to(ROOT)), module, node.name)
+    found = {
+        ast.unparse(node): (str(page.relative_to(ROOT)), module, node.name)  # several pages have the same class
         for page in pages
         if str(page.relative_to(ROOT)) not in NOT_TESTED
         for module, code in _code_of(page).items()
         for node in ast.parse(code).body
         if isinstance(node, ast.ClassDef) and {"Callback", "Logger"} & {ast.unparse(base) for base in node.bases}
-    ]
+    }
+    return list(found.values())
 
 
-DEFINED = list(dict.fromkeys(_defined()))
+DEFINED = _defined()
 
 
 def test_the_callbacks_of_the_docs_are_found() -> None:

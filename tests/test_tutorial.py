@@ -125,7 +125,7 @@ def test_a_chapter_shows_what_its_program_prints(chapter: str, folder: Path) -> 
     [
         "plateau_stopper",
         *(
-            pytest.param(name, marks=pytest.mark.test_all)
+            pytest.param(name, marks=pytest.mark.slow)
             for name in ("first_callback", "same_class_three_loops", "background_lane", "killed_and_resumed")
         ),
     ],
