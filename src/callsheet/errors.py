@@ -21,7 +21,7 @@ class CallsheetError(Exception):
 
 
 class UnknownEventError(CallsheetError, ValueError):
-    """The name of an event is not in the lifecycle."""
+    """An event's name is unknown: callsheet's lifecycle has no event of this name."""
 
 
 class RegistrationError(CallsheetError, ValueError):
@@ -88,7 +88,7 @@ class UnknownArgument(ConfigError, TypeError):
 
 
 class HostError(CallsheetError, RuntimeError):
-    """A host (the adapter that runs callbacks in another framework's loop) could not follow that loop.
+    """A host (the adapter that runs callbacks in another framework's loop) failed to observe this loop.
 
     The host stops observing the run, and training continues.
     """
@@ -128,13 +128,13 @@ def did_you_mean(name: str, valid: Iterable[str], *, cutoff: float = 0.5) -> str
 
 
 def unknown_arguments(strays: Sequence[str], options: Iterable[str]) -> str:
-    """Return an error message for a command's unknown arguments. It names the option that is most similar to the first."""
+    """Return an error message for a command's unknown arguments. It suggests the valid option most similar to the first unknown option."""
     wrong = next((word.partition("=")[0] for word in strays if word.startswith("--")), None)
     return f"unknown arguments: {' '.join(strays)}{did_you_mean(wrong, options) if wrong is not None else ''}"
 
 
 def names_unknown(familiar: Callable[[], Mapping[str, str]]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator. The decorated function raises `UnknownArgument`, with a hint, for an argument that it does not have.
+    """Return a decorator that makes a function raise `UnknownArgument`, with a hint, if it is called with an unknown argument.
 
     `familiar` returns hints by argument name, for arguments that other frameworks use.
     """
@@ -207,12 +207,12 @@ def _where_class(kind: Any) -> str:
 
 
 def mark_as_users(error: BaseException) -> None:
-    """Mark an error as the user's, such as one from a callback or the data. A host raises such an error instead of logging it."""
+    """Mark an error as one of the user's code, such as a callback or a dataset. A host raises such an error instead of logging it."""
     error.__dict__["_callsheet_users"] = True  # setattr would fail if the exception is a frozen dataclass
 
 
 def is_users(error: BaseException) -> bool:
-    """Return whether the error was marked with `mark_as_users`."""
+    """Return whether `mark_as_users` has marked the error as one of the user's code."""
     return "_callsheet_users" in error.__dict__
 
 

@@ -94,9 +94,9 @@ def _positive(text: str) -> int:
 
 
 def _split(parser: argparse.ArgumentParser, given: list[str]) -> tuple[argparse.Namespace, Script]:
-    """Separate our own options, which come first, from the script and its arguments.
+    """Separate the options of `callsheet exec`, which come first, from the script and its arguments.
 
-    All of our options take a value.
+    All options of `callsheet exec` take a value.
     """
     place = 0
     while place < len(given) and given[place].startswith("-") and given[place] not in ("-m", "-h", "--help"):

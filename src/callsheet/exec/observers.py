@@ -20,7 +20,7 @@ VARIABLE = "CALLSHEET_CALLBACKS"
 """The environment variable that may name the file of callbacks. Only `callsheet exec` reads it."""
 
 Observers = Callable[["LogPace"], list[Callback]]
-"""Makes the callbacks of one run, for its log interval. A script with several trainers has several runs."""
+"""A function that makes the callbacks of one run, from the run's log interval. A script with several trainers has several runs."""
 
 
 def observers_of(file: str | os.PathLike[str] | None) -> Observers:

@@ -1,4 +1,4 @@
-"""Makes a run with a callback under test, whose results the conformance checks compare."""
+"""Makes runs with a callback under test, so that the conformance checks can compare the results of the runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Factory = Callable[[], Callback]
 
 
 class MakesTrainer(Hashable, Protocol):
-    """The type of a function that makes a trainer: the same at each call, which trains for 10 steps or more and evaluates.
+    """The type of a function that makes a trainer. The trainer trains for 10 steps or more, evaluates, and is equal at each call.
 
     The function passes `folder` on as the trainer's `runs_folder`, and `resume`. The name of its run is always the same.
     """
@@ -90,7 +90,7 @@ class ConformanceError(AssertionError):
 
 
 class Found(Exception):
-    """Raised by a check if a callback does not pass. It contains what is wrong, and a hint."""
+    """Raised by a check if a callback does not pass. The exception contains what is wrong, and a hint."""
 
     def __init__(self, found: str, hint: str) -> None:
         super().__init__(found, hint)

@@ -59,7 +59,7 @@ def path_of(thing: object) -> str:
 def name_of(kind: Any) -> str:
     """Return the qualified name of a class or function.
 
-    It is the same in a process that runs the script as in one that imports it.
+    The name is the same in a process that runs the script and in a process that imports the script.
     """
     module = getattr(kind, "__module__", None) or ""
     if module in (MAIN, _IMPORTED_MAIN):
@@ -116,5 +116,5 @@ def main_module(script: str) -> ModuleType:
 
 
 def become(script: str) -> None:
-    """Import the script as this process's `__main__` module, which it is in the process that runs the script."""
+    """Import the script as this process's `__main__` module, because the payload refers to the script by this name."""
     sys.modules[MAIN] = main_module(script)

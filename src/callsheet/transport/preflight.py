@@ -30,7 +30,7 @@ _LAST = 15  # the maximum number of lines of output in the error message
 
 
 def command(module: str) -> list[str]:
-    """Return the command line that runs the `main` of one of callsheet's modules in a fresh interpreter."""
+    """Return the command line that runs the function `main` of a module of callsheet in a fresh interpreter."""
     return [sys.executable, "-P", str(START), module]
 
 

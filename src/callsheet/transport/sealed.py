@@ -179,7 +179,7 @@ class PrivateFolder:
             self._lock = os.open(self.path / "lock.new", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             undo.callback(os.close, self._lock)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-            # Lock the file before it gets its final name, so that no process ever sees it unlocked.
+            # Lock the file before it gets its final name, so that no other process ever finds an unlocked file of this name.
             os.rename(self.path / "lock.new", self.path / _LOCK)
             undo.pop_all()
 
@@ -192,7 +192,7 @@ class PrivateFolder:
 
 
 def _sweep() -> None:
-    """Remove the folders of launchers that were killed before they could remove them."""
+    """Remove the folders that earlier launchers have left behind because they were killed."""
     import fcntl
 
     with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as found:

@@ -117,7 +117,7 @@ class TokenizerConfig:
 
 @_section
 class CheckpointConfig:
-    """Where to save checkpoints, and from where to resume. With None, nothing is saved, or training starts from the beginning.
+    """The folders for checkpoints. If `save` is None, nothing is saved. If `load` is None, training starts from the beginning.
 
     If `save` ends with `checkpoints`, the folder that contains it is the run's folder.
     """
@@ -130,7 +130,7 @@ class CheckpointConfig:
 
 @_section
 class LoggerConfig:
-    """The log interval and the trackers. Each configured tracker is available at `context.state`."""
+    """The log interval and the experiment trackers. Callbacks can use each configured tracker through `context.state`."""
 
     log_interval: int = 10
     tensorboard_dir: str | None = None
@@ -184,7 +184,7 @@ class ConfigContainer:
 
 
 def qwen25_500m_pretrain_config() -> ConfigContainer:
-    """Return the configuration of Qwen 2.5 with half a billion parameters, on one device.
+    """Return the configuration for pretraining Qwen 2.5 with half a billion parameters on one device.
 
     For a trial, set fewer and narrower layers:
 
