@@ -80,11 +80,11 @@ class MissingPackage(CallsheetError, ImportError):
 
 
 class ConfigError(CallsheetError, ValueError):
-    """An argument or a configuration value is invalid. The message names it and says what to do."""
+    """An argument or a configuration value is invalid. The message names the argument or value and says what to do."""
 
 
 class UnknownArgument(ConfigError, TypeError):
-    """A class or function does not have this keyword argument; the message names the right one."""
+    """A class or function was called with a keyword argument that it does not have. The message suggests the right argument."""
 
 
 class HostError(CallsheetError, RuntimeError):
@@ -115,7 +115,7 @@ def did_you_mean(name: str, valid: Iterable[str], *, cutoff: float = 0.5) -> str
     The comparison ignores case. A valid name such as `optimizer.lr` or `train/loss` counts as similar to its last part. `cutoff` is
     the minimal similarity, from 0 to 1.
     """
-    import difflib  # imported here, because only error messages need it
+    import difflib  # import `difflib` here, because only error messages need it
 
     by_folded: dict[str, str] = {}
     for each in valid:
@@ -160,7 +160,7 @@ def check_arguments(
     kwargs: Mapping[str, Any],
     familiar: Callable[[], Mapping[str, str]],
 ) -> None:
-    """Raise `UnknownArgument`, with a hint, if a function does not have a given argument, or does not take it by position.
+    """Raise `UnknownArgument`, with a hint, if a call has an unknown argument, or gives a keyword-only argument by position.
 
     Args:
         called: the function's name in the message.

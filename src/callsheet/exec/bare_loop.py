@@ -116,7 +116,7 @@ class BareLoop(NotCopied):
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         self._parameters = {id(each) for each in parameters}
         # If none of these parameters has a gradient, the script has discarded the gradients.
-        # With FSDP, the list is empty, because FSDP keeps the gradients elsewhere between microbatches.
+        # With FSDP, this list of parameters stays empty, because FSDP keeps the gradients elsewhere between microbatches.
         self._with_gradients = [] if any(hasattr(each, "placements") for each in parameters) else parameters
         # The numbers of samples and tokens of the latest microbatch, and of a microbatch whose loss was discarded.
         self._of_microbatch = self._discarded = (0, 0)
@@ -332,13 +332,14 @@ class BareLoop(NotCopied):
             except (Exception, SystemExit) as error:
                 self._leave(error)
                 return
-        elif not self._is_in_microbatch:  # a loss of another model, or a second loss of the same outputs
+        elif not self._is_in_microbatch:  # this loss is of another model, or is the second loss of the same outputs
             self._is_regular = False
             if not self.step.is_open:
                 return
         if self.watch.total is not None and self._with_gradients and all(each.grad is None for each in self._with_gradients):
             self.gradients_are_discarded()
-        if not self._is_in_microbatch and self._discarded != (0, 0):  # a second loss of the same outputs: count their samples
+        # A loss of the same outputs was discarded before this loss, so count the samples of these outputs again.
+        if not self._is_in_microbatch and self._discarded != (0, 0):
             self.run.counted, self._discarded = self._discarded, (0, 0)
         self._is_in_microbatch = False
 
@@ -428,11 +429,11 @@ class BareLoop(NotCopied):
             self._use_losses_alone()
         self._was_called = False
         run.step_skipped = not self._optimizer_hooks.has_stepped
-        if not self._driver.has_listeners:  # without listeners, no hook sets the learning rate before the optimizer's step
+        if not self._driver.has_listeners:  # without listeners, no hook has set the learning rate, so set it here
             run.set_learning_rate()
         run.end_step()
         if (steps := run.state.timestamp.batch) == 1:
-            run.driver.synthesized.clear()  # ignore spans synthesized for the first step, because it was recognized late
+            run.driver.synthesized.clear()  # ignore spans synthesized for the first step, because that step was recognized late
         elif steps == 2:
             if not self._sees_forward:
                 run.driver.synthesized.clear()

@@ -37,7 +37,7 @@ environment variable CALLSHEET_CALLBACKS to the path of FILE."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run and observe the script that the arguments name. Raise its errors, or SystemExit(2) if the arguments are wrong."""
+    """Run and observe the script that the arguments name. Raise the script's errors, or SystemExit(2) if the arguments are wrong."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     options, script = _split(parser, given)

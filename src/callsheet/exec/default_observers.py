@@ -1,4 +1,4 @@
-"""The callbacks that observe a script by default."""
+"""The callbacks with which `callsheet exec` observes a script by default."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class GradientNorm(OptimizerMonitor):
 
 def _is_sharded(parameter: nn.Parameter) -> bool:
     """Return whether this rank has only a part of the parameter: it is a DTensor, or a flat parameter of FSDP's first version."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # if the script has not imported it, no parameter is flat
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # if the script has not imported FSDP, no parameter is flat
     return hasattr(parameter, "placements") or (fsdp is not None and isinstance(parameter, fsdp.FlatParameter))
 
 
@@ -98,7 +98,7 @@ def default_observers(pace: LogPace) -> list[Callback]:
         LRMonitor(),
         GradientNorm(pace),
         LossCheck(),
-        HangDetector(min_seconds=600),  # the limit is long, because callsheet does not see scripts save or evaluate between steps
+        HangDetector(min_seconds=600),  # the limit is long, because scripts may save or evaluate between steps unnoticed
         SystemMetricsMonitor(),
         JSONLLogger(),
     ]

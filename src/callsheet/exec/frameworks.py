@@ -175,7 +175,7 @@ def _workers_under_exec(observation: Observation) -> Iterator[None]:
     try:
         yield
     finally:
-        if module.generate_ddp_command is under_exec:  # if another library has replaced the function since, leave it
+        if module.generate_ddp_command is under_exec:  # keep a replacement that another library has made since
             module.generate_ddp_command = given  # type: ignore[attr-defined]
 
 

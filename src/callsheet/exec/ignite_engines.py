@@ -71,11 +71,11 @@ class IgniteEngines:
 
     @property
     def is_training(self) -> bool:
-        """Whether the trainer is running. While it runs, it reports when its epochs end."""
+        """Whether the trainer is running. A running trainer reports when its epochs end."""
         return self._trainer is not None and self._trainer in self._running
 
     def run(self, run: Callable[[], Any], engine: Any, data: Any) -> Any:
-        """Run the engine with `run()`, and report its results if it is an evaluator."""
+        """Run the engine with `run()`. If the engine is an evaluator, pass its results to the observed loop."""
         loop = self._observation.loop
         is_evaluator = loop is not None and self._trainer not in (None, engine)
         name, before = "", loop.evaluations.dataset if loop is not None else ""

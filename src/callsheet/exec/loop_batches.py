@@ -41,7 +41,7 @@ class LoopBatches:
         self.other = None
 
     def switch(self) -> bool:
-        """At the beginning of a step, switch to the other dataloader if the present one has fetched no new batch.
+        """At the beginning of a step, switch to the other dataloader if the present dataloader has fetched no new batch.
 
         Return whether that ends an epoch; see `begin`.
         """
@@ -59,7 +59,7 @@ class LoopBatches:
         self.fetched += 1
 
     def begin(self) -> bool:
-        """Reset the count of batches when an iteration over the dataloader begins or ends. Return whether it was at least two.
+        """Reset the count of batches when an iteration over the dataloader begins or ends. Return whether the count was at least two.
 
         Such an iteration is an epoch. A loop that calls `next(iter(loader))` for each batch fetches one batch in each iteration.
         """

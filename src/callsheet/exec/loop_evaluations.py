@@ -59,7 +59,7 @@ class LoopEvaluations:
             evaluation.end_dataset(dataset, results)
 
     def fire_delayed(self) -> None:
-        """Fire the events of the evaluations that ended within the last step, which were delayed until its end."""
+        """Fire the events of evaluations that ended within the last step. These events were delayed until the end of the step."""
         if self.delayed:
             results, self.delayed = self.delayed, {}
             self._evaluation.fire(results)

@@ -61,7 +61,7 @@ class LoopFinder:
         self._undo: list[Callable[[], None]] = []
         self._lock = threading.Lock()  # held while a loop is recognized, so that two threads do not recognize two loops
         self._found = self._not_found = 0  # number of recognized loops, and number of optimizers whose model was not found
-        self._others = 0  # number of steps that other optimizers have taken since the observed one last stepped
+        self._others = 0  # number of steps that other optimizers have taken since the observed optimizer last stepped
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers whose loop was observed or cannot be observed
         self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # the dataloader of each iterator
         self._training_iterator: Callable[[], Any] = _nothing  # a reference to the iterator of the observed loop's last batch
@@ -86,7 +86,7 @@ class LoopFinder:
         self._wrap(nn.Module, "eval", self._eval)
         self._wrap(torch.nn.utils.clip_grad, "clip_grad_norm_", self._clip, also=torch.nn.utils)
         # `torch.jit.script` and `torch.jit.trace` call this function. They are not wrapped themselves, because they inspect their caller.
-        if hasattr(getattr(torch.jit, "_recursive", None), "create_script_module"):  # private, so torch may remove it
+        if hasattr(getattr(torch.jit, "_recursive", None), "create_script_module"):  # private, so torch may lack this function
             self._wrap(torch.jit._recursive, "create_script_module", self._script)
         self._undo.append(register_optimizer_step_pre_hook(self._steps).remove)
 
@@ -210,7 +210,7 @@ class LoopFinder:
         return fetch
 
     def _fetch_from_other(self, given: Callable[[Any], Any], iterator: Any) -> Any:
-        """Fetch a batch from an iterator that is not known to be that of the observed loop."""
+        """Fetch a batch from an iterator of which it is not known yet whether the observed loop uses it."""
         loop, reference = self._loop, self._loaders.get(iterator)
         # In `for batch in DataLoader(...)`, the dataloader is freed and only the iterator is kept, so the iterator identifies the data.
         loader = iterator if reference is None or reference() is None else reference()
@@ -378,7 +378,9 @@ def model_of(optimizer: Optimizer) -> nn.Module | None:
     best: tuple[int, int] | None = None
     found: nn.Module | None = None
     for module in _roots():
-        parameters = {id(each) for each in nn.Module.parameters(module)}  # `module.parameters` may be overridden by the script
+        parameters = {
+            id(each) for each in nn.Module.parameters(module)
+        }  # do not call `module.parameters`: a script may override it
         shared = len(wanted & parameters)
         if shared and (best is None or (shared, -len(parameters)) > best):
             best, found = (shared, -len(parameters)), module

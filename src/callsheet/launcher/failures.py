@@ -79,7 +79,7 @@ class LaunchError(CallsheetError, RuntimeError):
 
 
 def report_of(error: BaseException) -> dict[str, Any]:
-    """Return a description of `error` as plain data. A worker sends it to the process that called `launch`."""
+    """Return a description of `error` as plain data. A worker sends the description to the process that called `launch`."""
     # Leave out the first frame, which is in callsheet's worker and not in the user's code.
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
     return {

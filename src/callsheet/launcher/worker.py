@@ -16,7 +16,7 @@ from callsheet.transport.payload import KEY, PAYLOAD, Unpacked, open_payload
 from callsheet.transport.sealed import Key, seal, write_private
 
 PID = "pid-"
-"""The prefix of the names of files that list the running workers. Each worker creates one, whose name ends with its process id."""
+"""The prefix of the names of files that list the running workers. Each worker creates one file, whose name ends with its process id."""
 
 _LOOK_SECONDS = 0.5
 
@@ -41,7 +41,7 @@ def main() -> None:
 def _answer(folder: Path, rank: int) -> tuple[int, bytes]:
     """Read the payload and call the launched function. Return the exit code, and the encoded result or error."""
     try:
-        unpacked = open_payload(os.environ, is_ours=True)  # this imports the script and creates the callbacks
+        unpacked = open_payload(os.environ, is_ours=True)  # `open_payload` imports the script and creates the callbacks
     except KeyboardInterrupt:
         return 128 + signal.SIGINT, b""
     except BaseException as error:  # catch SystemExit too, because the script must not exit before the function is called
@@ -92,7 +92,7 @@ class _Watch(threading.Thread):
         shutil.rmtree(self._folder, ignore_errors=True)
         os.kill(os.getpid(), signal.SIGTERM)
         self._never_set.wait(self._grace)
-        if os.getpgrp() == os.getpid():  # torch starts each worker in its own session, so this kills only the worker's processes
+        if os.getpgrp() == os.getpid():  # torch starts each worker in its own session, so `killpg` kills only its processes
             os.killpg(0, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -49,7 +49,7 @@ def constructs(subject: Subject, folder: Path) -> None:
     callback, other = subject.make(), subject.make()
     if callback is other:
         raise Found("the factory gave the same object twice", "make a new callback at each call")
-    CallbackManager([callback])  # raises an error if `subject.make` does not return a callback
+    CallbackManager([callback])  # CallbackManager raises an error if `subject.make` does not return a callback
     kind = type(callback)
     by_place = [
         name

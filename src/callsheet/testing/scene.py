@@ -31,7 +31,7 @@ Factory = Callable[[], Callback]
 
 
 class MakesTrainer(Hashable, Protocol):
-    """The type of a function that makes a trainer. The trainer trains for 10 steps or more, evaluates, and is equal at each call.
+    """The type of a function that makes a trainer. Each call returns an equal trainer, which trains for 10 steps or more and evaluates.
 
     The function passes `folder` on as the trainer's `runs_folder`, and `resume`. The name of its run is always the same.
     """
@@ -75,7 +75,7 @@ class Subject:
 
 
 class ConformanceError(AssertionError):
-    """Raised if a callback does not pass a check. The arguments are also its attributes.
+    """Raised if a callback does not pass a check. The constructor's arguments are also attributes of the error.
 
     Args:
         callback: the name of the callback's class.
@@ -162,7 +162,7 @@ class Scene:
                     self.trainer.__exit__(kind, error, frames)
                 else:
                     self.weights = weights_of(self.trainer)
-                    self._manager.state_dict()  # this also waits for callbacks that run in other threads
+                    self._manager.state_dict()  # `state_dict` also waits for callbacks that run in other threads
                     self.states = [dict(callback.state_dict()) for callback in self.callbacks]
         finally:
             logging.getLogger().removeHandler(self._listener)

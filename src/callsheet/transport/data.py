@@ -43,7 +43,7 @@ from callsheet.transport.sealed import TransportError
 WORDS = (*(name for name in Callback.__annotations__ if not name.startswith("_")), IGNORE)
 """The settings of a callback: class attributes that an instance may override."""
 
-_LENGTH = 8  # in the encoded form, each part begins with its length, in this many bytes
+_LENGTH = 8  # each encoded part begins with the part's length, as a number of this many bytes
 
 
 def encode(value: object, *, allow_pickle: bool) -> bytes:

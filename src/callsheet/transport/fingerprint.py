@@ -33,8 +33,8 @@ IGNORE = "transport_ignore"
 """The class attribute that names those instance attributes which may differ between processes."""
 
 _DEEPEST = 100  # the maximum depth of nesting, because each level takes several calls on Python's limited stack
-_LONG = 1000  # a list with more items is described by a digest instead of item by item
-_SHORT = 40  # a longer text is described by a digest
+_LONG = 1000  # a list with more items than this number is described by a digest instead of item by item
+_SHORT = 40  # a text of this many bytes or more is described by a digest
 _UNSEEN = "cannot be inspected"
 
 
@@ -153,7 +153,7 @@ class _Fingerprinter:
             content = hashlib.sha256(host.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
             storage = tensor.untyped_storage().data_ptr()
         except (RuntimeError, TypeError, NotImplementedError):
-            # The data cannot be read: this is a meta or sparse tensor, or one of a subclass that keeps its data elsewhere.
+            # The data cannot be read: this is a meta or sparse tensor, or a tensor of a subclass that keeps its data elsewhere.
             return [facts, "" if tensor.is_meta else _UNSEEN]
         shared = self._met_before(("storage", storage), path) if tensor.numel() else None
         return [facts, {"content": [facts, content], "memory": shared or ["own", ""]}]

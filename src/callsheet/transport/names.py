@@ -65,7 +65,7 @@ def name_of(kind: Any) -> str:
     if module in (MAIN, _IMPORTED_MAIN):
         spec = getattr(sys.modules.get(module), "__spec__", None)
         module = spec.name if spec is not None else MAIN
-    # cloudpickle does not keep the name of the enclosing function, so cut it off.
+    # Cut off the name of the enclosing function, because cloudpickle does not keep this name.
     name = getattr(kind, "__qualname__", type(kind).__qualname__).rpartition("<locals>.")[2]
     return name if module == "builtins" else f"{module}.{name}"
 
@@ -111,7 +111,7 @@ def main_module(script: str) -> ModuleType:
     except BaseException:
         del sys.modules[_IMPORTED_MAIN]
         raise
-    module.__spec__ = None  # None as for a script; otherwise multiprocessing would import the module by its path
+    module.__spec__ = None  # None, as in a script, so that multiprocessing imports the module by its path and not by its name
     return module
 
 

@@ -51,7 +51,7 @@ _RULES = {"resnet": "4.0.0", "bert": "4.1.0"}
 
 
 class CheckpointSaver(callbacks.CheckpointSaver):
-    """Saves checkpoints at an interval and when training ends. With `num_checkpoints_to_keep=-1`, it keeps all of them."""
+    """Saves checkpoints at an interval and when training ends. With `num_checkpoints_to_keep=-1`, it keeps all checkpoints."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class MemorySnapshot(callbacks.MemorySnapshot):
 
 
 class OOMObserver(callbacks.OOMObserver):
-    """Writes a snapshot of the allocations on the device when it runs out of memory."""
+    """Writes a snapshot of the allocations on the device when the device runs out of memory."""
 
     def __init__(
         self,
@@ -283,7 +283,7 @@ class EarlyStopper(callbacks.EarlyStopper):
             monitor=f"{dataloader_label}/{monitor}",
             mode=_mode("EarlyStopper", comp, monitor),
             min_delta=abs(min_delta),
-            patience=str(time + 1),  # Composer stops when the wait exceeds the patience, callsheet when the wait equals it
+            patience=str(time + 1),  # Composer stops when the wait exceeds the patience, callsheet when it equals the patience
         )
 
 

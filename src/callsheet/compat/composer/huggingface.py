@@ -67,7 +67,7 @@ class HuggingFaceModel(ComposerModel):
             model.resize_token_embeddings(len(tokenizer))
 
     def forward(self, batch: Any) -> Any:
-        """Call the model with those entries of the batch that it accepts."""
+        """Call the model with those entries of the batch that the model accepts."""
         if not isinstance(batch, Mapping):
             raise ConfigError(
                 "Unexpected batch type. Expected a dictionary with keys corresponding to the inputs to the forward function of the Huggingface "

@@ -115,7 +115,7 @@ class ModelTask(Task):
 
 
 class ModelMetric:
-    """Wraps a torchmetric, so that the model's `update_metric` updates it."""
+    """Wraps a torchmetric, so that `update` calls the model's `update_metric` with the torchmetric."""
 
     def __init__(self, model: Any, metric: Any) -> None:
         object.__setattr__(self, "_model", model)
@@ -143,7 +143,7 @@ class TrainMetrics(Callback):
     They are logged as `train/<name>`, and are available as `state.train_metrics`.
     """
 
-    phase = "change"  # called first, so that all other callbacks can read the metrics at the same event
+    phase = "change"  # this phase is called first, so that all other callbacks can read the metrics at the same event
 
     def __init__(self, model: Any, metrics: Mapping[str, Any]) -> None:
         self.metrics = dict(metrics)

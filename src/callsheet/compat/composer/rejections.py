@@ -9,7 +9,7 @@ from callsheet.errors import NotSupported
 
 
 def reject(who: str, given: Mapping[str, tuple[Any, Any, str]]) -> None:
-    """Raise NotSupported for the first of the arguments whose value differs from Composer's default.
+    """Raise NotSupported for the first argument whose value differs from Composer's default.
 
     For each name, `given` has the value, the default, and what to do instead.
 

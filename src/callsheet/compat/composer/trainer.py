@@ -203,7 +203,7 @@ class Trainer:
         return [_to_cpu(each) for each in outputs] if return_outputs else []
 
     def save_checkpoint(self, name: str | None = None) -> str:
-        """Write a checkpoint folder, and wait until it is durable.
+        """Write a checkpoint folder, and wait until all of its files are safely stored.
 
         Args:
             name: the path of the folder; None: a folder among the run's checkpoints.

@@ -1,4 +1,4 @@
-"""Exits with an error: InstructLab starts each rank with such a command, but callsheet does not support this command."""
+"""Exits with an error, because callsheet does not support the command line with which InstructLab starts its ranks."""
 
 import sys
 

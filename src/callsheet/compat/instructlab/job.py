@@ -166,7 +166,7 @@ def rows_of(args: TrainingArgs) -> tuple[str, str | None]:
     If a part of the data is for validation, two new files are written; otherwise the data file is used itself.
     """
     rows = Rows(args.data_path).read(())
-    assert not isinstance(rows, Stream)  # `read` streams rows only if that is requested
+    assert not isinstance(rows, Stream)  # `Rows.read` returns a stream only if streaming is requested
     for number, row in enumerate(rows, 1):
         if row.get("unmask"):
             raise ConfigError(

@@ -52,7 +52,7 @@ def run_training(torch_args: TorchrunArgs, train_args: TrainingArgs) -> dict[str
         TransportError: a callback cannot be sent; the message says why, and has a hint.
         LaunchError: a rank failed; this is a RuntimeError.
     """
-    from callsheet.launcher import launch  # imported here because it imports torch, which defining callbacks does not need
+    from callsheet.launcher import launch  # imported only here, because the launcher needs torch, and defining callbacks does not
     from callsheet.transport import payload
 
     if payload.is_opening:  # a rank or the preflight check is importing the user's script: do not start training again
@@ -104,7 +104,7 @@ class _SentCallback(Callback):
 
 def train_on_rank(args: TrainingArgs, train: str, validation: str | None, callbacks: list[Callback]) -> dict[str, float]:
     """Run the training on one rank. The function `run_training` starts this function on each rank."""
-    from callsheet.compat.instructlab.job import job_of  # imported here because that module imports all recipes
+    from callsheet.compat.instructlab.job import job_of  # imported only here, because `job` imports all recipes
 
     logging.basicConfig(level=args.log_level, format="%(message)s")
     job = job_of(args, train, validation, [each.foreign if isinstance(each, _SentCallback) else each for each in callbacks])

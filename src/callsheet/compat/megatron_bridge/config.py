@@ -13,7 +13,7 @@ Section = TypeVar("Section")
 
 @dataclass_transform()
 def _section(kind: type[Section]) -> type[Section]:
-    """A class decorator that makes a dataclass. Reading or setting a field that it does not have raises an error."""
+    """A class decorator that makes a dataclass. Reading or setting an unknown field of the dataclass raises an error."""
     made = dataclass(kind)
     names = [each.name for each in fields(made)]  # type: ignore[arg-type]  # `made` is a dataclass
 
@@ -84,7 +84,7 @@ class OptimizerConfig:
 
 @_section
 class SchedulerConfig:
-    """The schedule of the learning rate: `cosine`, `linear` or `constant`. By default, it is as long as training."""
+    """The schedule of the learning rate: `cosine`, `linear` or `constant`. By default, the schedule is as long as training."""
 
     lr_decay_style: str = "cosine"
     lr_warmup_iters: int = 500
@@ -152,7 +152,7 @@ class RNGConfig:
 
 @_section
 class ConfigContainer:
-    """The whole configuration. Reading or setting a setting that is not supported raises `NotSupported`.
+    """The whole configuration. Reading or changing an unsupported setting raises `NotSupported`.
 
     Args:
         model: the shape of the model, which has Qwen 2's architecture and random weights.

@@ -18,7 +18,7 @@ IGNORED = -100
 
 
 class GPTModel(nn.Module):
-    """A causal language model of transformers with the call signature of Megatron's `GPTModel`.
+    """Gives a causal language model of the library transformers the call signature of Megatron's `GPTModel`.
 
     With labels it returns each token's loss, without labels the logits.
 
