@@ -1,6 +1,7 @@
-"""One callback, every training loop.
+"""Callbacks for PyTorch training that run in callsheet's `Trainer`, in the loops of other frameworks and in hand-written loops.
 
-A `Callback` handles the events of a run's lifecycle, a `CallbackManager` fires them, and a `Trainer` is a loop that fires them all.
+A `Callback` handles the events of a run's lifecycle, and a `CallbackManager` fires the events. The `Trainer` is a training loop that fires
+all events.
 """
 
 from typing import TYPE_CHECKING
@@ -81,13 +82,13 @@ _ON_DEMAND = {
     "callsheet.launcher": ("launch",),
     "callsheet.trainer": ("Trainer",),
 }
-"""What is imported at first use, since a file of callbacks does not need it: half of the package's import time, and torch."""
+"""The names that are imported at their first use, by module. Importing all of them at once would also import torch, which is slow."""
 
 _SUBPACKAGES = (
     *("bridges", "callbacks", "checkpoint", "compat", "errors", "launcher", "loggers", "metrics", "plugins", "recipes", "report"),
     *("testing", "trainer", "transport"),
 )
-"""The modules that users import. After `import callsheet` alone, `callsheet.callbacks` works too."""
+"""The public submodules. Each is imported when it is first read as an attribute, such as `callsheet.callbacks`."""
 
 __getattr__ = attributes(__name__, {name: module for module, names in _ON_DEMAND.items() for name in names}, _SUBPACKAGES)
 

@@ -1,4 +1,4 @@
-"""`python -m callsheet`."""
+"""Runs callsheet's command line, for `python -m callsheet`."""
 
 import sys
 

@@ -21,7 +21,7 @@ class CallsheetError(Exception):
 
 
 class UnknownEventError(CallsheetError, ValueError):
-    """The name of an event is not in the lifecycle."""
+    """An event's name is unknown: callsheet's lifecycle has no event of this name."""
 
 
 class RegistrationError(CallsheetError, ValueError):
@@ -80,15 +80,15 @@ class MissingPackage(CallsheetError, ImportError):
 
 
 class ConfigError(CallsheetError, ValueError):
-    """An argument or a configuration value is invalid. The message names it and says what to do."""
+    """An argument or a configuration value is invalid. The message names the argument or value and says what to do."""
 
 
 class UnknownArgument(ConfigError, TypeError):
-    """A class or function does not have this keyword argument; the message names the right one."""
+    """A class or function was called with a keyword argument that it does not have. The message suggests the right argument."""
 
 
 class HostError(CallsheetError, RuntimeError):
-    """A host (the adapter that runs callbacks in another framework's loop) could not follow that loop.
+    """A host (the adapter that runs callbacks in another framework's loop) failed to observe this loop.
 
     The host stops observing the run, and training continues.
     """
@@ -115,7 +115,7 @@ def did_you_mean(name: str, valid: Iterable[str], *, cutoff: float = 0.5) -> str
     The comparison ignores case. A valid name such as `optimizer.lr` or `train/loss` counts as similar to its last part. `cutoff` is
     the minimal similarity, from 0 to 1.
     """
-    import difflib  # imported here, because only error messages need it
+    import difflib  # import `difflib` here, because only error messages need it
 
     by_folded: dict[str, str] = {}
     for each in valid:
@@ -128,13 +128,13 @@ def did_you_mean(name: str, valid: Iterable[str], *, cutoff: float = 0.5) -> str
 
 
 def unknown_arguments(strays: Sequence[str], options: Iterable[str]) -> str:
-    """Return an error message for a command's unknown arguments. It names the option that is most similar to the first."""
+    """Return an error message for a command's unknown arguments. It suggests the valid option most similar to the first unknown option."""
     wrong = next((word.partition("=")[0] for word in strays if word.startswith("--")), None)
     return f"unknown arguments: {' '.join(strays)}{did_you_mean(wrong, options) if wrong is not None else ''}"
 
 
 def names_unknown(familiar: Callable[[], Mapping[str, str]]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator. The decorated function raises `UnknownArgument`, with a hint, for an argument that it does not have.
+    """Return a decorator that makes a function raise `UnknownArgument`, with a hint, if it is called with an unknown argument.
 
     `familiar` returns hints by argument name, for arguments that other frameworks use.
     """
@@ -160,7 +160,7 @@ def check_arguments(
     kwargs: Mapping[str, Any],
     familiar: Callable[[], Mapping[str, str]],
 ) -> None:
-    """Raise `UnknownArgument`, with a hint, if a function does not have a given argument, or does not take it by position.
+    """Raise `UnknownArgument`, with a hint, if a call has an unknown argument, or gives a keyword-only argument by position.
 
     Args:
         called: the function's name in the message.
@@ -207,12 +207,12 @@ def _where_class(kind: Any) -> str:
 
 
 def mark_as_users(error: BaseException) -> None:
-    """Mark an error as the user's, such as one from a callback or the data. A host raises such an error instead of logging it."""
+    """Mark an error as one of the user's code, such as a callback or a dataset. A host raises such an error instead of logging it."""
     error.__dict__["_callsheet_users"] = True  # setattr would fail if the exception is a frozen dataclass
 
 
 def is_users(error: BaseException) -> bool:
-    """Return whether the error was marked with `mark_as_users`."""
+    """Return whether `mark_as_users` has marked the error as one of the user's code."""
     return "_callsheet_users" in error.__dict__
 
 

@@ -1,1 +1,1 @@
-"""Packages with the APIs of other training systems: code for these systems runs on callsheet after changing its import lines."""
+"""Packages with the APIs of other training systems: code written for these systems runs on callsheet if only its imports are changed."""

@@ -1,6 +1,6 @@
-"""Placeholders for names of other training systems that callsheet does not support.
+"""Placeholders for unsupported names of other training systems.
 
-They can be imported, and using one raises an error that says what to do instead.
+The placeholders can be imported, and using one raises an error that says what to do instead.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from callsheet.errors import NotSupported
 
 
 class _NotOffered(type):
-    """The metaclass of placeholders for unsupported names. Calling one, or reading a public attribute, raises `NotSupported`."""
+    """The metaclass of placeholders for unsupported names. A call of a placeholder, and reading a public attribute, raise `NotSupported`."""
 
     instead: str
     system: str
@@ -29,6 +29,6 @@ class _NotOffered(type):
 
 
 def not_offered(name: str, system: str, instead: str, module: str) -> type:
-    """Return a placeholder class for `name`; `instead` says what to use in its place."""
+    """Return a placeholder class for the unsupported `name`. Its errors contain `instead`, which says what to use in place of `name`."""
     about = f"Not supported, unlike in {system}: {instead}."
     return _NotOffered(name, (), {"instead": instead, "system": system, "__doc__": about, "__module__": module})

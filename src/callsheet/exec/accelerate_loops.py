@@ -1,4 +1,4 @@
-"""What `callsheet exec` reads from Accelerate (settings, logged values, batches). Its loops are observed as hand-written ones."""
+"""Reads settings, logged values and batches from Accelerate. `callsheet exec` observes Accelerate's loops like hand-written loops."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 class AccelerateLoops:
-    """A map from each optimizer that Accelerate has prepared to its `Accelerator`. It keeps neither of them alive."""
+    """Finds, for an optimizer, the `Accelerator` that has prepared it. Uses weak references, which keep neither object alive."""
 
     def __init__(self) -> None:
         self._accelerators: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
     def add(self, optimizer: Any, accelerator: Any) -> None:
-        """Note which Accelerator has prepared the optimizer."""
+        """Store which Accelerator has prepared the optimizer."""
         self._accelerators[optimizer] = weakref.ref(accelerator)
 
     def settings(self, optimizer: Any) -> dict[str, Any]:
@@ -37,14 +37,14 @@ class AccelerateLoops:
 def prepare_optimizer(
     observation: Observation, prepare: Callable[..., Any], accelerator: Any, optimizer: Any, *args: Any, **options: Any
 ) -> Any:
-    """Prepare the optimizer, and note its Accelerator."""
+    """Prepare the optimizer with Accelerate, and store which Accelerator has prepared it."""
     prepared = prepare(accelerator, optimizer, *args, **options)
     observation.accelerate.add(getattr(prepared, "optimizer", prepared), accelerator)
     return prepared
 
 
 def log(observation: Observation, log: Callable[..., Any], accelerator: Any, values: Any, *args: Any, **options: Any) -> Any:
-    """Log the values with Accelerate, and in the run of the observed loop as `accelerate/<name>`."""
+    """Log the values with Accelerate, and also in callsheet's run of the observed loop, as `accelerate/<name>`."""
     from callsheet.bridges.accelerate.guests import numbers
 
     result = log(accelerator, values, *args, **options)
@@ -54,7 +54,7 @@ def log(observation: Observation, log: Callable[..., Any], accelerator: Any, val
 
 
 def iterate(observation: Observation, iterate: Callable[[Any], Any], loader: Any) -> Any:
-    """Iterate over a prepared dataloader. A batch is observed when the script receives it, because it is fetched earlier."""
+    """Iterate over Accelerate's dataloader, which fetches batches ahead. Observe each batch when the script receives it."""
     return observation.finder.batches(iterate, loader) if observation.finder is not None else iterate(loader)
 
 

@@ -1,4 +1,4 @@
-"""Observes a training loop written by hand that knows nothing of callsheet: the host of `callsheet exec` for such loops."""
+"""Observes a hand-written training loop that does not use callsheet: the host of `callsheet exec` for such loops."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from callsheet.trainer.tasks import counts_of
 logger = logging.getLogger("callsheet")
 
 HOST = "this script"
-"""What messages call the loop, in the place of a framework's name."""
+"""The name of the observed loop in messages, where other hosts have their framework's name."""
 _REGULAR_STEPS = 20
-"""How many steps must be regular until their beginning is recognized by the loss: for each loss a new batch and a call of the model."""
+"""After so many regular steps (for each loss a new batch and one model call), the beginning of a step is recognized by its first loss."""
 _NEVER = tuple(event for event in EVENTS if event.startswith(("on_test", "on_predict", "on_checkpoint_due", "on_preempt")))
-"""Events that are never fired, because the script has no place for them."""
+"""Events that are never fired, because nothing that a hand-written loop does corresponds to them."""
 
 
 class BareLoop(NotCopied):
-    """Observes one loop, whose model and optimizer were recognized, and fires the events of its run.
+    """Observes one training loop after its model and optimizer were recognized, and fires the events of the loop's run.
 
     A step begins with the first call of the model with gradients, and ends when the optimizer has stepped.
     Calls of the model in evaluation mode without gradients, between two steps, are an evaluation. An epoch ends when the dataloader
@@ -98,48 +98,49 @@ class BareLoop(NotCopied):
         self._support = SupportCheck(run.manager, HOST, strict=False)
         parts = run.driver.parts
         self.step = parts["train_step"]
-        """The span of a step."""
+        """The span `train_step`, which is open during each training step."""
         self._epoch, self._fetch, self._microbatch = (parts[name] for name in ("epoch", "fetch", "microbatch"))
-        # The loop reads these objects at every step, so attributes of its own are faster.
+        # Store these objects as attributes, because every step reads them and `run.driver` would be slower.
         self._driver, self._spans = run.driver, run.spans
         self.evaluations = LoopEvaluations(run)
-        """The evaluations of the loop."""
+        """Fires the events of the loop's evaluations."""
         self._evaluation = self.evaluations.span
         self._is_over = False
         self._ends_epoch = False  # whether the epoch ends when the open step ends
         self.has_failed = False
         """Whether an error of callsheet or of a callback has ended the observation."""
         self.are_epochs_reported = False
-        """Whether a framework calls `end_epoch`. Otherwise, an epoch ends with the data."""
+        """Whether a framework calls `end_epoch` for each epoch. If not, an epoch ends when the dataloader is at its end."""
         self.no_evaluator: Callable[[], Any] = lambda: None
-        """Called if the optimizer steps while `evaluations.dataset` has a name. It returns the batch of the step."""
+        """Called if the optimizer steps during a supposed evaluation, which then turns out to be training. Returns the step's batch."""
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         self._parameters = {id(each) for each in parameters}
-        # If none of these parameters has a gradient, the script has discarded the gradients. FSDP keeps gradients elsewhere
-        # between microbatches, so there the list is empty.
+        # If none of these parameters has a gradient, the script has discarded the gradients.
+        # With FSDP, this list of parameters stays empty, because FSDP keeps the gradients elsewhere between microbatches.
         self._with_gradients = [] if any(hasattr(each, "placements") for each in parameters) else parameters
-        # The samples and tokens of the latest microbatch, and those of a microbatch whose loss was discarded.
+        # The numbers of samples and tokens of the latest microbatch, and of a microbatch whose loss was discarded.
         self._of_microbatch = self._discarded = (0, 0)
         self._was_called = False  # whether the model was called with gradients since the last step ended
-        self._trains_in_eval_mode = not model.training  # such a script freezes the statistics of batch normalization
+        self._trains_in_eval_mode = not model.training  # True if the script freezes the statistics of batch normalization
         self._in_forward: Literal["train", "eval", ""] = ""  # the purpose of the running forward pass; empty if none is running
-        self._is_in_microbatch = False  # whether the model was called with gradients after the step's beginning and its last loss
+        self._is_in_microbatch = False  # whether the model was called with gradients in this step, and no loss has followed yet
         self.thread = current_thread()
         """The thread that trains."""
         self._thread = get_ident()
         run.fails_by(self._leave)
         self.watch = LoopBackwardWatch(self, scaler)
-        """The watch that reports the losses of the loop."""
+        """Observes the losses on which the loop calls `backward`."""
         self.watch.listen(False)
         self._forward = LoopForwardHooks(self, model)
         self._hooks: list[Any] = [self.watch, self._forward]
-        # If the model was compiled in place, torch.compile would compile the hooks with it, so the model gets none.
+        # Do not add hooks to a model that was compiled in place, because torch.compile would compile the hooks with the model.
         self._sees_forward = getattr(model, "_compiled_call_impl", None) is None
         if isinstance(model, torch.jit.ScriptModule):  # torch does not allow hooks on a ScriptModule
             self._sees_forward = False
             logger.warning("%s trains a ScriptModule, so its forward passes and evaluations are not observed", HOST)
-        self._sees_calls = self._sees_forward  # False also while the calls are not watched, so that a loss begins a step
-        self._is_regular = loader is not None and not self._trains_in_eval_mode  # whether all steps were regular so far
+        self._sees_calls = self._sees_forward  # whether hooks observe the model's calls now; if not, a loss begins a step
+        # Whether all steps so far were regular: for each loss, the loop fetched a new batch and called the model once.
+        self._is_regular = loader is not None and not self._trains_in_eval_mode
 
     # --- beginning and end ---
 
@@ -236,15 +237,15 @@ class BareLoop(NotCopied):
         return self.run.state.timestamp.batch
 
     def trains(self, parameter: Any) -> bool:
-        """Return whether the optimizer has this parameter."""
+        """Return whether the loop's optimizer updates this parameter."""
         return id(parameter) in self._parameters
 
     def fetch(self, fetches: Callable[[Any], Any], iterator: Any) -> Any:
-        """Return `fetches(iterator)`, the next batch for training, and fire the events around it. An error of `fetches` is raised."""
+        """Fetch the next training batch with `fetches(iterator)`, and fire the events of the span `fetch`. Errors of `fetches` are raised."""
         if self._is_over or get_ident() != self._thread:
             return fetches(iterator)
-        is_first = not self.step.is_open  # if a step is open, this batch is for another microbatch of it
-        if self._is_in_microbatch:  # the loop fetches a batch before it has used the last one
+        is_first = not self.step.is_open  # if a step is open, this batch is for another microbatch of the same step
+        if self._is_in_microbatch:  # the loop fetches a batch before it has computed the loss of the previous batch
             self._be_irregular()
         if is_first and (
             self._evaluation.is_open or self._driver.seen_links != self._spans.links or not self._fetch.has_no_listeners
@@ -260,7 +261,7 @@ class BareLoop(NotCopied):
             self._guarded(self._end_data)
             raise
         batches = self._batches
-        batches.latest, batches.is_new = batch, True  # the same as `batches.add`, without a further call in each step
+        batches.latest, batches.is_new = batch, True  # as `batches.add` does, but without a function call, for speed
         batches.fetched += 1
         if is_first:
             self.run.ctx.batch = batch
@@ -269,13 +270,13 @@ class BareLoop(NotCopied):
         return batch
 
     def is_of_training(self, loader: Any) -> bool:
-        """Return whether a batch from `loader` is now for training: the loop uses this loader, and does not evaluate on it."""
+        """Return whether a batch that is fetched from `loader` now is for training, and not for an evaluation or another loop."""
         if self._is_over or self.evaluations.dataset or get_ident() != self._thread or not self._batches.come_from(loader):
             return False
         return torch.is_grad_enabled() and (self.model.training or self._trains_in_eval_mode)
 
     def other_fetched(self, loader: Any, batch: Any) -> None:
-        """Report that a batch was fetched from another loader. If a step of training begins next, it trains on this batch."""
+        """Called when a batch was fetched from another dataloader. Keep this batch, because the next training step may use it."""
         if self._is_over or self.evaluations.dataset or self.step.is_open or get_ident() != self._thread:
             return
         self._batches.add_other(loader, batch)
@@ -287,9 +288,8 @@ class BareLoop(NotCopied):
 
     @not_compiled
     def forward_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Report that the model is called. This is a forward pre-hook of the model."""
-        # A script may copy the model's attributes into another model, which then has the same hooks. Calls of that model are
-        # ignored.
+        """Called when a call of the model begins, as a forward pre-hook of the model."""
+        # Ignore calls of another model that has the same hooks, because the script has copied this model's attributes into it.
         if is_traced() or self._is_over or model is not self.model or get_ident() != self._thread:
             return
         try:
@@ -312,14 +312,14 @@ class BareLoop(NotCopied):
 
     @not_compiled
     def forward_ends(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
-        """Report that a call of the model has returned. This is a forward hook of the model."""
+        """Called when a call of the model has returned, as a forward hook of the model."""
         if is_traced() or self._is_over or get_ident() != self._thread:
             return
         if self._in_forward:
             self._guarded(self._end_forward, outputs)
 
     def backward_begins(self) -> None:
-        """Report that `backward` is called on a loss."""
+        """Called when the script calls `backward` on a loss."""
         if self._is_over or get_ident() != self._thread:
             return
         if not self._sees_calls:
@@ -332,25 +332,26 @@ class BareLoop(NotCopied):
             except (Exception, SystemExit) as error:
                 self._leave(error)
                 return
-        elif not self._is_in_microbatch:  # a loss of another model, or a second one of the same outputs
+        elif not self._is_in_microbatch:  # this loss is of another model, or is the second loss of the same outputs
             self._is_regular = False
             if not self.step.is_open:
                 return
         if self.watch.total is not None and self._with_gradients and all(each.grad is None for each in self._with_gradients):
             self.gradients_are_discarded()
-        if not self._is_in_microbatch and self._discarded != (0, 0):  # a second loss of the same outputs: count its samples again
+        # A loss of the same outputs was discarded before this loss, so count the samples of these outputs again.
+        if not self._is_in_microbatch and self._discarded != (0, 0):
             self.run.counted, self._discarded = self._discarded, (0, 0)
         self._is_in_microbatch = False
 
     def optimizer_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Report that the optimizer's `step` is called with these arguments. Begin a step of the loop if none is open."""
+        """Called when the optimizer's `step` is called, with its arguments. Begin a training step if none is open."""
         self.begin_step()
         if not self._is_over and (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
             self._be_irregular()
             self._guarded(self._optimizer_hooks.expect_closures)
 
     def gradients_are_discarded(self) -> None:
-        """Report that the gradients are set to zero, so that earlier losses and their samples do not count for the coming step."""
+        """Called when the gradients are set to zero. Earlier losses and their samples then do not count for the coming step."""
         if self._is_over or self.watch.is_in_closure or get_ident() != self._thread:
             return
         self._be_irregular()
@@ -361,7 +362,7 @@ class BareLoop(NotCopied):
             self.run.counted, self._discarded = (0, 0), self._of_microbatch
 
     def other_optimizer_steps(self) -> None:
-        """Report that another optimizer steps. The losses since the last step may be its own."""
+        """Called when another optimizer steps. The losses since the last step may belong to the other optimizer."""
         if self._is_over or get_ident() != self._thread:
             return
         if not self._sees_calls:
@@ -369,20 +370,20 @@ class BareLoop(NotCopied):
         self._be_irregular()
 
     def watch_calls(self) -> None:
-        """Watch the calls of the model again, if that was no longer done for speed, because an evaluation may begin."""
+        """Observe the model's calls again, because an evaluation may begin. For speed, regular loops run without these hooks."""
         if self._sees_forward and not self._sees_calls and not self._is_over and get_ident() == self._thread:
             self._guarded(self._install_forward_hooks, True)
 
     @not_compiled
     def scaler_has_stepped(self, scaler: Any) -> None:
-        """Report that a loss scaler has called the optimizer or skipped it."""
+        """Called when a loss scaler has called the optimizer's `step`, or has skipped it because of infinite gradients."""
         self.watch._scaler = scaler
         if not self._is_over and self.step.is_open:
             self._guarded(self.end_step)
 
     @partial(not_compiled, recursive=False)
     def clip(self, clips: Callable[[], Any]) -> Any:
-        """Clip the gradients with `clips()`, and fire the events around it. Return its result: the norm before clipping."""
+        """Clip the gradients with `clips()`, fire the events of the span `clip_gradients`, and return the norm before clipping."""
         is_in_step = not self._is_over and self.step.is_open and get_ident() == self._thread
         if is_in_step:
             self._guarded(self.run.driver.start, "clip_gradients")
@@ -393,28 +394,28 @@ class BareLoop(NotCopied):
         return norm
 
     def loader_begins(self) -> None:
-        """Report that an iteration over the dataloader begins. If the last one was left early, its epoch ends now."""
+        """Called when an iteration over the dataloader begins. If the previous iteration was left early, its epoch ends now."""
         if self._batches.begin():
             self._guarded(self._end_data)
 
     def end_epoch(self, values: Mapping[str, float]) -> None:
-        """End the epoch and log `values` in it, because a framework has reported its end. If no epoch is open, do nothing."""
+        """Called when a framework has ended an epoch. End the open epoch and log `values` in it; if no epoch is open, do nothing."""
         if not self._is_over and self._epoch.is_open and get_ident() == self._thread:
             self.log(values)
             self._guarded(self._end_epoch)
 
     def begin_epoch(self) -> None:
-        """Report that a framework begins an epoch. End the evaluation that is open, because it was before the epoch."""
+        """Called when a framework begins an epoch. End the open evaluation, because it took place before this epoch."""
         if not self._is_over and get_ident() == self._thread:
             self._guarded(self._leave_evaluation)
 
     def evaluated(self, dataset: str, results: Mapping[str, float]) -> None:
-        """Report the results of an evaluation on a dataset that has just ended."""
+        """Called when a framework has ended an evaluation on a dataset, with the results of the evaluation."""
         if not self._is_over and get_ident() == self._thread:
             self._guarded(lambda: self.evaluations.end_dataset(dataset, results, is_in_step=self.step.is_open))
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Log what the script has logged with a framework."""
+        """Log values that the script has logged with a framework."""
         if not self._is_over and get_ident() == self._thread:
             self._guarded(lambda: self.run.ctx.log(values, across="same"))
 
@@ -428,11 +429,11 @@ class BareLoop(NotCopied):
             self._use_losses_alone()
         self._was_called = False
         run.step_skipped = not self._optimizer_hooks.has_stepped
-        if not self._driver.has_listeners:  # without listeners, no hook sets the rate before the optimizer's step
+        if not self._driver.has_listeners:  # without listeners, no hook has set the learning rate, so set it here
             run.set_learning_rate()
         run.end_step()
         if (steps := run.state.timestamp.batch) == 1:
-            run.driver.synthesized.clear()  # ignore spans synthesized for the first step, because callsheet recognized it late
+            run.driver.synthesized.clear()  # ignore spans synthesized for the first step, because that step was recognized late
         elif steps == 2:
             if not self._sees_forward:
                 run.driver.synthesized.clear()
@@ -440,11 +441,10 @@ class BareLoop(NotCopied):
         elif not steps % FIRST_INTERVAL:
             run.keep_pace()
             self._install_forward_hooks()
-        # Between two steps, a loss is of this loop only if the calls of its model are not watched. Until the loop counts as regular,
-        # such losses are watched for too.
+        # Between two steps, observe losses if a loss can begin a step, and in the first steps to find out whether the loop is regular.
         self.watch.is_on, self.watch.total = not self._sees_calls or steps < _REGULAR_STEPS, None
         if not self._batches.is_new:
-            self._batches.latest = None  # so that it is not in memory longer than the script keeps it
+            self._batches.latest = None  # so that the batch is not in memory longer than the script keeps it
         if self.evaluations.delayed:
             self.evaluations.fire_delayed()
         if self._ends_epoch:
@@ -452,7 +452,7 @@ class BareLoop(NotCopied):
         if self._stops is not None:
             self._stop_if_asked()
 
-    # --- how that is handled ---
+    # --- handling what the hooks report ---
 
     @not_compiled
     def _guarded(self, function: Callable[..., None], *args: Any) -> None:
@@ -466,7 +466,7 @@ class BareLoop(NotCopied):
             self._leave(error)
 
     def _use_losses_alone(self) -> None:
-        """Recognize the beginning of steps by their losses from now on, because the script does not call the model itself."""
+        """Recognize the beginning of each step by its first loss from now on, because the script does not call the model itself."""
         self._sees_forward = self._sees_calls = False
         self._forward.remove()
         self.run.driver.synthesized.clear()
@@ -485,13 +485,13 @@ class BareLoop(NotCopied):
             driver.start("fetch")
 
     def _be_irregular(self) -> None:
-        """Note that a step was not regular, and watch the calls of the model from now on."""
+        """Observe the model's calls from now on, because not all steps are regular (for each loss a new batch and one model call)."""
         if self._is_regular:
             self._is_regular = False
             self.watch_calls()
 
     def _install_forward_hooks(self, sees_calls: bool = False) -> None:
-        """Register the hooks in the model that are needed now. `sees_calls` is whether the calls are watched even if the loop is regular."""
+        """Register the model's hooks that are needed now, and remove the others. With `sees_calls`, observe the model's calls in any case."""
         if not self._sees_forward or self._is_over:
             return
         needs_outputs = self._evaluation.is_open or not self._microbatch.has_no_listeners
@@ -538,7 +538,7 @@ class BareLoop(NotCopied):
         self._stop_if_asked()
 
     def _begin_microbatch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Begin a microbatch of the open step, and count its samples. The arguments are those of the model."""
+        """Begin a microbatch of the open step, and count its samples. `args` and `kwargs` are the arguments of the model's call."""
         self._count(args, kwargs)
         self._is_in_microbatch = True
         driver, ctx = self._driver, self.run.ctx
@@ -565,7 +565,7 @@ class BareLoop(NotCopied):
             counts = self._discarded
             self._be_irregular()
         before = self.run.counted
-        if not self.watch.is_in_closure or before == (0, 0):  # in a closure, count only once: the optimizer may call it again
+        if not self.watch.is_in_closure or before == (0, 0):  # count only once in a closure, which the optimizer may call again
             self.run.counted = before[0] + counts[0], before[1] + counts[1]
         self._discarded = (0, 0)
 
@@ -600,7 +600,7 @@ class BareLoop(NotCopied):
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module inside wrappers such as DistributedDataParallel, DataParallel and that of `torch.compile`."""
+    """Return the module inside wrappers such as DistributedDataParallel, DataParallel and the wrapper of `torch.compile`."""
     while True:
         inside = getattr(model, "_orig_mod", None)
         if inside is None and type(model).__name__ in ("DistributedDataParallel", "DataParallel"):

@@ -37,7 +37,7 @@ environment variable CALLSHEET_CALLBACKS to the path of FILE."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run and observe the script that the arguments name. Raise its errors, or SystemExit(2) if the arguments are wrong."""
+    """Run and observe the script that the arguments name. Raise the script's errors, or SystemExit(2) if the arguments are wrong."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     options, script = _split(parser, given)
@@ -94,9 +94,9 @@ def _positive(text: str) -> int:
 
 
 def _split(parser: argparse.ArgumentParser, given: list[str]) -> tuple[argparse.Namespace, Script]:
-    """Separate our own options, which come first, from the script and its arguments.
+    """Separate the options of `callsheet exec`, which come first, from the script and its arguments.
 
-    All of our options take a value.
+    All options of `callsheet exec` take a value.
     """
     place = 0
     while place < len(given) and given[place].startswith("-") and given[place] not in ("-m", "-h", "--help"):

@@ -1,4 +1,4 @@
-"""The callbacks that observe a script by default."""
+"""The callbacks with which `callsheet exec` observes a script by default."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger("callsheet")
 
 
 class GradientNorm(OptimizerMonitor):
-    """Log `l2_norm/grad/global` at the log interval, but not if a parameter is sharded: its norm would need all ranks.
+    """Log `l2_norm/grad/global` at the log interval, unless a parameter is sharded: the norm would then need all ranks.
 
     Args:
         pace: the log interval.
@@ -38,35 +38,35 @@ class GradientNorm(OptimizerMonitor):
         self._pace = pace
 
     def on_train_start(self, ctx: Context) -> None:
-        """Mute the handler that logs the norm if a parameter is sharded."""
+        """If a parameter is sharded, mute (stop calling) the handler that logs the norm."""
         super().on_train_start(ctx)
         if any(map(_is_sharded, nn.Module.parameters(ctx.model))):
             ctx.mute(self, "on_forward_backward_end")
 
     def on_forward_backward_end(self, ctx: Context) -> None:
-        """Log the norm if a metrics record follows this step, and mute the handler until the next step with a record."""
+        """Log the norm if a metrics record follows this step. Then mute (stop calling) this handler until the next such step."""
         self._interval = self._pace.steps
         super().on_forward_backward_end(ctx)
         if not ctx.step % self._interval:
             ctx.mute(self, "on_forward_backward_end", until=ctx.step + self._interval)
 
     def on_log(self, ctx: Context) -> None:
-        """Unmute the handler if records are made more often now than when it was muted."""
+        """Unmute the handler of the norm if metrics records are made more often now than when the handler was muted."""
         if self._pace.steps < self._interval:
             self._interval = self._pace.steps
             ctx.unmute(self, "on_forward_backward_end")
 
 
 def _is_sharded(parameter: nn.Parameter) -> bool:
-    """Return whether this rank has only a part of the parameter, which is a DTensor or the flat parameter of the first FSDP."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # if the script has not imported it, no parameter is flat
+    """Return whether this rank has only a part of the parameter: it is a DTensor, or a flat parameter of FSDP's first version."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # if the script has not imported FSDP, no parameter is flat
     return hasattr(parameter, "placements") or (fsdp is not None and isinstance(parameter, fsdp.FlatParameter))
 
 
 class LossCheck(Callback):
     """Log an error, once, when the mean loss of a metrics record is NaN or infinite.
 
-    Unlike `NaNMonitor`, it looks at no single step, so nothing is called in the steps between two records.
+    Unlike `NaNMonitor`, it does not check single steps, so no handler is called in the steps between two records.
     """
 
     phase = "decide"
@@ -98,7 +98,7 @@ def default_observers(pace: LogPace) -> list[Callback]:
         LRMonitor(),
         GradientNorm(pace),
         LossCheck(),
-        HangDetector(min_seconds=600),  # the limit is long, because callsheet does not see scripts save or evaluate between steps
+        HangDetector(min_seconds=600),  # the limit is long, because scripts may save or evaluate between steps unnoticed
         SystemMetricsMonitor(),
         JSONLLogger(),
     ]

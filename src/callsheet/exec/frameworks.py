@@ -1,4 +1,4 @@
-"""Adds callsheet's callbacks to the trainers of frameworks, such as Lightning's, that a script makes."""
+"""Adds callsheet's callbacks to the trainers of frameworks, such as Lightning's `Trainer`, when a script starts their training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("callsheet")
 
 Around = Callable[..., Any]
-"""Called instead of what trains, with the observation, the method or function, and its arguments."""
+"""A function that replaces a framework's training function. It receives the observation, the training function, and its arguments."""
 
 
 class Frameworks:
@@ -34,10 +34,10 @@ class Frameworks:
         self._observation = observation
         self._undo: list[Callable[[], None]] = []
         self.actions: Mapping[str, Callable[[ModuleType], None]] = {module: self._wrap for module, *_ in _METHODS}
-        """The function to call for each module when it is imported."""
+        """For the name of each framework's module, the function to call when the module is imported."""
 
     def remove(self) -> None:
-        """Restore the methods."""
+        """Restore the frameworks' own training methods."""
         while self._undo:
             self._undo.pop()()
 
@@ -58,7 +58,7 @@ class Frameworks:
 
 
 def _wrapper(observation: Observation, given: Callable[..., Any], around: Around) -> Callable[..., Any]:
-    """Return a replacement for `given`, which trains. It calls `around`; if that fails, training still runs exactly once."""
+    """Return a replacement for the training function `given` that calls `around`. If `around` fails, training still runs exactly once."""
 
     @wraps(given)
     def called(*args: Any, **options: Any) -> Any:
@@ -108,7 +108,7 @@ def _with_list(bridge: str, callbacks_of: Callable[[Any], list[Any]]) -> Around:
 
 
 def _with_argument(bridge: str) -> Around:
-    """Return a function that trains with a host added to the argument `callbacks`, which is a list or None.
+    """Return a function that calls a training function with a host added to the list in its argument `callbacks`.
 
     Args:
         bridge: the module that has the framework's `host`.
@@ -175,15 +175,15 @@ def _workers_under_exec(observation: Observation) -> Iterator[None]:
     try:
         yield
     finally:
-        if module.generate_ddp_command is under_exec:  # if another library has replaced the function since, leave it
+        if module.generate_ddp_command is under_exec:  # keep a replacement that another library has made since
             module.generate_ddp_command = given  # type: ignore[attr-defined]
 
 
 def _host(observation: Observation, callbacks: Sequence[Any], bridge: str, *, has_interval: bool = True) -> Any:
-    """Return a new host; None if the script uses callsheet itself, or if making the host fails.
+    """Return a new host for a trainer, or None if the script uses callsheet itself or if the host cannot be made.
 
     Args:
-        callbacks: those that the script has given to its trainer.
+        callbacks: the callbacks that the script has given to its trainer.
         bridge: the module that has the framework's `host`.
         has_interval: whether the framework has a log interval of its own.
     """

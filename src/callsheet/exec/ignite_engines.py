@@ -1,4 +1,4 @@
-"""What `callsheet exec` takes from Ignite's engines: the epochs and metrics of the trainer, and the results of evaluators."""
+"""Reads the epochs and metrics of Ignite's trainer, and the results of its evaluators, for `callsheet exec`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class IgniteEngines:
-    """Reports to the observed loop the epochs, metrics and evaluations of the engines that run.
+    """Passes the epochs, metrics and evaluations of the running Ignite engines to the observed training loop.
 
     The engine in whose run the observed optimizer steps is the trainer. Other engines are evaluators.
 
@@ -30,7 +30,7 @@ class IgniteEngines:
         self._names: dict[str, _Evaluated] = {}
 
     def begin(self) -> dict[str, Any]:
-        """Attach to the engine in whose run a loop was recognized: it is the trainer.
+        """Add handlers to the engine in whose run a training loop was recognized: this engine is the trainer.
 
         Return Ignite's version as a setting for the run's record, or an empty dict if no engine runs.
         """
@@ -48,7 +48,7 @@ class IgniteEngines:
         self._handles.append(trainer.add_event_handler(Events.EPOCH_COMPLETED, self._end_epoch))
 
     def remove(self) -> None:
-        """Remove our handlers from the trainer, and forget it."""
+        """Remove callsheet's handlers from the trainer, and forget the trainer."""
         while self._handles:
             self._handles.pop().remove()
         self._trainer = None
@@ -71,18 +71,17 @@ class IgniteEngines:
 
     @property
     def is_training(self) -> bool:
-        """Whether the trainer is running. While it runs, it reports when its epochs end."""
+        """Whether the trainer is running. A running trainer reports when its epochs end."""
         return self._trainer is not None and self._trainer in self._running
 
     def run(self, run: Callable[[], Any], engine: Any, data: Any) -> Any:
-        """Run the engine with `run()`, and report its results if it is an evaluator."""
+        """Run the engine with `run()`. If the engine is an evaluator, pass its results to the observed loop."""
         loop = self._observation.loop
         is_evaluator = loop is not None and self._trainer not in (None, engine)
         name, before = "", loop.evaluations.dataset if loop is not None else ""
         if loop is not None and is_evaluator:
             if _is_between_epochs(self._trainer):
-                # If the script's handler runs before callsheet's at the same event, the epoch is still open, so end it before the
-                # evaluation.
+                # The epoch is still open if the script's handler runs before callsheet's, so end the epoch before the evaluation.
                 self._end_epoch(self._trainer)
             loop.evaluations.dataset = name = self._name(engine, data)
         self._running.append(engine)
@@ -118,7 +117,7 @@ class IgniteEngines:
             loop.end_epoch({f"ignite/{name}": value for name, value in _numbers(trainer.state.metrics).items()})
 
     def _name(self, engine: Any, data: Any) -> str:
-        """Return the name of the data on which the evaluator runs, which is the same in each of its runs on the same dataset."""
+        """Return a name for the data on which the evaluator runs. Runs of one evaluator on one dataset always get the same name."""
         dataset = getattr(data, "dataset", data)
         for name, known in self._names.items():
             if known.is_of(engine, dataset):

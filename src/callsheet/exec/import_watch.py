@@ -22,14 +22,14 @@ class ImportWatch(MetaPathFinder):
         self._asked: set[str] = set()  # the modules for which this finder is asking the other finders now
 
     def install(self) -> None:
-        """Call the functions of imported modules, and watch for the others."""
+        """Call the functions of the modules that are imported already, and watch the imports of the other modules."""
         for name, action in self._actions.items():
             if name in sys.modules:
                 action(sys.modules[name])
         sys.meta_path.insert(0, self)
 
     def remove(self) -> None:
-        """No longer watch the imports."""
+        """Stop watching imports."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 

@@ -1,4 +1,4 @@
-"""How often the metrics records of a script are made."""
+"""Determines how often the metrics records of an observed script are made."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from callsheet.core.context import Context
 from callsheet.core.time import Interval
 
 FIRST_INTERVAL = 10
-"""How many steps there are from one metrics record to the next, unless the user or the pace of the steps sets another number."""
-_MIN_SECONDS = 1.0  # if two records are fewer seconds of training apart, the interval is doubled
+"""The number of steps from one metrics record to the next, unless the user sets another number or the steps are very short."""
+_MIN_SECONDS = 1.0  # if two records are less training time apart than this, the interval is doubled
 _MAX_SECONDS = 10.0
 
 
@@ -23,12 +23,12 @@ class LogPace:
 
     def __init__(self, steps: int | None) -> None:
         self.steps = steps or FIRST_INTERVAL
-        """How many steps there are from one record to the next at present."""
+        """The current number of steps from one metrics record to the next."""
         self._is_fixed = steps is not None
         self._last = 0.0
 
     def adapt(self, seconds: float) -> bool:
-        """Report that a metrics record was made after `seconds` of training. Return whether `steps` was increased as a result."""
+        """Double `steps` if the record made now, after `seconds` of training, came too soon. Return whether `steps` was doubled."""
         since, self._last = seconds - self._last, seconds
         if self._is_fixed or since >= _MIN_SECONDS:
             return False
@@ -36,7 +36,7 @@ class LogPace:
         return True
 
     def shorten(self, seconds: float) -> bool:
-        """Report that there was no metrics record in the last `seconds` of training. Return whether `steps` was decreased as a result."""
+        """Reset `steps` to ten if the last metrics record was made too many `seconds` of training ago. Return whether `steps` changed."""
         if self._is_fixed or self.steps == FIRST_INTERVAL or seconds < _MAX_SECONDS:
             return False
         self.steps = FIRST_INTERVAL

@@ -1,4 +1,4 @@
-"""The run of a loop of which only this rank is observed, and the callbacks that can observe it."""
+"""The run of a training loop that is observed on one rank only, and the check that its callbacks work on one rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from callsheet.errors import NotSupported
 from callsheet.exec.log_pace import PacedRecords
 
 _GATHERING = (SpeedMonitor, MemoryMonitor, SystemMetricsMonitor)
-"""Collective callbacks that call no other collective than `ctx.gather`, so that they can observe one rank."""
+"""Callbacks whose only collective is `ctx.gather`. They work on one rank, because `LoneContext.gather` needs no other rank."""
 
 
 class LoneContext(Context):
@@ -36,7 +36,7 @@ class LoneRun(HostedRun):
     records: PacedRecords
 
     def keep_pace(self) -> None:
-        """Make the next metrics record earlier, if the steps have become so slow that there was none for a long time."""
+        """Make the next metrics record earlier if the steps have become slow, so that the last record was made long ago."""
         records = self.records
         if records.pace.shorten(records.tally.seconds_since_record()):
             records.change_interval(Interval(records.pace.steps), self.ctx)

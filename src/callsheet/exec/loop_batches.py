@@ -8,7 +8,7 @@ from typing import Any
 
 
 class LoopBatches:
-    """Keeps the latest batch of a loop, and knows its dataloader.
+    """Keeps the latest batch of a training loop, and a reference to the loop's dataloader.
 
     Args:
         loader: the dataloader of the batches, or None. Then the arguments with which the model is called are the batch.
@@ -23,7 +23,7 @@ class LoopBatches:
         self.latest: Any = None
         """The latest batch, or None if its step has ended, so that it is not in memory longer than the script keeps it."""
         self.is_new = False
-        """Whether the latest batch has not been used in a microbatch yet. If so, it is kept at the end of a step."""
+        """Whether the latest batch has not been used in a microbatch yet. Such a batch is kept at the end of a step."""
         self.fetched = 0
         """The number of batches that were fetched since the iteration over the dataloader began."""
 
@@ -32,7 +32,7 @@ class LoopBatches:
         return self._loader is not None and self._loader() is loader
 
     def add_other(self, loader: Any, batch: Any) -> None:
-        """Note that a batch was fetched from another dataloader. It may be for the next step of training, or for an evaluation."""
+        """Store a batch that was fetched from another dataloader. The batch may be for the next training step or for an evaluation."""
         if self._loader is not None:
             self.other = weakref.ref(loader), batch
 
@@ -41,7 +41,7 @@ class LoopBatches:
         self.other = None
 
     def switch(self) -> bool:
-        """At the beginning of a step, switch to the other dataloader if the present one has fetched no new batch.
+        """At the beginning of a step, switch to the other dataloader if the present dataloader has fetched no new batch.
 
         Return whether that ends an epoch; see `begin`.
         """
@@ -54,12 +54,12 @@ class LoopBatches:
         return is_over
 
     def add(self, batch: Any) -> None:
-        """Note that a batch was fetched."""
+        """Store a batch that was fetched, as the latest batch."""
         self.latest, self.is_new = batch, True
         self.fetched += 1
 
     def begin(self) -> bool:
-        """Reset the count of batches at the beginning or end of an iteration. Return whether the count was at least two.
+        """Reset the count of batches when an iteration over the dataloader begins or ends. Return whether the count was at least two.
 
         Such an iteration is an epoch. A loop that calls `next(iter(loader))` for each batch fetches one batch in each iteration.
         """

@@ -8,7 +8,7 @@ from typing import Any
 from callsheet.bridges.hosted_run import HostedRun
 
 EVALUATED = "validation"
-"""The name of the dataset in the events of an evaluation, unless a framework reports it."""
+"""The name of the dataset in the events of an evaluation, unless a framework gives another name."""
 
 
 class LoopEvaluations:
@@ -39,7 +39,7 @@ class LoopEvaluations:
             evaluation.driver.start("eval_forward")
 
     def end_batch(self, outputs: Any) -> None:
-        """End the batch, because the call of the model has returned."""
+        """End the evaluation's batch, because the call of the model has returned."""
         evaluation = self._evaluation
         if evaluation.driver.is_open("eval_forward"):
             evaluation.ctx.outputs = outputs
@@ -52,21 +52,21 @@ class LoopEvaluations:
         if is_in_step:
             self.delayed[dataset] = results
             return
-        # If the script evaluated another model, such as an average of the weights, the evaluation has not begun yet.
+        # Begin the evaluation now if the script evaluated another model, such as an average of the weights, which has no hooks.
         if not evaluation.driver.is_open("eval") and results:
             evaluation.begin(dataset)
         if evaluation.driver.is_open("eval"):
             evaluation.end_dataset(dataset, results)
 
     def fire_delayed(self) -> None:
-        """Fire the events of the evaluations that ended within the last step, which were delayed until its end."""
+        """Fire the events of evaluations that ended within the last step. These events were delayed until the end of the step."""
         if self.delayed:
             results, self.delayed = self.delayed, {}
             self._evaluation.fire(results)
             self._run.fire_record()
 
     def end(self) -> None:
-        """End the evaluation that is open, and make a metrics record if it has results."""
+        """End the open evaluation, and make a metrics record if the evaluation has results."""
         evaluation = self._evaluation
         if evaluation.driver.is_open("eval"):
             evaluation.end_dataset(evaluation.ctx.eval_name, {})

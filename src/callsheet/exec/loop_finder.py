@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from callsheet.exec.observation import Observation
 
 STEPS_OF_A_NEW_LOOP = 20
-"""How many steps other optimizers must make, without a step of the observed one, until the loop of another optimizer is observed.
+"""After so many steps of other optimizers, without a step of the observed optimizer, the loop of a new optimizer is observed instead.
 
 A script may train several models one after the other, such as the folds of a cross-validation. In one loop with several optimizers,
 such as that of a GAN, the observed one is not silent for so long.
@@ -35,7 +35,7 @@ such as that of a GAN, the observed one is not silent for so long.
 
 
 MOST_LOOPS = 20
-"""How many loops of a script are observed, and for how many optimizers a model is searched without success.
+"""The largest number of loops of a script that are observed, and of optimizers whose model could not be found before the search stops.
 
 Some scripts make a new model and optimizer thousands of times, as in federated learning. A run for each would make them slow.
 """
@@ -57,16 +57,16 @@ class LoopFinder:
         self._loop: BareLoop | None = None
         self._is_over = False
         self.is_paused = False
-        """Whether a framework's trainer trains now, which is observed by its host."""
+        """Whether a framework's trainer is training now. A host observes this trainer, so no loop is searched in the meantime."""
         self._undo: list[Callable[[], None]] = []
         self._lock = threading.Lock()  # held while a loop is recognized, so that two threads do not recognize two loops
         self._found = self._not_found = 0  # number of recognized loops, and number of optimizers whose model was not found
-        self._others = 0  # number of steps that other optimizers have taken since the observed one last stepped
+        self._others = 0  # number of steps that other optimizers have taken since the observed optimizer last stepped
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers whose loop was observed or cannot be observed
         self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # the dataloader of each iterator
         self._training_iterator: Callable[[], Any] = _nothing  # a reference to the iterator of the observed loop's last batch
-        self._latest: Any = None  # a reference to the dataloader that was used last, unless it is that of the observed loop
-        self._batch: Any = None  # the latest batch of that dataloader; kept only until the first loop is recognized
+        self._latest: Any = None  # a reference to the last used dataloader that is not the observed loop's dataloader
+        self._batch: Any = None  # the latest batch of the dataloader `_latest`; kept only until the first loop is recognized
         self._loss: Tensor | None = None  # the sum of the losses since the last `zero_grad`, until the first loop is recognized
         self._counted: Any = None  # the last batch whose samples are in `_counts`
         self._counts = (0, 0)  # number of samples and tokens of the losses in `_loss`
@@ -85,9 +85,8 @@ class LoopFinder:
         self._wrap(nn.Module, "zero_grad", self._zero_grad)
         self._wrap(nn.Module, "eval", self._eval)
         self._wrap(torch.nn.utils.clip_grad, "clip_grad_norm_", self._clip, also=torch.nn.utils)
-        # `torch.jit.script` and `torch.jit.trace` call this function for modules. The two are not wrapped themselves, because
-        # they inspect their caller.
-        if hasattr(getattr(torch.jit, "_recursive", None), "create_script_module"):  # private, so torch may remove it
+        # `torch.jit.script` and `torch.jit.trace` call this function. They are not wrapped themselves, because they inspect their caller.
+        if hasattr(getattr(torch.jit, "_recursive", None), "create_script_module"):  # private, so torch may lack this function
             self._wrap(torch.jit._recursive, "create_script_module", self._script)
         self._undo.append(register_optimizer_step_pre_hook(self._steps).remove)
 
@@ -102,7 +101,7 @@ class LoopFinder:
             self._undo.pop()()
 
     def _wrap(self, owner: Any, name: str, around: Callable[..., Any], *, also: Any = None) -> Callable[[], None]:
-        """Replace `owner.name` by a function that calls `around`. Return a function that restores it.
+        """Replace `owner.name` by a function that calls `around`. Return a function that restores the original function.
 
         `also` is another object that has the same function under this name.
         """
@@ -117,7 +116,7 @@ class LoopFinder:
         return self._replace(name, wrapper, owner, *([also] if also is not None else []))
 
     def _replace(self, name: str, ours: Callable[..., Any], *owners: Any) -> Callable[[], None]:
-        """Replace the function that all `owners` have under this name. Return a function that restores it."""
+        """Replace the function that all `owners` have under this name. Return a function that restores the original function."""
         given = getattr(owners[0], name)
 
         def restore() -> None:
@@ -134,8 +133,7 @@ class LoopFinder:
 
     @not_compiled
     def _backward(self, given: Callable[..., Any], loss: Tensor, *args: Any, **options: Any) -> Any:
-        # Under a torch function mode, such as that of `torch.set_default_device`, `Tensor.backward` calls itself again. Observe
-        # only the outer call.
+        # Observe only the outer call, because `Tensor.backward` calls itself again under `torch.set_default_device`, for example.
         if self._is_over or self._is_in_backward or loss.numel() != 1:
             return given(loss, *args, **options)
         self._is_in_backward = True
@@ -162,7 +160,7 @@ class LoopFinder:
             log_failure("the loop cannot be observed", error)
 
     def batches(self, given: Callable[[Any], Any], loader: Any) -> Iterator[Any]:
-        """Yield the batches of a framework's dataloader. Its iteration, `given(loader)`, uses a torch dataloader.
+        """Yield the batches of a framework's dataloader, whose iterator `given(loader)` fetches them from a torch dataloader.
 
         The batches are observed as the script gets them, because the framework may fetch them ahead.
         """
@@ -197,7 +195,7 @@ class LoopFinder:
         return iterator
 
     def _fetching(self, given: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return the function that fetches a batch instead of `given`. Each step calls it, so that it is one function and no method."""
+        """Return a replacement for `given` that fetches and observes a batch. For speed, this is one function instead of a method."""
 
         @partial(not_compiled, recursive=False)
         @wraps(given)
@@ -212,10 +210,9 @@ class LoopFinder:
         return fetch
 
     def _fetch_from_other(self, given: Callable[[Any], Any], iterator: Any) -> Any:
-        """Fetch a batch from an iterator that is not known to be that of the observed loop."""
+        """Fetch a batch from an iterator of which it is not known yet whether the observed loop uses it."""
         loop, reference = self._loop, self._loaders.get(iterator)
-        # In `for batch in DataLoader(...)`, only the iterator is kept and the dataloader is freed. Then the iterator identifies
-        # the data.
+        # In `for batch in DataLoader(...)`, the dataloader is freed and only the iterator is kept, so the iterator identifies the data.
         loader = iterator if reference is None or reference() is None else reference()
         if loop is not None and loop.is_of_training(loader):
             self._training_iterator = weakref.ref(iterator)
@@ -242,7 +239,7 @@ class LoopFinder:
         return found
 
     def _zeroing(self, given: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function that sets an optimizer's gradients to zero instead of `given`. Each step calls it."""
+        """Return a replacement for `given` (`Optimizer.zero_grad`) that also notifies the observed loop if its gradients are discarded."""
 
         @partial(not_compiled, recursive=False)
         @wraps(given)
@@ -284,14 +281,15 @@ class LoopFinder:
         return self._loop.clip(lambda: given(parameters, *args, **options))
 
     def _script(self, given: Callable[..., Any], module: nn.Module, *args: Any, **options: Any) -> Any:
-        with without_additions(*nn.Module.modules(module)):  # TorchScript would compile the hooks with the module
+        # TorchScript would compile callsheet's hooks with the module, so leave the hooks out.
+        with without_additions(*nn.Module.modules(module)):
             return given(module, *args, **options)
 
     # --- recognizing a loop ---
 
     @untraced
     def _steps(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Recognize a loop when its optimizer steps for the first time. Report later steps to the loop."""
+        """Called before an optimizer steps. Recognize a loop at the first step of its optimizer, and pass later steps to the loop."""
         loop = self._loop
         if loop is not None and loop.optimizer is optimizer:
             self._others = 0
@@ -352,7 +350,7 @@ class LoopFinder:
             loop.begin(loss, batch, counts=self._counts, has_closure=has_closure)
 
     def _count_other_step(self) -> bool:
-        """Count a step of an optimizer that is not observed. Return whether there were enough to assume a new loop."""
+        """Count a step of an optimizer that is not observed. Return whether there were enough such steps to assume a new loop."""
         self._others += 1
         if self._others < STEPS_OF_A_NEW_LOOP or (self._loop is not None and self._loop.has_failed):
             return False
@@ -361,7 +359,7 @@ class LoopFinder:
 
 
 def _nothing() -> None:
-    """Return None, as a weak reference does whose object is gone."""
+    """Return None, like a weak reference to an object that no longer exists."""
 
 
 def _first_of(owner: Any) -> Any:
@@ -380,7 +378,9 @@ def model_of(optimizer: Optimizer) -> nn.Module | None:
     best: tuple[int, int] | None = None
     found: nn.Module | None = None
     for module in _roots():
-        parameters = {id(each) for each in nn.Module.parameters(module)}  # a script may override the method `parameters`
+        parameters = {
+            id(each) for each in nn.Module.parameters(module)
+        }  # do not call `module.parameters`: a script may override it
         shared = len(wanted & parameters)
         if shared and (best is None or (shared, -len(parameters)) > best):
             best, found = (shared, -len(parameters)), module

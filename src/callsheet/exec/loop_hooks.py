@@ -1,4 +1,4 @@
-"""The hooks through which a loop that was recognized is observed: in its model, its losses and its optimizer."""
+"""The hooks through which a recognized training loop is observed: hooks in its model, and the observation of its losses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class LoopForwardHooks:
-    """Reports the calls of the loop's model, in training and in evaluations.
+    """Registers hooks in the loop's model that notify the loop of the model's calls, in training and in evaluations.
 
     Args:
         loop: the loop.
@@ -38,7 +38,7 @@ class LoopForwardHooks:
 
 
 class LoopBackwardWatch(BackwardWatch):
-    """Reports the losses of the loop. If its model's calls are not observed, a loss also begins the step."""
+    """Notifies the loop when `backward` is called on a loss. If the model's calls are not observed, a loss also begins a step."""
 
     def __init__(self, loop: BareLoop, scaler: Any) -> None:
         super().__init__(loop.run.driver, loop.run.ctx, scaler)

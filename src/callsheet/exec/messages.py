@@ -1,6 +1,6 @@
-"""What `callsheet exec` prints while a script runs.
+"""Prints the messages of `callsheet exec` while a script runs.
 
-It goes to the standard error that the process was started with, even if the script redirects its output or configures `logging`.
+The messages go to the process's original standard error, even if the script redirects its output or configures `logging`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _stream = sys.stderr
 
 
 def begin() -> None:
-    """Send callsheet's warnings and errors to standard error, and no messages to the handlers that the script configures."""
+    """Send callsheet's warnings and errors to standard error, and not to the logging handlers that the script configures."""
     if _stream is not None:
         handler = _Handler()
         handler.setLevel(logging.WARNING)
@@ -54,7 +54,7 @@ def _write(line: str) -> None:
     if _stream is None or _stream.closed:
         return
     bars = sys.modules.get("tqdm.std")
-    if bars is not None:  # erases the open progress bars, writes the line, and draws the bars again below it
+    if bars is not None:  # `tqdm.write` erases the open progress bars, writes the line, and draws the bars again below the line
         bars.tqdm.write(line, file=_stream)
     else:
         print(line, file=_stream)

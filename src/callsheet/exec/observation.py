@@ -1,4 +1,4 @@
-"""The observation of one script: it recognizes training, runs the callbacks, and writes the reports at the end.
+"""Observes one script: recognizes its training, runs the callbacks, and writes the reports at the end.
 
 Nothing here imports torch before the script does, because a script may set variables first that torch reads.
 """
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class RunNotes(Callback):
-    """Adds each run that ends to a list, for the report. A run with this callback was made by `callsheet exec`.
+    """Adds each run to a list when the run ends, for the reports. This callback also marks the runs that `callsheet exec` has made.
 
     Args:
         ended: the list to which each run is added, with the number of its steps.
@@ -91,7 +91,7 @@ class Observation:
         self._names = 0
         self._ended: list[tuple[RunInfo, int]] = []  # the runs that have ended, with the number of their steps
         self.loop: BareLoop | None = None
-        """The latest loop written by hand that was recognized."""
+        """The hand-written training loop that was recognized last, or None."""
         self.finder: LoopFinder | None = None
         """The object that recognizes loops. None until the script imports torch."""
         self.engines = IgniteEngines(self)
@@ -111,7 +111,7 @@ class Observation:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
         if self._trains_in_thread():
-            atexit.register(self._end, error)  # Python calls this after it has waited for the thread that trains
+            atexit.register(self._end, error)  # Python calls `_end` after it has waited for the thread that trains
         else:
             self._end(error)
 
@@ -150,7 +150,7 @@ class Observation:
         return [*self._make(pace), RunNotes(self._ended)]
 
     def next_name(self) -> str:
-        """Return the name of the next run. Names whose folder exists are left out, so that no earlier run is overwritten."""
+        """Return the name of the next run. Skip names whose folder exists, so that no earlier run is overwritten."""
         wanted = self._numbered()
         name = wanted
         while (self.runs_folder / name).exists():
@@ -177,14 +177,14 @@ class Observation:
         return self._name if self._names == 1 else f"{self._name}-{self._names}"
 
     def say_once(self, message: str) -> None:
-        """Print why the script is not observed."""
+        """Print the reason why the script is not observed, unless a reason was printed before."""
         if not self._has_reported and read_ranks().rank == 0:
             self._has_reported = True
             warn(message)
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Pause the recognition of loops within this context, in which a framework's trainer trains with a loop of its own."""
+        """Pause the recognition of loops within this context, in which a framework's trainer runs its own training loop."""
         self._finish_loop(None)
         self._has_trained = True
         self._depth += 1
@@ -196,7 +196,7 @@ class Observation:
             self._pause()
 
     def is_observed_otherwise(self, callbacks: Iterable[Any] = ()) -> bool:
-        """Return whether the script uses callsheet itself, so that nothing is added.
+        """Return whether the script uses callsheet itself. If so, `callsheet exec` adds no callbacks.
 
         Args:
             callbacks: the callbacks that the script has given to its trainer.
@@ -230,9 +230,9 @@ class Observation:
             self.loop.finish(error)
 
     def begin_loop(self, model: nn.Module, optimizer: Optimizer, scaler: Any, loader: Any) -> BareLoop | None:
-        """End the previous loop, and return a `BareLoop` for the one recognized now.
+        """End the run of the previous loop, and return a `BareLoop` for the loop that was recognized now.
 
-        Return None if this process is not observed, or if a callback needs more than to observe.
+        Return None if this process is not observed, or if a callback needs something that this loop does not support.
         """
         from callsheet.exec.bare_loop import BareLoop, unwrapped
         from callsheet.exec.log_pace import LogPace

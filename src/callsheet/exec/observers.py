@@ -20,7 +20,7 @@ VARIABLE = "CALLSHEET_CALLBACKS"
 """The environment variable that may name the file of callbacks. Only `callsheet exec` reads it."""
 
 Observers = Callable[["LogPace"], list[Callback]]
-"""Makes the callbacks of one run, for its log interval. A script with several trainers has several runs."""
+"""A function that makes the callbacks of one run, from the run's log interval. A script with several trainers has several runs."""
 
 
 def observers_of(file: str | os.PathLike[str] | None) -> Observers:
@@ -54,7 +54,7 @@ def _isolated(made: list[Callback]) -> list[Callback]:
 
 
 def _default(pace: LogPace) -> list[Callback]:
-    from callsheet.exec.default_observers import default_observers  # imported here because it needs torch
+    from callsheet.exec.default_observers import default_observers  # imported only here, because `default_observers` needs torch
 
     return default_observers(pace)
 

@@ -93,13 +93,13 @@ def _run(code: CodeType, **attributes: Any) -> None:
     module = ModuleType("__main__")
     module.__dict__.update(attributes, __builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = module
-    if "__mp_main__" in sys.modules:  # spawned processes use this name for `__main__` when they pickle its objects
+    if "__mp_main__" in sys.modules:  # in a spawned process, objects of `__main__` are pickled with this module name
         sys.modules["__mp_main__"] = module
     exec(code, module.__dict__)
 
 
 def hide_our_frames(error: BaseException) -> None:
-    """When Python prints the uncaught `error`, let the traceback begin in the script, without callsheet's frames before it."""
+    """Make Python print the uncaught `error` with a traceback that begins in the script, without callsheet's frames."""
     begin = _from_script(error.__traceback__)
     shown = sys.excepthook
 

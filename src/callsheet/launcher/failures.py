@@ -1,4 +1,4 @@
-"""The failures of ranks, which `launch` reports in the process that called it."""
+"""Describes the failures of ranks, which `launch` raises as a `LaunchError` in the launching process."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ class LaunchError(CallsheetError, RuntimeError):
 
 
 def report_of(error: BaseException) -> dict[str, Any]:
-    """Return a description of `error` as plain data. A worker sends it to the process that called `launch`."""
-    # Leave out the first frame, which is the worker's own.
+    """Return a description of `error` as plain data. A worker sends the description to the process that called `launch`."""
+    # Leave out the first frame, which is in callsheet's worker and not in the user's code.
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
     return {
         "error": "".join(traceback.format_exception_only(error)).strip().splitlines()[0],
@@ -115,7 +115,7 @@ def _is_of_others(error: BaseException) -> bool:
 
 
 def _with_source(text: str) -> str:
-    """Add source lines to a traceback where the worker could not read the source, such as that of a notebook."""
+    """Add missing source lines to a traceback. A worker cannot read the source of some code, such as code of a notebook."""
     lines = text.splitlines()
     found = []
     for line, after in zip(lines, [*lines[1:], ""], strict=True):

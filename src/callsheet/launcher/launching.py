@@ -178,7 +178,7 @@ class _Specs(DefaultLogsSpecs):
             self._variables["PYTHONUNBUFFERED"] = "1"  # do not buffer the workers' output, so that each line is printed at once
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Set the environment variables of the ranks. torch calls this before each attempt to start them.
+        """Set the environment variables of the ranks. torch calls this method before each attempt to start the ranks.
 
         Each attempt has its own store. Torch's launcher would give all attempts the same store, which contains the addresses of
         dead ranks. New ranks would then fail to connect if the function makes a process group itself.
@@ -236,19 +236,19 @@ def _collected(
 
 
 def _kill_remaining_workers(folder: Path) -> None:
-    """Kill workers that torch's launcher no longer knows, because a signal came while it started or ended them."""
+    """Kill workers that torch's launcher has lost track of, because a signal came while the launcher started or ended them."""
     for file in folder.glob(f"{PID}*"):
         pid = int(file.name.removeprefix(PID))
-        with suppress(ChildProcessError, ProcessLookupError):  # the worker has ended, and its process id may be in use again
+        with suppress(ChildProcessError, ProcessLookupError):  # ignore a worker that has ended: its process id may be reused
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 os.killpg(pid, signal.SIGKILL)
 
 
 @contextmanager
 def _restored_signals() -> Iterator[None]:
-    """After the `with` block, restore the signal handlers that this process had before.
+    """At the end of the `with` block, restore the signal handlers that this process had before the block.
 
-    Torch's launcher does not restore them, so they would stay in a notebook.
+    Torch's launcher does not restore the handlers, so its own handlers would stay in a notebook.
     """
     variable = "TORCHELASTIC_SIGNALS_TO_HANDLE"
     is_main, variable_before = threading.current_thread() is threading.main_thread(), os.environ.get(variable)

@@ -77,7 +77,7 @@ def run_resolved(resolved: str, title: str, callbacks: list[Callback]) -> dict[s
 
 
 def run_made(kind: Callable[..., Any], config: Any, arguments: dict[str, Any], callbacks: list[Callback]) -> dict[str, float]:
-    """On a rank, construct again a recipe that the user made in Python in the launching process, and run it."""
+    """On a rank, rebuild and run a recipe that the user made in Python in the launching process."""
     return _run(kind(config, callbacks, **arguments))
 
 
@@ -87,7 +87,7 @@ def _run(job: Any) -> dict[str, float]:
 
 
 def _own_arguments(kind: type) -> list[str]:
-    """Return the names of the constructor arguments that this recipe class has in addition to those of every recipe.
+    """Return the names of the constructor arguments that this recipe class has in addition to the arguments of all recipes.
 
     The values are read from the recipe's attributes of the same names.
     """

@@ -1,4 +1,4 @@
-"""A worker process of a launch: reads its payload, calls the function, and writes the result or error."""
+"""The worker process of one rank: reads the callbacks and arguments of a launch, calls the function, and writes the result or error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from callsheet.transport.payload import KEY, PAYLOAD, Unpacked, open_payload
 from callsheet.transport.sealed import Key, seal, write_private
 
 PID = "pid-"
-"""The prefix of the names of files that tell which workers are running. Each name ends with a process id."""
+"""The prefix of the names of files that list the running workers. Each worker creates one file, whose name ends with its process id."""
 
 _LOOK_SECONDS = 0.5
 
@@ -27,7 +27,7 @@ def result_name(rank: int, attempt: int) -> str:
 
 
 def main() -> None:
-    """Run the function on one rank of a launch. The exit code says whether it failed."""
+    """Run the launched function on one rank. The exit code of the process says whether the function failed."""
     folder = Path(os.environ[PAYLOAD]).parent
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     (folder / f"{PID}{os.getpid()}").touch(mode=0o600)
@@ -39,9 +39,9 @@ def main() -> None:
 
 
 def _answer(folder: Path, rank: int) -> tuple[int, bytes]:
-    """Read the payload and call the function. Return the exit code, and the encoded result or error."""
+    """Read the payload and call the launched function. Return the exit code, and the encoded result or error."""
     try:
-        unpacked = open_payload(os.environ, is_ours=True)  # this imports the script and creates the callbacks
+        unpacked = open_payload(os.environ, is_ours=True)  # `open_payload` imports the script and creates the callbacks
     except KeyboardInterrupt:
         return 128 + signal.SIGINT, b""
     except BaseException as error:  # catch SystemExit too, because the script must not exit before the function is called
@@ -51,7 +51,7 @@ def _answer(folder: Path, rank: int) -> tuple[int, bytes]:
 
 
 def _called(unpacked: Unpacked, rank: int) -> tuple[int, bytes]:
-    """Call the function. Return the exit code, and the encoded result or error."""
+    """Call the launched function. Return the exit code, and the encoded result or error."""
     call: dict[str, Any] = unpacked.extra
     try:
         if call["takes_callbacks"]:
@@ -71,7 +71,7 @@ def _called(unpacked: Unpacked, rank: int) -> tuple[int, bytes]:
 
 
 class _Watch(threading.Thread):
-    """A thread that ends this worker process if the process that launched it has ended or has given up on it.
+    """A thread that ends this worker process if the launching process has ended or has removed the launch's folder.
 
     The worker first gets SIGTERM, so that it can save a checkpoint.
 
@@ -88,11 +88,11 @@ class _Watch(threading.Thread):
         parent = os.getppid()
         while os.getppid() == parent and _is_there(self._launcher) and self._folder.exists():
             self._never_set.wait(_LOOK_SECONDS)
-        # The launching process may have been killed before it could remove the folder.
+        # Remove the folder here too, because the launching process may have been killed before it could remove it.
         shutil.rmtree(self._folder, ignore_errors=True)
         os.kill(os.getpid(), signal.SIGTERM)
         self._never_set.wait(self._grace)
-        if os.getpgrp() == os.getpid():  # torch starts each worker in its own session, so this kills only the worker's processes
+        if os.getpgrp() == os.getpid():  # torch starts each worker in its own session, so `killpg` kills only its processes
             os.killpg(0, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -18,7 +18,7 @@ class Settings(BaseModel):
     """The keys that the plugin adds to axolotl's configuration."""
 
     callsheet_callbacks: str | None = None
-    """A YAML file that lists the callbacks, as for `callsheet exec`. None: callbacks that only observe."""
+    """A YAML file that lists the callbacks, as for `callsheet exec`. None: the default callbacks, which only observe."""
 
 
 class CallsheetPlugin(BasePlugin):  # type: ignore[misc]  # axolotl's types are not read

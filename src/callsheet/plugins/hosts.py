@@ -10,7 +10,7 @@ from callsheet.exec.observers import observers_of
 
 
 def host_of(file: str | os.PathLike[str] | None) -> HuggingFaceHost:
-    """Return a Hugging Face callback that runs the callbacks in a YAML file or, without one, `callsheet exec`'s observers.
+    """Return a Hugging Face callback that runs the callbacks of a YAML file or, if there is no file, the defaults of `callsheet exec`.
 
     What the Trainer does not support is a warning, not an error. With the default callbacks, no error of callsheet ends the
     training, and nothing is added to its checkpoints.

@@ -25,7 +25,7 @@ def register(file: str | os.PathLike[str] | None = None) -> None:
     """Register callsheet's callbacks with ms-swift under the name `callsheet`.
 
     Args:
-        file: a YAML file that lists the callbacks, as for `callsheet exec`. None: callbacks that only observe.
+        file: a YAML file that lists the callbacks, as for `callsheet exec`. None: the default callbacks, which only observe.
     """
 
     def callsheet(args: Any, trainer: Any) -> HuggingFaceHost:

@@ -1,7 +1,7 @@
 """Tools to test callbacks: a loop without training, small runs, and checks that every callback must pass.
 
-They check a callback against what all callbacks must do, record the events of a loop, check them against the lifecycle's grammar,
-fire the events of a whole run without training (`FakeLoop`), and run a function on several ranks.
+The tools check that a callback does what all callbacks must do, record the events of a loop, check the events against the lifecycle's
+grammar, fire the events of a whole run without training (`FakeLoop`), and run a function on several ranks.
 """
 
 from callsheet.core.optional import needed_by

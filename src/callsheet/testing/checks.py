@@ -1,6 +1,6 @@
 """The checks of the conformance suite that need only one rank.
 
-Each takes the callback under test and a folder, and raises `Found`, or an exception of the run, if the callback does not pass.
+Each check takes the callback under test and a folder, and raises `Found`, or an exception of the run, if the callback does not pass.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def constructs(subject: Subject, folder: Path) -> None:
     callback, other = subject.make(), subject.make()
     if callback is other:
         raise Found("the factory gave the same object twice", "make a new callback at each call")
-    CallbackManager([callback])  # raises an error if `subject.make` does not return a callback
+    CallbackManager([callback])  # CallbackManager raises an error if `subject.make` does not return a callback
     kind = type(callback)
     by_place = [
         name
@@ -318,7 +318,7 @@ def _keeps_state(callback: Callback) -> bool:
 
 
 def _fails(subject: Subject, folder: Path, event: str, step: int, error: BaseException) -> None:
-    """Make a run in which `error` is raised at this event and step, and check that it reaches the caller."""
+    """Make a run in which `error` is raised at this event and step, and check that the error reaches the caller."""
 
     def fail(ctx: Context) -> None:
         raise error

@@ -1,4 +1,4 @@
-"""The conformance suite: checks that every callback must pass. A callback's tests call them.
+"""The conformance suite: checks that every callback must pass. The tests of a callback call these checks.
 
 The checks run on the CPU, so they cannot detect a callback that waits for the device.
 """
@@ -40,8 +40,7 @@ def _on_one_thread() -> Iterator[None]:
     states, threads, has_frozen = random_state(), torch.get_num_threads(), gc.get_freeze_count() == 0
     torch.set_num_threads(1)
     if has_frozen:
-        # The checks collect garbage many times. `gc.freeze` makes this fast, because the collections then skip the existing
-        # objects.
+        # The checks collect garbage many times. After `gc.freeze`, this is fast, because the collections skip the existing objects.
         gc.freeze()
     try:
         yield
@@ -110,7 +109,7 @@ CONFORMANCE: tuple[Check, ...] = tuple(
 
 
 def check_callback(what: Factory | Subject, folder: str | os.PathLike[str]) -> None:
-    """Run all checks of `CONFORMANCE` on a callback. Each is a short real run on the CPU, the last one on two ranks.
+    """Run all checks of `CONFORMANCE` on a callback. Each check makes short real runs on the CPU, and the last check makes them on two ranks.
 
     Args:
         what: makes a new callback at each call, such as its class; or a `Subject` with more details. For the run on two ranks it

@@ -1,4 +1,4 @@
-"""The check of the conformance suite on several ranks, for many callbacks in the same processes."""
+"""The conformance check that runs callbacks on several ranks. It can check many callbacks in the same processes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check_on_ranks(
 def find_on_ranks(
     factories: Sequence[Factory | Subject], folder: str | os.PathLike[str], *, world_size: int = 2, timeout: float = 90.0
 ) -> list[ConformanceError | None]:
-    """Check these callbacks on several ranks. Return the error of each, or None, so that each callback can have its own test.
+    """Check these callbacks on several ranks, and return one error or None for each, so that each callback can have its own test.
 
     The arguments are those of `check_on_ranks`.
 
@@ -204,7 +204,7 @@ def _ends(folder: Path, first: int, count: int, world_size: int) -> list[list[_E
 
 
 def _error_of(ends: list[_End | None], crash: str, timeout: float) -> str:
-    """Return why a callback with these results does not pass; empty if it passes."""
+    """Return the reason why a callback with these results does not pass the check, or an empty text if it passes."""
     for rank, end in enumerate(ends):
         if end is not None and end.found:
             return f"on rank {rank} {end.found}"

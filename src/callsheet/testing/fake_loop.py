@@ -109,7 +109,7 @@ class FakeLoop:
         self._run.checkpoints.loads = self._load
         self._run.losses = lambda: self._step_loss
         self.saved: dict[int, dict[str, Any]] = {}
-        """The checkpoints, by the step after which they were made. Pass one to another `FakeLoop` as `resume`."""
+        """The checkpoints, by the step after which they were made. Pass a checkpoint to another `FakeLoop` as `resume`."""
 
     @property
     def ctx(self) -> Context:

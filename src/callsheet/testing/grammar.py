@@ -18,7 +18,7 @@ from callsheet.errors import CallsheetError, ConfigError, did_you_mean
 
 
 class GrammarError(CallsheetError, AssertionError):
-    """Raised for a sequence of events that the lifecycle does not allow. The message names the event and the allowed ones."""
+    """Raised for a sequence of events that the lifecycle does not allow. The message names the wrong event and the allowed events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,15 +159,14 @@ class GrammarChecker:
         self._orders |= {name: read_order(order) for name, order in (orders or {}).items()}
         self._open: list[tuple[str, Order]] = [(within, self._orders[within])] if within else [("", read_order("run"))]
         self._base = len(self._open)
-        # For each available field: the event after which it is no longer available, and how many spans were open when it became
-        # available.
+        # For each available field: the last event at which it is available, and how many spans were open when its window began.
         self._windows: dict[str, tuple[str, int]] = {}
         self._past = ""
         self._failed = False
         self._count = 0
 
     def check(self, event: str) -> None:
-        """Check that the lifecycle allows an event as the next one.
+        """Check that the lifecycle allows `event` as the next event.
 
         Args:
             event: the name of the event that was fired.
@@ -234,7 +233,7 @@ class GrammarChecker:
             raise GrammarError(f"event {self._count}, {event}, cannot come inside {path}: {why}")
 
     def _follow_windows(self, event: str, depth: int) -> None:
-        """Update which fields are available at `event`, before which `depth` spans were open.
+        """Update which fields are available at `event`. `depth` is the number of spans that were open before this event.
 
         A window closes at the latest before the end of the span that contains its first event. This matters for the last fetch of
         an epoch, whose window no step closes.

@@ -146,7 +146,7 @@ def _files() -> Counter[str]:
     except OSError:
         return found
     for descriptor in descriptors:
-        with contextlib.suppress(OSError):  # the list contains `listdir`'s own descriptor, which is closed by now
+        with contextlib.suppress(OSError):  # the list also contains the descriptor that `listdir` used, which is closed by now
             found[re.sub(r":\[\d+\]$", "", os.readlink(f"/proc/self/fd/{descriptor}"))] += 1
     return found
 

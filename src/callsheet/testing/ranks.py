@@ -151,7 +151,7 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        # With this, torch expects the rendezvous store in the present process and not in rank 0.
+        # With this variable, torch does not start a rendezvous store in rank 0, because the starting process hosts the store.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
 
@@ -159,7 +159,7 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 def _run(function: Callable[..., Any], arguments: tuple[Any, ...], environment: dict[str, str], ends: Any) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    multiprocessing.set_start_method("fork", force=True)  # a DataLoader then forks its workers, as it does in an ordinary program
+    multiprocessing.set_start_method("fork", force=True)  # let a DataLoader fork its workers, as in an ordinary program
     torch.set_num_threads(1)
     rank = int(environment["RANK"])
     try:

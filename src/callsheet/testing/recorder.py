@@ -12,7 +12,7 @@ from callsheet.core.lifecycle import ALWAYS, FIELDS
 
 @dataclass(frozen=True, slots=True)
 class RecordedEvent:
-    """One recorded event.
+    """One event that a `Recorder` has recorded.
 
     Attributes:
         event: the name of the event.

@@ -1,4 +1,4 @@
-"""Makes a run with a callback under test, whose results the conformance checks compare."""
+"""Makes runs with a callback under test, so that the conformance checks can compare the results of the runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Factory = Callable[[], Callback]
 
 
 class MakesTrainer(Hashable, Protocol):
-    """The type of a function that makes a trainer: the same at each call, which trains for 10 steps or more and evaluates.
+    """The type of a function that makes a trainer. Each call returns an equal trainer, which trains for 10 steps or more and evaluates.
 
     The function passes `folder` on as the trainer's `runs_folder`, and `resume`. The name of its run is always the same.
     """
@@ -75,7 +75,7 @@ class Subject:
 
 
 class ConformanceError(AssertionError):
-    """Raised if a callback does not pass a check. The arguments are also its attributes.
+    """Raised if a callback does not pass a check. The constructor's arguments are also attributes of the error.
 
     Args:
         callback: the name of the callback's class.
@@ -90,7 +90,7 @@ class ConformanceError(AssertionError):
 
 
 class Found(Exception):
-    """Raised by a check if a callback does not pass. It contains what is wrong, and a hint."""
+    """Raised by a check if a callback does not pass. The exception contains what is wrong, and a hint."""
 
     def __init__(self, found: str, hint: str) -> None:
         super().__init__(found, hint)
@@ -162,7 +162,7 @@ class Scene:
                     self.trainer.__exit__(kind, error, frames)
                 else:
                     self.weights = weights_of(self.trainer)
-                    self._manager.state_dict()  # this also waits for callbacks that run in other threads
+                    self._manager.state_dict()  # `state_dict` also waits for callbacks that run in other threads
                     self.states = [dict(callback.state_dict()) for callback in self.callbacks]
         finally:
             logging.getLogger().removeHandler(self._listener)

@@ -118,7 +118,7 @@ class Moments:
         """Whether `act` was called."""
 
     def record(self, ctx: Context) -> None:
-        """Request a checkpoint, log values or call `act`, if this is the event and step for that."""
+        """Called at every event. Request a checkpoint, log values or call `act`, each at the event and step planned for it."""
         if ctx.event == "on_train_step_end" and ctx.step == SAVED_AT:
             ctx.control.save("for the test", replicated=True)
         if ctx.event == "on_train_step_end" and ctx.step in FIRED_AT:

@@ -1,6 +1,6 @@
-"""Sends callbacks to other processes as data, in a signed file for one launch.
+"""Sends callbacks to other processes as data, in a signed file that is valid for one launch.
 
-`callsheet.launch` uses it automatically. With another launcher, such as torchrun:
+`callsheet.launch` sends callbacks in this way automatically. With another launcher, such as torchrun:
 
 ```python
 with callsheet.transport.pack(callbacks).post() as variables:

@@ -43,7 +43,7 @@ from callsheet.transport.sealed import TransportError
 WORDS = (*(name for name in Callback.__annotations__ if not name.startswith("_")), IGNORE)
 """The settings of a callback: class attributes that an instance may override."""
 
-_LENGTH = 8  # in the encoded form, each part begins with its length, in this many bytes
+_LENGTH = 8  # each encoded part begins with the part's length, as a number of this many bytes
 
 
 def encode(value: object, *, allow_pickle: bool) -> bytes:
@@ -186,7 +186,7 @@ class Encoder:
         }
 
     def _is_simple(self, value: Any) -> bool:
-        """Return whether the value is a dataclass that its fields describe completely, of a class that has an import path."""
+        """Return whether the value is a dataclass instance that can be rebuilt from its fields and its class's import path."""
         kind: Any = type(value)
         if not dataclasses.is_dataclass(kind) or kind.__new__ is not object.__new__ or not self._path(kind):
             return False
@@ -230,7 +230,7 @@ class Encoder:
 
 
 class Decoder:
-    """Decodes one value and everything in it."""
+    """Decodes one value that `Encoder` has encoded, and everything inside the value."""
 
     def __init__(self, script: str, pickles: list[Any]) -> None:
         self._script = script
@@ -238,7 +238,7 @@ class Decoder:
         self._numbered: list[Any] = []
 
     def decoded(self, value: Any) -> Any:
-        """Return the original value of `value`, which `Encoder.encoded` returned."""
+        """Return the object from which `Encoder.encoded` has made the plain data `value`."""
         if isinstance(value, list):
             items = self._numbered_as([])
             items.extend(self.decoded(item) for item in value)
@@ -267,13 +267,13 @@ class Decoder:
             case "@import":
                 return find(content, self._script)
             case "@callback":
-                place = len(self._numbered)  # the encoder numbers an object before its arguments, so do the same
+                place = len(self._numbered)  # as the encoder does, number a callback before its arguments
                 self._numbered.append(_UNFINISHED)
                 self._numbered[place] = self._callback(**content)
                 return self._numbered[place]
             case "@dataclass":
                 path, fields = content
-                # The constructor might change its arguments, so do not call it.
+                # Do not call the constructor, because it might change its arguments.
                 made = self._numbered_as(object.__new__(find(path, self._script)))
                 for name, item in fields.items():
                     object.__setattr__(made, name, self.decoded(item))
@@ -360,7 +360,7 @@ def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def _pickler(cloudpickle: Any, file: io.BytesIO, reject: Callable[[object], None], note_script: Callable[[], None]) -> Any:
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no type annotations
-        """Pickles a class or function of the script as its import path, so that the receiver uses its own and makes no copy."""
+        """Pickles a class or function of the script as its import path, so that the receiver imports it instead of making a copy."""
 
         def persistent_id(self, obj: Any) -> Any:
             reject(obj)

@@ -1,6 +1,6 @@
-"""Fingerprints: descriptions of callbacks as data, by which two processes compare them attribute by attribute.
+"""Makes fingerprints: descriptions of callbacks as data, with which two processes compare the callbacks attribute by attribute.
 
-Values are compared by their content, and it is also compared which objects are shared. An object of an unknown type is described
+Values are compared by their content and by which objects they share. An object of an unknown type is described
 by what pickle would store of it (`__reduce_ex__`), but is not pickled. An object that cannot be inspected, such as a lock, a
 thread or a socket, is described by its type only.
 """
@@ -33,13 +33,13 @@ IGNORE = "transport_ignore"
 """The class attribute that names those instance attributes which may differ between processes."""
 
 _DEEPEST = 100  # the maximum depth of nesting, because each level takes several calls on Python's limited stack
-_LONG = 1000  # a list with more items is described by a digest instead of item by item
-_SHORT = 40  # a longer text is described by a digest
+_LONG = 1000  # a list with more items than this number is described by a digest instead of item by item
+_SHORT = 40  # a text of this many bytes or more is described by a digest
 _UNSEEN = "cannot be inspected"
 
 
 def fingerprint(values: Mapping[str, Any]) -> dict[str, Node]:
-    """Return a description of each value and everything in it, to compare the values with those of another process."""
+    """Return a description of each value and of everything inside it, to compare the values with the values in another process."""
     fingerprinter = _Fingerprinter()
     return {name: fingerprinter.node_of(value, name) for name, value in values.items()}
 
@@ -153,7 +153,7 @@ class _Fingerprinter:
             content = hashlib.sha256(host.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
             storage = tensor.untyped_storage().data_ptr()
         except (RuntimeError, TypeError, NotImplementedError):
-            # The data cannot be read: this is a meta or sparse tensor, or one of a subclass that keeps its data elsewhere.
+            # The data cannot be read: this is a meta or sparse tensor, or a tensor of a subclass that keeps its data elsewhere.
             return [facts, "" if tensor.is_meta else _UNSEEN]
         shared = self._met_before(("storage", storage), path) if tensor.numel() else None
         return [facts, {"content": [facts, content], "memory": shared or ["own", ""]}]
@@ -161,7 +161,7 @@ class _Fingerprinter:
     def _function(self, function: FunctionType, path: str) -> Node:
         if found := path_of(function):
             return ["function", found]
-        # An empty cell has no value yet, so leave it out.
+        # Leave out an empty closure cell, because it has no value yet.
         cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
         inside = {
             "code": ["code", _code(function.__code__)],
@@ -205,7 +205,7 @@ def arguments_of(callback: Callback) -> dict[str, Any]:
 
 
 def _is_value(value: Any) -> bool:
-    """Return whether objects of this type that are equal are interchangeable, so that sharing one makes no difference."""
+    """Return whether equal objects of the value's type are interchangeable. If so, it does not matter which objects are shared."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
         return False
@@ -215,11 +215,9 @@ def _is_value(value: Any) -> bool:
 
 
 def _class_values(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of attributes of a user's class.
+    """Yield the names and values of the attributes of a user's class, for comparison. For a method, yield its qualified name.
 
-    They are compared because they may have changed since the class was imported.
-
-    Of a method, only its qualified name is used.
+    The attributes are compared because they may have changed since the class was imported.
     """
     if kind is Callback or kind.__module__.split(".")[0] == "callsheet" or not issubclass(kind, Callback):
         return

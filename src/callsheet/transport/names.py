@@ -59,13 +59,13 @@ def path_of(thing: object) -> str:
 def name_of(kind: Any) -> str:
     """Return the qualified name of a class or function.
 
-    It is the same in a process that runs the script as in one that imports it.
+    The name is the same in a process that runs the script and in a process that imports the script.
     """
     module = getattr(kind, "__module__", None) or ""
     if module in (MAIN, _IMPORTED_MAIN):
         spec = getattr(sys.modules.get(module), "__spec__", None)
         module = spec.name if spec is not None else MAIN
-    # cloudpickle does not keep the name of the enclosing function, so cut it off.
+    # Cut off the name of the enclosing function, because cloudpickle does not keep this name.
     name = getattr(kind, "__qualname__", type(kind).__qualname__).rpartition("<locals>.")[2]
     return name if module == "builtins" else f"{module}.{name}"
 
@@ -111,10 +111,10 @@ def main_module(script: str) -> ModuleType:
     except BaseException:
         del sys.modules[_IMPORTED_MAIN]
         raise
-    module.__spec__ = None  # None as for a script; otherwise multiprocessing would import the module by its path
+    module.__spec__ = None  # None, as in a script, so that multiprocessing imports the module by its path and not by its name
     return module
 
 
 def become(script: str) -> None:
-    """Import the script as this process's `__main__` module, which it is in the process that runs the script."""
+    """Import the script as this process's `__main__` module, because the payload refers to the script by this name."""
     sys.modules[MAIN] = main_module(script)

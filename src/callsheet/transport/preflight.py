@@ -30,7 +30,7 @@ _LAST = 15  # the maximum number of lines of output in the error message
 
 
 def command(module: str) -> list[str]:
-    """Return the command line that runs the `main` of one of callsheet's modules in a fresh interpreter."""
+    """Return the command line that runs the function `main` of a module of callsheet in a fresh interpreter."""
     return [sys.executable, "-P", str(START), module]
 
 
@@ -83,7 +83,7 @@ def check_arrival(values: Mapping[str, Any], variables: Mapping[str, str]) -> No
 
 def main() -> None:
     """In the new interpreter, decode the payload, and send its fingerprint to the process that started the check."""
-    from callsheet.transport.payload import open_payload  # imported here, because the modules import each other
+    from callsheet.transport.payload import open_payload  # imported only here, because `payload` imports `preflight`
 
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     path = Path(os.environ["CALLSHEET_PAYLOAD"])

@@ -24,7 +24,7 @@ _LOCKS = (
 
 
 def described(value: Any) -> tuple[str, str, bool]:
-    """Return a description of a value that cannot be sent as data, what to do, and whether cloudpickle could encode it."""
+    """Return, for a value that cannot be sent as data, a description, a hint, and whether cloudpickle could encode the value."""
     what = f"a {type(value).__module__}.{type(value).__qualname__}".replace("a builtins.", "a ")
     if isinstance(value, io.IOBase) and not isinstance(value, io.StringIO | io.BytesIO):
         return "an open file, which stays in this process", "give its path, and open it in on_run_start", False

@@ -1,4 +1,4 @@
-"""Signed files in a private folder, for one launch. If another user changes a file, this is detected before its content is used.
+"""Signed files in a private folder, for one launch. If another user changes a file, the change is detected before the content is used.
 
 A sealed file consists of a magic number, the launch's id, the kind of content, the content, and an HMAC-SHA-256 over all of them.
 Each launch has a new random key, which is in no file. This protects against other users and against files of earlier launches. It
@@ -179,7 +179,7 @@ class PrivateFolder:
             self._lock = os.open(self.path / "lock.new", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             undo.callback(os.close, self._lock)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-            # Lock the file before it gets its final name, so that no process ever sees it unlocked.
+            # Lock the file before it gets its final name, so that no other process ever finds an unlocked file of this name.
             os.rename(self.path / "lock.new", self.path / _LOCK)
             undo.pop_all()
 
@@ -192,14 +192,14 @@ class PrivateFolder:
 
 
 def _sweep() -> None:
-    """Remove the folders of launchers that were killed before they could remove them."""
+    """Remove the folders that earlier launchers have left behind because they were killed."""
     import fcntl
 
     with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as found:
         for entry in found:
             if not entry.name.startswith(_PREFIX):
                 continue
-            with contextlib.suppress(OSError):  # skip a folder of another user, or one that another process is just removing
+            with contextlib.suppress(OSError):  # skip a folder of another user, or a folder that another process is removing now
                 if entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.geteuid():
                     lock = os.open(Path(entry.path) / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
                     try:

@@ -1,4 +1,4 @@
-"""Imports the callsheet module that is named on the command line, and calls its `main`.
+"""Imports the callsheet module that is named on the command line, and calls its function `main`.
 
 A fresh interpreter runs this script by its path.
 

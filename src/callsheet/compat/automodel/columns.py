@@ -12,7 +12,7 @@ from callsheet.recipes.data.rows import Rows, Stream, Table, check_columns
 
 @dataclass
 class MappedRows(Rows):
-    """A dataset to read whose columns are renamed to `prompt` and `completion`.
+    """A dataset whose columns are renamed to `prompt` and `completion` when it is read.
 
     Args:
         columns: the columns that hold the `answer`, the `question` and the `context`. A context precedes its question.

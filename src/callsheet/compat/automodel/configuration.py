@@ -1,4 +1,4 @@
-"""Converts AutoModel's configurations to those of callsheet's recipes. Unsupported keys raise an error that names them."""
+"""Converts AutoModel's configurations to configurations of callsheet's recipes. An unsupported key raises an error that names the key."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _HINTS = {
 
 @dataclass
 class Schedule:
-    """When AutoModel validates, saves checkpoints and ends training. AutoModel counts steps and epochs from 0."""
+    """The settings that say when AutoModel validates, saves checkpoints and ends training. AutoModel counts steps and epochs from 0."""
 
     ckpt_every_steps: int | None = None
     val_every_steps: int | None = None
@@ -119,7 +119,7 @@ def configured(values: Mapping[str, Any], kind: type[JobConfig]) -> tuple[Any, S
         **_optimizer(cfg),
         **_data(cfg, kind),
         "model": _model(cfg, "model", kind),
-        "eval_interval": None,  # evaluations follow AutoModel's schedule, through `_AsScheduled`
+        "eval_interval": None,  # the callback `_AsScheduled` requests the evaluations, by AutoModel's schedule
         "log_interval": 1,
         "stop_on_nan": False,
     }
@@ -167,7 +167,7 @@ def _surroundings(cfg: Section) -> dict[str, Any]:
     seed = cfg.number("seed", 42)
     found["seed"] = rng.number("seed", seed)
     ranks = cfg.part("dist_env")
-    ranks.ignore("backend")  # the backend of the process group follows from the device
+    ranks.ignore("backend")  # callsheet chooses the backend of the process group by the device
     if (minutes := ranks.number("timeout_minutes")) is not None:
         found["timeout_seconds"] = 60.0 * minutes
     split = cfg.part("distributed")
@@ -249,7 +249,7 @@ def _model(cfg: Section, name: str, kind: type[JobConfig]) -> LanguageModel:
         "attention": section.take("attn_implementation"),
         "config": section.take("config"),
     }
-    section.ignore("num_labels")  # the number of classes follows from the rows
+    section.ignore("num_labels")  # callsheet derives the number of classes from the dataset's rows
     named = section.first("torch_dtype", "dtype")
     if named is not None:
         found["dtype"] = _DTYPES.get(str(named), str(named).removeprefix("torch."))

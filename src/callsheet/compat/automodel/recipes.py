@@ -64,7 +64,7 @@ class StepScheduler(Scheduled):
 
     @property
     def is_val_step(self) -> bool:
-        """Whether there is a validation after the current step, as there is before every checkpoint."""
+        """Whether a validation runs after the current step. A validation also runs before each checkpoint."""
         every = self.val_every_steps
         return bool(every and (self.step + 1) % every == 0) or self.is_ckpt_step
 
@@ -114,7 +114,7 @@ class _AsScheduled(Callback):
 
 
 class _Facade(RecipeFacade):
-    """The `recipe` argument of AutoModel's callbacks, whose step scheduler has the configured intervals."""
+    """The facade of a recipe from which AutoModel's callbacks read the run's state. Its step scheduler has the configured intervals."""
 
     def __init__(self, ctx: Context, scheduler: StepScheduler) -> None:
         super().__init__(ctx)
@@ -230,7 +230,7 @@ class _RecipeGuest(AutoModelGuest):
         super().__init__(recipe.callback_runner, name="automodel", recipe=recipe, constants=constants)
 
     def made(self, ctx: Context) -> RecipeFacade:
-        """Return the `recipe` argument of AutoModel's callbacks, with AutoModel's intervals if the recipe has a schedule of them."""
+        """Return the facade for the run's state. Its step scheduler has AutoModel's intervals, if AutoModel's configuration is used."""
         return RecipeFacade(ctx) if self._scheduled is None else _Facade(ctx, StepScheduler(ctx, self._scheduled.schedule))
 
 

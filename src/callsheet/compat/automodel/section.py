@@ -83,7 +83,7 @@ class Section:
         raise ConfigError(f"{self._called(name)}: {why}")
 
     def close(self, hints: Mapping[str, str] | None = None) -> None:
-        """Raise ConfigError for keys of this section and its subsections that were not read. `hints` say what to use instead.
+        """Raise ConfigError if keys of this section or its subsections were not read. `hints` maps keys to what to use instead.
 
         Raises:
             ConfigError: the message names the key, and the nearest known one.

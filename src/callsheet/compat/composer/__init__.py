@@ -1,8 +1,8 @@
-"""MosaicML Composer's API, implemented by callsheet: code for Composer runs after changing its import lines.
+"""MosaicML Composer's API, implemented by callsheet: code written for Composer runs if only its import lines are changed.
 
 `from composer import Callback, State, Logger, Trainer` becomes `from callsheet.compat.composer import ...`, and so do
 `composer.callbacks`, `composer.loggers`, `composer.core` and `composer.models`, with their submodules. Composer itself need not be installed.
-What has no counterpart here can be imported, and raises `NotSupported` when it is used.
+A name without a counterpart in callsheet can be imported, and raises `NotSupported` when it is used.
 """
 
 from typing import Any

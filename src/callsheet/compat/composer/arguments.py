@@ -1,4 +1,4 @@
-"""Converts arguments of Composer's Trainer into those of callsheet's."""
+"""Converts arguments of Composer's Trainer into arguments of callsheet's Trainer."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _PRECISIONS: dict[Any, PrecisionName] = {"fp32": "fp32", "amp_bf16": "bf16", "am
 
 
 def several(given: Any) -> list[Any]:
-    """Return the argument, which is None, one object or several, as a list."""
+    """Return an argument as a list. The argument is None, one object, or a list or tuple of objects."""
     if given is None:
         return []
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 def one(what: str, given: Any) -> Any:
-    """Return the only object that was given for the argument `what`, or None."""
+    """Return the object that was given for the argument `what`, or None. Raise NotSupported if several objects were given."""
     found = several(given)
     if len(found) > 1:
         raise NotSupported(f"Trainer({what}=...) takes one here, not {len(found)}")
@@ -34,7 +34,7 @@ def interval_of(what: str, given: Any) -> str:
 
 
 def precision_of(given: Any) -> PrecisionName:
-    """Return callsheet's name of a precision."""
+    """Return callsheet's name for one of Composer's numeric precisions."""
     name = str(getattr(given, "value", given or "fp32")).lower()
     if name not in _PRECISIONS:
         raise NotSupported(
@@ -44,7 +44,7 @@ def precision_of(given: Any) -> PrecisionName:
 
 
 def microbatch_size_of(given: Any) -> int | None:
-    """Return the number of samples of a microbatch; None: the whole batch."""
+    """Return the number of samples in a microbatch, or None if batches are not split. Reject other values, such as `auto`."""
     if given is None or isinstance(given, int):
         return given
     raise NotSupported(

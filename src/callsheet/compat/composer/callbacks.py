@@ -47,11 +47,11 @@ _CHECKPOINTS = "a checkpoint is a folder with a name of its own; see Trainer(sav
 
 
 _RULES = {"resnet": "4.0.0", "bert": "4.1.0"}
-"""The last version of the rules that has each of Composer's two benchmarks."""
+"""For each of Composer's two benchmarks, the last version of the MLPerf rules that includes this benchmark."""
 
 
 class CheckpointSaver(callbacks.CheckpointSaver):
-    """Saves checkpoints at an interval and when training ends. With `num_checkpoints_to_keep=-1`, it keeps all of them."""
+    """Saves checkpoints at an interval and when training ends. With `num_checkpoints_to_keep=-1`, it keeps all checkpoints."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class RuntimeEstimator(callbacks.RuntimeEstimator):
 
 
 class OptimizerMonitor(callbacks.OptimizerMonitor):
-    """Logs norms of the gradients, and the optimizer's own metrics."""
+    """Logs norms of the gradients, and the metrics that the optimizer computes itself."""
 
     def __init__(self, log_optimizer_metrics: bool = True, batch_log_interval: int = 10) -> None:
         super().__init__(log_optimizer_metrics=log_optimizer_metrics, batch_log_interval=batch_log_interval)
@@ -163,7 +163,7 @@ class MemorySnapshot(callbacks.MemorySnapshot):
 
 
 class OOMObserver(callbacks.OOMObserver):
-    """Writes a snapshot of the allocations on the device when it runs out of memory."""
+    """Writes a snapshot of the allocations on the device when the device runs out of memory."""
 
     def __init__(
         self,
@@ -266,7 +266,7 @@ class ThresholdStopper(callbacks.ThresholdStopper):
 
 
 class EarlyStopper(callbacks.EarlyStopper):
-    """Stops training when a metric has not improved for longer than `patience`. A whole number means epochs."""
+    """Stops training when a metric has not improved for longer than `patience`. If `patience` is a whole number, it counts epochs."""
 
     def __init__(
         self,
@@ -283,7 +283,7 @@ class EarlyStopper(callbacks.EarlyStopper):
             monitor=f"{dataloader_label}/{monitor}",
             mode=_mode("EarlyStopper", comp, monitor),
             min_delta=abs(min_delta),
-            patience=str(time + 1),  # Composer stops when the wait exceeds the patience, callsheet when the wait equals it
+            patience=str(time + 1),  # Composer stops when the wait exceeds the patience, callsheet when it equals the patience
         )
 
 
@@ -326,7 +326,7 @@ class ActivationMonitor(callbacks.ActivationMonitor):
 
 
 class LoadCheckpoint(callbacks.LoadCheckpoint):
-    """Starts training with the weights of a checkpoint. This needs `load_weights_only=True`."""
+    """Starts training with the weights of a checkpoint. The argument `load_weights_only=True` is required."""
 
     def __init__(
         self,
@@ -352,7 +352,7 @@ class LoadCheckpoint(callbacks.LoadCheckpoint):
 
 
 class SystemMetricsMonitor(callbacks.SystemMetricsMonitor):
-    """Logs metrics of the machine."""
+    """Logs metrics of the machine, such as the use of its processors, memory, disk, network and GPUs."""
 
     def __init__(self, log_all_data: bool = False) -> None:
         reject("SystemMetricsMonitor", {"log_all_data": (log_all_data, False, "each record has the highest value of all ranks")})

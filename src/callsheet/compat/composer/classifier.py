@@ -1,4 +1,4 @@
-"""`composer.models.ComposerClassifier`: makes a module that maps inputs to logits trainable, with a loss and metrics."""
+"""`composer.models.ComposerClassifier`: a model class that adds a loss and metrics to a module that returns logits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger("callsheet")
 
 
 class CrossEntropy(Metric):
-    """The cross entropy for class indices or probabilities, as a mean over batches."""
+    """A metric: the cross entropy, as a mean over batches. The targets are class indices or class probabilities."""
 
     full_state_update = False
     sum_loss: Tensor

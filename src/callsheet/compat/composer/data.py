@@ -48,7 +48,7 @@ class DataSpec:
 
 
 def loader_of(given: Any, batches: int = -1) -> Any:
-    """Return the dataloader of `given`: a `DataSpec` (callsheet's or Composer's), a dict of its arguments, or a dataloader.
+    """Return the dataloader of `given`, which is a dataloader, a `DataSpec` (callsheet's or Composer's), or a dict of its arguments.
 
     If `batches` is 0 or more, only as many batches are used.
     """
@@ -56,7 +56,7 @@ def loader_of(given: Any, batches: int = -1) -> Any:
         given = DataSpec(**given)
     loader = getattr(given, "dataloader", given)
     if loader is not given:
-        if not isinstance(given, DataSpec):  # a DataSpec of Composer: reject functions other than its defaults
+        if not isinstance(given, DataSpec):  # Composer's own DataSpec accepts unsupported functions, so reject them here
             names = ("microbatch_transforms", "split_batch", "get_num_samples_in_batch", "_get_num_tokens_in_batch")
             _reject(*(_own(getattr(given, name, None)) for name in names))
         if (transform := _own(getattr(given, "batch_transforms", None))) is not None:
@@ -112,15 +112,14 @@ class _Transformed:
 def _transformed(loader: Any, transform: Callable[[Any], Any]) -> Any:
     if not isinstance(loader, DataLoader):
         return _Transformed(loader, transform)
-    # Change a copy, so that the caller's dataloader stays as it is. The copy is a DataLoader too, which the Trainer can split and
-    # resume.
+    # Change a copy, so that the caller's dataloader stays as it is. The Trainer can shard and resume this copy like any DataLoader.
     changed = copy.copy(loader)
     changed.collate_fn = _CollatedAndTransformed(loader.collate_fn, transform)
     return changed
 
 
 def _own(function: Any) -> Any:
-    """Return `function` if the user gave it, and None if it is one of the defaults of Composer's DataSpec."""
+    """Return `function` if the user gave it, and None if it is a default function of Composer's DataSpec."""
     return None if getattr(function, "__name__", "").startswith("_default") else function
 
 

@@ -1,4 +1,4 @@
-"""`composer.core.Evaluator`: the datasets on which Composer's Trainer evaluates."""
+"""`composer.core.Evaluator`: a dataset on which Composer's Trainer evaluates, and its conversion to callsheet's `Evaluator`."""
 
 from __future__ import annotations
 
@@ -57,8 +57,7 @@ def evaluators_of(given: Any, batches: int) -> dict[str, callsheet_trainer.Evalu
     """
     found: dict[str, callsheet_trainer.Evaluator] = {}
     for number, each in enumerate(_listed(given), 1):
-        # Number the labels, to keep every evaluator. Composer itself keeps only the last of several evaluators without a
-        # label.
+        # Number the labels, to keep every evaluator. Of several evaluators without a label, Composer itself keeps only the last.
         label = "eval" if number == 1 else f"eval-{number}"
         evaluator = each if isinstance(each, Evaluator) else Evaluator(label=label, dataloader=each)
         if evaluator.label in found:
@@ -72,7 +71,7 @@ def evaluators_of(given: Any, batches: int) -> dict[str, callsheet_trainer.Evalu
 
 
 def _listed(given: Any) -> list[Any]:
-    """Return the argument for evaluation data as a list. It is None, a dataloader, an Evaluator, or a list of these.
+    """Return the argument for evaluation data (None, a dataloader, an Evaluator, or a list of these) as a list.
 
     A list of batches is one dataloader.
     """

@@ -1,4 +1,4 @@
-"""`composer.models.HuggingFaceModel`: a model of transformers as a ComposerModel."""
+"""`composer.models.HuggingFaceModel`: wraps a model of the library transformers as a ComposerModel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from callsheet.errors import ConfigError, NotSupported
 
 
 class HuggingFaceModel(ComposerModel):
-    """Makes a ComposerModel from a model of transformers, which takes dictionaries and computes its loss from `labels`.
+    """Makes a ComposerModel from a model of the library transformers. Batches are dictionaries, with `labels` for the loss.
 
     Args:
         metrics: torchmetrics for training, and for evaluation unless `eval_metrics` are given.
@@ -67,7 +67,7 @@ class HuggingFaceModel(ComposerModel):
             model.resize_token_embeddings(len(tokenizer))
 
     def forward(self, batch: Any) -> Any:
-        """Call the model with those entries of the batch that it accepts."""
+        """Call the model with those entries of the batch that the model accepts."""
         if not isinstance(batch, Mapping):
             raise ConfigError(
                 "Unexpected batch type. Expected a dictionary with keys corresponding to the inputs to the forward function of the Huggingface "
@@ -123,7 +123,7 @@ class HuggingFaceModel(ComposerModel):
 
     @staticmethod
     def hf_from_composer_checkpoint(*args: Any, **options: Any) -> NoReturn:
-        """Raise NotSupported, because checkpoints have callsheet's format."""
+        """Raise NotSupported: checkpoints have callsheet's format, but this method of Composer reads Composer's format."""
         raise NotSupported(
             "HuggingFaceModel.hf_from_composer_checkpoint() is not supported, unlike in Composer: make the model from its configuration, and give "
             "the checkpoint to Trainer(load_path=...)"

@@ -8,7 +8,7 @@ from callsheet.bridges.composer.names import LoggerDestination
 
 
 class InMemoryLogger(LoggerDestination):
-    """A logger that keeps all logged values in memory, and has Composer's name and attributes.
+    """A logger that keeps all logged values in memory. It has the name and the attributes of Composer's `InMemoryLogger`.
 
     `data` has, by name, pairs of a `Timestamp` and a value. `most_recent_values` has the last value of each name, and
     `hyperparameters` the settings.

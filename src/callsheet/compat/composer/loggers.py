@@ -108,7 +108,7 @@ offer(
 
 
 def __getattr__(name: str) -> Any:
-    # Import these only when they are used, since they need other packages.
+    # Import these three loggers only when they are used, since they need packages that may not be installed.
     if name in ("MLFlowLogger", "TensorboardLogger", "WandBLogger"):
         return getattr(importlib.import_module("callsheet.compat.composer.trackers"), name)
     if name in _NOT_SUPPORTED:

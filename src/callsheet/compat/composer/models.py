@@ -43,7 +43,7 @@ class ComposerModel(nn.Module):
     """A model that takes a whole batch and defines its own loss and metrics. Override `forward`, `loss` and other methods."""
 
     def loss(self, outputs: Any, batch: Any) -> Any:
-        """Return the loss, a sequence of losses, or losses by name. Training uses the one named `total`, or else the sum.
+        """Return the loss, a sequence of losses, or a dict of losses. Of several losses, training uses the one named `total`, or the sum.
 
         Args:
             outputs: what `forward` returned.
@@ -72,7 +72,7 @@ class ComposerModel(nn.Module):
         return {}
 
     def update_metric(self, batch: Any, outputs: Any, metric: Any) -> None:
-        """Update a metric with a batch. By default, the batch is a pair, and its second part contains the targets.
+        """Update a metric with the outputs and targets of a batch. By default, the targets are the batch's second item.
 
         Args:
             batch: the batch.
@@ -97,7 +97,7 @@ class ModelTask(Task):
         return self._model.eval_forward(batch)
 
     def loss(self, outputs: Any, batch: Any) -> Any:
-        """Return the model's loss or losses. In evaluation, return an empty dict, because Composer computes only metrics there."""
+        """Return the model's loss or losses. In evaluation, return an empty dict, because Composer's evaluation computes no loss."""
         if not self._model.training:
             return {}
         loss = self._model.loss(outputs, batch)
@@ -110,12 +110,12 @@ class ModelTask(Task):
         return sum(each.mean() for each in loss)
 
     def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
-        """Return the outputs and the whole batch, which `ModelMetric.update` takes instead of predictions and targets."""
+        """Return the outputs and the whole batch, because `ModelMetric.update` takes these instead of predictions and targets."""
         return outputs, batch
 
 
 class ModelMetric:
-    """Wraps a torchmetric, so that the model's `update_metric` updates it."""
+    """Wraps a torchmetric, so that `update` calls the model's `update_metric` with the torchmetric."""
 
     def __init__(self, model: Any, metric: Any) -> None:
         object.__setattr__(self, "_model", model)
@@ -143,7 +143,7 @@ class TrainMetrics(Callback):
     They are logged as `train/<name>`, and are available as `state.train_metrics`.
     """
 
-    phase = "change"  # called first, so that all other callbacks can read the metrics at the same event
+    phase = "change"  # this phase is called first, so that all other callbacks can read the metrics at the same event
 
     def __init__(self, model: Any, metrics: Mapping[str, Any]) -> None:
         self.metrics = dict(metrics)
@@ -172,7 +172,7 @@ class TrainMetrics(Callback):
 
 
 class EpochScheduler(LRScheduler):
-    """Several learning-rate schedulers in one, which steps them together, after each batch or each epoch.
+    """A learning-rate scheduler that combines several schedulers, and steps all of them after each batch or after each epoch.
 
     `step` is called after every batch. It does nothing if the schedulers are stepped once an epoch.
     """

@@ -9,7 +9,7 @@ from callsheet.errors import NotSupported
 
 
 def reject(who: str, given: Mapping[str, tuple[Any, Any, str]]) -> None:
-    """Raise NotSupported for the first of the arguments whose value differs from Composer's default.
+    """Raise NotSupported for the first argument whose value differs from Composer's default.
 
     For each name, `given` has the value, the default, and what to do instead.
 
@@ -72,11 +72,11 @@ _INSTEAD = {
 
 
 def reject_others(others: Mapping[str, Any]) -> None:
-    """Raise an error for the first argument of Composer's Trainer that callsheet's has not, and whose value is not the default.
+    """Raise an error if one of the arguments is unknown, or is not supported by callsheet and differs from Composer's default.
 
     Raises:
-        NotSupported: Composer's Trainer has the argument.
-        TypeError: it has not.
+        NotSupported: callsheet does not support the value of an argument of Composer's Trainer.
+        TypeError: Composer's Trainer has no such argument.
     """
     for name in others:
         if name not in _DEFAULTS:
@@ -94,7 +94,7 @@ def reject_others(others: Mapping[str, Any]) -> None:
 
 
 def reject_all(method: str, others: Mapping[str, Any]) -> None:
-    """Raise NotSupported if there are other arguments of this method of the Trainer."""
+    """Raise NotSupported if a method of the Trainer was called with arguments that callsheet does not support."""
     if others:
         raise NotSupported(
             f"Trainer.{method}({next(iter(others))}=...) is not supported, unlike in Composer: give it to the Trainer"

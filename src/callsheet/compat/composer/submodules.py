@@ -1,4 +1,4 @@
-"""Creates modules at the import paths of Composer's submodules, such as `callbacks.early_stopper`, which have no files."""
+"""Creates importable modules, without files, for Composer's submodules such as `callbacks.early_stopper`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def offer(package: str, submodules: Mapping[str, str]) -> None:
 
 
 def offer_nothing(package: str, submodules: Mapping[str, str]) -> None:
-    """Make each `package.<submodule>` importable, with any public name. A name raises `NotSupported` when it is used.
+    """Make each `package.<submodule>` importable. Any public name can be imported from it, and raises `NotSupported` when it is used.
 
     The values of `submodules` are the hints of these errors, which say what to do instead.
     """

@@ -1,4 +1,4 @@
-"""Composer's Trainer, implemented by callsheet's."""
+"""Composer's Trainer, implemented by callsheet's Trainer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger("callsheet")
 
 
 class Trainer:
-    """Composer's Trainer, with those of its arguments that callsheet's Trainer supports.
+    """Composer's Trainer, with the arguments that callsheet supports.
 
     The model gets whole batches in `model(batch)` and `model.loss(outputs, batch)`, and also in `eval_forward`, `get_metrics` and
     `update_metric` if it has them. Callbacks and loggers may be those of Composer, of `callsheet.compat.composer`, or of
@@ -203,7 +203,7 @@ class Trainer:
         return [_to_cpu(each) for each in outputs] if return_outputs else []
 
     def save_checkpoint(self, name: str | None = None) -> str:
-        """Write a checkpoint folder, and wait until it is durable.
+        """Write a checkpoint folder, and wait until all of its files are safely stored.
 
         Args:
             name: the path of the folder; None: a folder among the run's checkpoints.
@@ -224,7 +224,7 @@ class Trainer:
         self._trainer.__exit__(kind, error, frames)
 
     def _ours(self, given: Any) -> Callback:
-        """Return a callback of callsheet unchanged, and one of Composer in a guest adapter, through which callsheet can call it."""
+        """Return a callsheet callback unchanged. Wrap a Composer callback in a guest, an adapter through which callsheet calls it."""
         if isinstance(given, Callback):
             return given
         kind = type(given).__name__
@@ -246,7 +246,7 @@ class Trainer:
         given = several(schedulers)
         if not given:
             return None
-        if every_batch is None:  # by default, step torch's schedulers every epoch and Composer's every batch
+        if every_batch is None:  # by default, torch's schedulers step after every epoch, and Composer's after every batch
             every_batch = not any(isinstance(each, LRScheduler) for each in given)
         return EpochScheduler(
             optimizer,
@@ -255,7 +255,7 @@ class Trainer:
         )
 
     def _compiled(self, scheduler: Callable[..., float], optimizer: Any) -> LRScheduler:
-        """Make a torch scheduler from a Composer scheduler, a function that returns a factor for the learning rates.
+        """Make a torch scheduler from a Composer scheduler, which is a function that returns a factor for the learning rates.
 
         If the function takes a second argument, Composer's scale ratio, it gets 1.0.
         """

@@ -1,6 +1,6 @@
 """InstructLab Training's API, implemented by callsheet. InstructLab need not be installed.
 
-Code that was written for its callbacks runs if this package is imported instead of `instructlab.training`,
+Code that was written for InstructLab's callbacks runs if this package is imported instead of `instructlab.training`,
 `instructlab.training.callbacks` and `instructlab.training.config`.
 """
 

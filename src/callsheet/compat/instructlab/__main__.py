@@ -1,4 +1,4 @@
-"""Exits with an error, because callsheet does not use the command with which InstructLab starts its ranks."""
+"""Exits with an error, because callsheet does not support the command line with which InstructLab starts its ranks."""
 
 import sys
 

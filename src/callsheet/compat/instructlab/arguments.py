@@ -122,7 +122,7 @@ _AS_IT_IS: dict[str, Any] = {
     "deepspeed_options": None,
     "fsdp_options": None,
 }
-"""InstructLab's fields that are not supported. They may be given only with the values that InstructLab has as defaults."""
+"""The fields of InstructLab's arguments that are not supported, with their default values. Other values are rejected."""
 
 _INSTEAD: dict[str, str] = {
     "pretraining_config": "callsheet.recipes.pretrain does that",

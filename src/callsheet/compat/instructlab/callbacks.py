@@ -1,4 +1,4 @@
-"""`instructlab.training.callbacks`: the base class, the context and the manager."""
+"""`instructlab.training.callbacks`: InstructLab's base class for callbacks, its context class and its callback manager."""
 
 from callsheet.bridges.instructlab.names import HOOK_NAMES, CallbackManager, TrainerCallback, TrainingContext
 from callsheet.compat.instructlab.rejected import (

@@ -1,4 +1,4 @@
-"""The job of each rank of `run_training`: the recipe `finetune`, with InstructLab's callbacks."""
+"""The job that `run_training` runs on each rank: the recipe `finetune`, with InstructLab's callbacks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Training(Finetune):
     """The recipe `finetune`, with a learning-rate schedule over all steps of the training."""
 
     args: TrainingArgs | None = None
-    """None if an existing run is only opened, for example to export it, and not trained."""
+    """The arguments of `run_training`; None if an existing run is only opened, for example to export its model."""
 
     def read_data(self) -> None:
         """Read the data, and configure the scheduler for the resulting number of steps."""
@@ -101,7 +101,7 @@ class _Exports(Callback):
         self._group: Any = None
 
     def on_train_start(self, ctx: Context) -> None:
-        """Create the process group through which the ranks coordinate writing."""
+        """Create the process group through which the ranks coordinate the writing of exported models."""
         if ctx.run.world_size > 1 and self._group is None:
             self._group = distributed.new_group(backend="gloo")
 
@@ -166,7 +166,7 @@ def rows_of(args: TrainingArgs) -> tuple[str, str | None]:
     If a part of the data is for validation, two new files are written; otherwise the data file is used itself.
     """
     rows = Rows(args.data_path).read(())
-    assert not isinstance(rows, Stream)  # `read` streams rows only if that is requested
+    assert not isinstance(rows, Stream)  # `Rows.read` returns a stream only if streaming is requested
     for number, row in enumerate(rows, 1):
         if row.get("unmask"):
             raise ConfigError(

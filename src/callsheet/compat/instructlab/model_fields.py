@@ -1,6 +1,6 @@
-"""Gives callsheet's dataclasses the attributes of pydantic models that code for InstructLab reads.
+"""Gives dataclasses pydantic's `model_fields` and `model_dump()`, which code for InstructLab uses.
 
-These are `model_fields` and `model_dump()`. pydantic is not needed.
+pydantic need not be installed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class FieldInfo:
 
 
 class _ModelFields:
-    """Computes `model_fields` for the class on which it is read."""
+    """A descriptor that computes the attribute `model_fields` of a dataclass when it is read."""
 
     def __get__(self, instance: object, owner: Any) -> MappingProxyType[str, FieldInfo]:
         return MappingProxyType({each.name: _info(each) for each in fields(owner)})

@@ -52,7 +52,7 @@ def run_training(torch_args: TorchrunArgs, train_args: TrainingArgs) -> dict[str
         TransportError: a callback cannot be sent; the message says why, and has a hint.
         LaunchError: a rank failed; this is a RuntimeError.
     """
-    from callsheet.launcher import launch  # imported here because it imports torch, which defining callbacks does not need
+    from callsheet.launcher import launch  # imported only here, because the launcher needs torch, and defining callbacks does not
     from callsheet.transport import payload
 
     if payload.is_opening:  # a rank or the preflight check is importing the user's script: do not start training again
@@ -63,7 +63,7 @@ def run_training(torch_args: TorchrunArgs, train_args: TrainingArgs) -> dict[str
         raise ConfigError(
             f"effective_batch_size={train_args.effective_batch_size} does not divide over {ranks} ranks; give a multiple of it"
         )
-    # Imported late, because that module imports all recipes, which the preflight check of the callbacks does not need.
+    # Import `job` only here, because it imports all recipes, and the preflight check of the callbacks does not need the recipes.
     from callsheet.compat.instructlab.job import rows_of
 
     rows = rows_of(train_args)
@@ -87,7 +87,7 @@ class _SentCallback(Callback):
 
     @classmethod
     def of(cls, foreign: Any) -> _SentCallback:
-        """Wrap a callback with its current state."""
+        """Wrap one of InstructLab's callbacks, so that its class, its constructor's arguments and its current state can be sent."""
         args, kwargs = getattr(foreign, "_arguments", ((), {}))
         wrapper = cls.__new__(cls, type(foreign), list(args), dict(kwargs))
         wrapper.foreign, wrapper.name = foreign, type(foreign).__name__
@@ -103,8 +103,8 @@ class _SentCallback(Callback):
 
 
 def train_on_rank(args: TrainingArgs, train: str, validation: str | None, callbacks: list[Callback]) -> dict[str, float]:
-    """Run the training on one rank; `run_training` starts this function on each."""
-    from callsheet.compat.instructlab.job import job_of  # imported here because that module imports all recipes
+    """Run the training on one rank. The function `run_training` starts this function on each rank."""
+    from callsheet.compat.instructlab.job import job_of  # imported only here, because `job` imports all recipes
 
     logging.basicConfig(level=args.log_level, format="%(message)s")
     job = job_of(args, train, validation, [each.foreign if isinstance(each, _SentCallback) else each for each in callbacks])

@@ -13,7 +13,7 @@ Section = TypeVar("Section")
 
 @dataclass_transform()
 def _section(kind: type[Section]) -> type[Section]:
-    """A class decorator that makes a dataclass. Reading or setting a field that it does not have raises an error."""
+    """A class decorator that makes a dataclass. Reading or setting an unknown field of the dataclass raises an error."""
     made = dataclass(kind)
     names = [each.name for each in fields(made)]  # type: ignore[arg-type]  # `made` is a dataclass
 
@@ -84,7 +84,7 @@ class OptimizerConfig:
 
 @_section
 class SchedulerConfig:
-    """The schedule of the learning rate: `cosine`, `linear` or `constant`. By default, it is as long as training."""
+    """The schedule of the learning rate: `cosine`, `linear` or `constant`. By default, the schedule is as long as training."""
 
     lr_decay_style: str = "cosine"
     lr_warmup_iters: int = 500
@@ -117,7 +117,7 @@ class TokenizerConfig:
 
 @_section
 class CheckpointConfig:
-    """Where to save checkpoints, and from where to resume. With None, nothing is saved, or training starts from the beginning.
+    """The folders for checkpoints. If `save` is None, nothing is saved. If `load` is None, training starts from the beginning.
 
     If `save` ends with `checkpoints`, the folder that contains it is the run's folder.
     """
@@ -130,7 +130,7 @@ class CheckpointConfig:
 
 @_section
 class LoggerConfig:
-    """The log interval and the trackers. Each configured tracker is available at `context.state`."""
+    """The log interval and the experiment trackers. Callbacks can use each configured tracker through `context.state`."""
 
     log_interval: int = 10
     tensorboard_dir: str | None = None
@@ -152,7 +152,7 @@ class RNGConfig:
 
 @_section
 class ConfigContainer:
-    """The whole configuration. Reading or setting a setting that is not supported raises `NotSupported`.
+    """The whole configuration. Reading or changing an unsupported setting raises `NotSupported`.
 
     Args:
         model: the shape of the model, which has Qwen 2's architecture and random weights.
@@ -184,7 +184,7 @@ class ConfigContainer:
 
 
 def qwen25_500m_pretrain_config() -> ConfigContainer:
-    """Return the configuration of Qwen 2.5 with half a billion parameters, on one device.
+    """Return the configuration for pretraining Qwen 2.5 with half a billion parameters on one device.
 
     For a trial, set fewer and narrower layers:
 

@@ -18,7 +18,7 @@ IGNORED = -100
 
 
 class GPTModel(nn.Module):
-    """A causal language model of transformers with the call signature of Megatron's `GPTModel`.
+    """Gives a causal language model of the library transformers the call signature of Megatron's `GPTModel`.
 
     With labels it returns each token's loss, without labels the logits.
 
@@ -77,7 +77,7 @@ def _masked_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dic
 
 
 def as_recipe_step(forward_step_func: Callable[..., Any], state: GlobalState) -> Callable[[nn.Module, Any], Any]:
-    """Convert a Megatron forward step to the function of model and batch that callsheet's recipe `pretrain` takes.
+    """Convert a Megatron forward step to a function of a model and a batch, as callsheet's recipe `pretrain` expects it.
 
     The function may take Megatron's state as its first argument, before the iterator.
     """
@@ -114,7 +114,7 @@ def as_megatron_batch(batch: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _mean_and_reported(given: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the mean loss and the reported values from a loss function's result. A pair (sum, count) becomes a mean."""
+    """Convert the result of a loss function to the mean loss and the reported values. Each pair (sum, count) becomes a mean."""
     if not isinstance(given, tuple) or len(given) not in (2, 3) or not isinstance(given[-1], Mapping):
         raise ConfigError(
             "the loss function of forward_step has to give (loss, reported by name), or (loss, tokens, reported by name)"

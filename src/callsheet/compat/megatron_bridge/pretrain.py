@@ -1,6 +1,6 @@
-"""Megatron Bridge's function `pretrain`, implemented by callsheet's recipe of that name.
+"""Megatron Bridge's function `pretrain`, implemented by callsheet's recipe `pretrain`.
 
-It has the same configuration, and fires the same events in the same order.
+The function takes Megatron Bridge's configuration, and fires the same events in the same order as Megatron Bridge.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _run(recipe: Pretrain, config: ConfigContainer, state: GlobalState) -> None:
 
 
 class BridgePretrain(Pretrain):
-    """callsheet's recipe `pretrain`, whose model has the call signature of Megatron's models."""
+    """callsheet's recipe `pretrain`, with a model that has the call signature of Megatron's `GPTModel`."""
 
     state: GlobalState
 
@@ -153,7 +153,7 @@ class _Plan(OwnCallback):
 
 
 def job_of(config: ConfigContainer) -> PretrainConfig:
-    """Return the configuration of callsheet's recipe `pretrain` for Megatron Bridge's `config`.
+    """Convert Megatron Bridge's `config` to the configuration of callsheet's recipe `pretrain`.
 
     Raises:
         NotSupported: a parallel size other than 1, `sequence_parallel`, a `blend`, an unknown precision or schedule.

@@ -1,4 +1,4 @@
-"""Logs to TensorBoard, Weights & Biases and MLflow as Megatron Bridge does: on the last rank, with its metric names.
+"""Logs to TensorBoard, Weights & Biases and MLflow as Megatron Bridge does: on the last rank, with Megatron's metric names.
 
 The trackers are available at `context.state`.
 """
@@ -17,7 +17,7 @@ from callsheet.core.optional import load
 from callsheet.core.ranks import read_ranks
 
 NAMES = {"train/learning_rate": "learning-rate", "train/grad_norm": "grad-norm"}
-"""Maps callsheet's metric names to Megatron's. A loss keeps the part of its name after the dataset's name."""
+"""Maps callsheet's metric names to Megatron's. The names of losses are not listed here, because `_named` derives them."""
 
 
 class Trackers(Callback):
@@ -99,7 +99,7 @@ class Trackers(Callback):
             write(values, ctx.record.step)
 
     def close(self) -> None:
-        """Close the trackers. This may be called twice."""
+        """Close the trackers. A second call does nothing."""
         while self._close:
             self._close.pop()()
 
