@@ -6,7 +6,8 @@
 `public_scripts.toml` lists the scripts. FOLDER has the git clones of their repositories and gets everything that the runs write; without the
 clones, the commands that make them are printed, and the exit status is 2. Each script runs in a new copy of the files of its commit, with
 stand-in data of `public_scripts_data.py`. `public_scripts_recorder.py` records the losses, steps and final weights in both variants in the same
-way. A script that has a result for this commit of callsheet's source is skipped. The table is written to `benchmarks/results/public-scripts.md`.
+way. A script that has a result for this commit of callsheet's source is skipped. The table is written to `benchmarks/results/public-scripts.md`;
+scripts without a result in FOLDER keep their rows.
 """
 
 from __future__ import annotations
@@ -332,9 +333,11 @@ def main() -> int:
                 print(f"  could not be prepared: {error}", flush=True)
             else:
                 print(f"  {_summary(result)}", flush=True)
-    results = [(each, campaign.evaluate(each)) for each in campaign.scripts if campaign.results_of(each).is_file()]
-    TABLE.write_text(table_of(results, {each.name: each for each in campaign.repositories}), encoding="utf-8")
-    print(f"wrote {TABLE.relative_to(HERE.parent)}: {len(results)} of {len(campaign.scripts)} scripts")
+    results = {each.name: campaign.evaluate(each) for each in campaign.scripts if campaign.results_of(each).is_file()}
+    earlier = TABLE.read_text(encoding="utf-8") if TABLE.exists() else ""
+    repositories = {each.name: each for each in campaign.repositories}
+    TABLE.write_text(table_of(campaign.scripts, results, repositories, earlier), encoding="utf-8")
+    print(f"wrote {TABLE.relative_to(HERE.parent)}: {len(results)} of {len(campaign.scripts)} scripts were run here")
     return 0
 
 

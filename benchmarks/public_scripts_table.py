@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -73,43 +74,60 @@ _COLUMNS = (
     "output",
     "exit",
     "time",
+    "callsheet",
 )
+_DIFFERENT = "**different**"
+_NOTES = "What the numbers do not say:"
 _SHORT = {"fetch": "fetch", "forward": "fwd", "backward": "bwd", "optimizer_step": "opt"}
 
 
-def table_of(results: Sequence[tuple[Described, Mapping[str, Any]]], repositories: Mapping[str, Cloned]) -> str:
-    """Return the page: what was measured, a row for each script, what is not equal and why, and the commits."""
-    rows = [_row(script, result) for script, result in results]
-    whole = sum(_is_whole(result) for _, result in results)
-    commits = ", ".join(sorted({str(result["commit"]) for _, result in results}))
-    versions = sorted({f"Python {result['versions']['python']}, torch {result['versions']['torch']}" for _, result in results})
-    summary = (
-        f"Of {len(results)} scripts, {whole} are observed with forward pass, backward pass and optimizer step, and with all logged losses equal. "
-        f"The observation changed the final weights of {sum(result['weights'] == 'DIFFERENT' for _, result in results)} scripts."
-    )
-    notes = [f"- **{script.name}**: {note}" for script, result in results if (note := _note(script, result))]
-    used = sorted({script.repository for script, _ in results})
+def table_of(
+    scripts: Sequence[Described], results: Mapping[str, Mapping[str, Any]], repositories: Mapping[str, Cloned], earlier: str
+) -> str:
+    """Return the page: what was measured, a row for each script, what is not equal and why, and the commits.
+
+    A script without a result keeps its row and its note of the earlier page.
+    """
+    rows, notes = _rows_of(earlier), dict(re.findall(r"^- \*\*(.+?)\*\*: (.+)$", earlier.partition(_NOTES)[2], re.MULTILINE))
+    for script in scripts:
+        if result := results.get(script.name):
+            rows[script.name], notes[script.name] = _row(script, result), _note(script, result)
+    shown = [script for script in scripts if script.name in rows]
+    whole = sum(_is_whole(rows[script.name]) for script in shown)
+    changed = sum(rows[script.name][_COLUMNS.index("weights")] == _DIFFERENT for script in shown)
+    versions = {f"Python {result['versions']['python']}, torch {result['versions']['torch']}" for result in results.values()}
+    versions |= set(re.findall(r"Python [\d.]+, torch [\d.+a-z]*\w", earlier))
     return "\n".join(
         [
             _BEGIN,
-            summary,
+            f"Of {len(shown)} scripts, {whole} are observed with forward pass, backward pass and optimizer step, and with all logged losses equal. "
+            f"The observation changed the final weights of {changed} scripts.",
             "",
-            f"callsheet at {commits}; {'; '.join(versions)}.",
+            f"{'; '.join(sorted(versions))}. The last column is the commit of callsheet.",
             "",
             _line(_COLUMNS),
             _line(["---"] * len(_COLUMNS)),
-            *map(_line, rows),
+            *(_line(rows[script.name]) for script in shown),
             "",
-            "What the numbers do not say:",
+            _NOTES,
             "",
-            *notes,
+            *(f"- **{script.name}**: {notes[script.name]}" for script in shown if notes.get(script.name)),
             "",
             _line(("repository", "commit")),
             _line(("---", "---")),
-            *(_line((repositories[name].url, repositories[name].commit or repositories[name].package)) for name in used),
+            *(
+                _line((repositories[name].url, repositories[name].commit or repositories[name].package))
+                for name in sorted({script.repository for script in shown})
+            ),
             "",
         ]
     )
+
+
+def _rows_of(page: str) -> dict[str, list[str]]:
+    """Return the cells of each row of the page's table of scripts, by the script's name."""
+    lines = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    return {cells[0]: cells for cells in lines if len(cells) == len(_COLUMNS) and cells[0] not in (_COLUMNS[0], "---")}
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -119,7 +137,7 @@ def _line(cells: Sequence[str]) -> str:
 def _row(script: Described, result: Mapping[str, Any]) -> list[str]:
     runs = result["runs"]
     alone, observed = result["status"]
-    shown = {"equal": "equal", "none": "-", "varies": "varies", "DIFFERENT": "**different**"}
+    shown = {"equal": "equal", "none": "-", "varies": "varies", "DIFFERENT": _DIFFERENT}
     return [
         script.name,
         script.kind,
@@ -133,6 +151,7 @@ def _row(script: Described, result: Mapping[str, Any]) -> list[str]:
         shown[result["stdout"]],
         str(alone) if alone == observed else f"**{alone} and {observed}**",
         f"{_ratio(result['seconds'])}, {_ratio(result['seconds_of_steps'])}",
+        result["commit"],
     ]
 
 
@@ -152,16 +171,12 @@ def _ratio(seconds: Sequence[float]) -> str:
     return f"{seconds[1] / seconds[0]:.2f}" if seconds[0] else "-"
 
 
-def _is_whole(result: Mapping[str, Any]) -> bool:
+def _is_whole(cells: Sequence[str]) -> bool:
     """Return whether each run of the script has all parts of a step and equal losses."""
-    needed = ("forward", "backward", "optimizer_step")
-    return bool(result["runs"]) and all(
-        run["timed_steps"]
-        and all(run["parts"][name] == run["timed_steps"] for name in needed)
-        and run["losses_compared"]
-        and run["losses_equal"] == run["losses_compared"]
-        for run in result["runs"]
-    )
+    row = dict(zip(_COLUMNS, cells, strict=True))
+    losses = [re.fullmatch(r"(\d+) of (\d+)", each) for each in row["losses"].split("; ")]
+    has_parts = all({"fwd", "bwd", "opt"} <= set(parts.split(", ")) for parts in row["parts"].split("; "))
+    return has_parts and all(each is not None and each[1] == each[2] != "0" for each in losses)
 
 
 def _note(script: Described, result: Mapping[str, Any]) -> str:

@@ -198,6 +198,7 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
         f"figures-{name}": figures(name)
         for name in (
             "dispatch",
+            "faults",
             "imports",
             "trainer",
             "profile",
