@@ -1,4 +1,4 @@
-"""Checks the model and the optimizer of a loop that the user has written, such as a hand-written loop or an Ignite engine's."""
+"""Checks the model and the optimizer that the user passes to `attach` or to the host of another framework."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rest of a hand-written loop after an error in callsheet has ended its run: training continues without callbacks."""
+"""The rest of a hand-written loop after an error in callsheet has ended callsheet's run: training continues without callbacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from callsheet.trainer.tasks import counts_of
 
 
 class UnobservedLoop:
-    """Yields the remaining batches, and counts only steps and epochs, so that training still ends at `max_duration`.
+    """Yields the remaining batches without firing events, and counts steps and epochs so that training still ends at `max_duration`.
 
     Args:
         run: the run, which has ended.

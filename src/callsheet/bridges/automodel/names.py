@@ -98,7 +98,7 @@ def rank_zero_only(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass
 class MetricsSample:
-    """The metrics of a step.
+    """The metrics of a training step or of a validation.
 
     Args:
         step: the number of the step, counted from 0.
