@@ -287,7 +287,7 @@ class AttachedRun:
         if self._unobserved is not None:  # the run has already ended because of an earlier error
             raise error
         was_in_step = self._run.driver.is_open("train_step")
-        give_up(self._run, error)  # raises the error if it comes from the user's code
+        give_up(self._run, error)  # `give_up` raises the error if the error comes from the user's code
         self._unobserved = UnobservedLoop(self._run, self._ends_step, self._epoch, was_in_step=was_in_step)
         self._release()
 

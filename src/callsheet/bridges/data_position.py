@@ -1,4 +1,4 @@
-"""The position in the data of a loop that gets its batches from callsheet, and how a resumed run returns to it."""
+"""The position in the data of a loop that gets its batches from callsheet, and how a resumed run returns to this position."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class DataPosition:
         return data.begin(epoch + 1)
 
     def _continues_loader(self, fresh: list[Any], restored: Mapping[str, Any]) -> bool:
-        """Return whether the loop uses one dataloader for all epochs, so that its saved generator state must be restored."""
+        """Return whether the loop uses one dataloader for all epochs, so that this dataloader's generator states must be restored."""
         if restored["is_renewed"] or not restored["epochs"]:
             return False
         if restored["epochs"] > 1 or _same(fresh, restored["first"]):

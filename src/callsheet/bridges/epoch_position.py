@@ -1,4 +1,4 @@
-"""Keeps the position in an epoch's data, for loops that iterate over the data themselves, and returns to it after a resume."""
+"""Keeps the position in an epoch's data, for loops that iterate over the data themselves, so that a resumed run returns to it."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class EvalEvents:
         """The results of the current evaluation so far, by dataset name."""
 
     def listens_to_outputs(self, kind: str) -> bool:
-        """Return whether a callback listens to the start or end of a `kind` of forward pass (such as `eval`), or to the step's end."""
+        """Return whether a callback listens to the forward pass, or to the end of a step, of the evaluation, test or prediction."""
         forward, step = getattr(self.spans, f"{kind}_forward"), getattr(self.spans, f"{kind}_step")
         return any(edge is not None for edge in (forward.starts, forward.ends, step.ends))
 
@@ -93,7 +93,7 @@ class EvalEvents:
         self._tally.start()
 
     def fire(self, results: Mapping[str, Mapping[str, Any]], *, standalone: bool = False) -> None:
-        """Fire all start and end events of an evaluation, after the framework has carried it out.
+        """Fire all start and end events of an evaluation that the framework has already carried out.
 
         `results` are by dataset name, then by metric name.
         """

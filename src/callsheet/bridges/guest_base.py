@@ -110,7 +110,7 @@ class SharedFirst(CompositeHandler):
 
 
 class Guest(Callback):
-    """Runs a callback of another framework in callsheet's loop. Of that callback's methods, callsheet calls only overridden ones.
+    """Runs a callback of another framework in callsheet's loop, by calling the methods that the callback overrides.
 
     Each bridge has a subclass. `EVENTS` lists the methods of the foreign callback that are called at each event of callsheet, in
     order, and `handler` makes the handler of each. `OWN` lists methods of the guest itself that are called before these. If the

@@ -130,7 +130,7 @@ class HostBase:
             self._stop(loop)
 
     def _stop(self, loop: Any) -> None:
-        """Make the framework stop its training loop, because a callback requested it."""
+        """Make the framework stop its training loop, because a callback has requested a stop."""
         raise NotImplementedError
 
     def _handle(self, method: Callable[..., None], *args: Any, **given: Any) -> None:
@@ -233,5 +233,5 @@ def in_a_run(method: Callable[..., None]) -> Callable[..., None]:
         except BaseException as error:
             self._leave(error)
 
-    del called.__wrapped__  # from this attribute, some frameworks would read the parameters of the wrapped function
+    del called.__wrapped__  # some frameworks would read the parameters of the function in this attribute
     return called

@@ -1,4 +1,4 @@
-"""Passes callbacks' requests for evaluations and checkpoints on to the other framework whose loop runs."""
+"""Passes callbacks' requests for evaluations and checkpoints to the framework in whose loop callsheet runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Evaluates = Callable[[], Mapping[str, Mapping[str, Any]]]
 
 
 class HostEvaluation:
-    """Lets the framework in whose loop callsheet runs carry out the evaluations that callbacks request.
+    """Passes callbacks' requests for evaluations to the framework in whose loop callsheet runs, and keeps the latest results.
 
     `results` contains the latest results by dataset name.
     """
@@ -34,7 +34,7 @@ class HostEvaluation:
         is_resumed: bool,
     ) -> None:
         self.is_resumed = is_resumed
-        """Whether callsheet writes the checkpoints, which store an evaluation that a signal prevented. A framework's do not."""
+        """Whether callsheet writes the checkpoints. Only callsheet's checkpoints store an evaluation that a signal has prevented."""
         self.loaders: dict[str, Any] = {"": None}
         self.schedules: dict[str, Any] = {}
         self.results: dict[str, dict[str, float]] = {}
@@ -88,7 +88,7 @@ class HostEvaluation:
         return {"undone": asdict(self.undone) if self.undone is not None else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned."""
+        """Load the due evaluation that `state_dict` returned."""
         self.undone = DueEvaluation.from_state(state["undone"]) if state["undone"] is not None else None
 
 
@@ -151,7 +151,7 @@ class HostCheckpoints:
         """Do nothing, because the framework writes the checkpoints."""
 
     def finish(self) -> None:
-        """Do nothing, because the framework has finished its checkpoints when its training ends."""
+        """Do nothing, because the framework has finished all checkpoints when the framework's training ends."""
 
     def close(self) -> None:
         """Do nothing, because the framework writes and finishes the checkpoints."""

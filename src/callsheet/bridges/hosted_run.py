@@ -231,7 +231,8 @@ class HostedRun(Run):
             try:
                 self.guard.acquire()
             except BaseException as error:
-                self.lifetime.fail(error)  # closes what was opened, but fires no event, because `on_run_start` was not fired
+                # Close what was opened. No event is fired, because `on_run_start` was not fired.
+                self.lifetime.fail(error)
                 raise
         self.lifetime.start()
         shared: dict[str, Stateful] = {"state": self.state, "model": self.model, "tally": self.records.tally}
@@ -341,7 +342,8 @@ class HostedRun(Run):
 
         The host does this later, after the evaluation of the epoch.
         """
-        for span in ("train_step", "fetch"):  # a step is still open if the loop has left it early, a fetch if the data ran out
+        # A step is still open if the loop has left the step early. A fetch is still open if the data ran out.
+        for span in ("train_step", "fetch"):
             self.driver.end(span)
         self.records.tally.update_timestamp(self.state)
         if is_whole:
@@ -456,7 +458,7 @@ class HostedRun(Run):
         self.ctx.grad_norm = self.grad_norm
 
     def set_learning_rate(self) -> None:
-        """Set the context's learning rate to the one that the current step uses."""
+        """Set the context's learning rate to the learning rate that the current step uses."""
         if self._optimizer is not None:
             rate: Any = self._optimizer.param_groups[0].get("lr")  # None if the optimizer has no learning rate
             if isinstance(rate, Tensor):

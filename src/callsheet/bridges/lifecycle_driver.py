@@ -243,7 +243,7 @@ class LifecycleDriver:
             part.span.__enter__()
 
     def end(self, name: str) -> None:
-        """End a span, and before it the spans that are open inside it. If the span is not open, do nothing."""
+        """End a span, after ending the spans that are open inside this span. If the span is not open, do nothing."""
         part = self.parts[name]
         if part.has_no_listeners:
             if part.act_at_end is not None:

@@ -38,7 +38,7 @@ def check_model(model: Any) -> None:
 
 
 def torch_optimizer(optimizer: Any) -> Optimizer:
-    """Return the `torch.optim.Optimizer` that the loop steps: `optimizer`, or the one inside a wrapper such as fastai's OptimWrapper.
+    """Return the torch optimizer that the loop steps: `optimizer`, or the optimizer inside a wrapper such as fastai's OptimWrapper.
 
     Raises:
         ConfigError: there is no such optimizer, or several.

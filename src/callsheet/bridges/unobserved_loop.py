@@ -29,10 +29,10 @@ class UnobservedLoop:
         self._was_in_step = was_in_step
         # If a signal was received, the loop must end here, because the run that handles signals has ended.
         self.is_over = run.signals.received is not None
-        """Whether training has reached its duration, or must end because of a signal."""
+        """Whether training has reached `max_duration`, or must end because of a signal."""
 
     def begin_epoch(self) -> None:
-        """Count the last epoch if the loop has left it with `break`, and begin the next one."""
+        """Count the last epoch if the loop has left it with `break`, and begin the next epoch."""
         self._end_epoch()
         self._epoch = self._state.timestamp.epoch
 

@@ -27,7 +27,7 @@ class RecordTracker(GeneralTracker):  # type: ignore[misc]  # mypy does not read
 
     def __init__(self, accelerator: Accelerator, ctx: Context, give_up: Callable[[Exception], None]) -> None:
         self._accelerator, self.tracker, self._give_up = accelerator, ctx, give_up
-        super().__init__()  # called last, because the base class reads the attributes that were just set
+        super().__init__()  # call the base class last, because it reads the attributes that were just set
         accelerator.trackers.append(self)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:

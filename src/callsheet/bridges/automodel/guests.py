@@ -21,7 +21,7 @@ EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_train_start": ("on_train_start",),
     "on_train_step_end": ("on_train_batch_end",),  # AutoModel calls `on_train_batch_end` after the scheduler's step
     "on_eval_all_end": ("on_validation_end",),  # AutoModel calls `on_validation_end` while the model is in eval mode
-    "on_checkpoint_published": ("on_save_checkpoint",),  # AutoModel calls `on_save_checkpoint` after the write
+    "on_checkpoint_published": ("on_save_checkpoint",),  # AutoModel calls `on_save_checkpoint` after writing the checkpoint
     "on_exception": ("on_exception",),
     "on_train_end": ("on_train_end",),
 }

@@ -130,7 +130,7 @@ class CalledModel(ModelCalls):
             run.eval.end()
         driver, watch = run.driver, self._watch
         if self._scheduler.epoch != self._epoch:
-            # End the previous epoch here if it is open: if the length of an epoch is unknown, its last step is not recognized.
+            # The previous epoch is still open if its length is unknown, because then its last step was not recognized.
             if driver.is_open("epoch"):
                 run.end_epoch(is_whole=True)
             self._epoch = self._scheduler.epoch
@@ -138,7 +138,7 @@ class CalledModel(ModelCalls):
             driver.start("epoch")
         if driver.listen():
             self._listens_to_forward = driver.listens_to("forward")
-            # If the backward pass has listeners, `listens_to` also returns True for these spans, whose start ends the pass.
+            # `clip_gradients` and `optimizer_step` end the backward pass, so `listens_to` is also True if that pass has listeners.
             watch.listen(driver.listens_to("clip_gradients") or driver.listens_to("optimizer_step"))
             self._optimizer.listen(driver.is_read)
         self._is_in_step = True

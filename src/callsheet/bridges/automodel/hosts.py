@@ -188,11 +188,11 @@ class AutoModelHost(HostBase, AutoModelCallback):
     def on_train_end(self, run: HostedRun, recipe: Any, **_: Any) -> None:
         """End the run of callsheet's callbacks, because AutoModel has finished training."""
         self._is_over = True
-        # End the last epoch here if it is open: if the length of an epoch is unknown, its last step is not recognized.
+        # The last epoch is still open if its length is unknown, or if its last batch was not reported.
         if run.driver.is_open("epoch"):
             scheduler = recipe.step_scheduler
             is_whole = not _is_leaving(recipe) and scheduler.step < scheduler.max_steps
-            # If the length is known, AutoModel did not report the last step, so the number of steps shows if the epoch is whole.
+            # If the epoch's length is known, the number of steps shows whether the epoch is complete.
             if length := getattr(scheduler, "epoch_len", None):
                 is_whole = scheduler.step % length == 0
             run.end_epoch(is_whole=is_whole)
@@ -323,7 +323,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
         self._stop_if_asked(run)
 
     def _fire_due(self, run: HostedRun) -> None:
-        """Fire `on_checkpoint_due`, unless it was already fired since the last step or, after an evaluation, since the evaluation."""
+        """Fire `on_checkpoint_due`, unless it was already fired since the last step or the last evaluation, whichever is later."""
         run.boundaries.fire_checkpoint_due("step" if run.driver.is_open("epoch") else "epoch")
 
     def _publish(self, run: HostedRun) -> None:
@@ -362,7 +362,7 @@ def _preempt(run: HostedRun) -> None:
     if not run.boundaries.is_preempted:
         run.control.able.add("save")  # allow the save that a preemption requests; AutoModel decides whether it saves
         run.signals.received, run.signals.arrived_at = signal.SIGTERM, time.monotonic()
-        run.boundaries.finish()  # lets the ranks exchange their requests, so that all ranks know of the preemption
+        run.boundaries.finish()  # `finish` lets the ranks exchange requests, so that all ranks know of the preemption
 
 
 def _scalar(measured: Any) -> Tensor:

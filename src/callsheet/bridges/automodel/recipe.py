@@ -1,4 +1,4 @@
-"""The object that an AutoModel callback receives instead of AutoModel's recipe when it runs in callsheet's loop.
+"""The object that an AutoModel callback receives instead of AutoModel's recipe when the callback runs in callsheet's loop.
 
 It has some attributes of a recipe, which come from the context.
 """
@@ -200,7 +200,7 @@ class ConfigNode:
 
 
 class RecipeFacade(Facade):
-    """Takes the place of AutoModel's recipe when callsheet calls AutoModel's callbacks. Has only the attributes that they may use."""
+    """Takes the place of AutoModel's recipe for AutoModel's callbacks, with only those attributes that these callbacks may use."""
 
     OF = "AutoModel's recipe"
     WRITABLE: ClassVar[frozenset[str]] = frozenset()

@@ -101,7 +101,7 @@ class SavedCheckpoints:
     def __init__(self, state: Any, logger: Any) -> None:
         self._state, self._logger = state, logger
         self.savers = [each for each in state.callbacks if isinstance(each, CheckpointSaver)]
-        self._saved_at = [each.last_checkpoint_batch for each in self.savers]  # for each saver, the batch of its last checkpoint
+        self._saved_at = [each.last_checkpoint_batch for each in self.savers]  # the batch number of each saver's last checkpoint
 
     def save(self) -> None:
         """Make the Trainer's first `CheckpointSaver` save now, regardless of its interval."""

@@ -23,7 +23,7 @@ _counts_of = Task().counts
 
 
 class Kinds(NamedTuple):
-    """The classes (`Event`, `Time`, ...) that a Composer callback expects: Composer's own, or callsheet's of the same names."""
+    """The classes (`Event`, `Time`, ...) that a Composer callback expects: Composer's own, or callsheet's classes of the same names."""
 
     base: type | None
     Event: Any
@@ -34,7 +34,7 @@ class Kinds(NamedTuple):
 
     @classmethod
     def of(cls, foreign: object) -> Kinds:
-        """Return Composer's own classes if the callback `foreign` derives from Composer's `Callback`, otherwise callsheet's.
+        """Return Composer's own classes if the callback `foreign` derives from Composer's `Callback`, otherwise callsheet's classes.
 
         `base` is None if it derives from neither.
         """

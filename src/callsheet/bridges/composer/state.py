@@ -32,7 +32,7 @@ class Found:
 
 
 class State(Facade):
-    """Takes the place of Composer's State when callsheet calls Composer's callbacks. Has only the attributes that they may use.
+    """Takes the place of Composer's State for Composer's callbacks, with only those attributes that these callbacks may use.
 
     All Composer callbacks of a run share one object, which callsheet makes.
 
@@ -267,7 +267,7 @@ class Device(Facade):
 
     @property
     def name(self) -> str:
-        """`gpu` or `cpu`."""
+        """The type of the device as Composer names it, such as `gpu` or `cpu`."""
         return "gpu" if self._device.type == "cuda" else self._device.type
 
     def tensor_to_device(self, tensor: Tensor) -> Tensor:

@@ -284,7 +284,7 @@ class Timestamp:
         if isinstance(other, str):
             other = Time.from_timestring(other)
         if not hasattr(other, "unit"):
-            return NotImplemented  # type: ignore[no-any-return]  # Python then tries the other operand
+            return NotImplemented  # type: ignore[no-any-return]  # with this result, Python tries the other operand
         return how(self.get(TimeUnit(other.unit.value)).value, other.value)
 
     def __eq__(self, other: object) -> bool:
