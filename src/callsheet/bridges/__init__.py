@@ -10,13 +10,13 @@ _FRAMEWORKS = {
     "keras": "keras",
     "accelerate": "accelerate",
 }
-"""The bridge that wraps a callback of another framework, by the package of the callback's class."""
+"""For each package that defines a framework's callbacks, the name of the bridge that wraps these callbacks."""
 
 
 def guest_hint(thing: object) -> str:
     """Return a hint that says how to wrap a callback of another framework.
 
-    Return an empty string if no bridge is for its framework.
+    Return an empty string if callsheet has no bridge for the framework of `thing`.
     """
     packages = (kind.__module__.partition(".")[0] for kind in type(thing).__mro__)
     bridge = next((_FRAMEWORKS[package] for package in packages if package in _FRAMEWORKS), None)

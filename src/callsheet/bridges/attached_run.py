@@ -28,7 +28,7 @@ logger = logging.getLogger("callsheet")
 
 
 class AttachedRun:
-    """The run that `attach` returns. The loop iterates over `steps`, which fires the events around each batch."""
+    """The run that `callsheet.attach` returns. The user's loop iterates over `steps`, which fires the events around each batch."""
 
     def __init__(
         self,
@@ -44,14 +44,14 @@ class AttachedRun:
     ) -> None:
         self._run = run
         self._observe = partial(TrainingHooks, run, model, optimizer, scaler)
-        self._hooks: Any = None  # the TrainingHooks, from the start of the `with` block
+        self._hooks: Any = None  # set to the `TrainingHooks` when the `with` block starts
         self._batches_per_step = gradient_accumulation_steps
         self._resume = resume
         self._support = SupportCheck(run.manager, run.host, strict=strict)
-        self._is_checked = False  # whether `_support` has checked the first step
+        self._is_checked = False  # whether `_support` has checked which events the first step has fired
         self._position = run.parts["place"] = position
         self._warnings = LoopWarnings(run)
-        self._epoch: int | None = None  # the epoch of the last call of `steps`
+        self._epoch: int | None = None  # the index of the epoch in the latest call of `steps`
         self._counts_epochs = False  # whether the loop iterates over `epochs()`
         self._is_iterating = False  # whether the loop is inside `steps`
         self._is_over = False
@@ -66,7 +66,7 @@ class AttachedRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether training has reached its duration, was stopped by a callback, or is preempted.
+        """Whether training has reached `max_duration`, was stopped by a callback, or was preempted by a signal.
 
         In these cases `steps` yields no more batches.
         """
@@ -86,7 +86,7 @@ class AttachedRun:
             self._run.ctx.log(values, *misplaced, **options)
 
     def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> None:
-        """Fire the start and end events of an evaluation, after the loop has carried it out.
+        """Fire the start and end events of an evaluation that the loop has already carried out.
 
         `results` are the metrics by dataset name: `{"validation": {"loss": 1.2}}`.
         """
@@ -133,7 +133,7 @@ class AttachedRun:
                     raise RequestRejected(
                         "an epoch of run.epochs() has ended without a step: take its batches from run.steps(dataloader)"
                     )
-                return  # only an epoch that the loop has left with `break` is not counted here
+                return  # the epoch was left early, by `break` or because training is over, so no further epoch follows
 
     def steps(self, dataloader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of one epoch.
@@ -141,7 +141,7 @@ class AttachedRun:
         The loop trains on each before it requests the next. A resumed run leaves out the batches that it has trained on.
 
         Raises:
-            RequestRejected: this is called inside another call of `steps`, or outside the `with` block.
+            RequestRejected: `steps` is called inside another call of `steps`, or outside the `with` block.
         """
         if self._hooks is None and self._unobserved is None:
             raise RequestRejected("steps() before the run has begun: write `with callsheet.attach(...) as run:` around the loop")
@@ -150,7 +150,7 @@ class AttachedRun:
         run, driver, ctx, position, hooks = self._run, self._run.driver, self._run.ctx, self._position, self._hooks
         batches: Iterator[Any] | None = None
         group: list[Any] = []  # the batches of the current step
-        given = 0  # how many of them the loop has received
+        given = 0  # how many batches of `group` the loop has received
         self._is_iterating = True
         try:
             if self._unobserved is None:
@@ -172,7 +172,7 @@ class AttachedRun:
                     run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
                 hooks.optimizer.has_stepped, hooks.backward.total = False, None
                 hooks.backward.is_on, has_listeners = True, hooks.listens_to_microbatch
-                position.taken += len(group)  # counted before the loop gets the batches, since the loop may leave with `break`
+                position.taken += len(group)  # count the batches before the loop gets them, because the loop may `break`
                 for batch in group:
                     ctx.batch = batch
                     if has_listeners:
@@ -218,7 +218,7 @@ class AttachedRun:
         return True
 
     def _fetch(self, batches: Iterator[Any], group: list[Any]) -> None:
-        """Append the batches of a step to `group`: `gradient_accumulation_steps` of them, or fewer at the end of the epoch."""
+        """Append the batches of one step to `group`: `gradient_accumulation_steps` batches, or fewer at the end of the epoch."""
         driver, ctx = self._run.driver, self._run.ctx
         if driver.listen():
             self._hooks.listen()
@@ -232,7 +232,8 @@ class AttachedRun:
                 mark_as_users(error)  # raise the error to the user, since training is impossible without data
                 raise
             if batch is not None:
-                group.append(batch)  # appended before `on_fetch_end`, so that the batch is not lost if a callback fails there
+                # Append the batch before `on_fetch_end`, so that the batch is not lost if a callback fails at that event.
+                group.append(batch)
             if has_listeners:
                 driver.end("fetch")
                 if batch is not None:
@@ -252,7 +253,7 @@ class AttachedRun:
 
     @property
     def _without_step(self) -> str:
-        """The error message if the first step has not stepped the optimizer."""
+        """The error message for a loop that has not stepped the optimizer in its first step."""
         batches = self._batches_per_step
         return (
             f"the loop has not stepped the optimizer in its first {f'{batches} batches' if batches > 1 else 'batch'}; set "
@@ -260,23 +261,23 @@ class AttachedRun:
         )
 
     def _end_epoch(self) -> None:
-        """End the epoch, unless an error in callsheet has ended the run. Without its last batch, it is not complete."""
+        """End the epoch, unless an error in callsheet has ended the run. Count the epoch as complete if all its batches were used."""
         if self._unobserved is None:
             if is_whole := self._position.is_at_end:
                 self._position.end()
             self._is_over |= self._run.end_epoch(is_whole=is_whole)
 
     def _close_epoch(self, *, continues: bool) -> None:
-        """End a step and an epoch that the loop has left with `break`.
+        """End the step and the epoch that are still open because the loop has left them with `break`.
 
-        `continues` says whether training may continue after them.
+        `continues` says whether training may continue after this epoch.
         """
         run = self._run
         if run.driver.is_open("train_step"):
             self._end_step()
         if run.driver.is_open("epoch"):
             if continues:
-                self._position.end()  # before the epoch's end, because a checkpoint may be written there
+                self._position.end()  # reset the position before the epoch ends, because the end of an epoch may write a checkpoint
             self._is_over = run.end_epoch(is_whole=continues) and (continues or self._is_over)
 
     # --- after an error in callsheet ---
@@ -286,12 +287,12 @@ class AttachedRun:
         if self._unobserved is not None:  # the run has already ended because of an earlier error
             raise error
         was_in_step = self._run.driver.is_open("train_step")
-        give_up(self._run, error)  # raises the error if it comes from the user's code
+        give_up(self._run, error)  # `give_up` raises the error if the error comes from the user's code
         self._unobserved = UnobservedLoop(self._run, self._ends_step, self._epoch, was_in_step=was_in_step)
         self._release()
 
     def _ends_step(self, given: int) -> bool:
-        """Return whether the step is complete after `given` of its batches."""
+        """Return whether a step is complete after its first `given` batches."""
         return given >= self._batches_per_step
 
     def _rest_of_epoch(
@@ -363,7 +364,7 @@ class AttachedRun:
             )
         try:
             self._close_epoch(continues=False)
-            # A signal may have prevented an evaluation before the resume, and `finish` then runs it.
+            # If a signal prevented an evaluation before the resume, `finish` runs this evaluation now.
             with self._position.at_checkpoint():
                 self._run.finish()
         except Exception as error:

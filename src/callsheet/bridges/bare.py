@@ -36,7 +36,7 @@ _EVALUATION = (
     "the results of each evaluation that the loop makes to run.evaluated({'validation': {'loss': ...}}); evaluate=FUNCTION makes those that "
     "callbacks ask for"
 )
-"""What to use in `attach` instead of the arguments in `_OF_EVALUATION`, for error messages."""
+"""The part of an error message that says what to use in `attach` instead of the arguments in `_OF_EVALUATION`."""
 
 
 def _familiar() -> dict[str, str]:
@@ -69,7 +69,7 @@ def attach(
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
     strict: bool = True,
 ) -> AttachedRun:
-    """Attach callbacks to a training loop written by hand, which then iterates over the `steps` of the returned run.
+    """Attach callbacks to a hand-written training loop. The loop must then iterate over the `steps` of the returned run.
 
     Hooks observe the forward pass in the model, the loss in `backward()`, and the step in the optimizer. The gradient norm is not
     observed. The loss of a step is the sum of the losses on which `backward()` was called.

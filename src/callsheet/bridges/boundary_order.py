@@ -32,20 +32,20 @@ class BoundaryOrder:
         self._evaluations = eval_driver.opened
         self._leave_evaluation = leave_evaluation
         self._fired: str | None = None
-        """The letters of the events that were fired at this boundary; see `allows`. None if training is not at a boundary."""
+        """The letters (see `allows`) of the events that were fired at the current boundary. None if training is not at a boundary."""
 
     def reach(self) -> None:
-        """Record that a step, epoch or round has ended, so that training is at a boundary: the place between two of them."""
+        """Record that a step, epoch or round has ended. Training is then at a boundary, the place before the next one begins."""
         self._fired = ""
 
     def leave(self) -> None:
-        """Record that the next step, epoch or round begins. If an evaluation is still open, end it before."""
+        """Record that the next step, epoch or round begins. First end an evaluation that is still open."""
         if len(self._evaluations) > 1:
             self._leave_evaluation()
         self._fired = None
 
     def allows(self, what: str) -> bool:
-        """Return whether `what` may be fired now: a record (L), an evaluation (E), `on_checkpoint_due` (D) or a save (S).
+        """Return whether the event `what` may be fired now: a record (L), an evaluation (E), `on_checkpoint_due` (D) or a save (S).
 
         During training, a boundary may have one of each before its evaluation and one after it, in the lifecycle's order.
         """
@@ -58,7 +58,8 @@ class BoundaryOrder:
 
     def allows_save(self) -> bool:
         """Return whether the events of a checkpoint that the framework writes may be fired now."""
-        return self.allows("S") or self.allows("DS")  # `on_checkpoint_due` (D) is not fired if it has no listeners
+        # If `on_checkpoint_due` (D) has no listeners, it was not fired before the save (S).
+        return self.allows("S") or self.allows("DS")
 
     def may_come(self, what: str) -> bool:
         """Return whether the event `what` may be fired now; see `allows`. If so, record that it is fired."""
@@ -79,20 +80,20 @@ class BoundaryOrder:
         return True
 
     def warn_of_checkpoint(self) -> None:
-        """Log a warning that the framework writes a checkpoint at a place where its events cannot be fired."""
+        """Log a warning that the framework writes a checkpoint at a place where the checkpoint's events cannot be fired."""
         self._driver.warn_once(
             f"{self._host} writes a checkpoint where callsheet does not expect it: within a step or an evaluation, or a second time "
             "between two steps. Its events are not fired; training continues."
         )
 
     def warn_of_missing_end(self, name: str) -> None:
-        """Log a warning that the framework trains on without having reported the end of `name`, an evaluation or test."""
+        """Log a warning that the framework continues to train, but has not reported the end of `name`, an evaluation or test."""
         self._driver.warn_once(
             f"{self._host} continues, and the end of {name} was not reported. It is ended here; training continues."
         )
 
     def excuse(self, what: str) -> None:
-        """Log a warning that a handler is not called, because it reads a field for which the framework provides no value here."""
+        """Log a warning that a handler is not called, because it reads a field for which the framework has not provided a value."""
         self._driver.warn_once(
             f"{what}, and {self._host} has not provided it there. The handler is not called at this event; training continues."
         )
@@ -126,7 +127,7 @@ class HostedRecords(Records):
 
 
 class HostedBoundaries(Boundaries):
-    """Carries out the actions at the end of a step, epoch or round (a boundary) in another framework's loop.
+    """Carries out the actions that are due at the end of a step, epoch or round (a boundary) in another framework's loop.
 
     If a save is requested where the lifecycle allows no `on_checkpoint_due`, the request waits until after the next step.
     """

@@ -1,4 +1,4 @@
-"""Compares callsheet's counts of steps and epochs with those that another framework keeps itself, and corrects callsheet's."""
+"""Compares callsheet's counts of steps and epochs with another framework's counts, and corrects callsheet's counts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CountCheck:
 
     If the framework has not fired its events as the host expects, callsheet may have counted other steps or epochs. The first time
     that the counts differ, this logs a warning and records it in `ctx.run.inexact_counts`. Each time, callsheet's counts are set to
-    the framework's. Two faults may cancel out in the counts, so a host that notices a single one calls `doubt`.
+    the framework's. Two faults may cancel out in the counts, so a host that notices a single fault calls `doubt`.
 
     Args:
         host: the name of the framework in messages.
@@ -42,14 +42,14 @@ class CountCheck:
         self._last_equal_step = 0
 
     def follow(self, counted: Callable[[], Counts]) -> None:
-        """Compare callsheet's counts with those that `counted` returns, from now on.
+        """From now on, compare callsheet's counts with the counts that `counted` returns.
 
         The framework may have trained before this run, so the present difference between the two counts is accepted. A count that
         is None now must later begin at callsheet's count.
 
         Args:
-            counted: returns the counts of the framework. At the end of an epoch it includes this epoch. It must not keep the host or
-                the framework's trainer alive.
+            counted: returns the counts of the framework. At the end of an epoch, the counts include this epoch. The function must not
+                keep the host or the framework's trainer alive.
         """
         now, (steps, epochs) = self._ctx.state.timestamp, counted()
         self._counted = counted
@@ -57,7 +57,7 @@ class CountCheck:
         self._partial_epochs, self._last_equal_step = 0, now.batch
 
     def leave_epoch(self) -> None:
-        """Record that an epoch was left before its end. callsheet does not count it; some frameworks do."""
+        """Record that the loop has left an epoch before its end. callsheet does not count such an epoch, but some frameworks do."""
         self._partial_epochs += 1
 
     def doubt(self) -> None:
@@ -67,7 +67,7 @@ class CountCheck:
             logger.warning("%s. Training continues", self._ctx.run.inexact_counts)
 
     def check(self, *, epochs: bool = True) -> None:
-        """Compare the counts, and if they differ, set callsheet's to the framework's. With `epochs=False`, compare only steps."""
+        """Set callsheet's counts to the framework's counts if they differ. With `epochs=False`, compare only the steps."""
         ctx, now, counted = self._ctx, self._ctx.state.timestamp, self._counted()
         steps = now.batch if counted.steps is None else counted.steps - (self._ahead.steps or 0)
         done = now.epoch if counted.epochs is None or not epochs else counted.epochs - (self._ahead.epochs or 0)

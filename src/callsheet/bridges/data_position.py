@@ -1,4 +1,4 @@
-"""The position in the data of a loop that gets its batches from callsheet, and how a resumed run returns to it."""
+"""The position in the data of a loop that gets its batches from callsheet, and how a resumed run returns to this position."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _LARGEST = (1 << 63) - 1
 class DataPosition:
     """Counts how many batches of the epoch were used, and saves what a resumed run needs to get the remaining batches.
 
-    Each epoch's batches come from a `PreshardedData`, as in a Trainer of one process. So the states of generators and samplers are saved, and
-    persistent workers are seeded. A loop may use one dataloader for all epochs, or make a new one for each.
+    Each epoch's batches come from a `PreshardedData`, as in a Trainer of one process. Therefore, the states of generators and samplers are
+    saved, and persistent workers are seeded. A loop may use one dataloader for all epochs, or make a new one for each epoch.
     """
 
     def __init__(self) -> None:
@@ -41,12 +41,12 @@ class DataPosition:
         self._is_inside = False  # whether the loop is inside an epoch
         self._seed: int | None = None
         self._first: list[Any] = []  # the states of the dataloader's random generators before its first epoch
-        self._epochs = 0  # how many epochs have been begun with this loader
-        self._is_renewed = False  # whether the loop makes a new loader for each epoch
+        self._epochs = 0  # how many epochs have begun with the current dataloader
+        self._is_renewed = False  # whether the loop makes a new dataloader for each epoch
         self._restored: Mapping[str, Any] | None = None
 
     def begin(self, loader: Iterable[Any], epoch: int) -> Iterator[Any]:
-        """Return the batches of epoch `epoch`, counted from 0, without those that were used before a resume."""
+        """Return the batches of the epoch with the index `epoch`, without the batches that were used before a resume."""
         restored, self.is_exhausted = self._restored, False
         try:
             self._length = length_of(loader)
@@ -79,7 +79,7 @@ class DataPosition:
 
         The block is, for example, an evaluation that a signal prevented. It draws the same random numbers as without the resume.
 
-        After `begin` this does nothing, because the states are restored already.
+        After `begin`, this context manager does nothing, because `begin` has already restored the states.
         """
         restored = self._restored
         if restored is not None:
@@ -102,8 +102,8 @@ class DataPosition:
         return self.is_exhausted or self.taken == self._length
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, the random states of the process, the loader and its samplers, and the loader's own state."""
-        if self._restored is not None:  # if `begin` was not called since a state was loaded, that state still holds
+        """Return the state for a checkpoint: the position in the data, and the states of random generators, dataloader and samplers."""
+        if self._restored is not None:  # `begin` was not called since this state was loaded, so return it again
             return dict(self._restored)
         return {
             "taken": self.taken,
@@ -121,7 +121,7 @@ class DataPosition:
 
     def _set(self, loader: Any) -> None:
         """Store the dataloader of an epoch, and record whether the loop makes a new dataloader for each epoch."""
-        if self._seed is None:  # `_seed` is torch's seed; reading it draws no random number
+        if self._seed is None:  # use torch's initial seed, because reading it draws no random number
             self._seed = mixed(torch.initial_seed()) & _LARGEST
         if loader is self._loader:
             self._epochs, self._is_renewed = self._epochs + 1, False
@@ -158,7 +158,7 @@ class DataPosition:
         return data.begin(epoch + 1)
 
     def _continues_loader(self, fresh: list[Any], restored: Mapping[str, Any]) -> bool:
-        """Return whether the loop uses one dataloader for all epochs, so that its saved generator state must be restored."""
+        """Return whether the loop uses one dataloader for all epochs, so that this dataloader's generator states must be restored."""
         if restored["is_renewed"] or not restored["epochs"]:
             return False
         if restored["epochs"] > 1 or _same(fresh, restored["first"]):

@@ -1,4 +1,4 @@
-"""The position in an epoch's data in a loop that iterates over its data itself, and how a resumed run returns to the position."""
+"""Keeps the position in an epoch's data, for loops that iterate over the data themselves, so that a resumed run returns to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger("callsheet")
 
 
 def length_of(loader: Any) -> int | None:
-    """Return how many batches an epoch has, or None. A `DataLoader` has a length only if its dataset has one."""
+    """Return how many batches an epoch of `loader` has, or None if `loader` has no length, as with an iterable dataset."""
     try:
         return len(loader)
     except TypeError:
@@ -36,7 +36,7 @@ def warn_if_not_restored(loader: Any, host: str) -> None:
 
 
 class EpochPosition:
-    """Counts the batches of an epoch, and keeps the random states that a resumed run needs to continue in the middle of it.
+    """Counts the batches of an epoch, and keeps the random states that a resumed run needs to continue in the middle of the epoch.
 
     A run that resumes within an epoch restores the random states of the epoch's start and skips `to_skip` batches. Then
     it continues with the random states of the checkpoint.
@@ -45,12 +45,12 @@ class EpochPosition:
     def __init__(self) -> None:
         self.taken = 0
         self.to_skip = 0
-        """How many batches were trained on before the resume, and have to be skipped."""
+        """How many batches of the epoch to skip, because the run trained on these batches before it was resumed."""
         self._began: dict[str, Any] | None = None
         self._now: dict[str, Any] | None = None
 
     def begin(self) -> None:
-        """Begin an epoch, before the framework creates the iterator over its data."""
+        """Begin an epoch. The host calls this before the framework creates the iterator over the epoch's data."""
         if self.to_skip and self._began is not None:
             restore_random_state(self._began)
             return

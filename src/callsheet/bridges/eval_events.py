@@ -51,12 +51,12 @@ class EvalEvents:
         """The lifecycle driver of evaluations, tests and predictions."""
         self.driver.is_barred = self._is_barred
         self.order = BoundaryOrder(host, training, self.driver, self.leave)
-        """Decides whether an evaluation may be fired now, and what may be fired at the same boundary."""
+        """Decides which events of records, evaluations and checkpoints may be fired between two steps, epochs or rounds."""
         self.found: dict[str, dict[str, float]] = {}
         """The results of the current evaluation so far, by dataset name."""
 
     def listens_to_outputs(self, kind: str) -> bool:
-        """Return whether a callback listens to the forward pass or the end of a step of this `kind`, such as `eval` or `test`."""
+        """Return whether a callback listens to the forward pass, or to the end of a step, of the evaluation, test or prediction."""
         forward, step = getattr(self.spans, f"{kind}_forward"), getattr(self.spans, f"{kind}_step")
         return any(edge is not None for edge in (forward.starts, forward.ends, step.ends))
 
@@ -70,7 +70,7 @@ class EvalEvents:
             driver.start("eval_all")
 
     def begin(self, name: str, *, standalone: bool = False) -> None:
-        """Fire `on_eval_start` for one dataset. For the first dataset, fire `on_eval_all_start` before it."""
+        """Fire `on_eval_start` for one dataset. If this is the first dataset, fire `on_eval_all_start` before that."""
         self.begin_all(standalone=standalone)
         self.ctx.eval_name = name
         self.driver.start("eval")
@@ -93,7 +93,7 @@ class EvalEvents:
         self._tally.start()
 
     def fire(self, results: Mapping[str, Mapping[str, Any]], *, standalone: bool = False) -> None:
-        """Fire all start and end events of an evaluation, after the framework has carried it out.
+        """Fire all start and end events of an evaluation that the framework has already carried out.
 
         `results` are by dataset name, then by metric name.
         """
@@ -104,7 +104,7 @@ class EvalEvents:
             self.end()
 
     def leave(self) -> None:
-        """Fire the missing end events of an evaluation, test or prediction whose end the framework has not reported, if there is one.
+        """End an open evaluation, test or prediction whose end the framework has not reported, by firing its missing end events.
 
         At these events, callbacks such as `EMA`, which swapped the weights for the evaluation, restore the trained weights.
         """

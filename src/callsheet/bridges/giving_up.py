@@ -30,7 +30,7 @@ class ObservedRun(Protocol):
 
 
 def is_for_user(error: BaseException) -> bool:
-    """Return whether the error must be raised to the user. If not, it is a bug in callsheet's host, on this rank or another.
+    """Return whether the error must be raised to the user. If not, the error is a bug in callsheet's host, on this rank or another.
 
     The user must know about:
 
@@ -60,12 +60,12 @@ def give_up(run: ObservedRun, error: BaseException, *, contained: bool = False) 
         contained: whether an error about which the user must know is handled in the same way, instead of being raised.
 
     Raises:
-        the error: the user must know about it, and it is not `contained`. The run has not ended then.
+        the error: the user must know about it, and it is not `contained`. In this case, the run has not ended.
     """
     is_fault = not is_for_user(error)
     if not is_fault and not contained:
         raise error
-    if run.lifetime.has_ended:  # if an earlier error has ended the run, that error was logged
+    if run.lifetime.has_ended:  # an earlier error has already ended the run, and was logged
         return
     message = (
         f"callsheet cannot follow {run.host} after step {run.state.timestamp.batch} ({type(error).__name__}: {text_of(error)}). The callbacks "

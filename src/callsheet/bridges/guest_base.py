@@ -24,9 +24,9 @@ class NotOnTheList(NotSupported, AttributeError):
 
 
 class Facade:
-    """Replaces an object of another framework, such as its Trainer, for that framework's callbacks in callsheet's loop.
+    """Takes the place of an object of another framework, such as its Trainer, when callsheet calls a callback of that framework.
 
-    It has a list of allowed attributes, and raises `NotSupported` for all others.
+    A facade has a list of allowed attributes, and raises `NotSupported` for all others.
 
     A guest may read the attributes and properties of the class. It may write those in `WRITABLE`, and properties with a setter.
     `OF` is the name of the replaced object in messages, such as `"Lightning's Trainer"`.
@@ -37,8 +37,8 @@ class Facade:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(name)  # Python itself reads such attributes, for example when it copies an object
-        # If the name is allowed, it is a property: Python calls `__getattr__` for it only if it has raised an AttributeError.
+            raise AttributeError(name)  # Python itself reads names that begin with `__`, for example when it copies an object
+        # Python calls `__getattr__` for an allowed name only if the name is a property that has raised an AttributeError.
         if name in self._allowed():
             raise NotOnTheList(f"{self.OF}: {name!r} cannot be read now, only while an event that provides it is fired")
         raise NotOnTheList(
@@ -59,19 +59,19 @@ class Facade:
 
 
 class Common:
-    """State that the callbacks of one other framework (guests) share in a run of callsheet, such as Composer's `State`.
+    """State that all guests (callbacks of another framework) of a run share, such as Composer's `State`.
 
-    Its methods are named after callsheet's events. Each is called once per event, before the guests are.
+    The methods of a subclass are named after callsheet's events. Each method is called once per event, before the guests are called.
     """
 
     LISTEN_ONLY: ClassVar[frozenset[str]] = frozenset()
-    """Events whose method is called only if a guest listens to them."""
+    """Events whose method in this class is called only if a guest listens to the event."""
     is_alone = False
-    """Whether each guest gets an object of its own instead of sharing one."""
+    """Whether each guest has a `Common` object of its own, instead of sharing one with the other guests."""
 
 
 class SharedFirst(CompositeHandler):
-    """The handler of a guest that shares state with other guests. It calls a method of the shared state first.
+    """The handler of a guest that shares state with other guests: calls a method of the shared state, then the guest's own handler.
 
     If several guests share a `common`, its method is called only once at an event, before the first of these guests.
 
@@ -86,9 +86,9 @@ class SharedFirst(CompositeHandler):
 
     @property
     def first(self) -> Handler:
-        """The method for this event of `common`, the state that the guest shares with other guests.
+        """The method of the shared state (`common`) that is called at this event.
 
-        It is looked up each time, because `common` can change when the guest is added to a call sheet.
+        The method is looked up each time, because `common` can change when the guest is added to a call sheet.
         """
         method: Handler = getattr(self._guest.common, self._event)
         return method
@@ -100,7 +100,7 @@ class SharedFirst(CompositeHandler):
             self._rest(ctx)
 
     def parts(self, entry: HandlerEntry, earlier: Sequence[HandlerEntry]) -> Iterator[HandlerEntry]:
-        """Split the call sheet's `entry`: one for the shared method (unless `earlier` has it), one for the guest's handler."""
+        """Split `entry` into an entry for the shared method, unless `earlier` contains one, and an entry for the guest's handler."""
         first = self.first
         if all(each.handler != first for each in earlier):
             registration = Registration(first, type(self._guest.common).__name__, where(first), number=-1)
@@ -110,7 +110,7 @@ class SharedFirst(CompositeHandler):
 
 
 class Guest(Callback):
-    """Runs a callback of another framework in callsheet's loop. It listens only to the events of methods that are overridden.
+    """Runs a callback of another framework in callsheet's loop, by calling the methods that the callback overrides.
 
     Each bridge has a subclass. `EVENTS` lists the methods of the foreign callback that are called at each event of callsheet, in
     order, and `handler` makes the handler of each. `OWN` lists methods of the guest itself that are called before these. If the
@@ -119,8 +119,8 @@ class Guest(Callback):
 
     Args:
         foreign: the callback, an instance.
-        name: the key of its state in checkpoints. Empty: the name of its class.
-        phase: its place in the order of each event.
+        name: the key of the guest's state in checkpoints. Empty: the name of the callback's class.
+        phase: the guest's place in the order of each event.
         strict: whether to raise an error if the foreign callback listens to an event that callsheet never fires; otherwise a
             warning is logged.
 
@@ -131,19 +131,19 @@ class Guest(Callback):
 
     FRAMEWORK: ClassVar[str] = ""
     PACKAGE: ClassVar[str] = ""
-    """The framework's package in `versions.TESTED`, or empty if its versions are not checked."""
+    """The framework's package in `versions.TESTED`, or an empty string if the framework's version is not checked."""
     INTERNALS: ClassVar[Sequence[str]] = ()
     """The parts of the framework that the guest needs and that are not public API, as dotted names."""
     BASE: ClassVar[type | None] = None
-    """The framework's base class. Methods that a callback inherits from it unchanged are not called. None: all its methods are called."""
+    """The framework's base class of callbacks. Methods that a callback inherits unchanged are not called. None: all methods are called."""
     EVENTS: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """For each event of callsheet, the foreign methods that are called at it."""
+    """For each event of callsheet, the methods of the foreign callback that are called when the event is fired."""
     OWN: ClassVar[Mapping[str, str]] = {}
-    """For each event of callsheet, the guest's own method that is called before the foreign methods."""
+    """For each event of callsheet, the guest's own method that is called before the methods of the foreign callback."""
     COMMON: ClassVar[type[Common] | None] = None
     """The class of the state that all guests of a call sheet share, or None."""
     NEVER: ClassVar[tuple[str, ...]] = ()
-    """Foreign methods that are never called in callsheet."""
+    """Methods of the foreign callback that callsheet never calls."""
 
     common: Any = None
     """The state of class `COMMON` that this guest shares with the run's other guests of the same framework."""
@@ -191,7 +191,7 @@ class Guest(Callback):
         raise NotImplementedError
 
     def share_with(self, others: Sequence[Callback]) -> None:
-        """Share the `common` of an earlier callback of the same framework in `others`. If there is none, create a new one."""
+        """Use the shared state of an earlier guest of the same framework in `others`. If there is no such guest, create a new state."""
         if self.common is None or self.common.is_alone:
             return
         guests = (other for other in others if isinstance(other, Guest) and other.lane == "inline")
@@ -201,7 +201,7 @@ class Guest(Callback):
         )
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the state of the other framework's callback, or an empty one if it has no `state_dict`."""
+        """Return the state of the other framework's callback, or an empty state if this callback has no `state_dict`."""
         state: Mapping[str, Any] = self.foreign.state_dict() if hasattr(self.foreign, "state_dict") else {}
         return state
 
@@ -216,9 +216,9 @@ class Guest(Callback):
 
 
 def is_another_s(given: Any) -> bool:
-    """Return whether `given` cannot be a callback of this framework: it is a class, or a callback of callsheet or another bridge.
+    """Return whether `given` cannot be a callback of the bridge's framework: a class, or a callback of callsheet or another framework.
 
-    Bridges that accept any object with methods of certain names call this.
+    Bridges that accept any object with methods of certain names call this function.
     """
     return isinstance(given, (type, Callback)) or bool(guest_hint(given))
 

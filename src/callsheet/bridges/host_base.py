@@ -42,7 +42,7 @@ class HostBase:
     """
 
     _PACKAGE: ClassVar[str] = ""
-    """The framework's package in `versions.TESTED`, or empty if its versions are not checked."""
+    """The framework's package in `versions.TESTED`, or an empty string if the framework's version is not checked."""
     _INTERNALS: ClassVar[Sequence[str]] = ()
     """The parts of the framework that the host needs and that are not public API, as dotted names."""
     _IS_END_REPORTED: ClassVar[bool] = False
@@ -53,7 +53,7 @@ class HostBase:
     _STOPS_IF_PREEMPTED: ClassVar[bool] = False
     """Whether `_stop_if_asked` also stops the framework's loop if a signal has preempted the run."""
     _is_checked = False
-    """Whether the current run's first step was checked for events that were not fired."""
+    """Whether the host has checked, after the current run's first step, that all events with listeners were fired."""
     _run: Any = None
     """The current run, or None."""
     _has_given_up = False
@@ -66,7 +66,7 @@ class HostBase:
     """The checkpoint that the host loads when a run begins, or None."""
 
     only_observes: bool = False
-    """Whether the host changes nothing, as under `callsheet exec`.
+    """Whether the host only observes training and must not change anything, as under `callsheet exec`.
 
     Then an error of a callback also ends only the run and not the training, and nothing is added to the framework's checkpoints.
     """
@@ -95,7 +95,7 @@ class HostBase:
         end: Callable[[HostedRun, list[Any]], object] | None = None,
         **options: Any,
     ) -> None:
-        """Begin `run`. When it ends, its hooks are removed; at the latest, this happens when the host is garbage-collected.
+        """Begin `run`. The run's hooks are removed when the run ends, or at the latest when the host is garbage-collected.
 
         Args:
             run: the run to begin.
@@ -130,11 +130,11 @@ class HostBase:
             self._stop(loop)
 
     def _stop(self, loop: Any) -> None:
-        """Make the framework stop its training loop, because a callback requested it."""
+        """Make the framework stop its training loop, because a callback has requested a stop."""
         raise NotImplementedError
 
     def _handle(self, method: Callable[..., None], *args: Any, **given: Any) -> None:
-        """Call a method that `in_a_run` decorates, if there is a run. A subclass may do something else before or after it."""
+        """Call `method`, which `in_a_run` has decorated, if there is a run. A subclass may add code before or after this call."""
         if self._run is not None:
             method(self, self._run, *args, **given)
 
@@ -182,7 +182,7 @@ class HostBase:
             self._release()
 
     def _release(self) -> None:
-        """Remove the hooks of the current run, end it if it has not ended, and forget it."""
+        """Remove the hooks of the current run, end the run if it has not ended, and set `_run` to None."""
         ends, self._ends = self._ends, _do_nothing
         try:
             ends()
@@ -203,7 +203,7 @@ def end_run(run: Run, hooks: list[Any]) -> None:
 
 
 def observing(method: Observed) -> Observed:
-    """Decorate a method that the framework's loop calls, so that an error in it ends callsheet's run; see `HostBase._leave`.
+    """Decorate a method that the framework's loop calls, so that an error in the method ends callsheet's run; see `HostBase._leave`.
 
     Methods that are called at every step catch errors themselves.
     """
@@ -219,7 +219,7 @@ def observing(method: Observed) -> Observed:
 
 
 def in_a_run(method: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a host's handler of a framework event, so that it gets the current run as its first argument.
+    """Decorate a host's handler of a framework event, so that the handler gets the current run as its first argument.
 
     If there is no run, the handler is not called.
 
@@ -233,5 +233,5 @@ def in_a_run(method: Callable[..., None]) -> Callable[..., None]:
         except BaseException as error:
             self._leave(error)
 
-    del called.__wrapped__  # otherwise some frameworks would read the parameters of the wrapped function
+    del called.__wrapped__  # some frameworks would read the parameters of the function in this attribute
     return called

@@ -1,4 +1,4 @@
-"""Passes callbacks' requests for evaluations and checkpoints on to the other framework whose loop runs."""
+"""Passes callbacks' requests for evaluations and checkpoints to the framework in whose loop callsheet runs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Evaluates = Callable[[], Mapping[str, Mapping[str, Any]]]
 
 
 class HostEvaluation:
-    """Makes the framework whose loop runs carry out the evaluations that callbacks request.
+    """Passes callbacks' requests for evaluations to the framework in whose loop callsheet runs, and keeps the latest results.
 
-    `results` holds the latest results by dataset name.
+    `results` contains the latest results by dataset name.
     """
 
     ends_at_signal = False
@@ -34,12 +34,12 @@ class HostEvaluation:
         is_resumed: bool,
     ) -> None:
         self.is_resumed = is_resumed
-        """Whether callsheet writes the checkpoints. Those of a framework do not store an evaluation that a signal prevented."""
+        """Whether callsheet writes the checkpoints. Only callsheet's checkpoints store an evaluation that a signal has prevented."""
         self.loaders: dict[str, Any] = {"": None}
         self.schedules: dict[str, Any] = {}
         self.results: dict[str, dict[str, float]] = {}
         self.undone: DueEvaluation | None = None
-        """The evaluation that is due between the current two steps and not yet done."""
+        """The evaluation that is due between the last step and the next step, and that was not done yet. None: there is none."""
         self._ctx = ctx
         self._evaluates = evaluates
         self._fire = fire
@@ -84,18 +84,18 @@ class HostEvaluation:
         ctx.control.done("evaluate")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the evaluation that is due but not done yet, if there is one, for the checkpoint."""
+        """Return the state for a checkpoint: the evaluation that is due but not done yet, if there is one."""
         return {"undone": asdict(self.undone) if self.undone is not None else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned."""
+        """Load the due evaluation that `state_dict` returned."""
         self.undone = DueEvaluation.from_state(state["undone"]) if state["undone"] is not None else None
 
 
 class HostCheckpoints:
-    """Passes callbacks' requests to save on to the framework whose loop runs, since that framework writes the checkpoints.
+    """Passes callbacks' save requests to the framework in whose loop callsheet runs, because that framework writes the checkpoints.
 
-    The host reports a checkpoint after it has written it.
+    The host reports a checkpoint after the framework has written the checkpoint.
     """
 
     is_writing = False
@@ -107,18 +107,18 @@ class HostCheckpoints:
         self.optional: set[str] = set()
         self.stopped_by: Request | None = None
         self.requests: tuple[Request, ...] = ()
-        """The requests that the host's next checkpoint satisfies."""
+        """The callbacks' save requests that the framework's next checkpoint will satisfy."""
         self.loads: Callable[[], CheckpointInfo | None] = lambda: None
         """A function that loads the callbacks' states from the checkpoint from which the host resumes.
 
-        It returns the checkpoint's info, or None if there is no such checkpoint.
+        The function returns the checkpoint's `CheckpointInfo`, or None if there is no such checkpoint.
         """
         self._ctx = ctx
         self._spans = spans
         self._saves = saves
 
     def durable(self) -> int:
-        """Return 0, the number of finished background saves, because the framework does not report any."""
+        """Return 0 as the number of finished background saves, because the framework does not report any."""
         return 0
 
     def load(self, resume: str | None) -> None:
@@ -128,7 +128,7 @@ class HostCheckpoints:
         self._ctx.close("on_checkpoint_load_end")
 
     def save(self, requests: tuple[Request, ...], path: str | None, **_: Any) -> CheckpointInfo | None:
-        """Ask the framework to save. Return None, because the checkpoint is reported after it was written."""
+        """Ask the framework to save. Return None, because the host reports the checkpoint later, when it has been written."""
         self.requests += requests
         try:
             self._saves(requests)
@@ -151,7 +151,7 @@ class HostCheckpoints:
         """Do nothing, because the framework writes the checkpoints."""
 
     def finish(self) -> None:
-        """Do nothing, because the framework has finished its checkpoints when its training ends."""
+        """Do nothing, because the framework has finished all checkpoints when the framework's training ends."""
 
     def close(self) -> None:
         """Do nothing, because the framework writes and finishes the checkpoints."""

@@ -12,7 +12,7 @@ from callsheet.core.run_state import CheckpointInfo
 from callsheet.errors import CheckpointError
 
 STATE = "callsheet"
-"""The folder of the callbacks' states inside a checkpoint, if the host's checkpoint is a folder."""
+"""The name of the folder with the callbacks' states inside a framework's checkpoint, if this checkpoint is a folder."""
 
 
 def own_state(run: HostedRun) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def write_states(run: HostedRun, checkpoint: Path, info: CheckpointInfo, own: Ma
 
 
 def read_states(run: HostedRun, checkpoint: Path, step: int) -> CheckpointInfo:
-    """Restore what `write_states` wrote. All ranks must call this.
+    """Restore the callbacks' states that `write_states` wrote. All ranks must call this.
 
     Raises:
         CheckpointError: the states are damaged, or of another step than the one that the host resumes from.

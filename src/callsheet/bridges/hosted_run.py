@@ -77,13 +77,13 @@ class HostedRun(Run):
     losses: Callable[[], Tensor | None] = staticmethod(lambda: None)
     """A function that returns the step's loss, or None. The host replaces the default, which returns None."""
     other_losses: Mapping[str, Tensor] = MappingProxyType({})
-    """The step's other losses by name."""
+    """The losses of the current step, by name, that callbacks see in addition to the loss that `losses` returns."""
     step_skipped = False
-    """Whether the optimizer skipped this step."""
+    """Whether the optimizer has skipped the current step."""
     grad_norm: Any = None
     """The gradient norm of the step if the host knows it when `clip_gradients` ends, otherwise None."""
     counted = (0, 0)
-    """The samples and tokens of the current step."""
+    """The numbers of samples and tokens in the current step."""
     _next_boundary = 0  # before this step, nothing is due at the end of a step, unless a callback has made a request
     _is_dropping = False  # whether `drop_step` is ending a step that must not be counted
 
@@ -165,7 +165,7 @@ class HostedRun(Run):
     def _connect_parts(
         self, evaluates: Evaluates | None, saves: Callable[[tuple[Request, ...]], None] | None, *, in_background: bool
     ) -> None:
-        """Connect the evaluation and the checkpoints to the run: those of the framework, or callsheet's checkpoints."""
+        """Connect the framework's evaluation to the run, and either the framework's checkpoints or callsheet's checkpoints."""
         self.evaluation = HostEvaluation(self.ctx, evaluates, lambda results: self.eval.fire(results), is_resumed=saves is None)
         checkpoints: CheckpointsPart
         if saves is not None:
@@ -183,9 +183,8 @@ class HostedRun(Run):
 
     def _made_driver(self, *, keeps_loss: bool) -> LifecycleDriver:
         """Return the lifecycle driver of training. With `keeps_loss`, the loss of each step is read."""
-        # Each checkpoint stores the loss of the last step. A step's loss must therefore be read if a checkpoint may be saved: if
-        # the framework writes the checkpoints, when a checkpoint event has listeners; otherwise when any event has, since each
-        # handler may request a checkpoint.
+        # A checkpoint contains the last step's loss. Handlers of any event may request a checkpoint that callsheet writes.
+        # If the framework writes the checkpoint, only the handlers of the checkpoint's events read the loss.
         may_read_loss = EVENTS if self._writes_checkpoints else _OF_CHECKPOINTS
         return LifecycleDriver(
             self.spans,
@@ -232,7 +231,8 @@ class HostedRun(Run):
             try:
                 self.guard.acquire()
             except BaseException as error:
-                self.lifetime.fail(error)  # `on_run_start` was not fired, so this only closes what was opened, and fires no event
+                # Close what was opened. No event is fired, because `on_run_start` was not fired.
+                self.lifetime.fail(error)
                 raise
         self.lifetime.start()
         shared: dict[str, Stateful] = {"state": self.state, "model": self.model, "tally": self.records.tally}
@@ -260,12 +260,12 @@ class HostedRun(Run):
         self.boundaries.begin()
 
     def finish(self) -> None:
-        """Fire the end of training, carry out the last requests, and end the run."""
+        """Fire the events that end training, carry out the callbacks' last requests, and end the run."""
         self.finish_training()
         self.lifetime.end()
 
     def finish_training(self) -> None:
-        """Fire the end of training, carry out the last requests and make a last metrics record.
+        """Fire the events that end training, carry out the callbacks' last requests, and make a last metrics record.
 
         Unlike `finish`, do not end the run, because the host may still evaluate or test.
         """
@@ -289,17 +289,17 @@ class HostedRun(Run):
         self.lifetime.end()
 
     def fails_by(self, leave: Callable[[Exception], None]) -> None:
-        """Set `leave`, a method of the host, as the function that is called with errors in the hooks that observe the loop.
+        """Set `leave`, a method of the host, as the function that handles errors in the hooks that observe the loop.
 
-        It raises the error if the user must know about it. Otherwise, the user's training continues. Only a weak reference to the
-        host is kept.
+        The function raises the error if the user must know about the error. Otherwise, the user's training continues. Only a weak
+        reference to the host is kept.
         """
         self.driver.give_up = self.eval.driver.give_up = weakly(leave)
 
     def finish_undone(self, boundary: str, position: EpochPosition | DataPosition) -> bool:
-        """After a resume, run the evaluation that a signal prevented at the end of the last step or epoch (`boundary`).
+        """After a resume, run the evaluation that a signal prevented, before the resume, at the end of a step or epoch (`boundary`).
 
-        Its random states are those of the checkpoint. Return whether training is over after that.
+        The random states of the evaluation are those of the checkpoint. Return whether training is over after the evaluation.
         """
         undone = self.evaluation.undone
         if undone is None or undone.boundary != boundary or undone.step != self.ctx.step:
@@ -342,7 +342,8 @@ class HostedRun(Run):
 
         The host does this later, after the evaluation of the epoch.
         """
-        for span in ("train_step", "fetch"):  # one of them is open if the loop left a step early, or if the data ran out
+        # A step is still open if the loop has left the step early. A fetch is still open if the data ran out.
+        for span in ("train_step", "fetch"):
             self.driver.end(span)
         self.records.tally.update_timestamp(self.state)
         if is_whole:
@@ -367,12 +368,12 @@ class HostedRun(Run):
     def fire_checkpoint(
         self, path: str, write: Callable[[CheckpointInfo], Any], *, is_durable: bool = True, step: int | None = None
     ) -> CheckpointInfo:
-        """Add the callbacks' states to a checkpoint that the framework has just written, and fire its events.
+        """Add the callbacks' states to a checkpoint that the framework has just written, and fire the checkpoint's events.
 
         Args:
             path: where the checkpoint is.
             write: adds the callbacks' states to the checkpoint.
-            is_durable: whether everything in it is on the disk. If not, `publish` must be called as soon as it is.
+            is_durable: whether the whole checkpoint is on the disk. If not, `publish` must be called as soon as it is.
             step: the step of the checkpoint. None: the last step.
         """
         if not self.driver.is_open("train_step"):
@@ -390,7 +391,7 @@ class HostedRun(Run):
             best_metric_key=next((request.metric for request in requests if request.metric), None),
             requested_by=tuple(dict.fromkeys(request.by for request in requests)),
         )
-        # If `on_checkpoint_due` has no listeners, it was not fired after the last step, so a save may follow at once.
+        # Without listeners, `on_checkpoint_due` is not fired. Record it as fired here, because a save may only follow this event.
         if not self.manager.has_listeners.on_checkpoint_due and self._order.allows("DS"):
             self._order.may_come("D")
         if not self._order.may_come("S"):
@@ -415,7 +416,7 @@ class HostedRun(Run):
     # --- records and evaluations ---
 
     def fire_record(self) -> None:
-        """Make a metrics record and fire `on_log`, if anything was logged since the last one."""
+        """Make a metrics record and fire `on_log`, if anything was logged since the last record."""
         self.records.tally.update_timestamp(self.state)
         self.records.fire_log(self.ctx)
 
@@ -457,7 +458,7 @@ class HostedRun(Run):
         self.ctx.grad_norm = self.grad_norm
 
     def set_learning_rate(self) -> None:
-        """Set the context's learning rate to the one that the current step uses."""
+        """Set the context's learning rate to the learning rate that the current step uses."""
         if self._optimizer is not None:
             rate: Any = self._optimizer.param_groups[0].get("lr")  # None if the optimizer has no learning rate
             if isinstance(rate, Tensor):
@@ -473,7 +474,7 @@ class HostedRun(Run):
             ctx.loss, ctx.loss_dict = loss, {"loss": loss, **self.other_losses}
             if not self._is_dropping:
                 self.records.add(ctx.loss_dict, moved=not self.step_skipped)
-        # The events that also set these fields are not fired if they have no listeners, so set them here.
+        # Set these fields here too, because the events at which they are set are not fired without listeners.
         ctx.grad_norm, ctx.step_skipped = self.grad_norm, self.step_skipped
         # If the optimizer's step was skipped or had no listeners, the learning rate was not read yet.
         if not ctx.has("learning_rate"):

@@ -2,7 +2,8 @@
 
 A host reports where its loop is: "a forward begins", "the optimizer has stepped". The driver knows the tree of spans. It opens the spans
 around the reported one, fires those that come before it, and ends those that are still open inside. So events are fired in lifecycle
-order, whatever the host leaves out. The spans that the driver synthesized for that are in `synthesized`, which the host checks.
+order, whatever the host leaves out. The spans that the driver fired although the host did not report them are in `synthesized`, which the
+host checks.
 
 `start_step`, `end_step`, `step_passes`, `is_read` and `is_loss_read` only save time: `benchmarks/results/shortcuts.md` has how much.
 """
@@ -21,7 +22,7 @@ logger = logging.getLogger("callsheet")
 
 
 def _parents() -> dict[str, str]:
-    """Return the parent (the span around it) of each span. Spans that can have several parents are left out."""
+    """Return, for each span, its parent (the span around it). Spans that can have several parents are left out."""
     found: dict[str, set[str]] = {}
     for span in SPANS.values():
         for name in names_in(span.order):
@@ -35,7 +36,7 @@ PARENT: Mapping[str, str] = _parents()
 SEQUENCE: Mapping[str, tuple[str, ...]] = {
     span.name: tuple(names_in(span.order)) for span in SPANS.values() if re.fullmatch(r"[a-z_]+\+?( [a-z_]+\+?)*", span.order)
 }
-"""The spans inside a span, in order, for each span in which that order is fixed."""
+"""For each span whose inner spans have a fixed order, the names of these inner spans in that order."""
 
 _REPEATED = frozenset(name for span in SPANS.values() for name in re.findall(r"([a-z_]+)\+", span.order))
 _CLOSING = frozenset(closes for field in FIELDS.values() for _, closes in field.windows) | {
@@ -48,9 +49,9 @@ _STEP_GROUPS = (
     ("clip_gradients",),
     ("optimizer_step",),
 )
-"""The spans of a step and its fetch. If none of the spans in a group has listeners, the group is left out."""
+"""Groups of the spans in a step, including the fetch. If no span in a group has listeners, the driver leaves out the whole group."""
 _BACKWARD, _AFTER_BACKWARD = 1, (2, 3)
-"""Indices into `_STEP_GROUPS`."""
+"""Indices into `_STEP_GROUPS`: the group that contains `backward`, and the two groups after this one."""
 
 Act = Callable[[], None]
 
@@ -60,9 +61,9 @@ def _raise(error: Exception) -> None:
 
 
 class Part:
-    """The driver's data about one span: its place in the lifecycle, and whether it is open now.
+    """The driver's data about one span, such as the span's place in the lifecycle and whether the span is open now.
 
-    All of it is in one object, because each event of a step reads it and attributes are faster than dictionaries.
+    All the data is in one object, because each event of a step reads the data, and attributes are faster than dictionaries.
     """
 
     __slots__ = (
@@ -81,7 +82,7 @@ class Part:
         self.sequence: list[Part] = []
         # The first `needed` spans of `sequence` must have fired their events before this span ends.
         self.needed = 0
-        self.index = -1  # the position of this span in its parent's `sequence`; -1 if it is not in it
+        self.index = -1  # the position of this span in its parent's `sequence`; -1 if the sequence does not contain it
         self.is_open = self.has_no_listeners = False
         self.done = 0  # the first `done` spans of `sequence` have fired their events
 
@@ -91,10 +92,10 @@ class LifecycleDriver:
 
     Args:
         spans: the spans of the run's context.
-        before: for each event, a function that is called just before the event is fired, for example to set the fields whose
-            window opens there.
-        step_passes: the function that is called instead at the end of a step without any listener. It need not set any field, but
-            must close fields that were set.
+        before: for each event, a function that is called just before the event is fired, for example to set the fields that become
+            available at this event.
+        step_passes: the function that is called, instead of the function in `before`, at the end of a step without any listener. It
+            need not set any field, but must close fields that were set.
         is_recorded: returns whether anything except a handler reads the results of steps, such as metrics records. The result may
             change whenever the call sheet does.
         is_loss_needed: returns whether anything else reads the last step's loss, such as a checkpoint. The result may change whenever the
@@ -126,7 +127,7 @@ class LifecycleDriver:
         self._is_recorded, self._is_loss_needed = is_recorded, is_loss_needed
         self.seen_links = -1
         """The version of the table of handlers (`Spans.links`) at the last `listen`."""
-        self._open = [parts["run"]]  # the open spans, innermost last; `run` stays in it, because `Lifetime` fires its events
+        self._open = [parts["run"]]  # the open spans, innermost last; `run` is always the first, as `Lifetime` starts and ends it
         parts["run"].is_open = True
         self.has_listeners = False
         """Whether any event of a step had a listener at the last `listen`."""
@@ -139,20 +140,20 @@ class LifecycleDriver:
         """
         self._warned: set[str] = set()
         self.give_up: Callable[[Exception], None] = _raise
-        """Called by hooks in the model, the optimizer and `backward` with errors of their own.
+        """A function that the hooks in the model, the optimizer and `backward` call with an error that occurred in the hook.
 
-        It raises errors that the user must know about.
+        The function raises errors that the user must know about.
         """
         self.is_barred: Callable[[str], bool] = lambda name: False
         """A function that returns whether a top-level span, such as an evaluation, must not begin now.
 
-        If so, the spans inside it do not either.
+        If so, the spans inside that span must not begin either.
         """
         self.synthesized: set[str] = set()
-        """Spans that the host did not report. They were fired as empty because a later span was reported."""
+        """Names of spans that the host did not report, but whose events the driver fired because the host reported a later span."""
 
     def warn_once(self, message: str) -> None:
-        """Log a warning about what the loop does, unless this run has logged it before."""
+        """Log the warning `message`, unless this run has already logged the same warning."""
         if message not in self._warned:
             self._warned.add(message)
             logger.warning("%s", message)
@@ -165,9 +166,9 @@ class LifecycleDriver:
         return self.parts[name].is_open
 
     def listen(self) -> bool:
-        """Before a step, find out which of its spans (such as `forward`) have no listeners and can be left out.
+        """Before a step, find out which of the step's spans (such as `forward`) have no listeners and can be left out.
 
-        The functions of `before` are called even for these spans.
+        The functions in the constructor's argument `before` are called even for these spans.
 
         Return whether the result has changed since the previous step. Only then must a host install or remove hooks.
         """
@@ -175,10 +176,10 @@ class LifecycleDriver:
             return False
         has_changed, self.seen_links = self.seen_links < 0, self._spans.links
         lack_listeners = [all(part.span.starts is None and part.span.ends is None for part in group) for group in self._groups]
-        # A handler of a later event may read the outputs of the forward pass. If so, observe the forward pass even without
-        # listeners.
+        # If a handler of a later event reads the outputs of the forward pass, observe the forward pass even without listeners.
         lack_listeners[_BACKWARD] &= "outputs" not in self._ctx.kept
-        for later in _AFTER_BACKWARD:  # the start of these spans ends the backward pass, so observe them if it has listeners
+        # The start of a later span ends the backward pass, so observe the later spans if the backward pass has listeners.
+        for later in _AFTER_BACKWARD:
             lack_listeners[later] &= lack_listeners[_BACKWARD]
         step = self._step
         has_listeners = not all(lack_listeners) or step.span.starts is not None or step.span.ends is not None
@@ -196,13 +197,13 @@ class LifecycleDriver:
         return has_changed
 
     def listens_to(self, name: str) -> bool:
-        """Return whether this span of a step has to be observed, because it or another span of its group has listeners."""
+        """Return whether the host has to observe the span `name` of a step, because this span or its group has listeners."""
         return not self.parts[name].has_no_listeners
 
     def start(self, name: str) -> None:
         """Start a span. Before that, start the spans around it, and start and end the earlier spans that the loop has not reported.
 
-        If the span is open already, do nothing. But if it can be repeated, as a microbatch can, end it and start the next one.
+        If the span is already open, do nothing. But if the span can be repeated, as a microbatch can, end it and start the next one.
         """
         part = self.parts[name]
         if part.has_no_listeners:
@@ -242,7 +243,7 @@ class LifecycleDriver:
             part.span.__enter__()
 
     def end(self, name: str) -> None:
-        """End a span, and before it the spans that are open inside it. If the span is not open, do nothing."""
+        """End a span, after ending the spans that are open inside this span. If the span is not open, do nothing."""
         part = self.parts[name]
         if part.has_no_listeners:
             if part.act_at_end is not None:
@@ -253,7 +254,7 @@ class LifecycleDriver:
             self._pop()
 
     def start_step(self) -> None:
-        """Do the same as `start("train_step")`, but faster if the event has no listeners and the epoch is open."""
+        """Do the same as `start("train_step")`, but faster if `on_train_step_start` has no listeners and the epoch is open."""
         step, epoch = self._step, self._epoch
         if step.span.starts is not None or self._open[-1] is not epoch or not (epoch.done or self._fetch.has_no_listeners):
             self.start("train_step")
@@ -288,7 +289,7 @@ class LifecycleDriver:
 
     @property
     def opened(self) -> Sequence[Part]:
-        """The open spans, innermost last. It is always the same list, so a caller may keep it."""
+        """The open spans, innermost last. This is always the same list object, so a caller may keep a reference to the list."""
         return self._open
 
     @property
@@ -317,7 +318,7 @@ class LifecycleDriver:
     def _synthesize(self, parent: Part, until: int) -> None:
         """Fire the start and end of those inner spans of `parent`, up to the position `until`, that the loop did not report.
 
-        For spans without listeners, only call the functions in `before`, because they set fields that are read later.
+        For spans without listeners, only call the functions in `before`, because these functions set fields that are read later.
         """
         for part in parent.sequence[parent.done : until]:
             if not part.has_no_listeners:

@@ -1,4 +1,4 @@
-"""Checks the model and the optimizer of a loop that the user has written, such as a hand-written loop or an Ignite engine's."""
+"""Checks the model and the optimizer that the user passes to `attach` or to the host of another framework."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_model(model: Any) -> None:
 
 
 def torch_optimizer(optimizer: Any) -> Optimizer:
-    """Return the `torch.optim.Optimizer` that the loop steps: `optimizer`, or the one inside a wrapper such as fastai's OptimWrapper.
+    """Return the torch optimizer that the loop steps: `optimizer`, or the optimizer inside a wrapper such as fastai's OptimWrapper.
 
     Raises:
         ConfigError: there is no such optimizer, or several.

@@ -7,7 +7,7 @@ from callsheet.run.lifetime import stop_reason
 
 
 class LoopWarnings:
-    """Logs each warning once, on rank 0.
+    """Warns about mistakes in a hand-written loop. Each warning is logged once, on rank 0.
 
     Args:
         run: the run of the loop.
@@ -16,10 +16,10 @@ class LoopWarnings:
     def __init__(self, run: HostedRun) -> None:
         self._run = run
         self.is_end_logged = False
-        """Whether a message has said that training has ended, or that it was complete before it began."""
+        """Whether a message has already said that training has ended, or that the resumed run was already complete."""
 
     def warn_of_repeated_epochs(self) -> None:
-        """Warn that the loop of a resumed run does not leave out the complete epochs."""
+        """Warn that the loop of a resumed run does not leave out the epochs that were complete before the resume."""
         done = self._run.state.baseline.epoch
         self._warn(
             f"the run was resumed after {done} complete epoch{'s' * (done > 1)}. A loop `for epoch in range(n):` does not leave these out, and "

@@ -23,7 +23,7 @@ class ModelCalls(NotCopied):
     """
 
     eval_forward = "eval_forward"
-    """The span of a forward pass in the evaluation that is running."""
+    """The name of the span for a forward pass in the evaluation that is running."""
 
     def __init__(self, run: HostedRun, model: nn.Module) -> None:
         self._run: HostedRun = weakref.proxy(run)
@@ -31,14 +31,14 @@ class ModelCalls(NotCopied):
         self._after = Hook(model.register_forward_hook)
 
     def begin_call(self, model: nn.Module, batch: Any) -> Any:
-        """Fire the events that begin with a call of `model`. Return `batch`, or the batch by which a callback has replaced it."""
+        """Fire the events that begin with a call of `model`. Return `batch`, or the batch with which a callback has replaced it."""
         raise NotImplementedError
 
     def start_forward(self) -> Any:
         """Start a microbatch and its forward pass, and return the microbatch, which a callback may have replaced."""
         run = self._run
         driver, ctx = run.driver, run.ctx
-        # The framework may not have reported the end of the previous microbatch, whose fields must be closed.
+        # End the previous microbatch and close its fields, because the framework may not have reported its end.
         driver.end("microbatch")
         ctx.microbatch = ctx.batch
         driver.start("microbatch")
@@ -72,7 +72,7 @@ class ModelCalls(NotCopied):
                 return run.eval.ctx.outputs
             if run.driver.parts["forward"].is_open:
                 run.ctx.outputs = outputs
-                run.driver.start("loss")  # this also ends the forward span
+                run.driver.start("loss")  # starting the loss span also ends the forward span
                 return run.ctx.outputs
         except Exception as error:
             self._run.driver.give_up(error)

@@ -20,7 +20,7 @@ from callsheet.errors import NotSupported
 logger = logging.getLogger("callsheet")
 
 _ALWAYS_FIRED = frozenset({"on_run_start", "on_run_end"})
-"""Events that every host fires. A callback that listens to no others is of no use."""
+"""Events that every host fires. A callback cannot work in a host that fires none of the other events to which it listens."""
 
 _CAUSES: Mapping[str, str] = {
     "forward": (
@@ -100,7 +100,7 @@ class SupportCheck:
         driver.synthesized.clear()
 
     def served(self, never: Collection[str]) -> Callable[[Any], bool]:
-        """Return a function that returns whether a callback listens to an event that is fired, except the run's start and end."""
+        """Return a function that returns whether a callback listens to any event that is fired, other than the run's start and end."""
         fired = (event for event in EVENTS if event not in _ALWAYS_FIRED and event not in never)
         served = {_key(each) for event in fired for each in self._manager.list_callbacks(event)}
         return lambda listener: _key(listener) in served
@@ -108,12 +108,12 @@ class SupportCheck:
     def listeners(self, event: str) -> list[Any]:
         """Return the callbacks and functions that listen to this event.
 
-        Those that listen to all events are left out, because they do not depend on a single one.
+        Callbacks and functions that listen to all events are left out, because they do not depend on a single event.
         """
         return [each for each in self._manager.list_callbacks(event) if not self._listens_to_all(each)]
 
     def reject(self, listeners: Iterable[Any], why: str, hint: str | None = None) -> None:
-        """Raise an error with the listeners' names and the reason `why`. If `strict` is False, log it as a warning instead."""
+        """Raise an error with the listeners' names and the reason `why`. If `strict` is False, log a warning instead."""
         message = f"{', '.join(map(_name_of, listeners))} {why}"
         if self.strict:
             raise NotSupported(f"{message}; {hint or self._hint}")
@@ -141,7 +141,7 @@ class SupportCheck:
                     )
 
     def _listens_to_all(self, listener: Any) -> bool:
-        """Return whether the listener listens to all events. It then does not depend on any single event."""
+        """Return whether the listener listens to all events, and so does not depend on any single event."""
         if isinstance(listener, Callback):
             return type(inner(listener)).on_event is not Callback.on_event
         return all(listener in self._manager.list_callbacks(event) for event in EVENTS)

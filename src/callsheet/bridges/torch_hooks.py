@@ -59,7 +59,7 @@ class NotCopied:
     """
 
     is_inert: bool = False
-    """Whether the hooks do nothing at the moment, as in a copy."""
+    """Whether the hooks do nothing at the moment, like the hooks in a copy of the model."""
 
     def __reduce__(self) -> tuple[type[InertHooks], tuple[()]]:
         return InertHooks, ()
@@ -81,7 +81,7 @@ class Hook:
         """Whether the hook is registered."""
 
     def install(self, is_wanted: bool, function: Callable[..., Any]) -> None:
-        """Register the hook if `is_wanted`, otherwise remove it. Do nothing if that is done already.
+        """Register the hook if `is_wanted`, otherwise remove it. Do nothing if the hook is already registered or removed.
 
         No reference to `function` is kept, because it is a method of an object that refers to this hook.
         """
@@ -97,14 +97,13 @@ class Hook:
             self.is_registered = False
 
 
-# These private names are what `torch.jit.is_tracing` and `torch.compiler.is_compiling` read, at the cost of four more calls in every
-# forward pass.
+# Read torch's private flags, because `torch.jit.is_tracing` and `torch.compiler.is_compiling` need four more calls per forward pass.
 _is_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", torch.jit.is_tracing)  # type: ignore[attr-defined]
 _HAS_FLAG = hasattr(torch.compiler, "_is_compiling_flag")
 
 
 def is_traced() -> bool:
-    """Return whether torch is exporting or tracing the model whose hook calls this, so that hooks must leave no trace in the result.
+    """Return whether torch is exporting or tracing the model. If so, hooks must do nothing, because the result would contain them.
 
     The hook must be decorated with `not_compiled`, so that Dynamo does not compile this function.
     """
@@ -119,7 +118,7 @@ def not_compiled(function: Function, *, recursive: bool = True) -> Function:
 
     Args:
         function: the function.
-        recursive: whether the functions that it calls are not compiled either.
+        recursive: whether the functions that this function calls are not compiled either.
     """
     try:
         from torch._C._dynamo import eval_frame
@@ -133,7 +132,7 @@ def not_compiled(function: Function, *, recursive: bool = True) -> Function:
 
 
 def untraced(hook: Function) -> Function:
-    """Decorate a hook of an optimizer, so that torch.compile leaves it out of a compiled step, with a graph break."""
+    """Decorate an optimizer's hook, so that torch.compile does not compile the hook, but inserts a graph break there."""
     hook._torchdynamo_disable = True
     return not_compiled(hook)
 
@@ -163,7 +162,7 @@ def start_forward(driver: LifecycleDriver, ctx: Context) -> None:
 
 
 def value_of(loss: Tensor) -> Tensor | None:
-    """Return a loss as a detached scalar tensor. It is a copy, because the loop may change the loss in place.
+    """Return a copy of a loss as a detached scalar tensor. A copy is needed because the loop may change the loss in place.
 
     If the loss is a DTensor, return the value on this rank without calling a collective, or None if this rank has not the whole value.
     """
@@ -185,10 +184,10 @@ class SkipsSteps(Protocol):
 
 
 class ForwardHooks(NotCopied):
-    """Reports the forward pass of a model and its outputs, which a callback may replace.
+    """Reports a model's forward pass to the lifecycle driver, with the model's outputs, which a callback may replace.
 
-    In training, only calls within a microbatch are reported; otherwise, those within a step of the evaluation, test or prediction. The hooks
-    are registered only between `listen(True)` and `listen(False)`.
+    In training, only calls within a microbatch are reported; otherwise, only calls within a step of the evaluation, test or prediction. The
+    hooks are registered only between `listen(True)` and `listen(False)`.
 
     Args:
         mode: the purpose of the calls of the model.
@@ -230,7 +229,7 @@ class ForwardHooks(NotCopied):
                 driver, ctx = self._driver, self._ctx
                 ctx.outputs = outputs
                 if self._is_training:
-                    driver.start("loss")  # this also ends the forward span
+                    driver.start("loss")  # starting the loss span also ends the forward span
                 else:
                     driver.end(self._forward.name)
                 return ctx.outputs
@@ -283,9 +282,9 @@ class OptimizerHooks(NotCopied):
         self._driver = driver
         self._step, self._clip, self._own = (driver.parts[name] for name in ("train_step", "clip_gradients", "optimizer_step"))
         self.has_stepped = False
-        """Whether the optimizer has stepped in a step since the host last set this to False."""
+        """Whether the optimizer has stepped within a training step since the host last set this attribute to False."""
         self.has_strayed = False
-        """Whether the optimizer has stepped outside a step since the host last set this to False."""
+        """Whether the optimizer has stepped outside training steps since the host last set this attribute to False."""
         self._asks = asks
         self._watch = watch
         self._ended = ended
@@ -326,12 +325,12 @@ class OptimizerHooks(NotCopied):
 
     def _report_start(self) -> None:
         if not self._clip.has_no_listeners:
-            self._driver.start_and_end("clip_gradients")  # fired even if the loop has not clipped the gradients
+            self._driver.start_and_end("clip_gradients")  # `clip_gradients` is fired even if the loop does not clip
         own = self._own
         if not own.has_no_listeners:
             self._driver.start("optimizer_step")
         elif own.before_start is not None and self._driver.is_read:
-            own.before_start()  # the same as `driver.start`, but faster
+            own.before_start()  # does the same as `driver.start`, but faster
 
     def _evaluate(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the optimizer's closure. After its first call in a step, report the start of the optimizer's step."""
@@ -366,7 +365,7 @@ class OptimizerHooks(NotCopied):
     ) -> None:
         """End the run because of an error inside one of the hooks.
 
-        Torch is iterating over the hooks of the same kind, so they are removed only when it has called the last of them.
+        Torch is iterating over the hooks of the same kind, so these hooks are removed only after torch has called the last of them.
 
         Args:
             ours: our hooks of this kind.
@@ -390,11 +389,11 @@ class OptimizerHooks(NotCopied):
 
     def _end_with_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_given_closures:
-            if not self._has_begun:  # the optimizer has not called the closure, which would have reported the start
+            if not self._has_begun:  # the optimizer has not called the closure, so the start was not reported yet
                 self._report_start()
         elif (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
-            # Without listeners, no hook has run before this first step with a closure. Checkpoints need the loss of the last
-            # step, so register the hook for the next steps.
+            # Without listeners, no hook has wrapped the closure of this step, the first step with a closure.
+            # Register the hook for the next steps, because checkpoints need the last step's loss.
             self.expect_closures()
 
     def remove(self) -> None:
@@ -406,12 +405,12 @@ class OptimizerHooks(NotCopied):
 
 
 class SteppedHooks:
-    """Reports the end of the optimizer's step, for frameworks that report only its start.
+    """Reports the end of the optimizer's step, for frameworks that report only the start of this step.
 
-    Until its end is reported, the step counts as skipped.
+    Until the end is reported, the optimizer's step counts as skipped.
 
-    An error in a hook is stored in `fault`, and the host raises it at the end of the step. To give up at once would remove the
-    hooks while torch iterates over them.
+    An error in a hook is stored in `fault`, and the host raises the error at the end of the training step. Giving up at once would
+    remove the hooks while torch iterates over them.
 
     Args:
         run: the run. Its `step_skipped` is True when a step begins.
@@ -435,7 +434,7 @@ class SteppedHooks:
         """The first error of the host that occurred in a hook."""
 
     def listen(self, is_read: bool) -> None:
-        """Register the hooks, or remove them if nothing reads the results of steps."""
+        """Register the hooks if `is_read`, which says that something reads the results of steps; otherwise remove the hooks."""
         self.is_observed = is_read or not self._hooks
         for hook in self._hooks:
             hook.install(is_read, self._stepped)
@@ -483,7 +482,7 @@ def _remove_after_calls(hooks: dict[int, Callable[..., Any]], own: Callable[...,
 
 
 class BackwardWatch:
-    """Reports the loss, which a callback may replace, and its backward pass.
+    """Reports each loss, which a callback may replace, and the loss's backward pass to the lifecycle driver.
 
     Torch has no hook that shows on which tensor `backward` was called. So `Tensor.backward` is replaced, from the beginning until
     `listen(False)`, and again after `listen(True)`. Calls from other threads, and on tensors with several elements, are
@@ -510,9 +509,9 @@ class BackwardWatch:
         self.is_on = False
         """Whether the loop is within a step."""
         self.total: Tensor | None = None
-        """The sum of the losses since this was last set to None, detached."""
+        """The sum of the detached losses since `total` was last set to None."""
         self.is_in_closure = False
-        """Whether an optimizer is evaluating a closure, perhaps again. A loss then counts even after the step's backward pass."""
+        """Whether an optimizer is calling its closure. If so, losses are summed even after the step's first backward pass."""
         self._before_closure: Tensor | None = None
         self._before: Callable[[], None] | None = None  # called before each backward pass that is reported
         self._listens = self._is_running = False
@@ -521,7 +520,7 @@ class BackwardWatch:
 
     @property
     def reader(self) -> Callable[[], Tensor | None]:
-        """A function: calling it returns `total`, the sum of the losses. It is a `partial`, which is called faster than a method."""
+        """A function that returns `total`, the sum of the losses. The function is a `partial`, because a method would be slower."""
         return partial(getattr, self, "total")
 
     def listen(self, is_read: bool) -> None:
@@ -532,7 +531,7 @@ class BackwardWatch:
         _install(any(watch._listens for watch in _watches))
 
     def remove(self) -> None:
-        """Stop watching. This may be called twice."""
+        """Stop watching backward passes. This method may be called twice."""
         if self in _watches:
             _watches.remove(self)
         self.listen(False)
@@ -546,7 +545,7 @@ class BackwardWatch:
         self._before_closure = self.total
 
     def evaluate(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the optimizer's closure. Its losses replace those of an earlier call of the closure in the same step."""
+        """Call the optimizer's closure. The losses of this call replace the losses of an earlier call in the same step."""
         earlier = self.total
         self.begin_step()
         was_on, self.is_in_closure, self.is_on = self.is_on, True, True
@@ -584,7 +583,7 @@ class BackwardWatch:
                 if driver.is_open("microbatch"):
                     driver.start("loss")
                     ctx.loss = unscaled
-                    driver.start("backward")  # this also ends the loss span
+                    driver.start("backward")  # starting the backward span also ends the loss span
                     if ctx.loss is not unscaled:
                         unscaled = ctx.loss
                         given = unscaled if scale is None else unscaled * scale
@@ -618,7 +617,7 @@ class BackwardWatch:
 
 
 def _install(is_wanted: bool) -> None:
-    """Wrap `Tensor.backward`, or remove the wrapper. If another library has wrapped the wrapper since, leave it in place."""
+    """Wrap `Tensor.backward`, or remove the wrapper. Leave callsheet's wrapper in place if another library has since wrapped it."""
     global _backward, _is_installed
     now: Any = Tensor.backward
     if is_wanted:

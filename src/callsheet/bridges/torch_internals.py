@@ -1,4 +1,4 @@
-"""The parts of torch that the bridges and `callsheet exec` use, that are not public API, and what happens without them."""
+"""The non-public parts of torch that the bridges and `callsheet exec` use, and what happens if torch does not have such a part."""
 
 PACKAGE = "torch"
 
@@ -21,7 +21,7 @@ WITHOUT = {
         "the host of Megatron Bridge logs a warning, and ends the backward pass and its microbatch when the next span starts"
     ),
 }
-"""The parts by their dotted names, each with what happens if torch does not have it."""
+"""The non-public parts of torch that the bridges use, by dotted name, each with what happens if torch does not have this part."""
 
 EXEC = {
     "torch.utils.data.dataloader._BaseDataLoaderIter": "an error is logged, and no loop is observed",
@@ -30,4 +30,4 @@ EXEC = {
     "torch._dynamo.eval_frame.OptimizedModule._orig_mod": "a compiled model is not unwrapped",
     "torch.jit._recursive.create_script_module": "`torch.jit.script` also compiles the hooks of an observed model",
 }
-"""The parts that only `callsheet exec` uses."""
+"""The non-public parts of torch that only `callsheet exec` uses, each with what happens if torch does not have this part."""

@@ -1,4 +1,4 @@
-"""The hooks that observe a training step of a loop that does not report the parts of its steps."""
+"""The hooks that observe the training steps of a framework that does not report the parts of a step."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from callsheet.bridges.torch_hooks import BackwardWatch, ForwardHooks, Optimizer
 
 
 class TrainingHooks:
-    """Observes the model's forward pass, the backward pass of its losses and the optimizer's step, from now on until `remove`.
+    """Observes the model's forward pass, the backward pass of each loss and the optimizer's step, until `remove` is called.
 
-    The loss of the run's steps is the sum of these losses.
+    The loss of a step of the run is the sum of the losses in this step.
 
     Args:
         run: the run.

@@ -1,4 +1,4 @@
-"""A DDP worker of Ultralytics: it runs the script that Ultralytics has generated, and attaches the callbacks to its trainer.
+"""A DDP worker of Ultralytics: runs the script that Ultralytics has generated, and attaches the callbacks to Ultralytics' trainer.
 
 This module is not in the package `bridges.ultralytics`, which imports Ultralytics: a worker cannot import Ultralytics before it
 has opened the payload.
@@ -15,7 +15,7 @@ from callsheet.transport.payload import open_payload
 
 
 def main() -> None:
-    """Rebuild the callbacks from the payload, and run the script of Ultralytics with the callbacks attached to its trainer."""
+    """Rebuild the callbacks from the payload, and run Ultralytics' script with the callbacks attached to Ultralytics' trainer."""
     file = sys.argv[2]
     unpacked = open_payload(os.environ, is_ours=True)
     sent = unpacked.extra
@@ -31,7 +31,7 @@ def main() -> None:
     def train_with_host(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         BaseTrainer.train = train
         host.attach(trainer)
-        return BaseTrainer.train(trainer, *args, **kwargs)  # `attach` may have replaced it
+        return BaseTrainer.train(trainer, *args, **kwargs)  # `attach` may have replaced `BaseTrainer.train`
 
     BaseTrainer.train = train_with_host
     runpy.run_path(file, run_name="__main__")

@@ -1,4 +1,4 @@
-"""The rest of a hand-written loop after an error in callsheet has ended its run: training continues without callbacks."""
+"""The rest of a hand-written loop after an error in callsheet has ended callsheet's run: training continues without callbacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from callsheet.trainer.tasks import counts_of
 
 
 class UnobservedLoop:
-    """Yields the remaining batches, and counts only steps and epochs, so that training still ends at `max_duration`.
+    """Yields the remaining batches without firing events, and counts steps and epochs so that training still ends at `max_duration`.
 
     Args:
         run: the run, which has ended.
@@ -29,10 +29,10 @@ class UnobservedLoop:
         self._was_in_step = was_in_step
         # If a signal was received, the loop must end here, because the run that handles signals has ended.
         self.is_over = run.signals.received is not None
-        """Whether training has reached its duration, or must end because of a signal."""
+        """Whether training has reached `max_duration`, or must end because of a signal."""
 
     def begin_epoch(self) -> None:
-        """Count the last epoch if the loop has left it with `break`, and begin the next one."""
+        """Count the last epoch if the loop has left it with `break`, and begin the next epoch."""
         self._end_epoch()
         self._epoch = self._state.timestamp.epoch
 

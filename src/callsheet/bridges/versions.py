@@ -32,11 +32,13 @@ TESTED: Mapping[str, tuple[str, ...]] = {
     "instructlab-training": ("0.16",),
     "megatron-bridge": ("0.3.0", "0.3.1"),
 }
-"""For each package, the minor releases that the tests pass with, the oldest first. They are the versions whose verdict on the page
-docs/bridges/versions.md is `works`."""
+"""For each package, the minor releases that the tests pass with, the oldest first.
+
+On the page docs/bridges/versions.md, these versions have the verdict `works`.
+"""
 
 _ALSO_IN: Mapping[str, str] = {"lightning": "pytorch-lightning"}
-"""For a package, another one with the same content and the same versions, which may be installed instead."""
+"""For each package listed here, another package with the same content and versions, which may be installed instead."""
 
 warned: set[str] = set()
 """The packages about which this process has logged a warning."""
@@ -71,7 +73,7 @@ def check_version(package: str, internals: Iterable[str] = (), *, needed_by: str
 
 
 def check_versions(package: str = "", internals: Iterable[str] = (), needed_by: str = "") -> None:
-    """Check the version of torch, and that of the framework `package` if it is given; see `check_version`."""
+    """Check the installed version of torch and, if `package` is given, of the framework in this package; see `check_version`."""
     check_version("torch")
     if package:
         check_version(package, internals, needed_by=needed_by)

@@ -22,7 +22,7 @@ class WrappedMethods:
     def wrap(self, name: str, around: Callable[..., Any], put: Callable[[Any, str, Any], Any] = setattr) -> None:
         """Replace the method `name`: its callers then call `around(method, *args, **kwargs)`, where `method` is the original.
 
-        `put` sets the attribute. For a wrapper that is never removed, it is `copies.replace`, so that no copy of the object calls
+        `put` sets the attribute. For a wrapper that is never removed, `put` is `copies.replace`, so that no copy of the object calls
         the wrapper.
         """
         owner = self._owner()
@@ -40,9 +40,9 @@ class WrappedMethods:
         self._wrapped[name] = (wrapper, own)
 
     def remove(self) -> None:
-        """Restore the object's own methods.
+        """Restore the original methods of the object.
 
-        If another library has wrapped one of our wrappers since, our wrapper stays in place and only calls the original.
+        If another library has since wrapped one of our wrappers, our wrapper stays in place and only calls the original method.
         """
         owner, wrapped = self._owner(), dict(self._wrapped)
         self._wrapped.clear()

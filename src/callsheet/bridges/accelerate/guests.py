@@ -20,7 +20,7 @@ from callsheet.loggers.support.tracker import flat
 
 
 def guest(tracker: Any, *, name: str = "", phase: Phase = "report", strict: bool = True) -> Callback:
-    """Return a tracker of Accelerate as a logger: `guest(TensorBoardTracker("run", "logs"))`.
+    """Wrap a tracker of Accelerate as a logger of callsheet, and return this logger: `guest(TensorBoardTracker("run", "logs"))`.
 
     The tracker may also be of a class of your own. It is started at the run's start and finished at the run's end. It receives
     the settings and every metrics record, and also images and tables, if it has methods for them.
@@ -56,7 +56,7 @@ class TrackerGuest(Guest, Logger):
         return lambda ctx: method()
 
     def begin(self, ctx: Context) -> None:
-        """Start the tracker, because the run starts."""
+        """Start the tracker when the run starts."""
         # Trackers of earlier Accelerate versions have no `start` method, because they start when they are created.
         if hasattr(self.foreign, "start"):
             self.foreign.start()
@@ -74,7 +74,7 @@ class TrackerGuest(Guest, Logger):
     def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
         """Pass the images to the tracker as one array of shape (images, 3, height, width), as TensorBoard expects it.
 
-        If their sizes differ, pass one array for each image.
+        If the sizes of the images differ, pass one array for each image.
         """
         if hasattr(self.foreign, "log_images"):
             arrays = [numpy.moveaxis(as_pixels(image), 2, 0) for image in images]

@@ -38,7 +38,7 @@ from callsheet.trainer.tasks import counts_of
 logger = logging.getLogger("callsheet")
 
 _OWN_ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
-"""Distributed types whose own engines run backward and the optimizer step, so that callsheet's hooks cannot observe these."""
+"""Distributed types of Accelerate whose engines run backward and the optimizer step, where callsheet's hooks cannot observe them."""
 
 
 def host(
@@ -159,7 +159,7 @@ class AcceleratedRun(AttachedRun):
         self._patches: list[RecordTracker | WrappedMethods] = []
         self._loaded: Mapping[str, Any] | None = None
         self._is_inside = False  # whether the loop is inside the `with` block of this run
-        self._microbatches = 0  # how many microbatches the current step has had
+        self._microbatches = 0  # how many microbatches the current step has had so far
         self._is_saved = False  # whether the latest checkpoint holds the callbacks' states
 
     def _begin(self) -> None:
@@ -182,7 +182,7 @@ class AcceleratedRun(AttachedRun):
         """Yield the batches of one epoch. A resumed run leaves out the batches that it has already trained on.
 
         Raises:
-            RequestRejected: this is called inside another call of `steps`.
+            RequestRejected: `steps` is called inside another call of `steps`.
         """
         if not self._begin_epoch():
             return
@@ -227,7 +227,7 @@ class AcceleratedRun(AttachedRun):
         return bool(self._accelerator.sync_gradients)
 
     def _fetch(self, batches: Iterator[Any], group: list[Any]) -> None:
-        """Append the next batch to `group`, unless the epoch is at its end. Fire the fetch events only for the first of a step.
+        """Append the next batch to `group`, unless the epoch is at its end. Fire the fetch events only for a step's first batch.
 
         Batches are not fetched in advance, because the accelerator saves the dataloader's position.
         """
@@ -246,7 +246,8 @@ class AcceleratedRun(AttachedRun):
         if batch is None:
             self._position.is_exhausted = True
         else:
-            group.append(batch)  # stored before events are fired, so that the loop gets the batch even if firing them fails
+            # Store the batch before events are fired, so that the loop gets the batch even if firing the events fails.
+            group.append(batch)
         if is_first:
             ctx.batch = batch
             if has_listeners:
@@ -258,7 +259,7 @@ class AcceleratedRun(AttachedRun):
                 driver.start_step()
 
     def _end_microbatch(self) -> None:
-        """End the microbatch. If Accelerate synchronized the gradients in it, end the whole step."""
+        """End the microbatch. If Accelerate synchronized the gradients in this microbatch, end the whole step."""
         if not self._microbatches:
             return
         if self._accelerator.sync_gradients:
@@ -278,7 +279,8 @@ class AcceleratedRun(AttachedRun):
         )
 
     def _end_epoch(self) -> None:
-        if self._microbatches and self._unobserved is None:  # the step is open if none of its batches synchronized the gradients
+        # A step is still open if its last batch did not synchronize the gradients.
+        if self._microbatches and self._unobserved is None:
             self._end_step()
         super()._end_epoch()
 
@@ -347,7 +349,7 @@ class AcceleratedRun(AttachedRun):
         """Restore the callbacks' states and the run's progress: now, or at the start of the `with` block if it has not begun.
 
         Raises:
-            RequestRejected: this is called within an epoch.
+            RequestRejected: `load_state_dict` is called within an epoch.
         """
         if self._is_iterating:
             raise RequestRejected("accelerator.load_state() inside steps(): load before the first epoch")

@@ -33,7 +33,7 @@ class AcceleratePosition(DataPosition):
 
     def _left_of(self, loader: Any, epoch: int) -> Iterable[Any]:
         self.taken, self._to_skip = self._to_skip, 0
-        # In a new process, the dataloader counts epochs from 0, but a resumed run does not.
+        # After a resume, the dataloader of the new process counts epochs from 0, so set the epoch of the run.
         if self._is_resumed and hasattr(loader, "set_epoch"):
             loader.set_epoch(epoch)
         # A stateful dataloader needs no skipping, because it continues at its saved position by itself.
@@ -41,8 +41,7 @@ class AcceleratePosition(DataPosition):
             return loader  # type: ignore[no-any-return]
         left = self._accelerator.skip_first_batches(loader, self.taken)
         if hasattr(loader, "iteration"):
-            # Before Accelerate 1.15, `left` counts epochs from 0. Without this line, it would shuffle the data as in the first
-            # epoch.
+            # Before Accelerate 1.15, `left` counts epochs from 0, and would shuffle the data as in the first epoch.
             left.iteration = loader.iteration
         return left  # type: ignore[no-any-return]
 

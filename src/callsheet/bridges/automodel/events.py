@@ -17,13 +17,13 @@ HOST_EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_exception": ("on_exception", "on_run_end"),
     "on_train_end": ("on_round_end", "on_train_end", "on_run_end"),
 }
-"""The events that the host fires at each hook of AutoModel. PyTorch hooks on model, loss and optimizer fire the events in between."""
+"""The events that the host fires at each hook of AutoModel. PyTorch hooks on model, loss and optimizer fire the other events."""
 
 NOT_FIRED = events_within("test", "predict")
-"""Events that are never fired, because a recipe has nothing that corresponds to them."""
+"""Events that are never fired, because an AutoModel recipe has nothing that corresponds to them."""
 
 NOT_FIRED_FOR_SEVERAL = events_within("eval_step")
-"""More events that are not fired if a recipe has several validation sets.
+"""Events that are also not fired if a recipe has several validation sets.
 
-A recipe does not report where one set ends and the next begins.
+A recipe does not report where one validation set ends and the next begins.
 """

@@ -1,4 +1,4 @@
-"""Runs AutoModel's callbacks in callsheet's loop (as guests). They are called in AutoModel's order and receive its metrics."""
+"""Runs AutoModel's callbacks in callsheet's loop (as guests), in AutoModel's order and with the metrics that AutoModel measures."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from callsheet.core.wrappers import Handler
 
 EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_train_start": ("on_train_start",),
-    "on_train_step_end": ("on_train_batch_end",),  # AutoModel calls this hook after the scheduler's step
-    "on_eval_all_end": ("on_validation_end",),  # AutoModel calls this hook while the model is still in eval mode
-    "on_checkpoint_published": ("on_save_checkpoint",),  # AutoModel calls this hook after it has written everything
+    "on_train_step_end": ("on_train_batch_end",),  # AutoModel calls `on_train_batch_end` after the scheduler's step
+    "on_eval_all_end": ("on_validation_end",),  # AutoModel calls `on_validation_end` while the model is in eval mode
+    "on_checkpoint_published": ("on_save_checkpoint",),  # AutoModel calls `on_save_checkpoint` after writing the checkpoint
     "on_exception": ("on_exception",),
     "on_train_end": ("on_train_end",),
 }
-"""The hook of AutoModel that is called at each event of callsheet."""
+"""For each event of callsheet, the hook of an AutoModel callback that is called when the event is fired."""
 
 IGNORED_LABEL = -100
 GIBIBYTE = 1024**3
@@ -83,11 +83,11 @@ class AutoModelGuest(Guest):
             own |= {"on_eval_all_start": "_begin_evaluation", "on_eval_step_end": "_count_evaluated"}
         if self.listens_to("on_save_checkpoint"):
             own |= {"on_checkpoint_save_end": "_note_epoch"}
-        self.OWN = own  # type: ignore[misc]  # `OWN` is set on this instance, so that events without listeners cost nothing
+        self.OWN = own  # type: ignore[misc]  # set `OWN` on the instance, so that the guest handles only events that it needs
         self.recipe = recipe
         self.facade: RecipeFacade | None = None
         self.reported: BaseException | None = None
-        """The exception for which `on_exception` was called last, so that it is not called twice for one error."""
+        """The exception for which `on_exception` was called last. It is stored so that the hook is not called twice for one error."""
         self._constants = dict(constants or {})
         self._counts = _Counts()
         self._evaluated: dict[str, Any] = {}
@@ -108,7 +108,7 @@ class AutoModelGuest(Guest):
 
         def call(ctx: Context) -> None:
             if theirs == "on_validation_end" and ctx.standalone:
-                return  # do not report a standalone evaluation: AutoModel evaluates only during training
+                return  # skip an evaluation outside training, because AutoModel evaluates only during training
             facade = self.facade_for(ctx)
             facade.step_scheduler._is_in_training = is_in_training
             method(facade if self.recipe is None else self.recipe, **({} if given is None else given(self, ctx)))
@@ -133,9 +133,9 @@ class AutoModelGuest(Guest):
         return RecipeFacade(ctx)
 
     def fire_exception(self, error: BaseException) -> None:
-        """Call `on_exception` of the wrapped callback, unless it was called for this error already.
+        """Call `on_exception` of the wrapped callback, unless this hook was already called for the same error.
 
-        Errors of the set-up are reported too.
+        The hook is called for errors of the set-up too.
 
         Args:
             error: the error with which training or its set-up failed.
@@ -168,7 +168,7 @@ class AutoModelGuest(Guest):
     # --- what AutoModel measures ---
 
     def _create_facade(self, ctx: Context) -> None:
-        self.facade, self.reported = self.made(ctx), None  # replaces the values of an earlier run
+        self.facade, self.reported = self.made(ctx), None  # replace the facade and the exception of an earlier run
 
     def _begin(self, ctx: Context) -> None:
         self._moment = time.perf_counter()
@@ -177,7 +177,7 @@ class AutoModelGuest(Guest):
         self._counts.add(ctx.microbatch, ctx.outputs)
 
     def _measured(self, ctx: Context) -> dict[str, Any]:
-        """Return the metrics that AutoModel gives its callbacks at a step's end. Reading them as numbers waits for the device."""
+        """Return the metrics that AutoModel gives its callbacks at a step's end. This waits for the device to compute the metrics."""
         counts, self._counts = self._counts, _Counts()
         losses = {name: float(loss) for name, loss in ctx.loss_dict.items()}
         labels, tokens, right, samples = (float(count) for count in (counts.labels, counts.tokens, counts.right, counts.samples))
@@ -238,7 +238,7 @@ class AutoModelGuest(Guest):
 
     def _checkpoint_info(self, ctx: Context) -> dict[str, Any]:
         info = ctx.checkpoint
-        assert info is not None  # this event is fired only after a checkpoint was written
+        assert info is not None  # `on_checkpoint_published` is fired only after a checkpoint was written
         best = (info.best_metric_key or "").partition("/")[0]
         return {
             "checkpoint_info": {
@@ -280,7 +280,7 @@ class _Counts:
         self.are_classes = False
 
     def add(self, batch: Any, outputs: Any) -> None:
-        """Count the samples, tokens and labels of a microbatch. `outputs` are the model's outputs for it."""
+        """Count the samples, tokens and labels of a microbatch. `outputs` are the model's outputs for this microbatch."""
         labels = _labels(batch)
         if labels is None or not labels.dim():
             return
@@ -313,7 +313,7 @@ def _memory(ctx: Context) -> float:
 
 
 def _has_listeners(callback: Any, hook: str) -> bool:
-    """Return whether the callback overrides `hook` of its base class, which is AutoModel's `Callback` or callsheet's copy."""
+    """Return whether the callback overrides `hook` of its base class: AutoModel's `Callback` or callsheet's copy of that class."""
     method = getattr(callback, hook, None)
     function: Any = getattr(method, "__func__", method)
     if function is getattr(AutoModelCallback, hook):

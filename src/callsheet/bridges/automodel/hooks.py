@@ -27,7 +27,7 @@ class CalledModel(ModelCalls):
     In training, a call is a microbatch, and the first one begins a step. Otherwise, a call is a batch of an evaluation.
 
     Args:
-        scheduler: the recipe's step scheduler, for its epoch.
+        scheduler: the recipe's step scheduler, from which the current epoch is read.
         model: the model that the recipe calls.
         optimizer: the hooks of the optimizer that the recipe steps.
         sets: the names of the validation sets. With several sets the events of their batches are not fired, since the recipe does not
@@ -49,14 +49,14 @@ class CalledModel(ModelCalls):
         self._sets = sets
         self._epoch = scheduler.epoch
         self._is_in_step = False
-        self._counted = 0  # how many microbatches the current step has had
+        self._counted = 0  # how many microbatches the current step has had so far
         self.is_validating = False
         """Whether the recipe is validating.
 
         At any other time, a call of the model in evaluation mode does not come from the recipe.
         """
         self.is_wrapped = False
-        """Whether the recipe's methods for training and validation are wrapped and so report which of the two is running.
+        """Whether the recipe's methods for training and validation are wrapped, so that the wrappers show which one is running.
 
         Otherwise, this is inferred from hooks and the model's mode.
         """
@@ -64,11 +64,11 @@ class CalledModel(ModelCalls):
         self._listens_to_forward = True
         self._optimizer = optimizer
         self.is_inert = False
-        """Whether callbacks are being called now. Calls of the model then do not come from the loop."""
+        """Whether a callback is being called now. If so, calls of the model come from the callback and not from the training loop."""
         self._before.install(True, self._begins)
 
     def wrap(self, recipe: Any) -> WrappedMethods:
-        """Wrap the recipe's methods for training and validation, if it has both, so that this object knows which is running."""
+        """Wrap the recipe's methods for training and validation, if the recipe has both, to find out which one is running."""
         methods, self_now = WrappedMethods(recipe), weakref.proxy(self)
 
         def within(name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +118,7 @@ class CalledModel(ModelCalls):
         return self.start_forward() if self._listens_to_forward else ctx.batch
 
     def _is_of_this_microbatch(self) -> bool:
-        """Return whether this call of the model is a further one for the current microbatch, before its backward pass has ended.
+        """Return whether the model is called again for the current microbatch, whose backward pass has not ended yet.
 
         A contrastive loss, for example, calls the model several times for one microbatch.
         """
@@ -126,11 +126,11 @@ class CalledModel(ModelCalls):
         return parts["microbatch"].is_open and (parts["backward"].is_open or parts["microbatch"].done < _WITH_BACKWARD)
 
     def _begin_step(self, run: HostedRun) -> None:
-        if run.eval.driver.is_open("eval_all"):  # end the validation here, because the recipe has not reported its end
+        if run.eval.driver.is_open("eval_all"):  # the recipe has not reported the validation's end, so end it here
             run.eval.end()
         driver, watch = run.driver, self._watch
         if self._scheduler.epoch != self._epoch:
-            # If the epoch's length is not known, its last step is not recognized, so end the previous epoch here.
+            # The previous epoch is still open if its length is unknown, because then its last step was not recognized.
             if driver.is_open("epoch"):
                 run.end_epoch(is_whole=True)
             self._epoch = self._scheduler.epoch
@@ -138,8 +138,7 @@ class CalledModel(ModelCalls):
             driver.start("epoch")
         if driver.listen():
             self._listens_to_forward = driver.listens_to("forward")
-            # The start of these spans ends the forward or backward pass. If that pass has listeners, these spans must be observed
-            # too.
+            # `clip_gradients` and `optimizer_step` end the backward pass, so `listens_to` is also True if that pass has listeners.
             watch.listen(driver.listens_to("clip_gradients") or driver.listens_to("optimizer_step"))
             self._optimizer.listen(driver.is_read)
         self._is_in_step = True

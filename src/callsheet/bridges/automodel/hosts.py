@@ -39,7 +39,7 @@ _RENAMED = {
 }
 _LOGGED_ELSEWHERE = frozenset({"loss", "ce_loss", "kd_loss", "lr"})
 _NO_RESULT = frozenset({"lr", "mem", "num_label_tokens"})
-"""Values that AutoModel reports with a validation and that are not results of it."""
+"""Values that AutoModel reports together with the results of a validation, but that are not results."""
 
 _ONLY = "default"
 """The name that AutoModel gives to the validation set if there is only one."""
@@ -71,7 +71,7 @@ def host(
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
         log_interval: how often a metrics record is made.
-        strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.
+        strict: whether to raise an error if a callback listens to an event that is never fired. False: a warning is logged.
         lock_timeout_seconds: how long to wait while another process trains in the run's folder; then `RunInUseError` is raised.
 
     Returns:
@@ -94,20 +94,20 @@ class _HostRequests:
         self._changed: dict[str, Any] = {}  # the original values of those intervals of the scheduler that were changed
 
     def save(self, requests: tuple[Request, ...]) -> None:
-        """Make the recipe save after the current step, by changing the scheduler's checkpoint interval until `restore`."""
+        """Make the recipe save after the current step: change the scheduler's checkpoint interval until `restore` is called."""
         self._now("ckpt_every_steps")
 
     def evaluate(self) -> None:
-        """Make the recipe validate after the current step, by changing the scheduler's validation interval until `restore`."""
+        """Make the recipe validate after the current step: change the scheduler's validation interval until `restore` is called."""
         self._now("val_every_steps")
 
     def stop(self, *, now: bool = False) -> None:
-        """Make the recipe stop after the current step. With `now`, given before the first step, make it train no step."""
+        """Make the recipe stop after the current step. With `now`, which is given before the first step, train no step at all."""
         scheduler = self._scheduler
         scheduler.max_steps = min(scheduler.max_steps, scheduler.step + (not now))
 
     def restore(self) -> bool:
-        """Restore the scheduler's intervals that `save` and `evaluate` have changed. Return whether there were any."""
+        """Restore the scheduler's intervals that `save` and `evaluate` have changed. Return whether any interval was changed."""
         changed, self._changed = self._changed, {}
         for name, value in changed.items():
             setattr(self._scheduler, name, value)
@@ -128,9 +128,9 @@ class AutoModelHost(HostBase, AutoModelCallback):
 
     def __init__(self, callbacks: Callbacks, **options: Any) -> None:
         super().__init__(callbacks, **options)
-        self._requests: Any = None  # the _HostRequests, set once a run has begun
-        self._is_over = True  # False only while AutoModel iterates over its steps
-        self._measured_step = -1  # the step of the latest measurements, by AutoModel's count
+        self._requests: Any = None  # the `_HostRequests`, set when a run begins
+        self._is_over = True  # True before AutoModel's first step and after AutoModel's last step
+        self._measured_step = -1  # the step of AutoModel's latest metrics, as AutoModel counts steps
         self._being_written: CheckpointInfo | None = None  # the checkpoint that AutoModel is writing in the background
 
     # --- the run ---
@@ -188,11 +188,11 @@ class AutoModelHost(HostBase, AutoModelCallback):
     def on_train_end(self, run: HostedRun, recipe: Any, **_: Any) -> None:
         """End the run of callsheet's callbacks, because AutoModel has finished training."""
         self._is_over = True
-        # If the epoch's length is not known, its last step is not recognized, so end the last epoch here.
+        # The last epoch is still open if its length is unknown, or if its last batch was not reported.
         if run.driver.is_open("epoch"):
             scheduler = recipe.step_scheduler
             is_whole = not _is_leaving(recipe) and scheduler.step < scheduler.max_steps
-            # If the length is known, AutoModel has not reported the end of the last step, so compare the steps with the length.
+            # If the epoch's length is known, the number of steps shows whether the epoch is complete.
             if length := getattr(scheduler, "epoch_len", None):
                 is_whole = scheduler.step % length == 0
             run.end_epoch(is_whole=is_whole)
@@ -216,9 +216,9 @@ class AutoModelHost(HostBase, AutoModelCallback):
         self._being_written = None
 
     def _handle(self, method: Callable[..., None], recipe: Any, **given: Any) -> None:
-        """Call `method`, which handles a hook of AutoModel, with the current run, if there is one.
+        """Call `method`, which handles a hook of AutoModel, with the current run. If there is no run, do nothing.
 
-        Until it returns, calls of the model come from a callback and are not part of the loop.
+        Until `method` returns, calls of the model come from a callback and are not part of the loop.
         """
         if self._run is not None:
             called = self._called
@@ -285,7 +285,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
     def on_validation_end(self, run: HostedRun, recipe: Any, *, val_results: Mapping[str, Any] | None = None, **_: Any) -> None:
         """End the evaluation of all validation sets.
 
-        A recipe without validation sets calls this too; then there is nothing to do.
+        A recipe without validation sets also calls this method; in this case, the method does nothing.
         """
         self._called.is_validating = False
         if not val_results:
@@ -298,16 +298,16 @@ class AutoModelHost(HostBase, AutoModelCallback):
             run.eval.end_dataset(shown, found)
         run.eval.end()
         run.fire_record()
-        self._fire_due(run)  # fired now, so that a requested checkpoint is saved at this step
+        self._fire_due(run)  # fire `on_checkpoint_due` now, so that a requested checkpoint is saved at this step
         self._stop_if_asked(run)
 
     @in_a_run
     def on_save_checkpoint(self, run: HostedRun, recipe: Any, *, checkpoint_info: Mapping[str, Any], **_: Any) -> None:
         """Add the callbacks' states to a checkpoint that AutoModel has written, or is writing in the background.
 
-        AutoModel calls this even if it writes no checkpoints; then there is nothing to do.
+        AutoModel calls this method even if AutoModel writes no checkpoints; in this case, the method does nothing.
         """
-        self._publish(run)  # publish the previous checkpoint, because AutoModel has waited until it was complete
+        self._publish(run)  # publish the previous checkpoint, for whose completion AutoModel has waited
         if "save" not in run.control.able:
             return
         if _is_leaving(recipe):
@@ -323,7 +323,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
         self._stop_if_asked(run)
 
     def _fire_due(self, run: HostedRun) -> None:
-        """Fire `on_checkpoint_due`, unless that was done since the last step, or since the last evaluation after it."""
+        """Fire `on_checkpoint_due`, unless it was already fired since the last step or the last evaluation, whichever is later."""
         run.boundaries.fire_checkpoint_due("step" if run.driver.is_open("epoch") else "epoch")
 
     def _publish(self, run: HostedRun) -> None:
@@ -358,15 +358,15 @@ def _is_leaving(recipe: Any) -> bool:
 
 
 def _preempt(run: HostedRun) -> None:
-    """End the run as preempted, because AutoModel has received a SIGTERM. Its next checkpoint is the preemption checkpoint."""
+    """End the run as preempted, because AutoModel has received a SIGTERM. AutoModel's next checkpoint is the preemption checkpoint."""
     if not run.boundaries.is_preempted:
         run.control.able.add("save")  # allow the save that a preemption requests; AutoModel decides whether it saves
         run.signals.received, run.signals.arrived_at = signal.SIGTERM, time.monotonic()
-        run.boundaries.finish()  # lets the ranks exchange their requests, so that all ranks know of the preemption
+        run.boundaries.finish()  # `finish` lets the ranks exchange requests, so that all ranks know of the preemption
 
 
 def _scalar(measured: Any) -> Tensor:
-    """Return the value as a float32 tensor. `scalar_tensor` is faster than `tensor` for a number, and this runs at every step."""
+    """Return the value as a float32 tensor. `torch.scalar_tensor` is used because it converts numbers faster than `torch.tensor`."""
     return measured.float() if isinstance(measured, Tensor) else torch.scalar_tensor(measured, dtype=torch.float32)
 
 

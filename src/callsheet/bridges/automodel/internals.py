@@ -6,4 +6,4 @@ _RECIPE = "nemo_automodel.recipes.llm.train_ft.TrainFinetuneRecipeForNextTokenPr
 _INFERRED = "which of training and validation is running is inferred from the model's mode and the step scheduler"
 
 WITHOUT = {f"{_RECIPE}._run_train_optim_step": _INFERRED, f"{_RECIPE}._run_validation_epoch": _INFERRED}
-"""What happens if a recipe has not both methods, like that for sequence classification."""
+"""For each of two methods, what happens if a recipe, such as the one for sequence classification, does not have the method."""

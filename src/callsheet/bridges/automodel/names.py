@@ -25,7 +25,7 @@ class Callback:
         """Called after all validation sets were evaluated. The argument `val_results` maps set names to `MetricsSample`s."""
 
     def on_save_checkpoint(self, recipe: Any, **kwargs: Any) -> None:
-        """Called after a checkpoint was saved. The argument `checkpoint_info` is a dict with its step, path and losses."""
+        """Called after a checkpoint was saved. The argument `checkpoint_info` is a dict with the checkpoint's step, path and losses."""
 
     def on_exception(self, recipe: Any, **kwargs: Any) -> None:
         """Called when training fails. The argument `exception` is the error."""
@@ -98,7 +98,7 @@ def rank_zero_only(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass
 class MetricsSample:
-    """The metrics of a step.
+    """The metrics of a training step or of a validation.
 
     Args:
         step: the number of the step, counted from 0.

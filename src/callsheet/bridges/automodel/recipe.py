@@ -1,4 +1,4 @@
-"""The object that an AutoModel callback receives instead of AutoModel's recipe when it runs in callsheet's loop.
+"""The object that an AutoModel callback receives instead of AutoModel's recipe when the callback runs in callsheet's loop.
 
 It has some attributes of a recipe, which come from the context.
 """
@@ -170,7 +170,7 @@ class ConfigNode:
         return found
 
     def set_by_dotted(self, name: str, value: Any) -> None:
-        """Set the value under a dotted name, and create the nested nodes on its path that do not exist.
+        """Set the value under a dotted name, such as `model.path`. Create the nested nodes of this name that do not exist yet.
 
         Args:
             name: the name, such as `model.path`.
@@ -200,7 +200,7 @@ class ConfigNode:
 
 
 class RecipeFacade(Facade):
-    """Replaces AutoModel's recipe for its callbacks in callsheet's loop. It has only the attributes that callbacks may use."""
+    """Takes the place of AutoModel's recipe for AutoModel's callbacks, with only those attributes that these callbacks may use."""
 
     OF = "AutoModel's recipe"
     WRITABLE: ClassVar[frozenset[str]] = frozenset()

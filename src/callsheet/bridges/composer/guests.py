@@ -18,9 +18,9 @@ from callsheet.core.wrappers import Handler
 logger = logging.getLogger("callsheet")
 
 _runs: WeakKeyDictionary[Context, dict[bool, ComposerRun]] = WeakKeyDictionary()
-"""The state that the guests of a run share, by the run's context.
+"""For each run, by the run's context: the state that the guests of the run share.
 
-Guests that derive from Composer's own classes (True) have another state, because it uses Composer's types.
+Guests that derive from Composer's own classes (True) have a separate state, because their state uses Composer's types.
 """
 
 
@@ -44,7 +44,7 @@ ONLY_WHERE: Mapping[str, Callable[[Context], bool]] = {
     "eval_standalone_start": lambda ctx: ctx.standalone,
     "eval_standalone_end": lambda ctx: ctx.standalone,
 }
-"""For each event of Composer that is fired only under a condition, that condition."""
+"""For each event of Composer that is fired only under a condition: a function that returns whether the condition is met."""
 
 
 def guest(
@@ -118,7 +118,7 @@ class ComposerGuest(Guest):
         return self._catches_all or (method is not None and getattr(method, "__func__", method) is not inherited)
 
     def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:
-        """Return a handler that calls the wrapped callback with State and Logger, if its condition in `ONLY_WHERE` is met."""
+        """Return a handler that calls the wrapped callback with State and Logger, if the event's condition in `ONLY_WHERE` is met."""
         call = self._call_of_run_event(theirs) if self._catches_all else self._call_of_method(method)
         is_fired = ONLY_WHERE.get(theirs)
         return call if is_fired is None else lambda ctx: call(ctx) if is_fired(ctx) else None
@@ -257,7 +257,8 @@ class ComposerLoggerGuest(ComposerGuest):
     ) -> None:
         super().__init__(foreign, name=name, phase=phase, strict=strict, run=run)
         begins = self.on_run_start
-        self.on_run_start = at("change")(lambda ctx: begins(ctx))  # type: ignore[method-assign]  # Composer calls loggers first here
+        # At the start of a run, Composer calls loggers before callbacks, so use the first phase.
+        self.on_run_start = at("change")(lambda ctx: begins(ctx))  # type: ignore[method-assign]
 
     def _record(self, ctx: Context) -> None:
         run = self._run or self._joined(ctx)

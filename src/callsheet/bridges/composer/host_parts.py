@@ -1,4 +1,4 @@
-"""Parts of `ComposerHost`: its handlers, its requests for evaluations and checkpoints, and what it reads of logs and losses.
+"""Parts of `ComposerHost`: tables of handlers, requests for evaluations and checkpoints, and the metrics and losses of Composer.
 
 This module imports Composer.
 """
@@ -18,23 +18,23 @@ from callsheet.bridges.lifecycle_driver import LifecycleDriver
 from callsheet.trainer.tasks import counts_of
 
 _LOGGED_ELSEWHERE = frozenset({"loss/train/total", "trainer/device_train_microbatch_size"})
-"""Metrics of the Trainer that are in metrics records anyway, under other names or from another source."""
+"""Metrics of Composer's Trainer that metrics records contain already, under other names or from another source."""
 
 
 _INSIDE = (
     *("before_train_batch", "before_forward", "after_forward", "before_loss", "after_loss"),
     *("before_backward", "after_backward", "after_train_batch"),
 )
-"""Events that are repeated if an optimizer calls its closure several times."""
+"""Composer's events that are repeated if an optimizer calls its closure several times."""
 
 _FORWARD = ("before_forward", "after_forward", "before_loss", "before_backward", "after_backward")
 """Composer's events that the host handles only if a callback listens to events inside a microbatch (forward, loss, backward)."""
 
 _OPTIMIZER = ("after_train_batch",)
-"""Events that the host handles only if a callback listens to parts of the step or reads its results."""
+"""Composer's events that the host handles only if a callback or a metrics record reads the results of steps."""
 
 _LOSS = ("after_loss",)
-"""Events that the host handles only if the loss is read, for records or a checkpoint."""
+"""Composer's events that the host handles only if a callback, a metrics record or a checkpoint reads the loss."""
 
 
 class HandlerTables:
@@ -47,13 +47,13 @@ class HandlerTables:
 
     def __init__(self, handlers: dict[Any, Callable[..., None]], of_closure: dict[Any, Callable[..., None]]) -> None:
         self.training = handlers
-        """The handlers whose events have listeners. This dictionary is changed in place and never replaced, so it may be kept."""
+        """The handlers whose events have listeners. This dictionary is changed in place, so a reference to it may be kept."""
         self._optional = {event: handlers[event] for event in (*_FORWARD, *_OPTIMIZER, *_LOSS)}
         self._outside = {event: handler for event, handler in handlers.items() if event not in _INSIDE}
         self._of_closure = self._outside | of_closure
 
     def listen(self, driver: LifecycleDriver) -> None:
-        """Before a step, add the handlers for the forward pass, the loss and the optimizer that are needed; remove the others."""
+        """Before a step, add the needed handlers for the forward pass, the loss and the optimizer, and remove those not needed."""
         self._choose(_FORWARD, driver.listens_to("forward"))
         self._choose(_OPTIMIZER, driver.is_read)
         self._choose(_LOSS, driver.is_loss_read)
@@ -77,7 +77,7 @@ class EvaluationRequests:
         self.is_pending = False
 
     def ask(self) -> None:
-        """Request an evaluation. It begins when Composer next checks whether one is due."""
+        """Request an evaluation, which begins when Composer next checks whether an evaluation is due."""
         self.is_pending = True
 
     def install(self, evaluators: Iterable[Any]) -> None:
@@ -96,12 +96,12 @@ class _Interval:
 
 
 class SavedCheckpoints:
-    """Finds the checkpoints that Composer's `CheckpointSaver`s have written, since Composer has no event for them."""
+    """Finds the checkpoints that Composer's `CheckpointSaver`s have written, since Composer fires no event when one is written."""
 
     def __init__(self, state: Any, logger: Any) -> None:
         self._state, self._logger = state, logger
         self.savers = [each for each in state.callbacks if isinstance(each, CheckpointSaver)]
-        self._saved_at = [each.last_checkpoint_batch for each in self.savers]  # for each saver, the batch of its last checkpoint
+        self._saved_at = [each.last_checkpoint_batch for each in self.savers]  # the batch number of each saver's last checkpoint
 
     def save(self) -> None:
         """Make the Trainer's first `CheckpointSaver` save now, regardless of its interval."""
@@ -123,7 +123,7 @@ class SavedCheckpoints:
 
 
 class StepLosses:
-    """Collects the losses of a step's microbatches, for their weighted mean."""
+    """Collects the losses of a step's microbatches, and computes the weighted mean of these losses."""
 
     def __init__(self) -> None:
         self.parts: list[tuple[Tensor, int]] = []
@@ -135,8 +135,8 @@ class StepLosses:
         `samples` is the number of samples in the whole step. If Composer's microbatch size is at least that, the step has only
         one microbatch.
         """
-        value = loss.detach().clone()  # a copy, because Composer scales a total of several losses in place
-        is_whole = state.device_train_microbatch_size >= samples  # if true, this microbatch is the whole batch
+        value = loss.detach().clone()  # copy the loss, because Composer scales a total of several losses in place
+        is_whole = state.device_train_microbatch_size >= samples  # whether this microbatch is the whole batch
         self.parts.append((value, 1 if is_whole else counts_of(state.batch)[0] or 1))
 
     def mean(self) -> Tensor | None:
@@ -192,7 +192,7 @@ def is_one_number(value: Any) -> bool:
 
 
 def trained_on(loss: Any) -> Tensor:
-    """Return the loss on which Composer runs the backward pass: of several losses, the one named `total`, otherwise their sum."""
+    """Return the loss on which Composer runs the backward pass. For several losses, this is the loss `total`, otherwise the sum."""
     if isinstance(loss, Tensor):
         return loss if loss.dim() == 0 else loss.mean()
     if isinstance(loss, Mapping) and "total" in loss:

@@ -1,4 +1,4 @@
-"""`host`, which runs callsheet's callbacks in Composer's Trainer. Composer is imported only when `host` is called."""
+"""Defines `host`, which runs callsheet's callbacks in Composer's Trainer. Composer is imported only when `host` is called."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def host(
     runs_folder: str | os.PathLike[str] = "runs",
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> Any:
-    """Wrap the callbacks in one `composer.Callback`, for `Trainer(callbacks=[host([...])])`. A Trainer can have several of them.
+    """Wrap the callbacks in one `composer.Callback`, for `Trainer(callbacks=[host([...])])`. A Trainer can have several hosts.
 
     A run lasts as long as a Composer Trainer: it begins when the Trainer's constructor has loaded a checkpoint, if there is one,
     and ends with `close()`. The host fires the events of a step at Composer's events, and the end of the optimizer's step in a
@@ -37,7 +37,7 @@ def host(
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
-        strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.
+        strict: whether to raise an error if a callback listens to an event that is never fired. False: a warning is logged.
         log_interval: how often a metrics record is made; an integer means batches.
         run_name: the name of callsheet's run; None: Composer's run name.
         runs_folder: the folder that contains the run's folder.
@@ -51,7 +51,7 @@ def host(
         MissingPackage: Composer is not installed.
     """
     with needed_by("callsheet.bridges.composer.host"):
-        from callsheet.bridges.composer.trainer_host import ComposerHost  # imported here, because it imports Composer
+        from callsheet.bridges.composer.trainer_host import ComposerHost  # imported here, since this module imports Composer
 
     return ComposerHost(
         callbacks,

@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Event(StrEnum):
-    """The events of Composer's loop. `Event.INIT` equals the string `"init"`, and `INIT` of Composer's own `Event`."""
+    """The events of Composer's loop. `Event.INIT` equals the string `"init"`, and also equals `INIT` of Composer's own `Event`."""
 
     INIT = "init"
     BEFORE_LOAD = "before_load"
@@ -126,10 +126,10 @@ resumed after its first batch.
 
 
 class Callback:
-    """The base class of Composer's callbacks: override the methods of events, or `run_event`, which is then called for all events."""
+    """The base class of Composer's callbacks. Override the methods of single events, or `run_event`, which is called for all events."""
 
     def run_event(self, event: Event, state: Any, logger: Any) -> None:
-        """Called for every event. This implementation calls the event's own method.
+        """Called for every event. This implementation calls the method that has the event's name.
 
         Args:
             event: the event that is fired.
@@ -154,7 +154,7 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
 
 
 def _event_method(event: Event) -> Any:

@@ -23,7 +23,7 @@ _counts_of = Task().counts
 
 
 class Kinds(NamedTuple):
-    """The classes (`Event`, `Time`, ...) that a Composer callback expects: Composer's own, or callsheet's of the same names."""
+    """The classes (`Event`, `Time`, ...) that a Composer callback expects: Composer's own, or callsheet's classes of the same names."""
 
     base: type | None
     Event: Any
@@ -34,7 +34,7 @@ class Kinds(NamedTuple):
 
     @classmethod
     def of(cls, foreign: object) -> Kinds:
-        """Return Composer's own classes if the callback `foreign` derives from Composer's `Callback`, otherwise callsheet's.
+        """Return Composer's own classes if the callback `foreign` derives from Composer's `Callback`, otherwise callsheet's classes.
 
         `base` is None if it derives from neither.
         """
@@ -69,11 +69,11 @@ class Counted(NamedTuple):
         )  # fmt: skip
 
     def next_epoch(self) -> Counted:
-        """Return the counters after the end of an epoch: those of the epoch are 0 again."""
+        """Return the counters after the end of an epoch: the counters within the epoch start at 0 again."""
         return self._replace(sample_in_epoch=0, token_in_epoch=0, epoch=0.0, batch=0.0)
 
     def next_iteration(self) -> Counted:
-        """Return the counters after the end of an iteration (a group of epochs): those of the iteration are 0 again."""
+        """Return the counters after the end of an iteration (a group of epochs): the iteration's counters start at 0 again."""
         return self.next_epoch()._replace(token_in_iteration=0, iteration=0.0)
 
 
@@ -82,18 +82,18 @@ class ComposerRun:
 
     def __init__(self, kinds: Kinds) -> None:
         self.kinds = kinds
-        self.ctx: Any = None  # the context of the current event: that of training or of an evaluation
+        self.ctx: Any = None  # the context of the current event: the context of training or of an evaluation
         self.state = State(self)
         self.logger = Logger(self)
         self.guests: list[Any] = []
-        """The guests that have joined the run. The first one does the counting."""
+        """The guests (Composer's callbacks) that have joined the run. The first guest counts steps and samples for all guests."""
         self.closed: list[Any] = []
         self.counted = self.counted_before = Counted()
         self.eval_counted = Counted()
-        """The counters of the current evaluation or prediction; its batches are in `eval_batches`."""
+        """The counters of the current evaluation or prediction, except the number of batches, which is in `eval_batches`."""
         self.eval_batches = 0
         self.evaluated: dict[str, dict[str, Any]] = {}
-        """The last metrics of every dataset, by its name."""
+        """The latest evaluation metrics of every dataset, by the dataset's name."""
         self.train_metrics: Mapping[str, Any] = {}
         """The model's own training metrics, if a Trainer computes them."""
         self.loss: Any = None
@@ -103,7 +103,7 @@ class ComposerRun:
         self._made: tuple[Any, Any, Any] = (None, None, None)
 
     def fetched(self, ctx: Context) -> None:
-        """Add the samples and tokens of a fetched batch to those of the current step, which may have several batches."""
+        """Add the samples and tokens of a fetched batch to the counts of the current step, which may have several batches."""
         if ctx.batch is not None:
             samples, tokens = _counts_of(ctx.batch)
             self._fetched = self._fetched[0] + samples, self._fetched[1] + tokens
@@ -142,16 +142,16 @@ class ComposerRun:
         self.eval_batches += 1
 
     def timestamp(self, at: Timestamp, counted: Counted) -> Any:
-        """Return the run's position as a Composer `Timestamp`.
+        """Return the progress of the run as a Composer `Timestamp`.
 
-        It is created when needed and cached until the position changes.
+        The `Timestamp` is created when it is needed, and cached until the progress changes.
         """
         if self._made[0] is not at or self._made[1] is not counted:
             self._made = (at, counted, self.timestamp_of(at, counted))
         return self._made[2]
 
     def timestamp_of(self, at: Timestamp, counted: Counted) -> Any:
-        """Create a Composer `Timestamp` from callsheet's timestamp and Composer's own counters."""
+        """Create a Composer `Timestamp` from callsheet's timestamp (`at`) and the counts of samples, tokens and seconds (`counted`)."""
         return self.kinds.Timestamp(
             iteration=at.round,
             epoch=at.epoch,

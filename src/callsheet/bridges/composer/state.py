@@ -21,7 +21,7 @@ from callsheet.errors import NotSupported
 
 
 class Found:
-    """A computed value with a `compute` method, since Composer's callbacks expect metrics of torchmetrics."""
+    """Wraps a computed value in an object with a `compute` method, since Composer's callbacks expect metrics of torchmetrics."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -32,7 +32,7 @@ class Found:
 
 
 class State(Facade):
-    """Replaces Composer's State for Composer callbacks in callsheet's loop. It has only the attributes that they may use.
+    """Takes the place of Composer's State for Composer's callbacks, with only those attributes that these callbacks may use.
 
     All Composer callbacks of a run share one object, which callsheet makes.
 
@@ -40,7 +40,7 @@ class State(Facade):
         run: the object that counts what Composer counts, and has the context.
 
     Raises:
-        NotSupported: on reading any other attribute of Composer's State; the message lists those that a callback may use.
+        NotSupported: on reading any other attribute of Composer's State; the message lists the attributes that a callback may use.
     """
 
     OF: ClassVar[str] = "Composer's State"
@@ -91,7 +91,7 @@ class State(Facade):
 
     @property
     def dataloader_label(self) -> str:
-        """`train`, `predict`, or the label of the dataset that is evaluated."""
+        """The label of the current dataloader: `train`, `predict`, or the label of the dataset that is evaluated."""
         ctx = self._run.ctx
         if ctx.has("eval_name"):
             return label_of_dataset(ctx.eval_name)
@@ -126,7 +126,7 @@ class State(Facade):
 
     @property
     def batch(self) -> Any:
-        """The current batch. During a forward or backward pass it is the microbatch."""
+        """The current batch. During a forward or backward pass, this is the current microbatch."""
         ctx = self._run.ctx
         return ctx.microbatch if ctx.has("microbatch") else ctx.batch
 
@@ -173,7 +173,7 @@ class State(Facade):
 
     @property
     def loss(self) -> Any:
-        """The microbatch's loss, a scalar tensor. Between two steps it is the loss of the last step, as in Composer."""
+        """The microbatch's loss, a scalar tensor. Between two steps, this is the loss of the last step, as in Composer."""
         run = self._run
         return run.loss if run.loss is not None and not run.ctx.has("loss") else run.ctx.loss
 
@@ -200,12 +200,12 @@ class State(Facade):
 
     @property
     def eval_metric_values(self) -> Mapping[str, Any]:
-        """The latest value of each evaluation metric, by its name."""
+        """The latest value of each evaluation metric, by the metric's name."""
         return {name: value for values in self._run.evaluated.values() for name, value in values.items()}
 
     @property
     def train_metric_values(self) -> Mapping[str, Any]:
-        """The latest value of each training metric, by its name."""
+        """The latest value of each training metric, by the metric's name."""
         return {name: metric.compute() for name, metric in self.train_metrics.items()}
 
     # --- the rest ---
@@ -238,12 +238,12 @@ class State(Facade):
 
     @property
     def fsdp_enabled(self) -> bool:
-        """False, because Composer's callbacks need not gather parameters before they read them in callsheet's loop."""
+        """False: in callsheet's loop, Composer's callbacks can read a model's parameters without gathering them first."""
         return False
 
 
 class _Wrapped:
-    """Wraps a model as its attribute `module`, as DDP does, because Composer's own callbacks expect such a wrapper."""
+    """Wraps a model, which is in the attribute `module` as in DDP, because Composer's own callbacks expect such a wrapper."""
 
     def __init__(self, model: nn.Module) -> None:
         self.module = model
@@ -267,7 +267,7 @@ class Device(Facade):
 
     @property
     def name(self) -> str:
-        """`gpu` or `cpu`."""
+        """The type of the device as Composer names it, such as `gpu` or `cpu`."""
         return "gpu" if self._device.type == "cuda" else self._device.type
 
     def tensor_to_device(self, tensor: Tensor) -> Tensor:
@@ -280,7 +280,7 @@ class Device(Facade):
 
 
 class Logger(Facade):
-    """Replaces Composer's Logger for Composer callbacks: what they log goes to callsheet's metrics records and the run's loggers.
+    """Takes the place of Composer's Logger: what Composer's callbacks log goes to callsheet's metrics records and loggers.
 
     All Composer callbacks of a run share one object, which callsheet makes.
 
@@ -302,7 +302,7 @@ class Logger(Facade):
         return ()
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log metrics for the next metrics record. If a name is logged several times before it, the last value counts.
+        """Log metrics for the next metrics record. If a name is logged several times before this record, the last value counts.
 
         Args:
             metrics: numbers or scalar tensors by name.

@@ -118,7 +118,7 @@ class Time:
         return str(self)
 
     def _value_of(self, other: Any, what: str) -> Any:
-        """Return the value of `other`, a time or a string. Raise RuntimeError if its unit differs."""
+        """Return the value of `other`, a time or a string. Raise RuntimeError if the units of the two times differ."""
         time = Time.from_input(other, self.unit)
         if time.unit is not self.unit:
             raise RuntimeError(f"{self} and {time} cannot be {what}: their units differ")
@@ -174,7 +174,7 @@ class Time:
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Time:
-        """Divide by a number, which gives a time of this unit, or by a time, which gives a fraction with the unit `dur`."""
+        """Divide by a number, which gives a time of the same unit, or by a time, which gives a fraction with the unit `dur`."""
         if isinstance(other, (int, float)):
             return Time(type(self.value)(self.value / other), self.unit)
         return Time(self.value / self._value_of(other, "divided"), TimeUnit.DURATION)
@@ -249,7 +249,7 @@ class Timestamp:
             setattr(self, name, counted.get(name) or _NO_TIME)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters as plain numbers, by name."""
+        """Return the counters as plain numbers and the durations as `timedelta`, by name."""
         return {name: getattr(self, name).value for name in _UNITS} | {name: getattr(self, name) for name in _CLOCKS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -284,7 +284,7 @@ class Timestamp:
         if isinstance(other, str):
             other = Time.from_timestring(other)
         if not hasattr(other, "unit"):
-            return NotImplemented  # type: ignore[no-any-return]  # Python then tries the other operand
+            return NotImplemented  # type: ignore[no-any-return]  # with this result, Python tries the other operand
         return how(self.get(TimeUnit(other.unit.value)).value, other.value)
 
     def __eq__(self, other: object) -> bool:

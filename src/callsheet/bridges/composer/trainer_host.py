@@ -57,7 +57,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
 
     def run_event(self, event: Any, state: Any, logger: Any) -> None:
         """Handle an event of Composer. An error in a callback is raised. After an error in callsheet, training continues."""
-        handler = self._handlers.get(event._value_)  # the value, because hashing the event itself is slow
+        handler = self._handlers.get(event._value_)  # look up the event's value, because hashing the event itself is slow
         if handler is None:
             return
         try:
@@ -98,7 +98,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         self._handlers = self._tables.training
 
     def _loads(self) -> CheckpointInfo | None:
-        """Load the callbacks' states from the checkpoint that Composer has loaded. Return its info, or None for a new run."""
+        """Load the callbacks' states from the checkpoint that Composer has loaded. Return None for a new run."""
         run, saved, self._saved = self._run, self._saved, None
         at = self._state.timestamp
         if saved is not None:
@@ -166,7 +166,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         if driver.listen():
             self._tables.listen(driver)
             self._stepped.listen(driver.is_loss_read)
-        # If a resumed Trainer has skipped a batch that was trained on before, the fetch is still open.
+        # The fetch is still open if a resumed Trainer has skipped a batch that was trained on before the resume.
         if not driver.is_open("fetch"):
             driver.start("fetch")
 
@@ -193,7 +193,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
 
     def _before_forward(self, state: Any) -> None:
         run = self._run
-        run.driver.end("microbatch")  # ends the previous microbatch, because Composer may not have reported its end
+        run.driver.end("microbatch")  # end the previous microbatch, because Composer may not have reported its end
         run.ctx.microbatch = state.batch
         run.driver.start("microbatch")
         state.batch = run.ctx.microbatch
@@ -220,7 +220,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
     def _replaced(self, loss: Tensor, state: Any) -> Tensor:
         """Fire `on_loss_end`, at which a callback may replace the loss.
 
-        Return the loss that Composer uses: the model's, or the one by which a callback replaced it.
+        Return the loss that Composer uses: the model's loss, or the loss with which a callback has replaced it.
         """
         ctx = self._run.ctx
         ctx.loss = loss
@@ -244,7 +244,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         if not parts["forward_backward"].has_no_listeners:
             driver.end("forward_backward")
         if not parts["clip_gradients"].has_no_listeners:
-            driver.start_and_end("clip_gradients")  # fired even if no algorithm has clipped the gradients
+            driver.start_and_end("clip_gradients")  # `clip_gradients` is fired even if no algorithm clips
         driver.start("optimizer_step")
 
     def _batch_end(self, state: Any) -> None:
@@ -264,7 +264,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
     def _epoch_end(self, state: Any) -> None:
         self._saves.report(self._run)
         if self._run.driver.is_open("fetch"):
-            self._run.ctx.batch = None  # at `on_fetch_end`, None means that the data has ended
+            self._run.ctx.batch = None  # at `on_fetch_end`, a batch of None means that the data has ended
         self._run.close_epoch(is_whole=True)
         self._ask_for_evaluation()
 
@@ -327,7 +327,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
 
     def _eval_end(self, state: Any) -> None:
         label = state.dataloader_label
-        if label not in state.eval_metrics:  # without metrics for this label, the current dataloader is not that of an evaluation
+        if label not in state.eval_metrics:  # the current dataloader does not belong to an evaluation
             return
         found = {name: metric.compute() for name, metric in state.eval_metrics[label].items()}
         self._run.eval.end_dataset(label, {name: value for name, value in found.items() if is_one_number(value)})
@@ -383,7 +383,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
 
 
 def _end(run: HostedRun, hooks: list[Any]) -> None:
-    """Remove the hooks and end the run. If training or an evaluation is still open, an exception has ended it: the run failed."""
+    """Remove the hooks and end the run. If training or an evaluation is still open, an exception has ended it, so the run has failed."""
     for hook in reversed(hooks):
         hook.remove()
     if run.driver.is_open("train") or run.eval.driver.is_open("eval_all"):
