@@ -26,7 +26,7 @@ class Saves:
             engine.add_event_handler(CheckpointEvents.SAVED_CHECKPOINT, saved)
 
     def save(self, trainer: Engine) -> None:
-        """Write a checkpoint because a callback requested it."""
+        """Write a checkpoint that a callback has requested."""
         self._handler(trainer)
 
     def new(self) -> str | None:

@@ -1,4 +1,4 @@
-"""The Keras bridge (torch backend): `host` runs callsheet's callbacks in Keras, `guest` Keras's callbacks in callsheet."""
+"""The Keras bridge (torch backend): `host` runs callsheet's callbacks in Keras, `guest` runs Keras's callbacks in callsheet."""
 
 from callsheet.core.optional import needed_by
 
