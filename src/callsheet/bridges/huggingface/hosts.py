@@ -43,7 +43,7 @@ def host(
     runs_folder: str | os.PathLike[str] | None = None,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> HuggingFaceHost:
-    """Return the callbacks as one `transformers.TrainerCallback`, for `Trainer(callbacks=[host([...])])`.
+    """Wrap the callbacks in one `transformers.TrainerCallback`, for `Trainer(callbacks=[host([...])])`.
 
     A run is one call of `trainer.train()`. The host observes steps by the Trainer's own events, microbatches in its
     `training_step`, the loss in `backward`, and evaluations in `evaluate` and `prediction_step`. `ctx.batch`, `ctx.microbatch`
@@ -292,7 +292,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
             self._leave(error)
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Fire the start of the optimizer's step. The Trainer calls this after it has computed and clipped the gradients."""
+        """Fire the start of the optimizer's step. Called when the gradients are computed and clipped."""
         run = self._run
         if run is None:
             return
@@ -315,7 +315,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         driver.start("optimizer_step")
 
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """End the step. The Trainer calls this after the optimizer has changed the parameters.
+        """End the step. Called after the optimizer has changed the parameters.
 
         The gradients still exist, and the learning rate is still that of the step.
         """
@@ -484,7 +484,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
     def on_evaluate(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
         """End the evaluation of a dataset."""
         is_open, prefix = run.eval.driver.is_open("eval_all"), self._prefix or "eval"
-        if not is_open and self._prefix is None:  # if this is true, the evaluation did not go through `Trainer.evaluate`
+        if not is_open and self._prefix is None:  # `Trainer.evaluate` is not running
             self._warn(
                 "an evaluation that did not go through `Trainer.evaluate` is reported only at its end, and used the trained weights"
             )

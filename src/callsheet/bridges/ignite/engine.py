@@ -220,5 +220,5 @@ def label_of_handler(handler: Any) -> str:
 
 
 def _unwrapped(handler: Any) -> Any:
-    """Return the original handler. Ignite wraps it in another function if its event has a filter, such as `every=10`."""
+    """Return the original handler. Ignite wraps a handler whose event has a filter, such as `every=10`, in another function."""
     return unwrap(handler, stop=ismethod)

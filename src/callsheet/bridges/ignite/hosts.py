@@ -56,7 +56,7 @@ def host(
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
     strict: bool = True,
 ) -> IgniteHost:
-    """Return the callbacks as one Ignite handler: `host([...], model=model, optimizer=optimizer).attach(trainer)`.
+    """Wrap the callbacks in one Ignite handler: `host([...], model=model, optimizer=optimizer).attach(trainer)`.
 
     A run is one call of `trainer.run()`. The host observes steps and epochs by the engine's events, and forward pass, loss and
     optimizer step with PyTorch hooks. If a callback requests a stop, the host calls `trainer.terminate()`. If an evaluator runs
@@ -381,7 +381,9 @@ class IgniteHost(HostBase):
                 return
             self._microbatches = 0
             run.step_skipped = not training.optimizer.has_stepped
-            if run.step_skipped and training.optimizer.has_strayed:  # Ignite reported the start only after the optimizer's step
+            if (
+                run.step_skipped and training.optimizer.has_strayed
+            ):  # Ignite reported the step's start only after the optimizer's step
                 run.counts.doubt()
             training.optimizer.has_strayed = False
             run.end_step()
@@ -513,7 +515,7 @@ class IgniteHost(HostBase):
 
     def _end_evaluation(self, run: HostedRun) -> None:
         run.eval.end()
-        if self._evaluations.is_requested:  # the caller of `_evaluate` fires the later events
+        if self._evaluations.is_requested:  # after a requested evaluation, the caller of `_evaluate` fires the next events
             return
         run.fire_record()
         if self._evaluations.is_awaited:

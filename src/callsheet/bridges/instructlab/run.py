@@ -297,7 +297,7 @@ class HookedRun(Run):
         publish_costs(self.manager, self.ctx)
 
     def fire_evaluation(self, found: Mapping[str, float]) -> None:
-        """Fire the events of an evaluation that InstructLab has completed, and make its metrics record."""
+        """Fire the events of an evaluation that InstructLab has completed, and make the evaluation's metrics record."""
         ctx, driver = self.eval_ctx, self.eval_driver
         self._found = dict(found)
         ctx.step, ctx.epoch, ctx.standalone, ctx.eval_name = self.ctx.step, self.ctx.epoch, False, "validation"

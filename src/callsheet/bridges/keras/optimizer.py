@@ -29,7 +29,7 @@ class Steps:
                 return apply(*args, **named)
             try:
                 if not clip.has_no_listeners:
-                    driver.start_and_end("clip_gradients")  # fired before `apply`, because Keras clips the gradients inside it
+                    driver.start_and_end("clip_gradients")  # fired before `apply`, because Keras clips the gradients in `apply`
                 if driver.is_read:
                     driver.start("optimizer_step")
             except Exception as error:

@@ -55,7 +55,7 @@ def host(
     runs_folder: str | os.PathLike[str] | None = None,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> LightningHost:
-    """Return the callbacks as one `lightning.pytorch.Callback`, for `Trainer(callbacks=[host([...])])`.
+    """Wrap the callbacks in one `lightning.pytorch.Callback`, for `Trainer(callbacks=[host([...])])`.
 
     A run is one call of `trainer.fit`, `validate`, `test` or `predict`. Its folder is `trainer.log_dir`. A metrics record is made
     every `log_every_n_steps` steps. It contains the values that the LightningModule logs, as `lightning/<name>`. If a callback
@@ -270,7 +270,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             self._leave(error)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Fire the start of gradient clipping. Lightning calls this when the gradients are computed and unscaled."""
+        """Fire the start of gradient clipping. Called when the gradients are computed and unscaled."""
         run = self._run
         if run is None:
             return
