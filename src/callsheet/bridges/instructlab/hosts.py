@@ -39,7 +39,7 @@ def host(
         NotSupported: a callback listens to an event that is never fired, reads the model or the data, or makes a request; see `strict`.
             Or the installed release of InstructLab has no callbacks.
     """
-    # Import `hook_host` only when `host` is called, because `hook_host` imports torch, and InstructLab if installed.
+    # Import `hook_host` only when `host` is called, because `hook_host` imports torch.
     from callsheet.bridges.instructlab.hook_host import host_of
 
     return host_of(callbacks, strict=strict, lock_timeout_seconds=lock_timeout_seconds)
