@@ -1,4 +1,4 @@
-"""The Hugging Face bridge: `host` runs callsheet's callbacks in a transformers Trainer, `guest` its callbacks in callsheet."""
+"""The Hugging Face bridge: `host` runs callsheet's callbacks in a transformers Trainer, `guest` runs transformers callbacks in callsheet."""
 
 from callsheet.core.optional import needed_by
 

@@ -32,7 +32,7 @@ _KNOWN = (
         "do_predict",
     ),
 )
-"""Arguments that have the defaults of transformers unless the user sets them.
+"""The names of the training arguments that have transformers' default values unless the user sets them.
 
 Other arguments exist only if the user sets them.
 """
@@ -87,7 +87,7 @@ class Arguments(Facade):
             | {name: vars(self)[name] for name in self._given}
         )
         self._config = dict(run.config)
-        if self.output_dir and self.should_save:  # callbacks rely on the folder, which the Hugging Face Trainer creates too
+        if self.output_dir and self.should_save:  # the Hugging Face Trainer creates this folder, so callbacks expect it
             os.makedirs(self.output_dir, exist_ok=True)
 
     def to_dict(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class Arguments(Facade):
         return {**self._config, **own}
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """Return all arguments and the run's configuration, with values other than numbers and strings as strings."""
+        """Return all arguments and the run's configuration. Values that are not numbers or strings are converted to strings."""
         return {name: value if type(value) in (bool, int, float, str) else str(value) for name, value in self.to_dict().items()}
 
     def to_json_string(self) -> str:
@@ -110,7 +110,7 @@ def _default(name: str) -> Any:
 
 
 def _of_optimizer(ctx: Context) -> dict[str, Any]:
-    """Return the initial learning rate and the weight decay of the optimizer's first group, if it has them."""
+    """Return the initial learning rate and the weight decay of the optimizer's first parameter group, without missing values."""
     group = ctx.optimizer.param_groups[0] if ctx.has("optimizer") and ctx.optimizer is not None else {}
     found = {"learning_rate": group.get("initial_lr", group.get("lr")), "weight_decay": group.get("weight_decay")}
     return {name: float(value) for name, value in found.items() if value is not None}

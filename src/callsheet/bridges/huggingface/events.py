@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from callsheet.core.lifecycle import events_within
 
 NOT_FIRED = (*events_within("test", "predict"), "on_preempt")
-"""Events that this host never fires."""
+"""Events of callsheet that are never fired in the Hugging Face Trainer."""
 
 FIRED_AT: Mapping[str, tuple[str, ...]] = {
     "on_train_begin": (

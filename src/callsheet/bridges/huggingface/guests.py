@@ -27,13 +27,13 @@ GUEST_EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_train_start": ("on_train_begin",),
     "on_epoch_start": ("on_epoch_begin",),
     "on_train_step_start": ("on_step_begin",),
-    "on_microbatch_start": ("on_substep_end",),  # called for the microbatch before this one, if it belongs to the same step
+    "on_microbatch_start": ("on_substep_end",),  # ends the previous microbatch of the same step, if there is one
     "on_optimizer_step_start": ("on_pre_optimizer_step",),
     "on_optimizer_step_end": ("on_optimizer_step",),
     "on_train_step_end": ("on_step_end",),
     "on_log": ("on_log",),
     "on_eval_step_end": ("on_prediction_step",),
-    "on_eval_all_end": ("on_log", "on_evaluate"),  # for each dataset, `on_log` and then `on_evaluate`
+    "on_eval_all_end": ("on_log", "on_evaluate"),  # for each dataset, `on_log` is called first, then `on_evaluate`
     "on_checkpoint_published": ("on_save",),
     "on_epoch_end": ("on_epoch_end",),
     "on_train_end": ("on_log", "on_train_end"),
@@ -42,7 +42,7 @@ GUEST_EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_predict_step_end": ("on_prediction_step",),
     "on_predict_end": ("on_predict",),
 }
-"""For each event of callsheet, the events of the Hugging Face Trainer at which a guest is called, in this order."""
+"""For each event of callsheet, the methods of the wrapped transformers callback that a guest calls at this event, in order."""
 
 _HONORED: Mapping[str, frozenset[str]] = {
     "on_init_end": frozenset(),
@@ -55,9 +55,9 @@ _HONORED: Mapping[str, frozenset[str]] = {
     "on_train_end": frozenset(),
     "on_predict": frozenset(),
 }
-"""For each event of the Hugging Face Trainer, the flags of the control that the Trainer obeys if they are set there.
+"""For each event of the Hugging Face Trainer, the flags of `TrainerControl` that the Trainer obeys if a callback sets them at it.
 
-At other events, it obeys all flags.
+At events that are not listed, the Trainer obeys all flags.
 """
 _FLAGS = tuple(field.name for field in dataclasses.fields(TrainerControl))
 
@@ -165,7 +165,7 @@ class HuggingFaceGuest(Guest):
         return super().listens_to(theirs) and (theirs != "on_push_begin" or bool(self.args.push_to_hub))
 
     def handler(self, theirs: str, method: Any) -> Handler:
-        """Return a handler that calls `method` with args, state and control as positional arguments, and others by keyword."""
+        """Return a handler that calls `method` with args, state and control by position, and with all other arguments by keyword."""
         honored = _HONORED.get(theirs, frozenset(_FLAGS))
         is_substep, is_predict = theirs == "on_substep_end", theirs == "on_predict"
 
@@ -196,7 +196,7 @@ class HuggingFaceGuest(Guest):
     # --- the state ---
 
     def _reset(self, ctx: Context | None = None) -> None:
-        """Create a new `TrainerState` at the start of a run, because the old one may have the values of an earlier run."""
+        """Create a new `TrainerState` at the start of a run, because the old `TrainerState` may have values of an earlier run."""
         self.state, self.control = TrainerState(), TrainerControl()
         self._is_training = False
         self._resumed: str | None = None
@@ -220,7 +220,7 @@ class HuggingFaceGuest(Guest):
         self._set_lengths(ctx)
 
     def _set_lengths(self, ctx: Context) -> None:
-        """Set the length of training in steps and in epochs. If it is not known, set `sys.maxsize`."""
+        """Set the numbers of training steps and epochs in the `TrainerState`. A number that is not known becomes `sys.maxsize`."""
         state, each, longest = self.state, ctx.state.epoch_batches, ctx.state.max_duration
         self._last_step, epochs = sys.maxsize, None
         if longest is not None and longest.unit is TimeUnit.BATCH:
@@ -250,7 +250,7 @@ class HuggingFaceGuest(Guest):
             self._check_logged()
             self._step, self._microbatches = ctx.step, 0
             self.control._new_step()
-            # Discard a request to end the epoch: callsheet does not support it and has warned of it.
+            # Discard a request to end the epoch early: callsheet does not support such a request, and has logged a warning about it.
             self.control._new_epoch()
             self._save_kind = ""
             if self._passed_on:
@@ -265,9 +265,9 @@ class HuggingFaceGuest(Guest):
     # --- requests ---
 
     def _pass_on_requests(self, ctx: Context, honored: frozenset[str]) -> None:
-        """Pass each request that the callback makes through its `TrainerControl` on to the run, but only once.
+        """Pass on to the run what the wrapped callback requests through its `TrainerControl`. Each request is passed on once.
 
-        `honored` are the flags that the Trainer obeys at this event.
+        `honored` contains the flags that the Hugging Face Trainer obeys at this event.
         """
         for flag in _FLAGS:
             if not getattr(self.control, flag) or flag in self._passed_on or flag not in honored or not self._is_training:
@@ -285,7 +285,7 @@ class HuggingFaceGuest(Guest):
                 ctx.control.stop(f"{self.name} set control.{flag}", replicated=self._replicated)
 
     def _ask_for_checkpoint(self, ctx: Context) -> None:
-        """Request the checkpoint that the callback wants. If an evaluation is due after this step, request it after that one."""
+        """Request the checkpoint for which the callback has asked. If an evaluation is due first, wait until it has ended."""
         if self._save_kind and ctx.boundary != "before_eval":
             kind, self._save_kind = self._save_kind, ""
             ctx.control.save(f"{self.name} set control.should_save", kind=kind, by=self.name, replicated=self._replicated)
@@ -318,7 +318,7 @@ class HuggingFaceGuest(Guest):
             handle(ctx, logs=logs)
 
     def _log_record(self, ctx: Context) -> None:
-        """Log a metrics record, without the results of evaluations, under the names that the Hugging Face Trainer uses."""
+        """Log a record's values, except evaluation results, to the callback, under the names that the Hugging Face Trainer uses."""
         self._update(ctx)
         logs: dict[str, Any] = {}
         values = dict(ctx.record.values)
@@ -338,7 +338,7 @@ class HuggingFaceGuest(Guest):
             self._log(ctx, logs)
 
     def _log_evaluation(self, ctx: Context) -> None:
-        """Call `on_log` and `on_evaluate` for each dataset, then update the best metric."""
+        """Call the wrapped callback's `on_log` and `on_evaluate` for each evaluated dataset, then update the best metric."""
         self._update(ctx)
         results = ctx.eval_results
         self._datasets |= results.keys()
@@ -355,7 +355,7 @@ class HuggingFaceGuest(Guest):
             self._update_best(found)
 
     def _update_best(self, found: Mapping[str, float]) -> None:
-        """Update the best metric after `on_evaluate`, so that `on_evaluate` still sees the earlier one, as in transformers."""
+        """Update the best metric. Called after `on_evaluate`, which still reads the earlier best metric, as in transformers."""
         args, state = self.args, self.state
         if args.metric_for_best_model is None:
             return
@@ -379,7 +379,7 @@ class HuggingFaceGuest(Guest):
             self.state.best_model_checkpoint = ctx.checkpoint.path
 
     def _log_summary(self, ctx: Context) -> None:
-        """Log how long training took and its mean loss, as the Hugging Face Trainer does at the end of training."""
+        """Log the duration and the mean loss of training, as the Hugging Face Trainer does at the end of training."""
         self._update(ctx)
         self._check_logged()
         steps = self.state.global_step - self._began_at
@@ -391,13 +391,13 @@ class HuggingFaceGuest(Guest):
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the callback's own `state()`, and the parts of `TrainerState` that the Hugging Face Trainer would save."""
+        """Return the wrapped callback's `state()`, and the parts of `TrainerState` that the Hugging Face Trainer would save."""
         kept = ("log_history", "best_metric", "best_global_step", "best_model_checkpoint")
         state = {name: getattr(self.state, name) for name in kept}
         return {**state, "own": self.foreign.state()["attributes"] if isinstance(self.foreign, ExportableState) else {}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the callback's state, but not the arguments of its constructor."""
+        """Restore the wrapped callback's state, but not the arguments of the callback's constructor."""
         for name, value in state.items():
             if name != "own":
                 setattr(self.state, name, list(value) if name == "log_history" else value)

@@ -18,15 +18,15 @@ from callsheet.bridges.torch_hooks import BackwardWatch
 from callsheet.trainer.tasks import counts_of
 
 SPEEDS = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "jit_compilation_time")
-"""Timings among an evaluation's metrics. Each rank has its own values."""
+"""The names of an evaluation's metrics that are timings, which differ between the ranks."""
 
 
 _MAX_CALL_DEPTH = 12
-"""How many frames up the call stack the Trainer may be: normally three, more if a library wraps its methods."""
+"""How many frames of the call stack `find_trainer` searches. Three are normally enough; more if a library wraps the Trainer."""
 
 
 def find_trainer(state: Any, frame: FrameType | None) -> Any:
-    """Return the Trainer with this `state` from the call stack, or None.
+    """Search the call stack for the Trainer whose state is `state`. Return the Trainer, or None if it is not found.
 
     A Trainer passes its model, state and dataloaders to its callbacks, but not itself.
     """
@@ -52,23 +52,23 @@ class HuggingFaceForwardHooks(ModelCalls):
     def __init__(self, run: HostedRun, model: nn.Module) -> None:
         super().__init__(run, model)
         self.expected = ""
-        """The kind of the model's next call: `train`, `eval`, or empty if it is not reported."""
+        """Which events the model's next call fires: those of training (`train`), those of an evaluation (`eval`), or none (empty)."""
         self.is_computing = False
-        """Whether the loss is being computed.
+        """Whether the Trainer's `compute_loss` is running.
 
         A call of `backward` during that time is part of the loss, not the step's backward pass.
         """
         self.inputs: Any = None
-        """The inputs of `training_step`."""
+        """The inputs of the Trainer's current `training_step`."""
         self.name_of_dataset: Callable[[], str] = lambda: "validation"
         self._before.install(True, self._begins)
 
     def listen(self, has_listeners: bool) -> None:
-        """Register the hook that observes the model's outputs if `has_listeners`, otherwise remove it."""
+        """Register the hook that observes the model's outputs if `has_listeners` is true; otherwise, remove this hook."""
         self._after.install(has_listeners, self._ends)
 
     def training_step(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the Trainer's `training_step` (`method`). The first call of the model inside it is reported as a microbatch."""
+        """Call the Trainer's `training_step` (`method`). The model's first call in `training_step` begins a microbatch."""
         self.expected, self.inputs = "train", args[1] if len(args) > 1 else kwargs.get("inputs")
         try:
             return method(*args, **kwargs)
@@ -76,7 +76,7 @@ class HuggingFaceForwardHooks(ModelCalls):
             self.expected, self.inputs = "", None
 
     def compute_loss(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the Trainer's `compute_loss` (`method`). Calls of `backward` inside it are not reported.
+        """Call the Trainer's `compute_loss` (`method`). No events are fired for calls of `backward` inside `compute_loss`.
 
         Such calls come from a cached loss, which calls `backward` on parts of itself before the step's backward pass.
         """
@@ -87,7 +87,7 @@ class HuggingFaceForwardHooks(ModelCalls):
             self.is_computing = False
 
     def prediction_step(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the Trainer's `prediction_step` (`method`). In an evaluation, the model's first call inside it is reported."""
+        """Call the Trainer's `prediction_step` (`method`). In an evaluation, the model's first call in it begins an evaluation step."""
         if not self._run.eval.driver.is_open("eval_all"):
             return method(*args, **kwargs)
         self.expected = "eval"
@@ -97,7 +97,7 @@ class HuggingFaceForwardHooks(ModelCalls):
             self.expected = ""
 
     def begin_without_forward(self) -> None:
-        """Begin a microbatch at its backward pass, because a cached loss calls the model with gradients only there."""
+        """Begin a microbatch at its backward pass, because a cached loss calls the model with gradients only in the backward pass."""
         if self.expected == "train":
             self._begin_microbatch(self.inputs)
             run = self._run
@@ -154,7 +154,7 @@ class StepWatch(BackwardWatch):
     hooks: HuggingFaceForwardHooks
 
     def run(self, loss: Tensor, *args: Any, **options: Any) -> bool:
-        """Begin the microbatch, if no forward pass has begun it. Then do what `BackwardWatch.run` does."""
+        """Begin a microbatch if no forward pass has begun one, then call `BackwardWatch.run`."""
         if self.hooks.is_computing:
             return False
         if self.hooks.expected and self._listens and not loss.dim():
@@ -168,7 +168,7 @@ class StepWatch(BackwardWatch):
 def found_in(metrics: Mapping[str, Any], prefix: str) -> dict[str, float]:
     """Return the results of an evaluation without the prefix (such as `eval_`) in their names, and without timings.
 
-    A subclass of the Trainer may have extended the prefix, as SetFit does. The name of the evaluation's time shows the whole prefix.
+    A subclass of the Trainer may have extended the prefix, as SetFit does. The whole prefix is taken from the metric `<prefix>_runtime`.
     """
     timed = [name.removesuffix("_runtime") for name in metrics if name.startswith(prefix) and name.endswith("_runtime")]
     prefix = min(timed, key=len, default=prefix)

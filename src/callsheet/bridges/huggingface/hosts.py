@@ -1,4 +1,4 @@
-"""Runs callsheet's callbacks in a transformers Trainer, or a trainer built on it such as one of TRL's."""
+"""Runs callsheet's callbacks in a transformers Trainer, or in a trainer that is built on that Trainer, such as those of TRL."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def host(
     runs_folder: str | os.PathLike[str] | None = None,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> HuggingFaceHost:
-    """Return the callbacks as one `transformers.TrainerCallback`, for `Trainer(callbacks=[host([...])])`.
+    """Wrap the callbacks in one `transformers.TrainerCallback`, for `Trainer(callbacks=[host([...])])`.
 
     A run is one call of `trainer.train()`. The host observes steps by the Trainer's own events, microbatches in its
     `training_step`, the loss in `backward`, and evaluations in `evaluate` and `prediction_step`. `ctx.batch`, `ctx.microbatch`
@@ -81,10 +81,10 @@ def host(
 
 
 _BETWEEN_STEPS, _IN_STEP, _IN_OPTIMIZER_STEP, _OPTIMIZER_HAS_STEPPED = range(4)
-"""How far the Trainer's events of a step have come."""
+"""The stages of a training step. `HuggingFaceHost._stage` is the stage that the Trainer's events have reached."""
 
 _LOGGED_ELSEWHERE = frozenset({"loss", "learning_rate", "epoch", "total_flos", "train_loss"})
-"""Values that the Trainer logs, and that metrics records have under other names or from other sources."""
+"""Values that the Trainer logs and that are not copied, because metrics records have them under other names or from other sources."""
 
 
 class _HostRequests:
@@ -95,9 +95,9 @@ class _HostRequests:
 
     def __init__(self) -> None:
         self.control = TrainerControl()
-        """The latest control that the Trainer has passed."""
+        """The `TrainerControl` that the Trainer passed to its latest event."""
         self.is_written = False
-        """Whether the Trainer has written a checkpoint since the last step. If so, it is not asked to write the same one again."""
+        """Whether the Trainer has written a checkpoint since the last step. If so, the host does not request another checkpoint."""
 
     def save(self, requests: tuple[Request, ...] = ()) -> None:
         if not self.is_written:
@@ -130,7 +130,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         self._requests = _HostRequests()
         self._eval_names = tuple(eval_names)
         self._listens_to_optimizer = True
-        self._prefix: str | None = None  # the metrics prefix of the innermost call of `evaluate`; None outside of it
+        self._prefix: str | None = None  # the metrics prefix of the innermost running call of `evaluate`, or None
         self._warned: set[str] = set()
         self._skips: Any = None
         self._has_engine = False  # whether DeepSpeed's engine steps the optimizer
@@ -140,9 +140,9 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
 
     @observing
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Wrap the Trainer's training loop, so that an error in it ends callsheet's run as failed before it reaches the user."""
+        """Wrap the Trainer's training loop, so that callsheet's run ends as failed when an error leaves the loop."""
         trainer, reference = find_trainer(state, sys._getframe()), weakref.ref(self)
-        # If the trainer lacks this method, there is nothing to wrap, so callsheet notices an error in training only later.
+        # If the trainer has no `_inner_training_loop`, there is nothing to wrap, so callsheet notices an error in training only later.
         if not hasattr(trainer, "_inner_training_loop"):
             if any((kind.__module__, kind.__name__) == ("transformers.trainer", "Trainer") for kind in type(trainer).__mro__):
                 self._warn(
@@ -160,8 +160,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
                     host._fail(error)
                 raise
 
-        # Wrap only the inner loop. A wrapper of `train` would hold no strong reference to the trainer, so in
-        # `Trainer(...).train()` the trainer could be deleted during the call.
+        # Do not wrap `train`: the wrapper has no strong reference to the trainer, so `Trainer(...).train()` could delete the trainer.
         WrappedMethods(trainer).wrap("_inner_training_loop", train, put=replace)
 
     @observing
@@ -263,11 +262,11 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
 
     @in_a_run
     def on_epoch_begin(self, run: HostedRun, *_: Any) -> None:
-        self._stage = _BETWEEN_STEPS  # the Trainer may have left the last epoch within a step
+        self._stage = _BETWEEN_STEPS  # the Trainer may have left the previous epoch in the middle of a step
         run.driver.start("epoch")
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Prepare a step. Its start is fired later, when the Trainer calls the model with the first batch."""
+        """Prepare a step. The step's start is fired later, when the Trainer calls the model with the first batch."""
         run = self._run
         if run is None:
             return
@@ -285,7 +284,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
             self._leave(error)
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """End a microbatch that is not the step's last."""
+        """End a microbatch that is not the last microbatch of its step."""
         try:
             if self._run is not None:
                 self._run.driver.end("microbatch")
@@ -293,7 +292,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
             self._leave(error)
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Fire the start of the optimizer's step, because the gradients are computed and clipped."""
+        """Fire the start of the optimizer's step. Called when the gradients are computed and clipped."""
         run = self._run
         if run is None:
             return
@@ -316,7 +315,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         driver.start("optimizer_step")
 
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """End the step, because the parameters have changed.
+        """End the step. Called after the optimizer has changed the parameters.
 
         The gradients still exist, and the learning rate is still that of the step.
         """
@@ -341,7 +340,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
             self._leave(error)
 
     def _begin_step(self, run: HostedRun) -> None:
-        """Fire the start of a step in which the model was not called. Normally, the first call of the model fires it."""
+        """Fire the start of a step in which the model was not called. Normally, the model's first call fires the start."""
         run.counted, run.ctx.batch = (0, 0), None
         if not run.driver.parts["fetch"].has_no_listeners:
             run.driver.start_and_end("fetch")
@@ -371,15 +370,15 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
 
     @in_a_run
     def on_epoch_end(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
-        """End the epoch, even if the Trainer has left it before its last batch."""
+        """End the epoch, also if the Trainer has left the epoch before the last batch."""
         run.end_epoch(is_whole=state.epoch is not None and float(state.epoch).is_integer())
         self._repeat_save_request(run)
         self._stop_if_asked(run)
 
     def _repeat_save_request(self, run: HostedRun) -> None:
-        """Repeat a callback's request to save, which the Trainer has not carried out yet.
+        """Repeat a callback's request to save if the Trainer has not carried it out yet.
 
-        The Trainer resets it when a step begins, and when it saves the best model after an evaluation.
+        The Trainer resets the request when a step begins, and when it saves the best model after an evaluation.
         """
         if run.checkpoints.requests:
             if self._requests.is_written:
@@ -417,8 +416,8 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
     def _evaluate(self, trainer: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call `trainer.evaluate` and fire the evaluation's events.
 
-        The end is fired also if the evaluation fails, so that a callback that swapped the weights for it, such as `EMA`, restores
-        them.
+        The evaluation's end is fired also if the evaluation fails, so that a callback that has swapped the weights, such as `EMA`,
+        restores the trained weights.
 
         If there are several datasets, `trainer.evaluate` calls itself for each.
         """
@@ -442,7 +441,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         return found
 
     def _guarded(self, run: HostedRun, function: Callable[..., Any], *given: Any) -> None:
-        """Call `function(run, *given)`. An error ends callsheet's run; see `_leave`."""
+        """Call `function(run, *given)`. If the function raises an error, end callsheet's run; see `_leave`."""
         try:
             function(run, *given)
         except BaseException as error:
@@ -485,7 +484,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
     def on_evaluate(self, run: HostedRun, args: TrainingArguments, state: TrainerState, given: Mapping[str, Any]) -> None:
         """End the evaluation of a dataset."""
         is_open, prefix = run.eval.driver.is_open("eval_all"), self._prefix or "eval"
-        if not is_open and self._prefix is None:  # if this is true, the evaluation did not go through `Trainer.evaluate`
+        if not is_open and self._prefix is None:  # `Trainer.evaluate` is not running
             self._warn(
                 "an evaluation that did not go through `Trainer.evaluate` is reported only at its end, and used the trained weights"
             )
@@ -513,7 +512,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         self._requests.is_written, self._path, self._step = True, _checkpoint(args, state), state.global_step
         order = run.eval.order
         if order.allows("DS"):
-            self._fire_due(run)  # if a callback requests a save at this event, this checkpoint fulfills the request
+            self._fire_due(run)  # the written checkpoint fulfills requests that callbacks make at this event
             self._fire_checkpoint(run)
         elif order.allows("S"):
             self._fire_checkpoint(run)
@@ -548,7 +547,7 @@ def _run_of(reference: weakref.ref[HuggingFaceHost]) -> HostedRun | None:
 
 
 def _begin_engine_step(reference: weakref.ref[HuggingFaceHost]) -> None:
-    """Fire the start of the optimizer's step, because DeepSpeed's engine is about to step."""
+    """Fire the start of the optimizer's step. Called just before DeepSpeed's engine steps the optimizer."""
     host, run = reference(), _run_of(reference)
     if host is not None and run is not None and (host._listens_to_optimizer or run.driver.is_read):
         host._guarded(run, host._begin_optimizer_step)

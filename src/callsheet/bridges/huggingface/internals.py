@@ -6,7 +6,7 @@ HOST = (
     *("transformers.Trainer.training_step", "transformers.Trainer.compute_loss", "transformers.Trainer.prediction_step"),
     *("transformers.Trainer.evaluate", "transformers.Trainer.state"),
 )
-"""The host wraps these methods. It finds the Trainer by its `state` and `evaluate`."""
+"""The host wraps the methods in this list, and finds the Trainer in the call stack by its attributes `state` and `evaluate`."""
 
 GUEST = (
     *("transformers.TrainerControl._new_training", "transformers.TrainerControl._new_step"),
@@ -19,7 +19,7 @@ WITHOUT = {
         "a warning is logged, and an error that ends training may be recorded late and without its reason"
     )
 }
-"""For a part that the host can do without: what happens without it."""
+"""For each attribute that the host can do without: what happens if the installed version lacks the attribute."""
 
 EXEC = {"transformers.Trainer.callback_handler": "an error is logged, and the training is not observed"}
-"""The part that only `callsheet exec` uses."""
+"""The attribute that only `callsheet exec` needs, and what happens if the installed version lacks the attribute."""

@@ -27,9 +27,9 @@ ALLOWED = frozenset(
         *("fire_event", "terminate", "state_dict_user_keys"),
     }
 )
-"""The methods of this engine that a handler may call.
+"""The methods of a `GuestEngine` that an Ignite handler may call.
 
-It may also read `state`, `last_event_name`, `should_terminate` and `logger`.
+A handler may also read `state`, `last_event_name`, `should_terminate` and `logger`.
 """
 
 
@@ -72,7 +72,7 @@ class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's 
         """The names of the events that are fired in this run. None before training has begun."""
 
     def evaluator(self, name: str = "validation", output: Callable[[Context], Any] | None = None) -> GuestEngine:
-        """Return the engine that replaces Ignite's evaluator of the dataset `name`. The first call creates it.
+        """Return the engine that replaces Ignite's evaluator of the dataset `name`. The first call creates this engine.
 
         After an evaluation, its `state.metrics` contain the evaluation's results and the values of attached Ignite metrics.
 
@@ -121,7 +121,7 @@ class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's 
     def _fire_event(self, event_name: Any, *event_args: Any) -> None:
         """Fire an event as Ignite does, but faster.
 
-        It writes no log line, and does not need the event's hash, which is computed in Python.
+        This method writes no log line, and does not need the event's hash, which is computed in Python.
         """
         known = self._at.get(id(event_name))
         if known is None:
@@ -137,7 +137,7 @@ class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's 
                 handler(*event_args, *args, **kwargs)
 
     def terminate(self, skip_completed: bool = False) -> None:
-        """Request that callsheet's run stops. After this, of Ignite's events only those at the end of a run are fired.
+        """Request that callsheet's run stops. After this call, the only Ignite events that are fired are those at a run's end.
 
         Args:
             skip_completed: whether `COMPLETED` is not fired either.
@@ -220,5 +220,5 @@ def label_of_handler(handler: Any) -> str:
 
 
 def _unwrapped(handler: Any) -> Any:
-    """Return the handler inside the function by which Ignite replaces the handler of an event with a filter, such as `every=10`."""
+    """Return the original handler. Ignite wraps a handler whose event has a filter, such as `every=10`, in another function."""
     return unwrap(handler, stop=ismethod)

@@ -28,7 +28,7 @@ FIRED_AT: Mapping[Events, tuple[str, ...]] = {
     Events.COMPLETED: ("on_round_end", "on_train_end", "on_run_end"),
     Events.EXCEPTION_RAISED: ("on_exception", "on_run_end"),
 }
-"""For each event of the trainer, the events of callsheet that are fired there.
+"""For each event of Ignite's trainer, the events of callsheet that are fired there.
 
 Hooks in PyTorch report the events inside a step.
 """
@@ -39,13 +39,13 @@ FIRED_AT_EVALUATION: Mapping[Events, tuple[str, ...]] = {
     Events.ITERATION_COMPLETED: ("on_eval_step_end",),
     Events.COMPLETED: ("on_eval_end", "on_eval_all_end"),
 }
-"""For each event of an evaluator, the events of callsheet that are fired there."""
+"""For each event of an Ignite evaluator, the events of callsheet that are fired there."""
 
 NOT_FIRED = events_within("test", "predict")
-"""Events that this host never fires."""
+"""Events of callsheet that the Ignite host never fires."""
 
 OF_EVALUATIONS = events_within("eval_all")
-"""Events that this host fires only if it has evaluators."""
+"""Events of callsheet that the Ignite host fires only if it has evaluators."""
 
 OF_CHECKPOINTS = (*events_within("checkpoint_save"), "on_checkpoint_published")
-"""Events that this host fires only if it has a handler that writes checkpoints."""
+"""Events of callsheet that the Ignite host fires only if it has a handler that writes checkpoints."""

@@ -33,9 +33,7 @@ GUEST_EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_eval_step_end": ("evaluator_iteration_completed",),
     "on_eval_all_end": ("evaluators_completed",),
 }
-"""For each event of callsheet, the Ignite events of the trainer that are fired at it, or, for evaluators, a name in
-`EVALUATOR_EVENTS`.
-"""
+"""For each event of callsheet, the events of Ignite's trainer that are fired at it; for evaluators, a key of `EVALUATOR_EVENTS`."""
 
 EVALUATOR_EVENTS: Mapping[str, tuple[Events, ...]] = {
     "evaluator_started": (Events.STARTED, Events.EPOCH_STARTED),
@@ -46,7 +44,7 @@ EVALUATOR_EVENTS: Mapping[str, tuple[Events, ...]] = {
 """For each name that `GUEST_EVENTS` uses for evaluators, the Ignite events of an evaluator that are fired together."""
 
 TRAINER_ONLY = ("TERMINATE", "EXCEPTION_RAISED")
-"""Events that are fired for a trainer, and never for an evaluator."""
+"""Events of Ignite that are fired for a trainer, and never for an evaluator."""
 
 
 def guest(
@@ -58,7 +56,7 @@ def guest(
     phase: Phase = "measure",
     strict: bool = True,
 ) -> Callback:
-    """Return Ignite's handlers as one callback: `guest(Timer())`, `guest(TerminateOnNan(), Events.ITERATION_COMPLETED)`.
+    """Wrap Ignite's handlers in one callsheet callback: `guest(Timer())`, `guest(TerminateOnNan(), Events.ITERATION_COMPLETED)`.
 
     To use several handlers in one callback, or handlers whose `attach` takes more arguments, attach them to a `GuestEngine` as to
     a trainer, and pass this engine. If a handler has a `state_dict`, callsheet's checkpoints contain its state.
@@ -158,7 +156,7 @@ class IgniteGuest(Guest):
             each.fired_events = frozenset(event.name for event in Events if each.listens_to(event))
 
     def _update(self, ctx: Context) -> Any:
-        """Update the engine's state to the run's progress and return it; return None if a handler has terminated the engine."""
+        """Set the engine's state to the run's progress. Return the state, or None if a handler has terminated the engine."""
         engine = self.foreign
         if engine.should_terminate:
             return None
@@ -277,7 +275,7 @@ class IgniteGuest(Guest):
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the attached handlers that have one, by class name, and of the objects in `to_save`."""
+        """Return the states of the attached handlers that have a `state_dict`, by class name, and of the objects in `to_save`."""
         return {name: part.state_dict() for name, part in self._parts().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -56,7 +56,7 @@ def host(
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
     strict: bool = True,
 ) -> IgniteHost:
-    """Return the callbacks as one Ignite handler: `host([...], model=model, optimizer=optimizer).attach(trainer)`.
+    """Wrap the callbacks in one Ignite handler: `host([...], model=model, optimizer=optimizer).attach(trainer)`.
 
     A run is one call of `trainer.run()`. The host observes steps and epochs by the engine's events, and forward pass, loss and
     optimizer step with PyTorch hooks. If a callback requests a stop, the host calls `trainer.terminate()`. If an evaluator runs
@@ -122,7 +122,7 @@ class _Evaluations:
     is_requested: bool = False
     """Whether a callback requested the evaluation that is running."""
     is_awaited: bool = False
-    """Whether the epoch has ended, and what is due after it, such as a save, waits for the epoch's evaluation."""
+    """Whether the actions after an epoch, such as a save, wait for the epoch's evaluation."""
     is_between_steps: bool = False
     """Whether an evaluation is open or an epoch waits for one. `_continue_training` must then be called before the next step."""
 
@@ -162,9 +162,9 @@ class IgniteHost(HostBase):
 
     def _reset(self) -> None:
         self._microbatches = 0  # how many microbatches the current step has had
-        self._steps_left = 0  # how many steps were left before their last microbatch
+        self._steps_left = 0  # how many steps ended before their last microbatch
         self._in_epoch = False
-        self._completed_iteration = -1  # the engine's number of the latest iteration whose end was reported
+        self._completed_iteration = -1  # the number of the latest iteration whose end Ignite has reported
         self._evaluations = _Evaluations()
 
     def attach(self, trainer: Engine, *, checkpoint: Checkpoint | None = None) -> Self:
@@ -179,7 +179,7 @@ class IgniteHost(HostBase):
             The host itself.
 
         Raises:
-            ConfigError: `checkpoint` is a `ModelCheckpoint`, which does not know what to save; it is missing, and `preempt_signals` were
+            ConfigError: `checkpoint` is a `ModelCheckpoint`, which does not know what to save; `checkpoint` is None, and `preempt_signals` were
                 given; or the host is attached already.
         """
         if self._trainer is not None:
@@ -281,13 +281,13 @@ class IgniteHost(HostBase):
             else:
                 run.fail(error)
             self._release()
-        # Without a handler for errors, Ignite raises the error. If the host's handler is the only one, it does the same.
+        # Without a handler for errors, Ignite raises the error. If the host's handler is the only one, it also raises the error.
         if len(trainer._event_handlers[Events.EXCEPTION_RAISED]) == 1:
             raise error
 
     def _leave(self, error: BaseException) -> None:
         super()._leave(error)
-        self._last = None  # the error has ended this run, so later checkpoints must not contain its state
+        self._last = None  # the error has ended this run, so later checkpoints must not contain the run's state
 
     def _stop(self, loop: Any) -> None:
         assert self._trainer is not None
@@ -381,7 +381,9 @@ class IgniteHost(HostBase):
                 return
             self._microbatches = 0
             run.step_skipped = not training.optimizer.has_stepped
-            if run.step_skipped and training.optimizer.has_strayed:  # its start was reported only after the optimizer's step
+            if (
+                run.step_skipped and training.optimizer.has_strayed
+            ):  # Ignite reported the step's start only after the optimizer's step
                 run.counts.doubt()
             training.optimizer.has_strayed = False
             run.end_step()
@@ -416,7 +418,7 @@ class IgniteHost(HostBase):
             self._reach(run)
 
     def _leave_step(self, run: HostedRun) -> None:
-        """Leave the current step, because the engine skips its remaining iterations.
+        """Abandon the current step. Called when the engine skips the remaining iterations of the step.
 
         The lifecycle driver fires the step's end later.
         """
@@ -439,7 +441,7 @@ class IgniteHost(HostBase):
         self._epoch_completed(trainer)
 
     def _continue_training(self, run: HostedRun) -> None:
-        """End the current evaluation, and carry out the actions that have waited for it, because the trainer trains on."""
+        """End the current evaluation, and carry out the actions that have waited for its end. Called when the trainer continues."""
         if run.eval.driver.is_open("eval_all"):
             self._end_evaluation(run)
         self._reach(run)
@@ -447,7 +449,7 @@ class IgniteHost(HostBase):
         self._evaluations.begun.clear()
 
     def _handle_current_event(self) -> None:
-        """Handle the engine's current event before Ignite calls the host's own handler for it.
+        """Handle the engine's current event before Ignite calls the host's handler for this event.
 
         This is called if another handler of this event, which Ignite calls earlier, needs the result.
         """
@@ -464,7 +466,7 @@ class IgniteHost(HostBase):
     # --- evaluations ---
 
     def _evaluate(self) -> dict[str, Any]:
-        """Run the evaluators because a callback requested it. Return no results: the evaluators' own events report them."""
+        """Run the evaluators at a callback's request. Return an empty dict, because the evaluators' events report the results."""
         assert self._runs_evaluators is not None
         assert self._run is not None
         self._evaluations.is_requested = True
@@ -513,7 +515,7 @@ class IgniteHost(HostBase):
 
     def _end_evaluation(self, run: HostedRun) -> None:
         run.eval.end()
-        if self._evaluations.is_requested:  # if callsheet has requested this evaluation, it fires the later events itself
+        if self._evaluations.is_requested:  # after a requested evaluation, the caller of `_evaluate` fires the next events
             return
         run.fire_record()
         if self._evaluations.is_awaited:
@@ -526,7 +528,7 @@ class IgniteHost(HostBase):
     # --- checkpoints ---
 
     def _save(self) -> None:
-        """Write a checkpoint because a callback requested it."""
+        """Write a checkpoint that a callback has requested."""
         assert self._saves is not None
         assert self._trainer is not None
         self._saves.save(self._trainer)

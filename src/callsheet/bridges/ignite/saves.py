@@ -18,7 +18,9 @@ class Saves:
 
     def report(self, engines: Iterable[Engine], saved: Callable[[Engine], None]) -> None:
         """Call `saved` whenever a checkpoint handler that is attached to one of the `engines` has written a checkpoint."""
-        from ignite.handlers.checkpoint import CheckpointEvents  # imported here, because Ignite before 0.5.3 does not have it
+        from ignite.handlers.checkpoint import (
+            CheckpointEvents,
+        )  # imported here, because Ignite before 0.5.3 does not have this class
 
         for engine in engines:
             if not engine.has_registered_events(CheckpointEvents.SAVED_CHECKPOINT):
@@ -26,7 +28,7 @@ class Saves:
             engine.add_event_handler(CheckpointEvents.SAVED_CHECKPOINT, saved)
 
     def save(self, trainer: Engine) -> None:
-        """Write a checkpoint because a callback requested it."""
+        """Write a checkpoint that a callback has requested."""
         self._handler(trainer)
 
     def new(self) -> str | None:

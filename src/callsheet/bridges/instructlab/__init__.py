@@ -1,4 +1,4 @@
-"""The InstructLab bridge: `host` runs callsheet's callbacks in InstructLab, and `guest` InstructLab's callbacks in callsheet."""
+"""The InstructLab bridge: `host` runs callsheet's callbacks in InstructLab, and `guest` runs InstructLab's callbacks in callsheet."""
 
 from callsheet.bridges.instructlab.events import EVENT_MAP, NOT_FIRED, NOT_SEEN
 from callsheet.bridges.instructlab.guests import InstructLabGuest, guest

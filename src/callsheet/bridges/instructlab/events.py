@@ -19,13 +19,13 @@ EVENT_MAP: Mapping[str, str] = {
     "on_epoch_end": "on_epoch_end",
     "on_train_end": "on_run_end",
 }
-"""The event at which each hook of a guest is called.
+"""For each hook of an InstructLab callback, the event of callsheet at which a guest calls the hook.
 
 `on_step_end` and `on_epoch_end` are called after the evaluations and saves at the end of the step or epoch.
 """
 
 NOT_FIRED = ("on_checkpoint_due", "on_preempt", "on_exception", *events_within("eval_step", "test", "predict"))
-"""Events that InstructLab has no hook for. They are never fired; a callback may listen to them if it also listens to another event."""
+"""Events for which InstructLab has no hook. They are never fired; a callback may listen to them if it also listens to another event."""
 
 NOT_SEEN: tuple[str, ...] = (
     *("on_fetch_start", "on_fetch_end", "on_forward_end", "on_loss_start", "on_loss_end", "on_backward_start"),

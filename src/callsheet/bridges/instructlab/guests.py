@@ -42,11 +42,11 @@ def guest(
 
 
 class InstructLabGuest(Guest):
-    """Runs a callback of InstructLab in callsheet's loop, on a background thread and in InstructLab's order. No event is dropped.
+    """Runs a callback of InstructLab in callsheet's loop. The hooks are called on a background thread, in InstructLab's order.
 
     The callback's `TrainingContext` is the same on all ranks, except for the two `is_..._process_zero` flags, because its values
     come from the metrics records, which the ranks share. With `log_interval="1ba"` the values are those of InstructLab's own context,
-    otherwise the means since the last record. An error of a hook is logged and not raised.
+    otherwise the means since the last record. No event is dropped. An error of a hook is logged and not raised.
 
     Args:
         foreign: a `TrainerCallback`, of InstructLab or of `callsheet.compat.instructlab`.
@@ -81,7 +81,7 @@ class InstructLabGuest(Guest):
         "on_clip_gradients_start": "on_pre_optimizer_step",
         "on_optimizer_step_end": "on_optimizer_step",
     }
-    """Events that the guest listens to only if the callback has the hook."""
+    """For some events of callsheet, a hook. The guest listens to the event only if the wrapped callback overrides this hook."""
 
     lane = "background"
     snapshot_fields = ("loss", "record", "eval_results", "standalone", "checkpoint")
@@ -106,7 +106,7 @@ class InstructLabGuest(Guest):
         self._microbatches = 0
         self._last = (0, 0, 0, 0.0)  # step, samples, tokens and seconds at the last metrics record
 
-    # --- our events, from which the hooks are called in InstructLab's order ---
+    # --- handlers of callsheet's events, which call the hooks in InstructLab's order ---
 
     def _train_begins(self, ctx: Context) -> Awaitable[None] | None:
         ended = self._ended()  # the last hook calls of an earlier training in this run; empty if they were made already
@@ -214,7 +214,7 @@ class InstructLabGuest(Guest):
     # --- calling the hooks ---
 
     def _boundary(self) -> list[_HookCall]:
-        """Return the calls of `on_step_end` and `on_epoch_end` that are due. Evaluations and saves come before them."""
+        """Return the calls of `on_step_end` and `on_epoch_end` that are due. They were postponed until after evaluations and saves."""
         ended: list[_HookCall] = []
         if self._ends_step:
             self._ends_step = False
@@ -252,7 +252,7 @@ _HookCall = tuple[Callable[[TrainingContext], Any], TrainingContext] | None
 
 
 def _called(method: Callable[[TrainingContext], Any], context: TrainingContext) -> Any:
-    """Call a hook of the wrapped callback. If it is `async`, return what must be awaited, otherwise None. Log an error."""
+    """Call a hook of the wrapped callback. Return the awaitable of an `async` hook, otherwise None. An error is logged."""
     try:
         result = method(context)
         return result if inspect.isawaitable(result) else None

@@ -38,7 +38,7 @@ from callsheet.transport.payload import open_payload, pack
 logger = logging.getLogger("callsheet")
 
 _WITHOUT_HOOK = frozenset({"loss", "backward"})
-"""Spans of a microbatch for which InstructLab has no hooks. The driver synthesizes their events between two hooks."""
+"""Spans of a microbatch for which InstructLab has no hooks. The lifecycle driver fires their events between two hooks."""
 
 _OF_STEP = frozenset({"on_before_forward", "on_after_backward", "on_pre_optimizer_step", "on_optimizer_step", "on_log"})
 """The hooks that InstructLab calls within a step, after `on_step_begin`."""
@@ -52,7 +52,7 @@ def host_of(
         check_version(PACKAGE, [CALLBACKS], needed_by="this host")
     try:
         base: type = importlib.import_module(CALLBACKS).TrainerCallback
-    except ImportError:  # without an installed InstructLab, no other code uses its base class
+    except ImportError:  # InstructLab is not installed, so use callsheet's copy of the base class
         base = names.TrainerCallback
     return _class_over(base)(InstructLabHost(callbacks, strict=strict, lock_timeout_seconds=lock_timeout_seconds))
 
@@ -165,7 +165,7 @@ class InstructLabHost(HostBase):
 
     @classmethod
     def arrived(cls) -> InstructLabHost:
-        """Create the host on a rank, with the callbacks that the process that started the rank has sent."""
+        """Create the host on a rank, with the callbacks that were sent by the process that started the rank."""
         arrived = open_payload(os.environ)
         extra: Any = arrived.extra
         return cls(arrived.callbacks, strict=extra["strict"], lock_timeout_seconds=extra["lock_timeout_seconds"])
@@ -187,7 +187,7 @@ class InstructLabHost(HostBase):
                 self._check.reject([each], f"calls collectives, which would interleave with those of {HOST}")
 
     def _reject_listeners_of_not_fired(self, run: HookedRun) -> None:
-        """After the first step, raise an error (or log a warning) if callbacks listen to events that were not fired in it."""
+        """After the first step, raise an error (or log a warning) if callbacks listen to events that were not fired in that step."""
         self._is_checked = True
         for _, event in events_of(run.driver.synthesized - _WITHOUT_HOOK):
             for each in self._check.listeners(event):
@@ -197,7 +197,7 @@ class InstructLabHost(HostBase):
 
     @observing
     def on_train_begin(self, context: TrainingContext) -> None:
-        """Begin a run of callsheet's callbacks, because InstructLab begins to train."""
+        """Begin a run of callsheet's callbacks when InstructLab begins to train."""
         self._forget_earlier_run()
         self._saved = None
         self._run = run = HookedRun(self.manager, context, lock_timeout=self._lock_timeout_seconds)
@@ -205,7 +205,7 @@ class InstructLabHost(HostBase):
         run.begin(context)
 
     def _handle(self, method: Callable[..., None], context: TrainingContext) -> None:
-        """Call the method, unless InstructLab has called its hook too late or twice.
+        """Call `method`, which handles a hook, unless InstructLab has called the hook too late or twice.
 
         InstructLab's context has the numbers of the step and the epoch to which the hook belongs, so a hook that is out of order is recognized.
         """
@@ -270,7 +270,7 @@ class InstructLabHost(HostBase):
 
     @in_a_run
     def on_optimizer_step(self, run: HookedRun, context: TrainingContext) -> None:
-        """Fire the end of gradient clipping, and the start and end of the optimizer's step, because the optimizer has stepped."""
+        """Fire the end of gradient clipping, and the start and end of the optimizer's step, after the optimizer has stepped."""
         run.driver.end("clip_gradients")
         run.driver.start_and_end("optimizer_step")
 
@@ -284,12 +284,12 @@ class InstructLabHost(HostBase):
 
     @in_a_run
     def on_evaluate(self, run: HookedRun, context: TrainingContext) -> None:
-        """Fire all start and end events of an evaluation, because InstructLab has completed it."""
+        """Fire all start and end events of an evaluation after InstructLab has completed the evaluation."""
         run.fire_evaluation({name.removeprefix("val_"): float(value) for name, value in context.val_metrics.items()})
 
     @in_a_run
     def on_save(self, run: HookedRun, context: TrainingContext) -> None:
-        """Add the callbacks' states to a checkpoint that InstructLab has written, and fire its events.
+        """Add the callbacks' states to a checkpoint that InstructLab has written, and fire the checkpoint's events.
 
         A checkpoint after an epoch's last step belongs to the epoch's boundary, so its events are fired after the epoch's end.
         """
@@ -314,7 +314,7 @@ class InstructLabHost(HostBase):
 
     @in_a_run
     def on_epoch_end(self, run: HookedRun, context: TrainingContext) -> None:
-        """End the epoch, and fire the events of a checkpoint that was written at its end."""
+        """End the epoch, and fire the events of a checkpoint that was written at the epoch's end."""
         run.end_epoch(context)
         saved, self._saved = self._saved, None
         if saved is not None:
@@ -322,6 +322,6 @@ class InstructLabHost(HostBase):
 
     @in_a_run
     def on_train_end(self, run: HookedRun, context: TrainingContext) -> None:
-        """End the run of callsheet's callbacks, because InstructLab has ended training."""
+        """End the run of callsheet's callbacks when InstructLab has ended training."""
         run.finish(context)
         self._release()

@@ -1,4 +1,4 @@
-"""`host`, which runs callsheet's callbacks in InstructLab's training. InstructLab and torch are imported when it is called."""
+"""`host`, which runs callsheet's callbacks in InstructLab's training. InstructLab and torch are imported when `host` is called."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def host(
         NotSupported: a callback listens to an event that is never fired, reads the model or the data, or makes a request; see `strict`.
             Or the installed release of InstructLab has no callbacks.
     """
-    # `hook_host` is imported only here, because it imports InstructLab if that is installed.
+    # Import `hook_host` only when `host` is called, because `hook_host` imports torch.
     from callsheet.bridges.instructlab.hook_host import host_of
 
     return host_of(callbacks, strict=strict, lock_timeout_seconds=lock_timeout_seconds)

@@ -1,6 +1,6 @@
 """A copy of InstructLab Training's callback interface: base class, context and manager.
 
-They can be used whether or not InstructLab is installed.
+The copies can be used whether or not InstructLab is installed.
 
 `callsheet.compat.instructlab` exports them for code that is written for InstructLab. A callback may derive from this base class or from
 that of the installed package.
@@ -28,7 +28,7 @@ HOOK_NAMES: tuple[str, ...] = (
     *("on_train_begin", "on_epoch_begin", "on_step_begin", "on_before_forward", "on_after_backward", "on_pre_optimizer_step"),
     *("on_optimizer_step", "on_log", "on_evaluate", "on_save", "on_step_end", "on_epoch_end", "on_train_end"),
 )
-"""All hooks, in the order in which a run with one of each calls them."""
+"""The names of all hooks, in the order in which a run of one step calls them."""
 
 _HOOKS = frozenset(HOOK_NAMES)
 _PATIENCE_SECONDS = 10.0
@@ -36,7 +36,7 @@ _PATIENCE_SECONDS = 10.0
 
 @dataclass
 class TrainingContext:
-    """The progress of training, which each hook receives as its own copy.
+    """The progress of training. Each call of a hook receives a new copy of this object.
 
     A value that is not known yet is None. A value stays until it is replaced: at `on_step_begin` the loss is still that of the
     last step.
@@ -220,7 +220,7 @@ class CallbackManager:
         return any(listens_to(callback, hook_name) for callback in self._callbacks)
 
     def fire(self, hook_name: str, **kwargs: Any) -> None:
-        """Call a hook of all callbacks that override it. After `close` this does nothing.
+        """Call the hook of all callbacks that override it, on the background thread. After `close`, do nothing.
 
         Args:
             hook_name: the name of the hook, such as `on_log`.
@@ -230,7 +230,7 @@ class CallbackManager:
             ValueError: there is no such hook; or, if a callback overrides it, the context has no such field.
         """
         if hook_name not in _HOOKS:
-            # The messages here and below begin like InstructLab's, because its users' tests compare them.
+            # The messages of `fire` begin like those of InstructLab, because tests of InstructLab's users compare them.
             raise ValueError(f"Unknown hook: '{hook_name}'. Valid hooks: {list(HOOK_NAMES)}{did_you_mean(hook_name, HOOK_NAMES)}")
         if self._is_closed or not (listeners := [each for each in self._callbacks if listens_to(each, hook_name)]):
             return
@@ -294,7 +294,7 @@ def seen(context: TrainingContext, hook: str, **changes: Any) -> TrainingContext
 
 
 async def awaited(result: Any) -> None:
-    """Await a hook's result. `asyncio.Runner.run` needs a coroutine, and the result may be another awaitable."""
+    """Await a hook's result in a coroutine, because `asyncio.Runner.run` accepts only coroutines, not other awaitables."""
     await result
 
 

@@ -43,11 +43,11 @@ NOT_GIVEN = ("model", "optimizer", "scheduler", "batch", "microbatch", "outputs"
 
 
 _LEAVING = ("on_train_start", "on_round_start", "on_epoch_start", "on_fetch_start", "on_train_step_start")
-"""Events that begin a step or epoch, so that training is no longer between two of them."""
+"""Events at the start of training, a round, an epoch or a step. After them, training is no longer between two steps."""
 
 
 class _ContextWithoutModel(Context):
-    """The context of callsheet's callbacks in InstructLab, which gives them neither the model nor the data."""
+    """The context that callsheet's callbacks receive in InstructLab. The model and the data are not available in it."""
 
     __slots__ = ()
 
@@ -92,13 +92,13 @@ class HookedRun(Run):
             device=torch.device(device),
             log_ranks=LogRanks("zero", ranks),
             lock_timeout=lock_timeout,
-            # If a run fails, callsheet does not learn that it has ended, so an unfinished run must not block a new one.
+            # InstructLab calls no hook when its training fails, so a run that has not ended must not block a new run.
             is_busy=lambda lifetime: False,
         )
         self.log_ranks.start()
         self._metrics = self.records.metrics
         self.counts = CountCheck(HOST, self.ctx)
-        self._counted = Counts()  # InstructLab's counts of steps and epochs at the latest hook that shows them
+        self._counted = Counts()  # InstructLab's counts of steps and epochs at the latest check
         self.eval_ctx = self.ctx.sibling()
         self.driver = LifecycleDriver(
             self.spans,
@@ -203,7 +203,7 @@ class HookedRun(Run):
     # --- the position in training ---
 
     def go_to(self, context: TrainingContext) -> None:
-        """Set the current epoch and step to InstructLab's.
+        """Set callsheet's current epoch and step to those of InstructLab's context.
 
         When InstructLab resumes, it does not report the batches that it skips.
         """
@@ -264,7 +264,7 @@ class HookedRun(Run):
     def fire_record(self, context: TrainingContext) -> None:
         """Make the step's metrics record, with the values that callbacks have logged, and fire `on_log`.
 
-        Do nothing if the lifecycle allows no record here.
+        Do nothing if the lifecycle allows no record at this place.
         """
         if not self._order.may_come("L"):
             return
@@ -297,7 +297,7 @@ class HookedRun(Run):
         publish_costs(self.manager, self.ctx)
 
     def fire_evaluation(self, found: Mapping[str, float]) -> None:
-        """Fire the events of an evaluation that InstructLab has completed, and make its metrics record."""
+        """Fire the events of an evaluation that InstructLab has completed, and make the evaluation's metrics record."""
         ctx, driver = self.eval_ctx, self.eval_driver
         self._found = dict(found)
         ctx.step, ctx.epoch, ctx.standalone, ctx.eval_name = self.ctx.step, self.ctx.epoch, False, "validation"
@@ -330,7 +330,7 @@ class HookedRun(Run):
         ctx.boundary = boundary
         self.manager.fire("on_checkpoint_due", ctx)
         ctx.close("on_checkpoint_due")
-        self._order.may_come("S")  # records the save; it is always allowed after on_checkpoint_due
+        self._order.may_come("S")  # note that a save begins, which is always allowed after `on_checkpoint_due`
         with self.spans.checkpoint_save:
             self._write(context, info)
         ctx.close("on_checkpoint_save_end")

@@ -1,9 +1,13 @@
-"""The Keras bridge (torch backend): `host` runs callsheet's callbacks in Keras, `guest` Keras's callbacks in callsheet."""
+"""The Keras bridge (torch backend): `host` runs callsheet's callbacks in Keras, `guest` runs Keras's callbacks in callsheet."""
 
 from callsheet.core.optional import needed_by
 
 with needed_by(__name__):
-    from callsheet.bridges.keras.hosts import NOT_FIRED, KerasHost, host  # imported first, because it imports torch before Keras
+    from callsheet.bridges.keras.hosts import (
+        NOT_FIRED,
+        KerasHost,
+        host,
+    )  # comes first, because `hosts` imports torch before Keras
 
     # isort: split
     from callsheet.bridges.keras.guests import KerasGuest, guest

@@ -1,4 +1,4 @@
-"""Runs Keras's callbacks in callsheet's loop (as guests). They are called in Keras's order and with Keras's logs."""
+"""Runs Keras's callbacks in callsheet's loop (as guests). The callbacks are called in Keras's order and with Keras's logs."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_predict_step_end": ("on_predict_batch_end",),
     "on_predict_end": ("on_predict_end",),
 }
-"""The methods of Keras that are called at each event of callsheet.
+"""For each event of callsheet, the methods of the wrapped Keras callback that are called at the event.
 
 Keras calls `on_epoch_end` after the epoch's evaluation. So the method is listed at several events, and is called at the first of
 them that is fired.
 """
 
 ALIASES = {"on_train_batch_begin": "on_batch_begin", "on_train_batch_end": "on_batch_end"}
-"""For each method of a Keras callback, its older name, such as `on_batch_end`: Keras's default implementation calls it."""
+"""For methods of a Keras callback, the older names, such as `on_batch_end`. By default, a method calls the one with the older name."""
 
 REJECTED: Mapping[str, str] = {
     "ModelCheckpoint": "it writes Keras models, and there is none; use callsheet.callbacks.CheckpointSaver",
@@ -150,7 +150,7 @@ class KerasGuest(Guest):
             self._set_up(ctx)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the epoch's loss so far, and the callback's own state if it has a `state_dict`."""
+        """Return the epoch's loss so far, and the state of the Keras callback if it has a `state_dict`."""
         return {**self.common.state_dict(), "foreign": super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

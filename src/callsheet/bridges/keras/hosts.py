@@ -114,9 +114,9 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
     _STOPS_IF_PREEMPTED = True
     _run: HostedRun | None = None
     _batch: int | None = None
-    """Keras's index of the last batch in its epoch; None before the first batch of a `fit`."""
+    """The index in its epoch, as counted by Keras, of the latest batch; None before the first batch of a call of `fit`."""
     _earlier_steps = 0
-    """The number of steps before the epoch of that batch, by Keras's count."""
+    """The number of steps before the epoch of the latest batch, as counted by Keras."""
 
     def __init__(self, callbacks: Callbacks, *, model: nn.Module | None, resume: str | None, **options: Any) -> None:
         super().__init__(callbacks, **options)
@@ -175,7 +175,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
         return run
 
     def _patch(self, name: str, before: Callable[..., list[Any] | None], after: Callable[..., None]) -> _PatchedFunction:
-        """Patch a function that Keras calls with a batch, such as `model.train_function`, because callbacks get no batch."""
+        """Patch a function that Keras calls with a batch, such as `model.train_function`. Keras passes no batch to its callbacks."""
         patched = _PatchedFunction(self.model, name, before, after)
         self._hooks.append(patched)
         return patched
@@ -184,7 +184,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
 
     @observing
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begin a run of callsheet's callbacks, because `fit` begins."""
+        """Begin a run of callsheet's callbacks when `fit` begins."""
         self._is_in_fit = True
         run = self._begin(is_training=True)
         self._patch("train_function", self._begin_step, self._end_step)
@@ -201,7 +201,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
         return Counts(None if self._batch is None else self._earlier_steps + self._batch + 1, self._epochs)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Store Keras's index of the batch, because callsheet's count of steps is compared with it.
+        """Store Keras's index of the batch, so that callsheet's count of steps can be compared with Keras's count.
 
         Training would be slower without this method: if no callback overrides it, Keras calls its own callbacks in a thread, and
         training waits for the interpreter lock.
@@ -247,7 +247,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
         return [ctx.batch]
 
     def _end_step(self, run: HostedRun) -> None:
-        """End the step of the batch, because Keras has trained on it."""
+        """End the step of a batch after Keras has trained on the batch."""
         self._training.backward.is_on = False
         self._place.taken += 1
         run.step_skipped = not self._steps.has_stepped
@@ -267,7 +267,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
 
     @in_a_run
     def on_epoch_end(self, run: HostedRun, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """End the epoch after its evaluation, and add the metrics in Keras's `logs` to the next metrics record."""
+        """End the epoch after the epoch's evaluation, and add the metrics in Keras's `logs` to the next metrics record."""
         self._close_epoch(run)
         self._epochs = epoch + 1
         found = {
@@ -298,7 +298,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
 
     @observing
     def on_test_begin(self, logs: Any = None) -> None:
-        """Start an evaluation. Outside training, first begin a run for it."""
+        """Start an evaluation. Outside training, first begin a run for the evaluation."""
         # If the run of this `fit` has ended early, the later evaluations of this `fit` must not begin a new run.
         if self._has_given_up and self._is_in_fit:
             return
@@ -322,7 +322,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
 
     @in_a_run
     def on_test_end(self, run: HostedRun, logs: Mapping[str, Any] | None = None) -> None:
-        """End the evaluation. `logs` has its losses and metrics."""
+        """End the evaluation. `logs` contains the evaluation's losses and metrics."""
         self._eval_hooks.listen(False)
         if self._evaluation is not None:
             self._hooks.remove(self._evaluation)
@@ -338,7 +338,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
 
     @observing
     def on_predict_begin(self, logs: Any = None) -> None:
-        """Begin a run that predicts. A prediction within training is not observed."""
+        """Begin a run for a prediction. A prediction during training is not observed."""
         if (self._has_given_up and self._is_in_fit) or (self._run is not None and self._run.driver.is_open("train")):
             return
         self._begin(is_training=False, is_prediction=True).driver.start("predict")
@@ -361,10 +361,10 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
 
 
 class _PatchedFunction:
-    """Replaces one of the model's functions, such as `train_function`, by one that also calls `before` and `after`.
+    """Replaces one of the model's functions, such as `train_function`, by a function that also calls `before` and `after`.
 
     Args:
-        before: a method of the host. It takes the run and the data, and returns the data to use, or None to skip it.
+        before: a method of the host. It takes the run and the data, and returns the data to use, or None to skip the batch.
         after: a method of the host. It takes the run.
     """
 

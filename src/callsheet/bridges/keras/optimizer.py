@@ -29,7 +29,7 @@ class Steps:
                 return apply(*args, **named)
             try:
                 if not clip.has_no_listeners:
-                    driver.start_and_end("clip_gradients")  # fired before `apply`, because Keras clips the gradients inside it
+                    driver.start_and_end("clip_gradients")  # fired before `apply`, because Keras clips the gradients in `apply`
                 if driver.is_read:
                     driver.start("optimizer_step")
             except Exception as error:
@@ -52,7 +52,7 @@ class Steps:
 
 
 class Scale:
-    """Makes Keras's loss scale look like torch's `GradScaler`, as far as callsheet uses that."""
+    """Wraps Keras's loss scale in the part of the interface of torch's `GradScaler` that callsheet uses."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -92,7 +92,7 @@ class KerasOptimizer(Facade):
         return {f"{i}:{variable.path}": variable.value.detach() for i, variable in enumerate(self._optimizer.variables)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Assign the saved values to the optimizer's variables. Raise ValueError if their number differs."""
+        """Assign the saved values to the optimizer's variables. Raise ValueError if the numbers of values and variables differ."""
         if not self._optimizer.built:
             self._optimizer.build(self._model.trainable_variables)
         variables = self._optimizer.variables

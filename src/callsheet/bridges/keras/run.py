@@ -11,21 +11,21 @@ from callsheet.trainer.tasks import counts_of
 
 
 class KerasRun(Common):
-    """Keeps the logs and the position in the loop that Keras's callbacks receive. Each method handles the event of its name."""
+    """Keeps the logs and the position in the loop that Keras's callbacks receive. Each `on_...` method handles the event of its name."""
 
     def __init__(self) -> None:
         self.ctx: Any = None  # callsheet's context; None until the run begins
         self.listens_to_batches = False
-        """Whether a guest listens to the end of each batch, whose logs have the loss as a number."""
+        """Whether a guest listens to the end of each batch. Only then does each batch's loss become a number for the logs."""
         self.needs_loss = False
-        """Whether the logs of any guest have the loss."""
+        """Whether any guest needs the loss in its logs."""
         self.batch = 0
         """The number of the current batch in the epoch, the evaluation or the prediction."""
         self.logs: dict[str, Any] = {}
         self.found: dict[str, float] = {}
         """The results of the last evaluation."""
         self.ended: int | None = None
-        """The epoch whose end the guests handle at the current event. None at all other events."""
+        """The epoch for which the guests call Keras's `on_epoch_end` at callsheet's current event, or None."""
         self._open: int | None = None  # an epoch that has ended, but for which `on_epoch_end` was not called yet
         self._total: Any = 0.0
         self._samples = 0
@@ -52,7 +52,7 @@ class KerasRun(Common):
         self.batch = ctx.state.timestamp.batch_in_epoch
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Add the batch's loss to the mean. If a Keras callback listens to batches, this waits for the device, as Keras does."""
+        """Add the batch's loss to the epoch's mean loss. If a Keras callback listens to batches, wait for the device, as Keras does."""
         if self.needs_loss:
             samples = counts_of(ctx.batch)[0] or 1
             self._total += (float(ctx.loss) if self.listens_to_batches else ctx.loss) * samples
@@ -70,7 +70,7 @@ class KerasRun(Common):
         self._end(is_known=not ctx.state.evaluators)
 
     def on_checkpoint_due(self, ctx: Context) -> None:
-        """If an epoch has ended without an evaluation, let the guests call Keras's `on_epoch_end` for it now."""
+        """If an epoch has ended without an evaluation, let the guests call Keras's `on_epoch_end` now."""
         self._end(is_known=ctx.boundary == "epoch")
 
     def on_train_end(self, ctx: Context) -> None:
@@ -105,7 +105,7 @@ class KerasRun(Common):
     on_predict_step_start = on_eval_step_start
 
     def _end(self, *, is_known: bool) -> None:
-        """Let the guests call Keras's `on_epoch_end` at this event if an epoch has ended and `is_known`.
+        """Let the guests call Keras's `on_epoch_end` at this event if an epoch has ended and `is_known` is True.
 
         `is_known` is True if no evaluation of the epoch can follow.
         """

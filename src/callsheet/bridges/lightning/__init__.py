@@ -1,4 +1,4 @@
-"""The Lightning bridge: `host` and `fabric` run callsheet's callbacks in Lightning, `guest` its callbacks in callsheet."""
+"""The Lightning bridge: `host` and `fabric` run callsheet's callbacks in Lightning, `guest` runs Lightning's callbacks in callsheet."""
 
 from callsheet.core.optional import needed_by
 

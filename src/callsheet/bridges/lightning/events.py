@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 NOT_FIRED: tuple[str, ...] = ()
-"""Events that this host never fires: none."""
+"""Events of callsheet that the Lightning host never fires: there are none."""
 
 FIRED_AT: Mapping[str, str] = {
     "on_run_start": "on_train_start",
@@ -35,7 +35,7 @@ FIRED_AT: Mapping[str, str] = {
     "on_exception": "on_exception",
     "on_run_end": "on_train_end",
 }
-"""For each event of callsheet, the Lightning hook at which it is fired.
+"""For each event of callsheet, the Lightning hook at which the event is fired.
 
 The other events come from hooks in the model, `backward`, the optimizer and `save_checkpoint`, or the lifecycle driver
 synthesizes them.

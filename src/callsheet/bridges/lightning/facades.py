@@ -92,7 +92,7 @@ class StrategyFacade(OfGuest):
         return self._ctx.gather(obj)[src]
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until all ranks have called this."""
+        """Wait until all ranks have called this method."""
         self._ctx.gather(None)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: str = "mean") -> Tensor:
@@ -140,13 +140,13 @@ class ConnectorFacade(OfGuest):
 
 
 class _ProgressFacade(OfGuest):
-    """One object that replaces Lightning's loop, its epoch loop and their progress counters."""
+    """Replaces Lightning's fit loop, epoch loop and progress counters with a single object."""
 
     OF = "Lightning's loop"
 
     @property
     def epoch_loop(self) -> _ProgressFacade:
-        """This object, which replaces the epoch loop too."""
+        """This object itself, which replaces not only the fit loop but also the epoch loop."""
         return self
 
     batch_progress = total = current = epoch_loop
@@ -416,9 +416,7 @@ class TrainerFacade(OfGuest):
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """The latest metrics, under callsheet's names and Lightning's: `validation/loss` and `val_loss`, `train/loss` and
-        `train_loss`.
-        """
+        """The latest metrics, each under callsheet's name and Lightning's name, such as `validation/loss` and `val_loss`."""
         return self._guest.metrics()
 
     logged_metrics = callback_metrics
@@ -434,7 +432,7 @@ class TrainerFacade(OfGuest):
     def should_stop(self) -> bool:
         """Whether a stop was requested.
 
-        Setting it to True requests one. A request cannot be withdrawn.
+        Setting the property to True requests a stop. A request cannot be withdrawn.
         """
         return self._ctx.control.stop_requested is not None
 

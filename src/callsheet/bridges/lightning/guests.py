@@ -124,16 +124,16 @@ class LightningGuest(Guest):
         self._ends_batch = foreign.on_train_batch_end if self.listens_to("on_train_batch_end") else None
         self._remove_unneeded_handlers()
         self.ctx: Any = None
-        """The context of the current event, or of the last one."""
+        """The context of the latest event."""
         self.progress: dict[str, float] = {}
         """The values that the callback has logged with `prog_bar=True`."""
         self.epoch = 0
         """The index of the current epoch. After the last epoch, the number of epochs."""
         self.batch_idx = self.total_batch_idx = -1
         self.eval_batches = 0
-        """How many batches of the current dataset have begun to be evaluated."""
+        """The number of batches of the current dataset whose evaluation has begun."""
         self.steps_before = 0
-        """How many steps had ended before the current batch began."""
+        """The number of steps that had ended before the current batch began."""
         self.is_step_over = True
         self._batch, self._loss, self._batches = _NONE, None, 0
         self._dataset = -1
@@ -160,7 +160,7 @@ class LightningGuest(Guest):
     # --- Lightning's hooks ---
 
     def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:
-        """Return a handler that calls the hook `method` with Lightning's arguments."""
+        """Return a handler that calls the hook `method` with the arguments that Lightning would pass."""
         if theirs == "on_train_epoch_end":
             return self._epoch_end_handler(method)
         if theirs == "teardown":
@@ -186,9 +186,9 @@ class LightningGuest(Guest):
         return handle
 
     def _epoch_end_handler(self, method: Callable[..., Any]) -> Handler:
-        """Return a handler that calls the hook after the evaluation at the epoch's end.
+        """Return a handler that calls `on_train_epoch_end` after the evaluation at the epoch's end.
 
-        Without such an evaluation, the handler calls the hook at the first event that shows that none follows.
+        Without such an evaluation, the handler calls the hook at the first event that shows that no evaluation follows.
         """
 
         def handle(ctx: Context) -> None:
@@ -327,7 +327,7 @@ class LightningGuest(Guest):
             self._metrics[f"{'val' if family == 'validation' else family}_{metric}"] = tensor
 
     def metrics(self) -> dict[str, Tensor]:
-        """Return the latest value of each metric. At events where `ctx.loss` is available, that is the value of `train/loss`."""
+        """Return the latest value of each metric. At events where `ctx.loss` is available, `train/loss` is this loss."""
         if self.ctx.has("loss"):
             self._put("train/loss", self.ctx.loss)
         return self._metrics
@@ -355,7 +355,7 @@ class LightningGuest(Guest):
         return self.package.plugins.TorchCheckpointIO()
 
     def checkpoint(self, *, weights_only: bool = False) -> dict[str, Any]:
-        """Return a checkpoint in Lightning's format. It lacks the state of Lightning's loops, and of callbacks except this one.
+        """Return a checkpoint in Lightning's format, without the states of Lightning's loops and of all other callbacks.
 
         Args:
             weights_only: whether to leave out the states of the callback, the optimizers and the schedulers.
@@ -378,7 +378,7 @@ class LightningGuest(Guest):
         }
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the callback's own state, and the data that its `on_save_checkpoint` adds to a checkpoint.
+        """Return the wrapped callback's state, and the data that the callback's `on_save_checkpoint` adds to a checkpoint.
 
         callsheet's checkpoint already contains the model's weights.
         """
@@ -395,12 +395,12 @@ class LightningGuest(Guest):
         return state if any(state.values()) else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Store the state. The wrapped callback receives it when training begins, after its `setup`, as in Lightning."""
+        """Store the state. The wrapped callback receives the state when training begins, after its `setup`, as in Lightning."""
         self._loaded = state or None
 
 
 _FIELD_OF_HOOK = {"on_before_backward": "loss", "on_before_optimizer_step": "optimizer", "on_exception": "exception"}
-"""For each hook, the field of the context that Lightning passes to it."""
+"""For some hooks of Lightning, the field of the context whose value is passed to the hook."""
 
 
 def _field_or_none(ctx: Context, field: str) -> Any:

@@ -55,7 +55,7 @@ def host(
     runs_folder: str | os.PathLike[str] | None = None,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> LightningHost:
-    """Return the callbacks as one `lightning.pytorch.Callback`, for `Trainer(callbacks=[host([...])])`.
+    """Wrap the callbacks in one `lightning.pytorch.Callback`, for `Trainer(callbacks=[host([...])])`.
 
     A run is one call of `trainer.fit`, `validate`, `test` or `predict`. Its folder is `trainer.log_dir`. A metrics record is made
     every `log_every_n_steps` steps. It contains the values that the LightningModule logs, as `lightning/<name>`. If a callback
@@ -96,8 +96,8 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
     ) -> None:
         super().__init__(callbacks, **options)
         self._run_name, self._runs_folder = run_name, runs_folder
-        self._run: Any = None  # a HostedRun between the first and the last hook of a run
-        self._trained: HostedRun | None = None  # the run of the latest `fit`; kept for checkpoints that are written after it
+        self._run: Any = None  # a HostedRun from the first to the last hook of a run; otherwise None
+        self._trained: HostedRun | None = None  # the run of the latest `fit`; kept for checkpoints that are written later
         self._loaded: Mapping[str, Any] | None = None
 
     # --- a run ---
@@ -165,7 +165,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
 
     @observing
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin a run of callsheet's callbacks, because `fit` begins to train. Lightning has already loaded its checkpoint."""
+        """Begin a run of callsheet's callbacks when `fit` begins to train. If `fit` resumes, its checkpoint is already loaded."""
         optimizers, schedulers = trainer.optimizers, trainer.lr_scheduler_configs
         evaluates = trainer.enable_validation and Cadence.is_able(trainer)
         self._cadence = cadence = Cadence(trainer)
@@ -190,15 +190,14 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         run.losses = watch.reader
         self._forward = StepHooks(run.driver, run.ctx, pl_module)
         self._clip = ClipHook(pl_module, self._clipped)
-        # With manual optimization, a backward pass that follows `optimizer.step()` belongs to the next optimizer, so do not
-        # observe it.
+        # With manual optimization, ignore a backward pass after `optimizer.step()`, because it belongs to the next optimizer.
         is_manual = not pl_module.automatic_optimization
         self._stepped = SteppedHooks(run, optimizers, ended=watch.stop if is_manual else None)
         self._stepped.has_begun = False
         self._stepped.listen(True)
         self._hooks += [watch, self._forward, self._clip, cadence, Saves(trainer, self._save_and_report), self._stepped]
         self._resume(trainer, run)
-        # A checkpoint that was saved at an epoch's last step does not count that epoch, so count it here.
+        # A checkpoint that was saved at an epoch's last step does not count this epoch, so count the epoch now.
         while run.state.timestamp.epoch < trainer.current_epoch:
             run.state.timestamp = run.state.timestamp.next_epoch()
         run.counts.follow(functools.partial(counted, weakref.proxy(trainer)))
@@ -220,16 +219,16 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
     def _start_epoch(self, run: HostedRun, trainer: Any) -> None:
         """Start an epoch.
 
-        Lightning calls no `on_train_epoch_start` if it resumes within an epoch; then `on_train_batch_start` calls this.
+        Lightning calls no `on_train_epoch_start` if it resumes within an epoch; then `on_train_batch_start` calls this method.
         """
         control = run.control
         run.driver.start("epoch")
-        if control.accumulation is not None:  # Lightning can change the number only between epochs
+        if control.accumulation is not None:  # Lightning can change this number only between epochs
             trainer.accumulate_grad_batches, control.accumulation = control.accumulation, None
             self._set_epoch_length(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Start a microbatch. If it is the first one of a step, start the step first."""
+        """Start a microbatch. Before the first microbatch of a step, start the step."""
         run = self._run
         if run is None:
             return
@@ -271,7 +270,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             self._leave(error)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Fire the start of gradient clipping, because the gradients are computed and unscaled."""
+        """Fire the start of gradient clipping. Called when the gradients are computed and unscaled."""
         run = self._run
         if run is None:
             return
@@ -307,7 +306,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             self._leave(error)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """End the microbatch. If it is the last one of the step, then end the step."""
+        """End the microbatch. After the last microbatch of a step, end the step."""
         run = self._run
         if run is None:
             return
@@ -340,7 +339,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
 
     @in_a_run
     def on_train_epoch_end(self, run: HostedRun, trainer: Any, pl_module: Any) -> None:
-        """End the epoch, even if Lightning has left it before its last batch."""
+        """End the epoch, also if Lightning has left the epoch before the last batch."""
         if not run.driver.is_open("epoch"):
             return
         if run.manager.has_listeners.on_log:
@@ -350,7 +349,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
 
     @in_a_run
     def on_train_end(self, run: HostedRun, trainer: Any, pl_module: Any) -> None:
-        """End the run of callsheet's callbacks, because training has ended."""
+        """End the run of callsheet's callbacks when training has ended."""
         if trainer.should_stop and run.control.stop_requested is None:
             run.control.agree(Request("stop", "trainer.should_stop", "Lightning"))
         self._finish()
@@ -359,12 +358,12 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         loop.should_stop = True
 
     def _log(self, trainer: Any) -> None:
-        """Add the values that the LightningModule has logged since the last call to callsheet's next metrics record."""
+        """Add what the LightningModule has logged since the last call of this method to callsheet's next metrics record."""
         if logged := {f"lightning/{name}": value.detach() for name, value in self._new_metrics(trainer).items()}:
             self._run.ctx.log(logged)
 
     def _new_metrics(self, trainer: Any) -> dict[str, Tensor]:
-        """Return those metrics of Lightning that were logged since the last call. They are recognized by their new tensors."""
+        """Return the metrics that were logged in Lightning since the last call. A newly logged metric has a new tensor object."""
         known, self._known = self._known, dict(trainer.callback_metrics)
         return {name: value for name, value in self._known.items() if known.get(name) is not value and value.numel() == 1}
 
@@ -422,7 +421,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
 
     @observing
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """End the evaluation, because its results are available now."""
+        """End the evaluation, whose results are available now."""
         run = self._run
         if trainer.sanity_checking or run is None:
             return
@@ -465,7 +464,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
 
     @in_a_run
     def on_test_end(self, run: HostedRun, trainer: Any, pl_module: Any) -> None:
-        """End the test, because its results are available now."""
+        """End the test, whose results are available now."""
         found = self._found(trainer, "test")
         run.eval.ctx.eval_losses = {name: torch.tensor(value) for name, value in found.items() if "loss" in name}
         run.eval.ctx.log({f"test/{name}": value for name, value in found.items()}, across="same")
@@ -492,7 +491,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
     # --- checkpoints ---
 
     def _save(self, trainer: Any) -> None:
-        """Write a checkpoint because a callback requested it."""
+        """Write a checkpoint that a callback has requested."""
         run = self._run
         trainer.save_checkpoint(str(Path(run.ctx.run.checkpoints) / f"step={run.state.timestamp.batch}.ckpt"))
 
@@ -523,13 +522,13 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
                 save(path, *args, **given)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the callbacks' states of all ranks, for Lightning's checkpoint. All ranks must call this."""
+        """Return the callbacks' states of all ranks, for Lightning's checkpoint. All ranks must call this method."""
         run = self._trained
         if self.only_observes:
             return {}
         if run is None:
             return dict(self._loaded or {})
-        if self._has_given_up:  # an error in callsheet ended the run earlier, so its state is older than this checkpoint
+        if self._has_given_up:  # an error in callsheet ended the run earlier, so the run's state is older than this checkpoint
             distributed.gather({})
             return {}
         own = own_state(run)

@@ -1,4 +1,4 @@
-"""The parts of Lightning that the host needs and that are not public API. Without one in `HOST`, it raises `NotSupported`.
+"""The parts of Lightning that the host needs and that are not public API. If one in `HOST` is missing, the host raises `NotSupported`.
 
 Their names are relative to `lightning.pytorch`, or to `pytorch_lightning` if only that is installed.
 """
@@ -13,4 +13,4 @@ HOST = (
 )
 
 WITHOUT = {"Trainer.val_check_batch": "callbacks that request an evaluation are rejected"}
-"""For a part that the host can do without: what happens without it."""
+"""For each part that the host can do without: what happens if the installed version lacks the part."""

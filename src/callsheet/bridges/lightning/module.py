@@ -15,7 +15,7 @@ from callsheet.bridges.lightning.facades import LoggerFacade, OfGuest, TrainerFa
 class ModuleFacade(OfGuest):
     """Replaces a LightningModule for a Lightning callback in callsheet's loop.
 
-    Methods such as `parameters` are those of the model. For `isinstance`, it is a LightningModule, which overrides no hook.
+    Methods such as `parameters` are those of the model. For `isinstance`, the facade is a LightningModule that overrides no hook.
     """
 
     OF = "a LightningModule"
@@ -25,7 +25,7 @@ class ModuleFacade(OfGuest):
 
     @property  # type: ignore[misc]  # `object.__class__` has a setter, and this property has none
     def __class__(self) -> Any:
-        """LightningModule, so that this object is an instance of it for `isinstance`, which Lightning calls."""
+        """The class LightningModule, so that the facade passes Lightning's `isinstance` checks for a LightningModule."""
         return self._guest.package.LightningModule
 
     @property
@@ -99,9 +99,7 @@ class ModuleFacade(OfGuest):
         return dict(self._ctx.run.config)
 
     def log(self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, **_: Any) -> None:
-        """Log a number: as `lightning/<name>` in the next metrics record (unless `logger=False`), and as `<name>` in Lightning's
-        `callback_metrics`.
-        """
+        """Log a number to `callback_metrics` as `<name>`, and (unless `logger=False`) to the next metrics record as `lightning/<name>`."""
         self._guest.log(name, value, prog_bar=prog_bar, logger=logger is not False)
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
@@ -110,11 +108,11 @@ class ModuleFacade(OfGuest):
             self.log(name, value, **options)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """The optimizer."""
+        """Return the run's optimizer."""
         return self._ctx.optimizer
 
     def lr_schedulers(self) -> Any:
-        """The scheduler, or None."""
+        """Return the run's scheduler, or None."""
         return self._ctx.scheduler
 
     # --- the model itself ---

@@ -31,10 +31,10 @@ class Methods:
         self._restores: list[Callable[[], None]] = []
 
     def replace(self, name: str, around: Callable[..., Any]) -> None:
-        """Replace the method `name`: its callers then call `around(method, *args, **kwargs)`, where `method` is the original."""
+        """Replace the method `name` by one that calls `around(method, *args, **kwargs)`, where `method` is the original method."""
         method = getattr(self._owner, name)
 
-        @functools.wraps(method)  # because Lightning inspects the method's parameters, and whether it is overridden
+        @functools.wraps(method)  # Lightning inspects the method's parameters, and whether the method is overridden
         def called(*args: Any, **given: Any) -> Any:
             return around(method, *args, **given)
 
@@ -61,10 +61,10 @@ class StepHooks(ForwardHooks):
         self._is_inside = False  # whether the loop is inside the step method
         self._caller: nn.Module | None = None  # the module whose forward pass is running and is reported
         self.replaced: Any = None
-        """A list with the batch by which a callback has replaced that of the step, or None."""
+        """A list with only the new batch, if a callback has replaced the step's batch; otherwise None."""
 
     def listen(self, has_listeners: bool) -> None:
-        """Wrap the module's step method and register the hooks in the model; without listeners, remove both."""
+        """Wrap the module's step method and register the hooks in the model, or, if there are no listeners, remove both."""
         if has_listeners is self._before.is_registered:
             return
         super().listen(has_listeners)
@@ -86,7 +86,7 @@ class StepHooks(ForwardHooks):
             self._caller, self._is_inside = None, False
 
     def _step(self, step: Callable[..., Any], batch: Any, *rest: Any) -> Any:
-        # `replaced` is not reset here, because an optimizer may call its closure, and so this method, again.
+        # Do not reset `replaced`, because an optimizer may call its closure, which calls this method, several times.
         if self.replaced is not None:
             (batch,) = self.replaced
         self._is_inside = True
@@ -122,9 +122,9 @@ class ClosureWatch(BackwardWatch):
     """
 
     before: Tensor | None = None
-    """The sum of the losses of the step's earlier batches, without those of the closure's evaluations for the current batch."""
+    """The sum of the losses of the step's batches before the current batch, or None."""
     last: Tensor | None = None
-    """The sum of the losses in the step so far, including the last evaluation of the closure."""
+    """The sum of the losses in the step so far, including the loss of the closure's last call."""
 
     def stop(self) -> None:
         """Store the step's loss, and ignore later calls of `backward`."""
@@ -132,7 +132,7 @@ class ClosureWatch(BackwardWatch):
         self.is_on = False
 
     def keep_last(self) -> None:
-        """Store the loss of the closure's last call. It replaces the losses of earlier calls in the same step."""
+        """Store the loss of the closure's last call. This loss replaces those of earlier calls in the same step."""
         if self.total is not None:
             self.last = self.total if self.before is None else self.before + self.total
             self.total = None

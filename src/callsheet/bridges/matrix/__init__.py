@@ -1,4 +1,4 @@
-"""The matrix: which of callsheet's callbacks work in each framework's loop, and which of the framework's callbacks in callsheet.
+"""The matrix: which callbacks of callsheet work in each framework's loop, and which of the framework's callbacks work in callsheet.
 
 `make matrix` runs the tests that write the JSON files in this folder, one for each framework. The same tests check that the files
 agree with their results. So the table records which callbacks were run, and with which version of the framework.
@@ -31,7 +31,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """A trainer of another library that is built on a framework's trainer, such as one of TRL's.
+    """A trainer of another library that is built on a framework's trainer, such as a trainer of TRL.
 
     `library` is the library with its version, and `checks` has the result of each of `CHECKS`.
     """
@@ -41,7 +41,7 @@ class Derived:
 
 
 CHECKS = ("observers", "stop", "save", "EMA", "resume")
-"""The checks of a trainer that is built on another: training with callbacks that only observe, and four actions of callbacks."""
+"""The checks of a `Derived` trainer: one trains with callbacks that only observe, and each other one tests an action of a callback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Framework:
     """A framework that has a bridge.
 
     `name` is the framework's name in sentences, and `version` the tested version. `how` is a sentence (without its full stop)
-    that says how it was tested, if that was not a real training. `derived` has the trainers of other libraries that are built on it.
+    that says how the framework was tested, if that was not a real training. `derived` has the trainers of other libraries that are built on it.
     """
 
     name: str
@@ -110,7 +110,7 @@ def _derived(framework: Framework) -> list[str]:
 
 
 def about(bridge: str) -> str:
-    """Return the matrix of one framework as text: callsheet's callbacks in its loop, and its callbacks in callsheet's loop."""
+    """Return the matrix of one framework as text: callsheet's callbacks in the framework, and the framework's callbacks in callsheet."""
     found = frameworks()[bridge]
     lines = [f"{found.name} {found.version}{f'. {found.how}.' if found.how else ''}"]
     for title, cells in (
@@ -133,7 +133,7 @@ def about(bridge: str) -> str:
 
 
 def _limits(framework: Framework) -> list[tuple[str, str, Cell]]:
-    """Return (trainer, check, result) for each result with a reason, of the trainers in `framework.derived`."""
+    """Return (trainer, check, result) for each check of a trainer in `framework.derived` whose result has a reason."""
     return [(name, check, cell) for name, row in framework.derived.items() for check, cell in row.checks.items() if cell.why]
 
 
@@ -161,7 +161,7 @@ def markdown_of_derived() -> list[str]:
 
 
 def markdown_of(bridge: str) -> list[str]:
-    """Return the Markdown for a framework's page: callsheet's callbacks that have limits in it, and its callbacks as guests."""
+    """Return the Markdown for a framework's page: the callbacks of callsheet that have limits, and the framework's callbacks as guests."""
     found = frameworks()[bridge]
     lines = [f"The tests ran with {found.name} {found.version}.{f' {found.how}.' if found.how else ''}", ""]
     marked = {name: cell for name, cell in sorted(found.callbacks.items()) if cell.verdict != "works"}

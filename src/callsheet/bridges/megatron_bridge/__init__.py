@@ -1,4 +1,4 @@
-"""The Megatron Bridge bridge: `host` runs callsheet's callbacks in Megatron Bridge, `guest` its callbacks in callsheet.
+"""The Megatron Bridge bridge: `host` runs callsheet's callbacks in Megatron Bridge, `guest` runs Megatron Bridge's callbacks in callsheet.
 
 Megatron-LM's own callbacks have the same methods, but their context has no `state`. In Megatron-LM, the host fires events but
 supports no requests.

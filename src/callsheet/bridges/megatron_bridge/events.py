@@ -22,7 +22,7 @@ HOST_EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_test_step_end": ("on_test_step_end",),
     "on_test_end": ("on_test_end", "on_log"),
 }
-"""The events that the host fires at each event of Megatron Bridge.
+"""For each event of Megatron Bridge, the events of callsheet that the host fires at this event.
 
 PyTorch hooks fire the events between the start and the end of a step. The end of the run is fired with the last event of Megatron
 Bridge.

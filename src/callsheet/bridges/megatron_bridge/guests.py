@@ -24,10 +24,10 @@ GUEST_EVENTS: Mapping[str, tuple[str, ...]] = {
     **{event: (event,) for event in sorted(VALID_EVENTS - {"on_checkpoint_save"})},
     "on_checkpoint_published": ("on_checkpoint_save",),
 }
-"""The event of Megatron Bridge that is fired at each event of callsheet."""
+"""For each event of callsheet, the event of Megatron Bridge that a guest fires at this event."""
 
 NEVER = ("on_setup_start", "on_log", "on_checkpoint_load")
-"""Events of later versions, and of Megatron-LM's own callbacks, that callsheet never fires."""
+"""Events of later versions of Megatron Bridge, and of Megatron-LM's callbacks, that are never fired in callsheet's loop."""
 
 
 def guest(
@@ -77,8 +77,7 @@ class MegatronBridgeGuest(Guest):
         self._is_live = self.manager is foreign
         several = foreign if isinstance(foreign, list) else [foreign]
         self._alone: Any = several[0] if len(several) == 1 and not self._is_live else None
-        # Whether callsheet's own state is used, which calls `drive` when a callback writes `step` or `train_iters`. With a user's
-        # configuration, the guest calls `drive` after each event instead.
+        # Without a user's configuration, setting `step` or `train_iters` calls `drive`; with one, the guest calls `drive` after each event.
         self._sees_writes = state is None
         super().__init__(foreign, name=name or type(self._alone or self.manager).__name__, phase=phase, strict=strict)
         if self._is_live or state is not None:

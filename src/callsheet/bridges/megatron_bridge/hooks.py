@@ -45,8 +45,7 @@ class MegatronForwardHooks(ModelCalls):
     def begin_call(self, model: nn.Module, batch: Any) -> Any:
         run = self._run
         if model.training and torch.is_grad_enabled() and run.eval.driver.is_open("eval"):
-            # Training continues, although Megatron has reported neither the end of the evaluation nor the start of a step. So end
-            # the evaluation here.
+            # Training continues, although Megatron has not reported the end of the evaluation. So end the evaluation here.
             run.eval.leave()
             self.evaluating = ""
         if self._evaluating:
@@ -73,7 +72,7 @@ class MegatronForwardHooks(ModelCalls):
         return outputs
 
     def _listens_to_backward(self) -> bool:
-        """Return whether a callback listens to the events of the backward pass. If not, its hook is not registered."""
+        """Return whether a callback listens to the events of the backward pass. If not, no hook for this pass is registered."""
         loss, backward, microbatch = self._backward_spans
         return not (loss.ends is backward.starts is backward.ends is microbatch.ends is None)
 
@@ -101,7 +100,7 @@ class MegatronForwardHooks(ModelCalls):
 
 
 def torch_optimizers(optimizer: Any) -> list[Optimizer]:
-    """Return the torch optimizers inside a Megatron optimizer, in the order of their steps. A torch optimizer contains itself."""
+    """Return the torch optimizers inside a Megatron optimizer, in the order of their steps. For a torch optimizer, return only itself."""
     if isinstance(optimizer, Optimizer):
         return [optimizer]
     inner = getattr(optimizer, "chained_optimizers", None)

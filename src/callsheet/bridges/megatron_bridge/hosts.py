@@ -82,7 +82,7 @@ class MegatronBridgeHost(HostBase):
 
     The arguments are those of `host`.
 
-    It does not inherit from Megatron's `Callback`, because Megatron's manager accepts any object with these methods, and Megatron
+    The class does not inherit from Megatron's `Callback`, because Megatron's manager accepts any object with these methods, and Megatron
     need not be installed.
     """
 
@@ -93,8 +93,7 @@ class MegatronBridgeHost(HostBase):
         super().__init__(callbacks, **options)
         self._has_trained = False  # whether training has begun in the current run
         if any(self.manager.list_callbacks(event) for event in ("on_data_init_start", "on_data_init_end")):
-            # Define this hook only if a callback listens to `on_data_init_start` or `on_data_init_end`: if any callback has the
-            # hook, Megatron rejects a training length in epochs.
+            # Define this hook only if it is needed, because Megatron rejects a training length in epochs if any callback has the hook.
             self.on_data_init_start = self._on_data_init_start
 
     # --- the run ---
@@ -148,14 +147,14 @@ class MegatronBridgeHost(HostBase):
         self._begin(context, data_is_made=False)
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Begin a run of callsheet's callbacks, unless it has begun already."""
-        if self._has_trained:  # training that an exception has ended was not closed, so close it first
+        """Begin a run of callsheet's callbacks, unless the run has begun already."""
+        if self._has_trained:  # an exception has ended the earlier training, so end its run first
             self._forget_earlier_run()
         self._start(context)
         self._has_trained = True
 
     def _handle(self, method: Callable[..., None], context: CallbackContext) -> None:
-        """Call `method`, which handles an event of Megatron Bridge, with the current run. If there is none yet, begin one.
+        """Call `method`, which handles an event of Megatron Bridge, with the current run. If no run has begun yet, begin a run.
 
         If an error in callsheet has ended the run, do nothing.
         """
@@ -229,13 +228,13 @@ class MegatronBridgeHost(HostBase):
             self._leave(error)
 
     def _skip_iterations(self, run: HostedRun) -> None:
-        """Count the iterations that Megatron has skipped because of its setting `iterations_to_skip`. It does not report them."""
+        """Count the iterations that Megatron has skipped, without reporting them, because of its setting `iterations_to_skip`."""
         skipped, at, step = self._settings.get("train.iterations_to_skip"), run.state.timestamp.batch, self._settings.step
         if skipped and step is not None and step > at and all(iteration in skipped for iteration in range(at, step)):
             move(run, step)
 
     def on_train_step_end(self, context: Any) -> None:
-        """End the step, because optimizer and scheduler have stepped."""
+        """End the step after the optimizer and the scheduler have stepped."""
         if self._has_given_up:
             return
         try:
@@ -255,7 +254,7 @@ class MegatronBridgeHost(HostBase):
                 driver.start_step()
             settings.loss, run.other_losses = _losses(context.loss_dict or {})
             run.step_skipped = bool(context.skipped_iter)
-            # Usually, a call of torch's optimizer fires these events, but a skipped step does not call it, so fire them here.
+            # A call of torch's optimizer fires these events. A skipped step does not call the optimizer, so fire the events here.
             if run.step_skipped and driver.is_read:
                 driver.start_and_end("clip_gradients")
                 driver.start_and_end("optimizer_step")
@@ -267,7 +266,9 @@ class MegatronBridgeHost(HostBase):
                 run.records.metrics.log({"train/grad_norm": norm}, over="mean", across="same")
             run.end_step()
             if self._is_pipelined:
-                run.records.last_loss = None  # only the last pipeline stage has a loss, and its mean would need a collective
+                run.records.last_loss = (
+                    None  # only the last pipeline stage has a loss, and the loss's mean would need a collective
+                )
             if not self._is_checked and not run.step_skipped:
                 self._check_first_step(run)
             if run.control.pending:
@@ -363,7 +364,7 @@ class MegatronBridgeHost(HostBase):
 
     @in_a_run
     def on_checkpoint_save(self, run: HostedRun, context: Any) -> None:
-        """Add the callbacks' states to a checkpoint that Megatron has completely written, and fire its events.
+        """Add the callbacks' states to a checkpoint that Megatron has completely written, and fire the checkpoint's events.
 
         A checkpoint that was written in the background is of an earlier step.
         """
@@ -372,7 +373,7 @@ class MegatronBridgeHost(HostBase):
         run.counts.check()
         now = run.state.timestamp.batch
         step = run.world.of_rank_zero(settings.saved_step() or now)
-        run.boundaries.fire_checkpoint_due("step")  # does nothing if that was done since the step
+        run.boundaries.fire_checkpoint_due("step")  # does nothing if the event was already fired after the last step
         path = Path(settings.get("checkpoint.save")) / f"iter_{step:07d}"
         states = self._states.pop(step, None) if step != now else own_state(run)
         if states is None:

@@ -1,4 +1,4 @@
-"""The package of Megatron Bridge, whose version the host and the guests check, and its part that is not public API."""
+"""Megatron Bridge's package, whose version the bridge checks, and the attribute that the host uses and that is not public API."""
 
 PACKAGE = "megatron-bridge"
 
@@ -7,4 +7,4 @@ WITHOUT = {
         "a warning is logged, and a run that a signal has ended is not recorded as preempted"
     )
 }
-"""For a part that the host can do without: what happens without it."""
+"""For each attribute that the host can do without: what happens if the installed version lacks the attribute."""

@@ -26,7 +26,7 @@ VALID_EVENTS: frozenset[str] = frozenset(
         "on_checkpoint_save",
     }
 )
-"""The names of all events."""
+"""The names of all events of Megatron Bridge."""
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Callback:
         """Called after a test. The model is still in evaluation mode."""
 
     def on_checkpoint_save(self, context: CallbackContext) -> None:
-        """Called when a checkpoint was completely written. If that happened in the background, it may be of an earlier step."""
+        """Called when a checkpoint was completely written. A checkpoint that was written in the background may be of an earlier step."""
 
 
 Function = Callable[[CallbackContext], Any]
@@ -180,7 +180,7 @@ class CallbackManager:
         return bool(self._callbacks.get(event_name))
 
     def fire(self, event_name: str, context: CallbackContext) -> None:
-        """Call the functions that are registered for an event. If one raises, the error is raised and the others are not called.
+        """Call the functions that are registered for an event. If a function raises an error, the later functions are not called.
 
         Args:
             event_name: the name of the event.
@@ -194,13 +194,13 @@ class CallbackManager:
 
     def _checked(self, event: str) -> list[Function]:
         if event not in VALID_EVENTS:
-            # The message begins like Megatron Bridge's, because its users' tests compare it.
+            # The message begins like that of Megatron Bridge, because tests of Megatron Bridge's users compare the message.
             raise ValueError(f"Unknown event '{event}'. Valid events: {sorted(VALID_EVENTS)}{did_you_mean(event, VALID_EVENTS)}")
         return self._callbacks[event]
 
 
 def normalize_callbacks(callbacks: list[Callback] | CallbackManager | None) -> CallbackManager | None:
-    """Return a manager for the callbacks: a new one for a list. A manager or None is returned unchanged.
+    """Return a new manager for a list of callbacks. A manager or None is returned unchanged.
 
     Args:
         callbacks: a manager, a list of callbacks, or None.
@@ -216,7 +216,7 @@ def normalize_callbacks(callbacks: list[Callback] | CallbackManager | None) -> C
 
 
 def should_fire(callback_manager: CallbackManager | None, event_name: str) -> bool:
-    """Return whether a function is called for an event.
+    """Return whether the manager has a function to call for an event.
 
     Args:
         callback_manager: the manager; None: no function is called.
@@ -226,7 +226,7 @@ def should_fire(callback_manager: CallbackManager | None, event_name: str) -> bo
 
 
 def _warn_of_mistakes(callback: Any, has_a_hook: bool) -> None:
-    """Warn if `add` registers nothing, or if a method has a misspelt event's name. Megatron Bridge ignores both mistakes."""
+    """Warn if `add` registers nothing, or if a method's name is a misspelt event name. Megatron Bridge ignores both mistakes."""
     if not has_a_hook:
         logger.warning("add(%.80r) registers nothing: pass a callback, or a list of callbacks", callback)
         return

@@ -38,7 +38,7 @@ class MegatronBridgeRun(Common):
         self.state = state if state is not None else GlobalState()
         self.user_state = user_state if user_state is not None else {}
         self.context: Any = None
-        """The context of the current event."""
+        """The `CallbackContext` of the current event."""
         self.train = self.state.cfg.train
         self.steps = self.state.train_state.__dict__
         self.step, self.length = 0, self.train.train_iters
@@ -47,7 +47,7 @@ class MegatronBridgeRun(Common):
         self._course: RunConstants | None = None
         self._longest: Time | None = None
         self._ctx: Context | None = None
-        if state is None:  # a state that the user has given does not call `drive`, so the guest calls it after each event
+        if state is None:  # a state that the user has given does not call `drive`, so the guest calls `drive` after each event
             call_when_moved(self.state, self.drive)
 
     def on_train_step_start(self, ctx: Context) -> None:

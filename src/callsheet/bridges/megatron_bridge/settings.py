@@ -50,7 +50,7 @@ class Settings:
         return interval
 
     def is_last(self, *phases: str) -> bool:
-        """Return whether none of the `phases`, such as `do_test`, follows; False if that is not known."""
+        """Return whether Megatron will run none of the `phases`, such as `do_test`, from now on; False if that is not known."""
         return self.state is not None and not any(getattr(self.state.train_state, phase, False) for phase in phases)
 
     def plain(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class Settings:
         return found if isinstance(found, dict) else {}
 
     def stop(self, ahead: int) -> None:
-        """Make Megatron end training before its next step. `ahead` is the number of steps that it has not counted yet."""
+        """Make Megatron end training before its next step. `ahead` is the number of steps that Megatron has not counted yet."""
         assert self.step is not None  # without a known step, the request would have been rejected
         self._set("train.train_iters", self.step + ahead)
 
@@ -109,7 +109,7 @@ class Settings:
 
 
 def load_states(run: HostedRun, settings: Settings) -> CheckpointInfo | None:
-    """Load the callbacks' states from the checkpoint from which Megatron resumes. Return its info, or None for a new run."""
+    """Load the callbacks' states from the checkpoint from which Megatron resumes. Return a description of the checkpoint, or None."""
     step, load = settings.step or 0, settings.get("checkpoint.load")
     if not step:
         return None

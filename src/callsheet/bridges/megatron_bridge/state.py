@@ -16,7 +16,7 @@ class _Moved(Facade):
     """An object that calls a function whenever a callback sets the attribute named by `_MOVES`, because that may end training."""
 
     _MOVES: ClassVar[str]
-    __slots__ = ("_on_move",)  # a slot, so that `vars` of the object does not contain it
+    __slots__ = ("_on_move",)  # a slot, so that `vars` of the object does not contain `_on_move`
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -118,7 +118,7 @@ class Config(Facade):
 
 
 class GlobalState(Facade):
-    """The `context.state` of callbacks. As in Megatron Bridge, they may set attributes of their own on it."""
+    """The `context.state` of Megatron Bridge's callbacks. As in Megatron Bridge, callbacks may add attributes to it."""
 
     OF = "Megatron Bridge's GlobalState"
     FIXED: ClassVar[frozenset[str]] = frozenset(

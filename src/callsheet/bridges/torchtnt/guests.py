@@ -1,4 +1,4 @@
-"""Runs torchtnt's callbacks in callsheet's loop (as guests). They are called in torchtnt's order."""
+"""Runs torchtnt's callbacks in callsheet's loop (as guests). The callbacks are called in torchtnt's order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_predict_end": ("on_predict_epoch_end", "on_predict_end"),
     "on_exception": ("on_exception",),
 }
-"""The events of torchtnt that are fired at each event of callsheet.
+"""For each event of callsheet, the events of torchtnt that are fired at this event.
 
 A step of callsheet is one step of torchtnt. torchtnt has only one evaluated dataset, so each dataset of callsheet is an
 evaluation of its own.
@@ -133,7 +133,7 @@ class TorchTNTGuest(Guest):
         self._unit._take({f"{data}/{name}": value for data, found in ctx.eval_results.items() for name, value in found.items()})
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the progress of torchtnt's evaluation and prediction loops, and the callback's own state if it has one."""
+        """Return the progress of torchtnt's evaluation and prediction loops, and the wrapped callback's state, if any."""
         return {**self.common.state_dict(), "foreign": super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -142,7 +142,7 @@ class TorchTNTGuest(Guest):
 
 
 class GuestUnit(Facade):
-    """Replaces the unit for a torchtnt callback in callsheet's loop, with those attributes of an AutoUnit that it may use."""
+    """Replaces the unit for a torchtnt callback in callsheet's loop, with those attributes of an AutoUnit that the callback may use."""
 
     OF = "torchtnt's unit"
 

@@ -155,7 +155,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         else:
             self._eval_hooks = ForwardHooks(run.eval.driver, run.eval.ctx, module, "eval")
         hooks = [training, self._eval_hooks, Fetches(unit, self._fetchers())]
-        self._waiting = ""  # "step" or "epoch" if requests after its end are to be carried out only after torchtnt's evaluation
+        self._waiting = ""  # "step" or "epoch" if the actions after its end wait for torchtnt's evaluation, otherwise empty
         self._is_exhausted = self._fires_eval = False
         self._losses = MeanLosses()
         self._batch: Any = None
@@ -177,14 +177,14 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         return Counts(None if self._accumulates else progress.num_steps_completed, progress.num_epochs_completed)
 
     def on_exception(self, state: State, unit: Any, exc: BaseException) -> None:
-        """End the run of callsheet's callbacks as failed, because an exception has left torchtnt's loop."""
+        """End the run of callsheet's callbacks as failed after an exception has left torchtnt's loop."""
         self._fail(exc)
 
     # --- training ---
 
     @observing
     def on_train_start(self, state: State, unit: Any) -> None:
-        """Begin a run of callsheet's callbacks, because torchtnt begins to train."""
+        """Begin a run of callsheet's callbacks when torchtnt begins to train."""
         run = self._begin(state, unit)
         if run.ctx.step:
             warn_if_not_restored(state.train_state.dataloader, run.host)
@@ -204,7 +204,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         run.driver.start("epoch")
 
     def _fetched(self, fetch: Callable[[State, Iterator[Any]], Any], state: State, batches: Iterator[Any]) -> Any:
-        """Call the unit's `get_next_train_batch`. Return its batch, or the batch by which a callback has replaced it."""
+        """Call the unit's `get_next_train_batch`. Return the fetched batch, or the batch with which a callback has replaced it."""
         run, place = self._run, self._place
         if run is None:
             return fetch(state, batches)
@@ -227,7 +227,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
 
     @observing
     def _begin_fetch(self, run: HostedRun) -> bool | None:
-        """Fire `on_fetch_start` for the first batch of a step, if it has listeners. Return whether it was fired."""
+        """Fire `on_fetch_start` for the first batch of a step, if this event has listeners. Return whether the event was fired."""
         driver = run.driver
         is_started = not driver.parts["train_step"].is_open
         if is_started:
@@ -241,7 +241,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         return is_started
 
     def _end_fetch(self, run: HostedRun, batch: Any, *, is_started: bool | None) -> Any:
-        """Fire `on_fetch_end` if `is_started`. Return the batch, or the batch by which a callback has replaced it."""
+        """Fire `on_fetch_end` if `is_started` is true. Return the batch, or the batch with which a callback has replaced it."""
         try:
             run.ctx.batch = batch
             if is_started:
@@ -252,7 +252,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             return batch
 
     def _fetched_to_evaluate(self, fetch: Callable[[State, Iterator[Any]], Any], state: State, batches: Iterator[Any]) -> Any:
-        """Call the unit's `get_next_eval_batch` or `get_next_predict_batch`, and store the batch for the start of its step."""
+        """Call the unit's `get_next_eval_batch` or `get_next_predict_batch`, and store the batch until its step starts."""
         self._batch = batch = fetch(state, batches)
         return batch
 
@@ -261,7 +261,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         return {"get_next_train_batch": self._fetched, **evaluated}
 
     def on_train_step_start(self, state: State, unit: Any) -> None:
-        """Start a step, if this is its first batch; otherwise count a further batch of the same step."""
+        """Start a microbatch. At the first batch of a step, start the step first."""
         run = self._run
         if run is None:
             return
@@ -290,7 +290,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             self._leave(error)
 
     def on_train_step_end(self, state: State, unit: Any) -> None:
-        """End the microbatch. End the step too, if the optimizer has stepped, or if the loss scaler has skipped its step."""
+        """End the microbatch. If the optimizer has stepped, or the loss scaler has skipped the optimizer's step, also end the step."""
         run = self._run
         if run is None:
             return
@@ -331,7 +331,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
 
     @in_a_run
     def on_train_epoch_end(self, run: HostedRun, state: State, unit: Any) -> None:
-        """End the epoch, even if torchtnt has left it before its last batch."""
+        """End the epoch, also if torchtnt has left the epoch before the last batch."""
         place, train = self._place, state.train_state
         length = estimated_steps_in_epoch(
             train.dataloader, num_steps_completed=0, max_steps=None, max_steps_per_epoch=train.max_steps_per_epoch
@@ -361,20 +361,20 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
 
     @observing
     def on_train_end(self, state: State, unit: Any) -> None:
-        """End the run of callsheet's callbacks, because torchtnt has finished training."""
+        """End the run of callsheet's callbacks when torchtnt has finished training."""
         self._finish()
 
     # --- evaluation ---
 
     def _evaluate(self, state: State, unit: Any) -> dict[str, dict[str, float]]:
-        """Run the evaluation that a callback requested. Return no results, because the evaluation's own events report them."""
+        """Run the evaluation that a callback requested. Return an empty dict, because torchtnt's evaluation events report the results."""
         loop = state.eval_state
         evaluate(unit, loop.dataloader, max_steps_per_epoch=loop.max_steps_per_epoch, callbacks=[self], timer=state.timer)
         return {}
 
     @observing
     def on_eval_start(self, state: State, unit: Any) -> None:
-        """Start an evaluation. Outside training, first begin a run for it."""
+        """Start an evaluation. Outside training, first begin a run for the evaluation."""
         run = self._run
         if run is None and self._has_given_up and state.train_state is not None:
             return
@@ -405,7 +405,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
 
     @in_a_run
     def on_eval_end(self, run: HostedRun, state: State, unit: Any) -> None:
-        """End the evaluation, and carry out the actions of the step's or epoch's end that have waited for it."""
+        """End the evaluation. Then carry out the actions after a step or epoch, such as a save, that have waited for the evaluation."""
         self._eval_hooks.listen(False)
         self._batch, samples = None, self._losses.samples
         found = self._losses.means()
@@ -425,7 +425,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
 
     @observing
     def on_predict_start(self, state: State, unit: Any) -> None:
-        """Begin a run that predicts. A prediction within training is not observed."""
+        """Begin a run for a prediction. A prediction during training is not observed."""
         if self._run is not None and self._run.driver.is_open("train"):
             return
         self._begin(state, unit).driver.start("predict")

@@ -7,7 +7,7 @@ HOST = (
     *("torchtnt.framework.unit.PredictUnit.get_next_predict_batch", "torchtnt.framework.unit.TrainUnit.tracked_modules"),
     *("torchtnt.framework.unit.TrainUnit.tracked_optimizers", "torchtnt.framework.unit.TrainUnit.tracked_lr_schedulers"),
 )
-"""The host wraps the methods that fetch batches, and finds the unit's parts by the others."""
+"""The host wraps the `get_next_...` methods, and finds the unit's module, optimizer and scheduler by the `tracked_...` methods."""
 
 _STATE, _PHASE = "torchtnt.framework.state.State", "torchtnt.framework.state.PhaseState"
 
@@ -18,4 +18,4 @@ GUEST = (
     ),
     *(f"{_PHASE}.{name}" for name in ("_dataloader", "_max_epochs", "_max_steps")),
 )
-"""The attributes of torchtnt's states that the guest's own states set."""
+"""The attributes of torchtnt's `State` and `PhaseState` that the guest's subclasses of these classes replace or set."""

@@ -41,7 +41,7 @@ class TorchTNTRun(Common):
         self._late: float | None = None  # the duration of the last step; None once it is recorded
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the progress of evaluation and prediction. That of training is part of the run's timestamp."""
+        """Return the progress of evaluation and prediction. The progress of training is part of the run's timestamp."""
         return {phase: self.progress[phase].state_dict() for phase in ("eval", "predict")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -84,7 +84,7 @@ class TorchTNTRun(Common):
         if (late := self._late) is not None:
             self._late = None
             durations["train_iteration_time"].append(late)
-        # Record the wait for data here and not at `on_fetch_end`, because torchtnt too records it after that event.
+        # Do not record the wait for data at `on_fetch_end`, because torchtnt also records the wait only after the event for the batch.
         if (asked := self._asked_at) is not None:
             self._asked_at = None
             waits = durations["data_wait_time"]
@@ -196,7 +196,7 @@ class GuestPhase(PhaseState):  # type: ignore[misc]  # mypy does not read torcht
 
 
 class _Length:
-    """Replaces the dataloader in torchtnt's `State`. It has only a length, if that is known, and no batches."""
+    """Replaces the dataloader in torchtnt's `State`. The replacement has a length, if the length is known, but no batches."""
 
     def __init__(self, length: int | None) -> None:
         self._length = length

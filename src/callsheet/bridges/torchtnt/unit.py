@@ -87,7 +87,7 @@ class MeanLosses:
         """The number of samples in all batches so far."""
 
     def add(self, output: Any, samples: int) -> None:
-        """Add the losses that an `eval_step` has returned. `samples` is the number of samples in its batch."""
+        """Add the losses that an `eval_step` has returned. `samples` is the number of samples in the step's batch."""
         self.samples += samples
         for name, loss in losses_in(output).items():
             self._sums[name] = self._sums.get(name, 0.0) + loss * samples

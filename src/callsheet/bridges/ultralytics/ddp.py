@@ -24,11 +24,11 @@ from callsheet.transport.preflight import command as command_of
 WORKER = "callsheet.bridges.ultralytics_worker"
 
 _sent: dict[str, contextlib.ExitStack] = {}
-"""What to undo when the workers that run a generated file have ended, by the file's path."""
+"""For the path of each generated file, what to undo when the workers that run the file have ended."""
 
 
 def install() -> None:
-    """Replace three functions of Ultralytics: one creates the command that starts DDP workers, one cleans up, and `train`.
+    """Replace three functions of Ultralytics: `generate_ddp_command`, `ddp_cleanup` and `BaseTrainer.train`.
 
     A second call does nothing. The functions stay replaced until the program ends. For trainers without a host, they do the same
     as before.
@@ -56,7 +56,7 @@ def _sending(given: Callable[[Any], tuple[list[str], str]]) -> Callable[[Any], t
         with contextlib.ExitStack() as undo:
             variables = undo.enter_context(payload.post())
             undo.callback(lambda: [os.environ.pop(name, None) for name in variables])
-            with _without_host_methods(trainer, host):  # Ultralytics must not pickle the host, whose callbacks the payload has
+            with _without_host_methods(trainer, host):  # Ultralytics must not pickle the host; the payload has its callbacks
                 command, file = given(trainer)
             # Ultralytics does not know the file's path yet, so callsheet removes the file if an error follows.
             undo.push(functools.partial(_clean_after_error, trainer, file))
@@ -84,7 +84,7 @@ def _cleaning(given: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
 
 
 def _reporting(given: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `train` that also reports the end to hosts if the training fails, as releases before 8.4.177 do not."""
+    """Return a `train` that calls the hosts' `teardown` also if the training fails, which releases before 8.4.177 do not."""
 
     @functools.wraps(given)
     def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +114,7 @@ def _callbacks_of(host: Any) -> list[Callback]:
 
 @contextlib.contextmanager
 def _without_host_methods(trainer: Any, host: Any) -> Iterator[None]:
-    """Remove the host's methods from the trainer's callbacks in the `with` block, since Ultralytics must not pickle them."""
+    """Remove the host's methods from the trainer's callbacks in the `with` block, so that Ultralytics does not pickle the host."""
     kept = {event: list(functions) for event, functions in trainer.callbacks.items()}
     for functions in trainer.callbacks.values():
         functions[:] = [each for each in functions if getattr(each, "__self__", None) is not host]

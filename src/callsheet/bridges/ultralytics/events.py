@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from callsheet.core.lifecycle import events_within
 
 NOT_FIRED = (*events_within("test"), *events_within("predict"))
-"""Events that this host never fires, because it observes training only."""
+"""Events of callsheet that the Ultralytics host never fires, because the host observes only training."""
 
 FIRED_AT: Mapping[str, str] = {
     "on_run_start": "on_train_start",
@@ -26,7 +26,7 @@ FIRED_AT: Mapping[str, str] = {
     "on_exception": "teardown",
     "on_run_end": "teardown",
 }
-"""For each event of callsheet, the Ultralytics event at which it is fired.
+"""For each event of callsheet, the Ultralytics event at which callsheet's event is fired.
 
 The other events come from hooks in the model, `backward`, the optimizer, and wrapped methods of the trainer and validator, or the
 lifecycle driver synthesizes them.

@@ -39,7 +39,7 @@ VALIDATION = "validation"
 """The name of the dataset that Ultralytics validates on after an epoch."""
 
 BEST = "best"
-"""The dataset's name when Ultralytics validates `best.pt` on it after training."""
+"""The name of the validation dataset in the evaluation of `best.pt`, which Ultralytics runs after training."""
 
 
 class _AfterEpoch:
@@ -47,13 +47,13 @@ class _AfterEpoch:
 
     def __init__(self) -> None:
         self.is_waiting = False
-        """Whether the epoch has ended and its boundary has not been reached."""
+        """Whether the epoch has ended, but the actions after the epoch were not carried out yet."""
         self.is_whole = False
         """Whether the epoch had all its batches."""
         self.is_save_requested = False
         """Whether a callback has asked for a checkpoint."""
         self.is_saved = False
-        """Whether Ultralytics has written a checkpoint, on rank 0."""
+        """Whether Ultralytics has written a checkpoint. Only rank 0 sets this flag."""
 
 
 _OF_A_RUN = (
@@ -64,7 +64,7 @@ _OF_A_RUN = (
     "_hooks",
     "_from_last_epoch",
 )
-"""The attributes of a host that refer to the training of the current run."""
+"""The names of the host's attributes that belong to the training of the current run, and are deleted when the run ends."""
 
 
 def host(
@@ -78,7 +78,7 @@ def host(
     allow_pickle: bool = False,
     strict: bool = True,
 ) -> UltralyticsHost:
-    """Return the callbacks as callbacks of an Ultralytics model: `host([...]).attach(model)`, and then `model.train(...)`.
+    """Wrap the callbacks in a host for an Ultralytics model: `host([...]).attach(model)`, and then `model.train(...)`.
 
     A run is one call of `model.train`. A step is one step of the optimizer, which uses `nbs / batch` batches. Ultralytics'
     validation after an epoch is an evaluation of the dataset `validation`; its validation of `best.pt` after training is an
@@ -157,7 +157,7 @@ class UltralyticsHost(HostBase):
 
     @observing
     def on_train_start(self, trainer: Any) -> None:
-        """Begin a run, because Ultralytics begins to train."""
+        """Begin a run when Ultralytics begins to train."""
         self._forget_earlier_run()
         self._trainer = trainer  # not a weak reference, because the scheduler keeps the trainer alive anyway
         self._outer_error = sys.exc_info()[1]
@@ -194,8 +194,7 @@ class UltralyticsHost(HostBase):
         self._begin_epoch_counts(0)
         self._is_batch_due = False  # whether the next call of `preprocess_batch` gets a batch of the training loop
         self._has_unscaled = False  # whether the loop has unscaled the gradients, as it does just before the optimizer's step
-        # The loss and samples of those batches of the last epoch that came after its last optimizer step. They count for the next
-        # step.
+        # The loss and samples of the last epoch's batches after its last optimizer step. They count for the first step of this epoch.
         self._from_last_epoch: tuple[Tensor | None, tuple[int, int]] = None, (0, 0)
         self._after_epoch = _AfterEpoch()
         self._epochs: int | None = None  # Ultralytics' count of completed epochs; None before the first epoch
@@ -214,7 +213,7 @@ class UltralyticsHost(HostBase):
 
     @observing
     def teardown(self, trainer: Any) -> None:
-        """End the run, because Ultralytics' training has ended or failed."""
+        """End the run after Ultralytics' training has ended or failed."""
         run, error = self._run, sys.exc_info()[1]  # Ultralytics calls this in a `finally` block, perhaps after an error
         if run is None:
             return
@@ -251,12 +250,11 @@ class UltralyticsHost(HostBase):
             run.drop_step()
             self._from_last_epoch = None, (0, 0)
             run.close_epoch(is_whole=False)
-        # If actions after the previous epoch are still due, carry them out now. Ultralytics does not call `on_fit_epoch_end` if
-        # it has reloaded last.pt after a loss that was not finite.
+        # Carry out actions that are still due after the previous epoch: if Ultralytics reloads last.pt, it skips `on_fit_epoch_end`.
         self._reach(run, trainer)
         self._begin_epoch_counts(len(trainer.train_loader))
         self._epochs = trainer.epoch
-        if is_repeated:  # callsheet counts the repeated steps twice, but Ultralytics may not, so compare the counts from here on
+        if is_repeated:  # callsheet counts the repeated steps twice, but Ultralytics may not, so compare only later counts
             run.counts.follow(self._counts_of(trainer))
         run.counts.check()
         run.driver.start("epoch")
@@ -267,7 +265,7 @@ class UltralyticsHost(HostBase):
 
     @in_a_run
     def on_train_epoch_end(self, run: HostedRun, trainer: Any) -> None:
-        """End the epoch. Actions that are due after it, such as a save, are carried out after Ultralytics' validation."""
+        """End the epoch. Actions after the epoch, such as a save, are carried out when Ultralytics' validation has ended."""
         self._epochs = trainer.epoch + 1
         self._close_epoch(run, trainer)
 
@@ -278,7 +276,7 @@ class UltralyticsHost(HostBase):
             self._batches += 1
             self._end_step(run, trainer)
         elif run.driver.is_open("train_step"):
-            # The optimizer has not stepped on the last batches. Their gradients count for its first step in the next epoch.
+            # The optimizer has not used the gradients of the last batches. They count for the first step of the next epoch.
             self._from_last_epoch = self._training.backward.total, run.counted
             run.drop_step()
         after = self._after_epoch
@@ -286,7 +284,7 @@ class UltralyticsHost(HostBase):
         run.close_epoch(is_whole=after.is_whole)
 
     def _reach(self, run: HostedRun, trainer: Any) -> None:
-        """Carry out the actions that are due after the last epoch, such as a requested save or stop, if they still wait."""
+        """Carry out the actions that are still due after the last epoch, such as a requested save or stop."""
         after = self._after_epoch
         if not after.is_waiting:
             return
@@ -307,7 +305,7 @@ class UltralyticsHost(HostBase):
 
     @in_a_run
     def on_fit_epoch_end(self, run: HostedRun, trainer: Any) -> None:
-        """Carry out the actions that are due after the epoch, because Ultralytics has validated and saved."""
+        """Carry out the actions that are due after the epoch. Called when Ultralytics has validated and saved."""
         self._reach(run, trainer)
 
     # --- steps ---
@@ -323,7 +321,7 @@ class UltralyticsHost(HostBase):
             run.ctx.batch = None
 
     def on_train_batch_start(self, trainer: Any) -> None:
-        """Record that Ultralytics calls `preprocess_batch` next with a batch of the training loop."""
+        """Record that the next call of `preprocess_batch` gets a batch of the training loop."""
         self._is_batch_due = True
 
     def _preprocess(self, preprocess: Callable[[Any], Any], batch: Any) -> Any:
@@ -348,7 +346,7 @@ class UltralyticsHost(HostBase):
         return batch
 
     def _begin_batch(self, run: HostedRun, batch: Any) -> Any:
-        """Start the step with its first batch, or add a batch to it. Return the batch, which a callback may have replaced."""
+        """Start a step at its first batch, and count the batch. Return the batch, which a callback may have replaced."""
         driver, ctx, training = run.driver, run.ctx, self._training
         ctx.batch = batch
         if not driver.parts["train_step"].is_open:
@@ -363,7 +361,7 @@ class UltralyticsHost(HostBase):
         return batch
 
     def _unscale(self, unscale: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Unscale the gradients, and then fire the start of gradient clipping, because the loop clips them next."""
+        """Unscale the gradients, and then fire the start of gradient clipping, because the loop clips the gradients next."""
         unscale(*args, **kwargs)
         run = self._run
         if run is None or not run.driver.parts["train_step"].is_open:
@@ -375,7 +373,7 @@ class UltralyticsHost(HostBase):
             self._leave(error)
 
     def on_train_batch_end(self, trainer: Any) -> None:
-        """End the microbatch. End the step too, if the optimizer has stepped, or if the loss scaler has skipped its step."""
+        """End the microbatch. If the optimizer has stepped, or the loss scaler has skipped the optimizer's step, also end the step."""
         run = self._run
         if run is None:
             return
@@ -394,7 +392,7 @@ class UltralyticsHost(HostBase):
     def _end_step(self, run: HostedRun, trainer: Any) -> None:
         run.step_skipped = not self._training.optimizer.has_stepped
         losses = trainer.loss_items
-        if isinstance(losses, Tensor) and losses.ndim:  # older releases keep the names apart
+        if isinstance(losses, Tensor) and losses.ndim:  # older releases store the names in `loss_names`
             losses = dict(zip(trainer.loss_names, losses, strict=True)) if len(losses) == len(trainer.loss_names) else {}
         run.other_losses = {name: each for name, each in losses.items() if name != "loss"} if isinstance(losses, Mapping) else {}
         run.end_step()
@@ -468,7 +466,7 @@ class UltralyticsHost(HostBase):
         run.eval.end()
         run.fire_record()
         if name == BEST:
-            # The forward pass of `best.pt`, a new model, cannot be observed, so do not warn of missing events.
+            # `best.pt` is loaded as a new model, whose forward pass cannot be observed, so do not warn of missing events.
             run.eval.driver.synthesized.clear()
         else:
             self._support(run).after_first_step(run.eval.driver)
@@ -492,7 +490,7 @@ class UltralyticsHost(HostBase):
         assert run is not None
         if not trainer.start_epoch:
             return None
-        # Ultralytics updates its weight average (EMA) once per step.
+        # Ultralytics updates its weight average (EMA) once per step, so the number of updates is the number of steps.
         step = run.world.of_rank_zero(trainer.ema.updates if trainer.ema else 0)
         if self.only_observes or not (trainer.wdir / STATE).is_dir():
             if not self.only_observes:

@@ -13,7 +13,7 @@ HOST = (
     f"{_VALIDATOR}.preprocess",
     *("ultralytics.engine.trainer.generate_ddp_command", "ultralytics.engine.trainer.ddp_cleanup"),
 )
-"""The host wraps the methods, reads or sets the attributes, and replaces the command that starts DDP workers.
+"""The host wraps methods of this list, reads or sets the attributes, and replaces the two functions for DDP workers.
 
-It does not use `_build_train_pipeline`. Releases without it, before 8.4.14, do not end an epoch early if the host sets `stop`.
+The host does not use `_build_train_pipeline`. Releases without it, before 8.4.14, do not end an epoch early if the host sets `stop`.
 """
