@@ -31,6 +31,17 @@ def pytest_runtestloop() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(trylast=True)  # after pytest-randomly
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the tests with long time limits first, so that no worker is left alone with one of them at the end."""
+
+    def limit(item: pytest.Item) -> float:
+        marker = item.get_closest_marker("timeout")
+        return float(marker.args[0]) if marker is not None else 0.0
+
+    items.sort(key=limit, reverse=True)
+
+
 @pytest.fixture(autouse=True)
 def nothing_was_compiled() -> None:
     """What is counted of a step depends on whether this process has compiled anything: another test may have."""

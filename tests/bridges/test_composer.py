@@ -24,6 +24,7 @@ PYTHON = ROOT / ".venv-composer" / ("Scripts" if sys.platform == "win32" else "b
 torch.set_num_threads(1)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-composer: python tools/composer_venv.py makes it")
 def test_with_the_real_composer() -> None:
     """Run `composer_in_its_own_venv.py`, and the tests of the matrix and of test_alone.py that cover Composer."""
