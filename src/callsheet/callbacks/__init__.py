@@ -79,7 +79,7 @@ __all__ = [
     "TorchProfiler",
 ]
 
-__getattr__ = attributes(  # import each callback's module on first use, because many of them import torch
+__getattr__ = attributes(  # import a callback's module on first use of the callback, because many modules import torch
     __name__,
     {
         "ActivationMonitor": "callsheet.callbacks.activation_monitor",

@@ -22,8 +22,8 @@ logger = logging.getLogger("callsheet")
 
 _WHOLE = "(model)"
 _MEANS = ("mean", "std", "l2_norm", "kurtosis", "zeros")
-_BATCHED_NUMBERS = 2**20  # outputs of the same shape are collected up to this many elements, then reduced together
-_lock = threading.Lock()  # DataParallel runs its replicas, and so the hooks, in several threads
+_BATCHED_NUMBERS = 2**20  # collect outputs of one shape up to this many elements, then compute their statistics together
+_lock = threading.Lock()  # DataParallel runs its replicas in several threads, so hooks may be called at the same time
 
 
 class ActivationMonitor(Callback):
@@ -63,14 +63,14 @@ class ActivationMonitor(Callback):
         self._ignore_types = frozenset(ignore_types)
         self._remove_hooks: list[Callable[[], None]] = []
         self._seen: dict[torch.device, _Seen] = {}
-        # The last recorded tensor, its version counter, and its index in `_Seen`.
+        # The last recorded tensor with its version counter and its index in `_Seen`, to recognize a tensor that is returned again.
         self._last: tuple[weakref.ref[Tensor], int, int] | None = None
         self._greatest: dict[tuple[str, ...], Tensor] = {}
         self._step = 0  # the last step whose activations were measured
         self._has_seen = self._has_warned = False
 
     def on_train_start(self, ctx: Context) -> None:
-        """Raise ConfigError if a pattern matches no module's name."""
+        """Raise ConfigError if a pattern of the argument `modules` matches no module of the model."""
         self._step = 0
         names = [name for name, _ in ctx.model.named_modules()]
         for pattern in self._patterns or ():
@@ -78,9 +78,9 @@ class ActivationMonitor(Callback):
                 raise ConfigError(f"no module's name matches {pattern!r}; this model has {', '.join(names[1:6])}, ...")
 
     def on_forward_start(self, ctx: Context) -> None:
-        """Register the hooks if this is a step whose outputs are measured.
+        """Register forward hooks on the modules if outputs are measured in this step.
 
-        The hooks last for one forward pass, so that recomputation in the backward pass is not counted.
+        The hooks stay registered for one forward pass, so that recomputation in the backward pass is not counted.
         """
         if ahead := -ctx.step % self._interval:
             ctx.mute(self, "on_forward_start", "on_forward_end", until=ctx.step + ahead)
@@ -90,7 +90,7 @@ class ActivationMonitor(Callback):
                 self._remove_hooks.append(add_hook(module.register_forward_hook, self._hook(name or _WHOLE)))
 
     def on_forward_end(self, ctx: Context) -> None:
-        """Remove the hooks and log the statistics."""
+        """Remove the forward hooks, and log the statistics of the modules' outputs."""
         if self._remove_hooks:
             count = len(self._remove_hooks)
             self._unhook()
@@ -123,7 +123,7 @@ class ActivationMonitor(Callback):
         return look
 
     def _add(self, name: str, tensor: Tensor) -> None:
-        """Record an output of a module. A module may be called more than once in a forward pass."""
+        """Record an output under a module's name. A module that is called several times in a forward pass has several outputs."""
         here = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
         if not here.numel():
             return
@@ -131,7 +131,7 @@ class ActivationMonitor(Callback):
         with _lock:
             seen = self._seen.setdefault(here.device, _Seen())
             if version < 0 or self._last is None or tensor is not self._last[0]() or version != self._last[1]:
-                # Remember the tensor: a parent module often returns its last child's output, which is then not recorded twice.
+                # Remember the tensor, so that it is not recorded twice if a parent module returns its child's output unchanged.
                 self._last = weakref.ref(tensor), version, seen.add(here)
             seen.places.setdefault(name, []).append(self._last[2])
 
@@ -156,7 +156,7 @@ class ActivationMonitor(Callback):
 
 
 def _by_name(greatest: dict[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
-    """Convert maxima that are stored for groups of metrics into a dict of the maximum of each metric, by name.
+    """Return the maximum of each metric by its name, from tensors that each hold the maxima of a group of metrics.
 
     This is needed if microbatches used different modules, or if the modules are on several devices.
     """
@@ -174,10 +174,10 @@ class _Seen:
     """
 
     def __init__(self) -> None:
-        self.places: dict[str, list[int]] = {}  # module name -> indices (from `add`) of its outputs
+        self.places: dict[str, list[int]] = {}  # module name -> indices (returned by `add`) of the module's outputs
         self._waiting: dict[Any, list[tuple[int, Tensor]]] = {}
         self._sums: list[Tensor] = []
-        self._order: list[int] = []  # for each row of `_sums`, the index that `add` returned
+        self._order: list[int] = []  # for each row of `_sums`, the index that `add` returned for the row's tensor
         self._count = 0
 
     def add(self, tensor: Tensor) -> int:
@@ -206,7 +206,7 @@ class _Seen:
 
 @torch.no_grad()
 def _sums(tensors: Tensor) -> Tensor:
-    """Return seven statistics of each of `n` tensors of the same shape: `[n, ...]` becomes `[n, 7]`.
+    """Return seven statistics for each of `n` stacked tensors: an input of shape `[n, ...]` gives a result of shape `[n, 7]`.
 
     These are mean, second and fourth central moment, mean norm of the vectors along the last dimension, fraction of nonzeros,
     minimum, maximum.

@@ -66,22 +66,23 @@ class CheckpointSaver(Callback):
         self._before_eval = before_eval
         self.name = name
         self._keep = keep
-        self._passed = 0  # number of save intervals that have passed
-        self._saved_at = self._best_at = -1  # step of the last checkpoint; step of the best evaluation, until it is saved
+        self._passed = 0  # how many save intervals have passed since the start of the run
+        # `_saved_at`: the step of the last checkpoint. `_best_at`: the step of the best evaluation, until that step is saved.
+        self._saved_at = self._best_at = -1
         self._saved_stop = False  # whether a stop was already requested when the last checkpoint was saved
         self._is_warned = False
         self._best_score = math.inf  # best value of `monitor` so far, multiplied by `_sign` so that lower is better
 
     def on_train_start(self, ctx: Context) -> None:
-        """Skip the save intervals that were completed before the start, so that a resumed run does not save at once."""
+        """Skip the save intervals that have already passed, so that a resumed run does not save a checkpoint at its start."""
         if self._interval is not None:
             self._passed = self._interval.index(ctx.state.timestamp, ctx.state.elapsed)
 
     def on_eval_all_end(self, ctx: Context) -> None:
         """Check whether the monitored metric has its best value so far."""
-        if ctx.standalone:  # an evaluation that the user called directly may use other data
+        if ctx.standalone:  # ignore an evaluation that the user called directly, because it may use other data
             return
-        self._saved_at = -1  # no checkpoint contains these results yet
+        self._saved_at = -1  # allow another checkpoint of this step, because an earlier one does not contain the evaluation
         if self._monitor is None:
             return
         dataset = self._monitor.partition("/")[0]
@@ -95,7 +96,8 @@ class CheckpointSaver(Callback):
     def on_checkpoint_due(self, ctx: Context) -> None:
         """Request a checkpoint if one is due.
 
-        It is requested once per step, and again if there was an evaluation after it. Every rank decides the same.
+        A checkpoint is requested once per step, and once more if an evaluation came after the first request. All ranks make the same
+        decision.
         """
         is_early = ctx.boundary == "before_eval"
         if is_early and not self._before_eval:
@@ -105,8 +107,7 @@ class CheckpointSaver(Callback):
         is_periodic, self._passed = passed > self._passed, passed
         is_over = ctx.state.is_complete or ctx.control.stop_requested is not None
         is_final = is_over and self._save_at_end and not is_early
-        # Save this step again if a stop was requested after its checkpoint: a run resumed from a checkpoint without the request
-        # would continue training.
+        # Save again if a stop was requested after this step's checkpoint: a run resumed from that checkpoint would not stop.
         is_stopped = ctx.control.stop_requested is not None
         if (is_periodic or is_final) and (self._saved_at != step or (is_final and is_stopped and not self._saved_stop)):
             self._saved_at, self._saved_stop = step, is_stopped
@@ -118,11 +119,11 @@ class CheckpointSaver(Callback):
             ctx.control.save(why, kind="best", by=self._best_label, metric=self._monitor or "", replicated=True)
 
     def on_preempt(self, ctx: Context) -> None:
-        """Request a checkpoint before the preempted run ends. It counts as one of this saver's regular checkpoints."""
+        """Request a checkpoint before the preempted run ends. The checkpoint counts as one of this saver's regular checkpoints."""
         ctx.control.save("the run is preempted", kind="preempt", by=label_of(self), replicated=True)
 
     def on_checkpoint_published(self, ctx: Context) -> None:
-        """Count the checkpoint among this saver's checkpoints if this saver requested it, and delete this saver's old ones.
+        """Add the checkpoint to this saver's checkpoints if this saver requested it, and delete this saver's old checkpoints.
 
         The checkpoints of another framework's loop are left to the framework.
         """
@@ -141,9 +142,10 @@ class CheckpointSaver(Callback):
                 )
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Count the loaded checkpoint among this saver's checkpoints, if this saver had requested it.
+        """Add the loaded checkpoint to this saver's checkpoints if this saver had requested it.
 
-        When it was saved, it was not published and so not registered yet. A checkpoint of another run is not registered.
+        The state in a checkpoint does not list the checkpoint itself, because a checkpoint is added only when it is published. A
+        checkpoint of another run is not added.
         """
         self._saved_at = self._best_at = -1
         info = ctx.checkpoint
@@ -152,7 +154,7 @@ class CheckpointSaver(Callback):
         elif self._take(ctx):
             self._saved_at = info.step
         has_best = ctx.gather(bool(held_by(ctx, self._best_label)))[0]
-        if not has_best:  # if the best checkpoint was deleted, its score must not prevent saving the next one
+        if not has_best:  # if the best checkpoint was deleted, forget its score, so that the next evaluation is the best again
             self._best_score = math.inf
 
     def state_dict(self) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")
 
-_WARN_CHECKPOINTS, _STOP_CHECKPOINTS = 3.0, 1.1  # warn or stop if the free space is below this many times the largest checkpoint
+_WARN_CHECKPOINTS, _STOP_CHECKPOINTS = 3.0, 1.1  # warn or stop if less space is free than this many of the largest checkpoint
 
 
 class DiskSpaceGuard(Callback):
@@ -56,11 +56,11 @@ class DiskSpaceGuard(Callback):
         self._has_warned = self._has_stopped = False
 
     def on_train_start(self, ctx: Context) -> None:
-        """Reset what an earlier call of `fit` has set: allow another stop, and look up the disk of the checkpoints again."""
+        """Reset what an earlier call of `fit` stored, so that a stop can be requested again and the checkpoints' disk is found anew."""
         self._has_stopped, self._place = False, None
 
     def on_log(self, ctx: Context) -> None:
-        """Check the disk, and request a stop while there is still room for a last checkpoint."""
+        """Request a stop if the disk is nearly full. Request a last checkpoint too, if there is still room for one."""
         free = self._check_disk(ctx)
         if free is None or not self._stop_below or self._has_stopped:
             return
@@ -81,8 +81,8 @@ class DiskSpaceGuard(Callback):
             logger.warning("%s: the checkpoint that is being written may not fit: %s", label_of(self), sizes)
 
     def on_checkpoint_published(self, ctx: Context) -> None:
-        """Record the checkpoint's size, from which the limits are derived."""
-        self._place = None  # look up the checkpoint folder again, because the first checkpoint has only now created it
+        """Store the size of the largest checkpoint so far, because the limits for free space depend on this size."""
+        self._place = None  # find the checkpoint folder again at the next check, because the first save has created it
         if ctx.checkpoint is not None:
             self._largest = max(self._largest, ctx.checkpoint.size_bytes)
 
@@ -117,7 +117,7 @@ class DiskSpaceGuard(Callback):
         return shutil.disk_usage(self._place).free
 
     def _check_disk(self, ctx: Context) -> int | None:
-        """Return the free bytes on the checkpoints' disk, or None if they are not known. Warn if they are below the limit."""
+        """Return how many bytes are free on the checkpoints' disk, and warn if too few are. Return None if the check fails."""
         try:
             free = self._free(ctx)
         except OSError as error:

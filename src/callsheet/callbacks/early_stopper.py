@@ -53,8 +53,8 @@ class EarlyStopper(Callback):
 
     def _begin(self) -> None:
         self._best = math.inf  # best value of `monitor` so far, multiplied by `_sign` so that lower is better
-        self._waited = 0  # the number of evaluations without improvement
-        self._best_at: Timestamp | None = None  # time of the best value or, while no value was finite, of the first value
+        self._waited = 0  # the number of evaluations in a row without improvement
+        self._best_at: Timestamp | None = None  # time of the best value; as long as no value was finite, time of the first value
         self._seen_at: Timestamp | None = None
         self._is_warned = self._is_resumed = False
 
@@ -63,7 +63,7 @@ class EarlyStopper(Callback):
         self._begin()
 
     def on_train_start(self, ctx: Context) -> None:
-        """Stop again if the patience had run out before the run was resumed."""
+        """Request the stop again if the patience had already run out before the run was resumed."""
         is_resumed, self._is_resumed = self._is_resumed, False
         if is_resumed and self._seen_at is not None and self._has_run_out(ctx):
             self._stop(ctx)
@@ -77,11 +77,11 @@ class EarlyStopper(Callback):
 
     def on_eval_all_end(self, ctx: Context) -> None:
         """Compare the monitored value with the best so far, and stop if the patience has run out."""
-        if ctx.standalone:  # an evaluation that the user called directly may use other data
+        if ctx.standalone:  # ignore an evaluation that the user called directly, because it may use other data
             return
         value = evaluated(ctx, self._monitor)
         if value is None:
-            # If a signal interrupted the evaluation, `eval_results` is empty, and a missing metric is no error.
+            # If a signal interrupted the evaluation, `eval_results` is empty, so the missing metric is no reason for a warning.
             if not self._is_warned and ctx.eval_results:
                 self._is_warned = True
                 _warn_of_absence(self, ctx, self._monitor)
@@ -162,7 +162,7 @@ def _checked_monitor(monitor: str) -> str:
 def _warn_of_absence(callback: Callback, ctx: Context, monitor: str) -> None:
     """Warn that the evaluation did not produce the monitored metric.
 
-    This is not an error, because an evaluator with a longer interval may have it.
+    A missing metric is not an error, because an evaluator with a longer interval may have the metric.
     """
     found = [f"{name}/{metric}" for name, result in ctx.eval_results.items() for metric in result]
     logger.warning(

@@ -17,11 +17,11 @@ from callsheet.core.time import Interval, Time, TimeUnit
 from callsheet.errors import CheckpointError, ConfigError
 
 _OF: WeakKeyDictionary[nn.Module, EMA] = WeakKeyDictionary()
-"""For each model that is being trained, the `EMA` that may swap its weights. A model can have only one."""
+"""For each model that is being trained, the `EMA` callback that may swap the model's weights. A model can have only one `EMA`."""
 
 
 class EMA(Callback):
-    """Keep an exponential moving average of the weights, and use it to evaluate, to save, and as the final model.
+    """Keep an exponential moving average of the weights, and use it for evaluations, for checkpoints and as the final model.
 
     Every `update_interval` steps the average moves towards the weights: `average += (1 - decay) * (weights - average)`. When the
     average begins, it equals the weights. Training itself uses the trained weights, which are bitwise the same with and without
@@ -83,14 +83,14 @@ class EMA(Callback):
         self._trained: dict[str, Tensor] = {}  # backup of the trained weights while the model holds the average
         # Two lists in the same order: the averages, and the model's weights.
         self._moving: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._wanted = 0  # how many open spans, such as an evaluation, need the average in the model
+        self._wanted = 0  # how many parts of the run that are in progress, such as an evaluation, need the average in the model
         self._stays = False
         self._layout = ""  # how the model is sharded: "whole" (not sharded), or a description of the device mesh
-        # Names of the tensors that this rank saves: its shards, and on rank 0 also the tensors that are not sharded.
+        # Names of the tensors that this rank saves: all sharded tensors, and on rank 0 also those that are not sharded.
         self._own: set[str] = set()
 
     def on_run_start(self, ctx: Context) -> None:
-        """Raise ConfigError if another EMA callback already changes the model."""
+        """Raise ConfigError if another EMA callback already swaps the weights of this model."""
         other = _OF.setdefault(ctx.model, self)
         if other is not self:
             raise ConfigError(
@@ -98,7 +98,7 @@ class EMA(Callback):
             )
 
     def on_run_end(self, ctx: Context) -> None:
-        """Allow another EMA callback to change the model."""
+        """Allow another EMA callback to swap the model's weights after this run."""
         if _OF.get(ctx.model) is self:
             del _OF[ctx.model]
 
@@ -107,7 +107,7 @@ class EMA(Callback):
         self._begin()
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Restore the trained weights and the average. Rank 0 broadcasts unsharded tensors, because it alone has saved them."""
+        """Restore the trained weights and the average. Rank 0 broadcasts unsharded tensors, because only rank 0 has saved them."""
         there, *names = ctx.gather((self._layout, list(self._trained), list(self._average)))[0]
         tensors = _tensors(ctx.model)
         self._find_out(ctx, tensors)
@@ -128,7 +128,7 @@ class EMA(Callback):
         self._swap_out(ctx)
 
     def on_train_start(self, ctx: Context) -> None:
-        """Restore the trained weights, and begin the average unless `start` is later."""
+        """Replace an average that an earlier `fit` left in the model by the trained weights. Start an average unless `start` is later."""
         if self._stays:
             self._stays = False
             self._release(ctx)
@@ -141,7 +141,7 @@ class EMA(Callback):
 
     @torch.no_grad()
     def on_train_step_end(self, ctx: Context) -> None:
-        """Move the average towards the weights, every `update_interval` steps."""
+        """Every `update_interval` steps, move the average towards the model's present weights."""
         if ctx.step % self._update_interval or ctx.step_skipped:
             return
         averages, weights = self._moving
@@ -152,12 +152,12 @@ class EMA(Callback):
         torch._foreach_lerp_(averages, weights, 1 - self._decay)
 
     def on_eval_all_start(self, ctx: Context) -> None:
-        """Swap the average into the model, before other callbacks are called."""
+        """Swap the average into the model before other callbacks are called for this event."""
         self._want(ctx)
 
     @at("restore")
     def on_eval_all_end(self, ctx: Context) -> None:
-        """Swap the trained weights back into the model, after other callbacks have been called."""
+        """Swap the trained weights back into the model after other callbacks have been called for this event."""
         self._release(ctx)
 
     on_test_start = on_predict_start = on_checkpoint_save_start = on_eval_all_start
@@ -249,7 +249,7 @@ class EMA(Callback):
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's floating-point parameters and buffers by name; a tied tensor appears once.
+    """Return the model's floating-point parameters and buffers by name. A tensor that has several names (tied) appears once.
 
     Reading `state_dict` also makes a sharded model install its shards.
     """

@@ -117,7 +117,7 @@ class ExportForInferenceCallback(Callback):
             self._remove_hook = add_hook(register, self._take)
 
     def _take(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Do not record here: torch.compile would trace the code below into the compiled model.
+        # While torch.compile traces the model, record nothing: the code below would become part of the compiled model.
         if torch.compiler.is_compiling():
             return
         call = Call(args, {name: value for name, value in kwargs.items() if name != "labels"})
@@ -125,7 +125,7 @@ class ExportForInferenceCallback(Callback):
         self._unhook()
 
     def on_log(self, ctx: Context) -> None:
-        """Raise ConfigError if steps were trained but the hook saw no input, because the model is compiled.
+        """Raise ConfigError if no input was recorded although steps were trained. This means that the model is compiled.
 
         A compiled model runs no hooks, so there is no sample of its input, and the export at the end would fail.
         """
@@ -155,7 +155,7 @@ class ExportForInferenceCallback(Callback):
             copied = whole_copy(ctx.model, keep=ctx.run.is_world_process_zero)
             if copied is not None:
                 written = self._written(ctx, copied.eval().requires_grad_(False))
-        except Exception as raised:  # re-raised after `gather` below, where the other ranks wait
+        except Exception as raised:  # raise the error after `gather` below, because the other ranks wait there
             error = raised
         restore_random_state(random)
         if failed := next(filter(None, ctx.gather(reason(error) if error is not None else None)), None):

@@ -11,7 +11,7 @@ logger = logging.getLogger("callsheet")
 
 
 class FreeOutputs(Callback):
-    """Release the model's outputs before the backward pass, once the loss is computed and all handlers have been called.
+    """Release the model's outputs before the backward pass, after all handlers of `on_loss_end` have been called.
 
     The Trainer does this anyway, unless a callback keeps the outputs until the step's end with `keep_fields = ("outputs",)`. This
     callback overrides that setting: after `on_loss_end`, `ctx.outputs` is None, so that only the backward pass keeps the logits
@@ -34,5 +34,5 @@ class FreeOutputs(Callback):
             )
 
     def on_loss_end(self, ctx: Context) -> None:
-        """Release the outputs after all other handlers have been called."""
+        """Release the model's outputs after all other handlers of this event have been called."""
         ctx.outputs = None

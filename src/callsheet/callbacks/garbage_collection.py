@@ -37,10 +37,10 @@ class GarbageCollection(Callback):
         self._interval = interval
         self._generation = generation
         self._has_disabled = False
-        self._evaluated = 0  # the number of steps of the current evaluation so far
+        self._evaluated = 0  # how many steps of the current evaluation are completed
 
     def on_train_start(self, ctx: Context) -> None:
-        """Run the garbage collection once, and disable automatic collection."""
+        """Run the garbage collection once, and disable Python's automatic collection."""
         self._evaluated = 0
         if gc.isenabled():
             gc.disable()
@@ -55,7 +55,7 @@ class GarbageCollection(Callback):
             self._collect(ctx)
 
     def on_eval_all_start(self, ctx: Context) -> None:
-        """Start counting the evaluation's steps."""
+        """Set the count of evaluation steps to zero. Garbage is collected after every `interval` of these steps."""
         self._evaluated = 0
 
     def on_eval_step_end(self, ctx: Context) -> None:

@@ -16,7 +16,7 @@ logger = logging.getLogger("callsheet")
 
 
 class Generate(Callback):
-    """Let the model continue a few prompts, regularly and when training ends, and log the table `generations`.
+    """Let the model continue a few prompts, regularly and when training ends, and log the texts as the table `generations`.
 
     The columns are `prompt` and `continuation`, with one row per prompt. If the callback has a `name`, the table has that name. It
     writes at most once per step, and not when the run is preempted. The model is a Hugging Face model, or any with a method
@@ -53,8 +53,8 @@ class Generate(Callback):
 
     collective = True  # all ranks must call the handlers, since a sharded model's forward pass runs collectives
     required_fields = ("model",)
-    # `draws_random` is not set, because it would save and restore the random states at every step. Only `written` draws random
-    # numbers, and it restores the states itself.
+    # Do not set `draws_random`: with it, the random states would be saved and restored at every step.
+    # The function `written`, in which all random numbers are drawn, restores the random states itself.
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Generate(Callback):
             self._prompts = Prompts(self._given, self._tokenizer)
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Generate texts if the interval is complete since texts were last generated."""
+        """Generate texts if an interval (see the argument `interval`) has ended since the last check."""
         if self._interval is None or self._seen is None:
             return
         state, before = ctx.state, self._seen
@@ -127,7 +127,7 @@ class Generate(Callback):
     on_epoch_end = on_round_end = on_train_step_end
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """Generate texts with the weights that were evaluated."""
+        """Generate texts with the weights that were evaluated, if `at_evaluation` is True."""
         if self._at_evaluation and self._is_training and not ctx.standalone:
             self._draw(ctx)
 

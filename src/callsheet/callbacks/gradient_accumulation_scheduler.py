@@ -1,4 +1,4 @@
-"""Changes the number of batches per step, by epoch."""
+"""Changes the number of batches per step at the start of given epochs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from callsheet.errors import ConfigError
 
 
 class GradientAccumulationScheduler(Callback):
-    """Change the number of batches over which gradients are accumulated, by epoch.
+    """Change the number of batches over which gradients are accumulated, at the start of given epochs.
 
     Before the first epoch in the schedule the run's own `gradient_accumulation_steps` applies. The loss of a step is the mean
     over all samples of its batches, so choose the learning rate for the larger batch. The last step of an epoch may have fewer

@@ -96,16 +96,16 @@ class HangDetector(Callback):
         self._hung_after = 0  # the last completed step before the reported hang
         self._pausing_until = 0  # up to this step, the time limit of a step is `pause_seconds`
         self._is_over: threading.Event | None = None
-        self._previous: Any = None  # the handler that `_SIGNAL` had before
+        self._previous: Any = None  # the earlier handler of `_SIGNAL`, to restore after training
 
     def on_run_start(self, ctx: Context) -> None:
-        """Check that there is a folder to write to."""
+        """Raise ConfigError if there is no folder for files with the stacks of threads."""
         if self._given_folder is None and ctx.run.folder is None:
             raise ConfigError("the run has no folder to write stacks to; give HangDetector a folder=")
         self._folder = self._given_folder or Path(ctx.run.folder or "", "hangs")
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Unless the run is resumed, discard the step times, which an earlier run may have measured."""
+        """In a new run, discard the learned step times, because this object may have measured them in an earlier run."""
         if ctx.checkpoint is None:
             self._learned.clear()
 
@@ -156,7 +156,7 @@ class HangDetector(Callback):
     def _watch(self, is_over: threading.Event, trained: threading.Thread) -> None:
         pause = min(1.0, self._min_seconds / 10)
         looked, steps, beat = time.monotonic(), self._state.timestamp.batch, self._beat
-        reported: float | None = None  # time of the last progress before the hang that was reported; None if there is none
+        reported: float | None = None  # time of the last progress before the hang that was logged; None if nothing hangs
         while not is_over.wait(pause):
             now, seen_steps = time.monotonic(), self._state.timestamp.batch
             # If this check comes late, the process was stopped or the machine was asleep, so the run does not hang.
@@ -218,8 +218,7 @@ class HangDetector(Callback):
             os._exit(self._exit_code)
         if trained.ident is not None and not is_over.is_set():
             if self._previous is not None and _SIGNAL is not None:
-                # If possible, use a signal, because it interrupts a sleep or a read too. The asynchronous exception below does
-                # not.
+                # Prefer a signal: unlike the asynchronous exception below, it also interrupts a sleep or a read.
                 signal.pthread_kill(trained.ident, _SIGNAL)
             else:
                 import ctypes
@@ -234,7 +233,7 @@ class HangDetector(Callback):
             traceback.print_stack(sys._current_frames().get(threading.main_thread().ident or 0), file=file)
             file.write("\nAll threads, the innermost call first:\n")
             file.flush()
-            # The list may be incomplete, because faulthandler writes at most 100 threads.
+            # The list of threads may be incomplete, because faulthandler writes at most 100 threads.
             faulthandler.dump_traceback(file, all_threads=True)
         if initialised_distributed() is not None:
             collectives = sys.modules["torch"]._C._distributed_c10d
@@ -256,7 +255,7 @@ class HangDetector(Callback):
 def _call_with_timeout(seconds: float, what: Callable[..., object], *arguments: object) -> None:
     """Call the function `what` in another thread and wait at most `seconds` for its end.
 
-    The hang may hold the lock of a log handler, or be caused by the disk, and then `what` hangs too.
+    If the hanging thread holds the lock of a log handler, or if the disk causes the hang, `what` hangs too.
     """
     thread = threading.Thread(target=what, args=arguments, name="callsheet-hangs-report", daemon=True)
     try:

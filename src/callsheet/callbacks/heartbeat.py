@@ -47,7 +47,7 @@ class Heartbeat(Callback):
         self._pattern = os.fspath(file) if file is not None else None
         self._seconds = seconds
         self.ranks = ranks
-        self._path: Path | None = None  # the file's path; None until the run may write to its folder
+        self._path: Path | None = None  # path of the heartbeat file; None until the run may write to its folder
         self._state = self._before_save = "starting"
         self._next = 0.0
 

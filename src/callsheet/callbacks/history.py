@@ -45,9 +45,9 @@ class History(Callback):
             raise ConfigError(f"most={most}: keep at least one record, or all with None")
         self._most = most
         self.records: list[tuple[int, dict[str, float]]] = []
-        """The step and the values of each record."""
+        """The step and the values of each metrics record."""
         self.evaluations: list[tuple[int, dict[str, dict[str, float]]]] = []
-        """The step and the results, by dataset, of each evaluation."""
+        """The step of each evaluation, and its results by dataset."""
 
     def __getitem__(self, name: str) -> list[float]:
         return [value for _, value in self._column(name)]

@@ -67,7 +67,8 @@ class ImageVisualizer(Callback):
         self._begin()
 
     def _begin(self) -> None:
-        self._logged = self._taken = -1  # the number of the last interval whose images were logged, and were collected
+        # `_logged`: the number of the last interval whose images were logged. `_taken`: that of the last whose images were collected.
+        self._logged = self._taken = -1
         self._is_due = False
         self._kept: dict[str, Pictures] = {}
         self._warnings: set[str] = set()
@@ -93,7 +94,7 @@ class ImageVisualizer(Callback):
         self._logged = self._taken
 
     def on_eval_start(self, ctx: Context) -> None:
-        """Arrange that images of the dataset's first batch are collected."""
+        """Request that images of the dataset's first batch are collected in `on_eval_forward_end`."""
         self._is_due = True
 
     def on_eval_forward_end(self, ctx: Context) -> None:
