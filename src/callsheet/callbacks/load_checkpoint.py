@@ -22,7 +22,7 @@ _MODEL = "model."
 
 
 class LoadCheckpoint(Callback):
-    """Start a new run with the weights of another run's checkpoint. A resumed run already has weights, so nothing is loaded.
+    """Start a new run with the weights of another run's checkpoint. In a resumed run, which already has weights, load nothing.
 
     Only parameters and buffers are loaded. They are cast to the model's types and distributed over its shards, from any number of
     ranks to any other. Optimizer, scheduler, timestamp and callbacks start fresh. The weights are loaded before training, at the
@@ -70,7 +70,7 @@ class LoadCheckpoint(Callback):
         summary, error = "", None
         try:
             summary = self._load(ctx.model.state_dict())
-        except Exception as caught:  # raised below on all ranks, after `gather`
+        except Exception as caught:  # raise the error on all ranks together, after `gather` below
             error = caught
         failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(ctx.gather(str(error) if error else "")) if reason]
         if failed:
@@ -103,7 +103,7 @@ class LoadCheckpoint(Callback):
             if source is None:
                 misfits[name] = f"{name} is not in the checkpoint"
             elif source is not tensor and name not in misfits:
-                # The checkpoint stores shared weights once, under their first name, but this model may not share them.
+                # The checkpoint stores weights that two names share only once, but in this model the two may be separate.
                 if id(source) in scratch.tensors:
                     misfits[name] = f"{name} shares its weights in the checkpoint with a name that is left out"
                 elif source.shape != tensor.shape:
@@ -134,7 +134,7 @@ class LoadCheckpoint(Callback):
 class _Scratch:
     """A destination for tensors that are read from the checkpoint but not used, such as the optimizer's state.
 
-    All are read into the same memory, so that it stays small.
+    All these tensors are read into the same memory, so that little memory is needed.
     """
 
     def __init__(self) -> None:

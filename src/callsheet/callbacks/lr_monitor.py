@@ -28,10 +28,10 @@ class LRMonitor(Callback):
         self._last_step = ctx.step
 
     def on_optimizer_step_end(self, ctx: Context) -> None:
-        """Copy the rates that the step used, because the scheduler then changes rates in place if they are tensors."""
+        """Copy the learning rates of this step. After this event, the scheduler changes rates that are tensors in place."""
         groups = ctx.optimizer.param_groups
         if len(groups) == 1:
-            # If there is only one group, every record has its rate as `train/learning_rate`.
+            # If there is only one group, every training record already has the group's rate as `train/learning_rate`.
             ctx.mute(self, "on_optimizer_step_end")
             return
         self._rates = [

@@ -19,7 +19,7 @@ logger = logging.getLogger("callsheet")
 
 
 class MemorySnapshot(Callback):
-    """Record every allocation on the CUDA device for a few steps, with its stack, and write a snapshot, once per run.
+    """Once per run, record every allocation on the CUDA device during a few steps, with its call stack, and write a snapshot.
 
     After `skip_batches` steps it records `interval` steps and writes `memory/<name>-step<step>-rank<rank>.pickle` to the run's
     folder, in torch's own format, which https://pytorch.org/memory_viz reads. Another process draws two `.html` pages from it,
@@ -68,20 +68,20 @@ class MemorySnapshot(Callback):
         self._drawing: Drawing | None = None
 
     def on_run_start(self, ctx: Context) -> None:
-        """Warn if there is no CUDA device."""
+        """Raise ConfigError if there is no folder for snapshots. Warn if there is no CUDA device."""
         memory_folder(ctx, self._given_folder, label_of(self))
         self._is_able = ctx.run.device.startswith("cuda")
         if not self._is_able:
             logger.warning("%s: there is no CUDA device, so nothing is recorded", label_of(self))
 
     def on_train_step_start(self, ctx: Context) -> None:
-        """Start recording at the first step of the range."""
+        """Start recording allocations at the first of the steps to record."""
         if ctx.step == self._first and self._is_able:
             torch.cuda.memory._record_memory_history(**self._options)
             self._is_recording = True
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Write the snapshot after the last step of the range."""
+        """Write the snapshot after the last of the steps to record."""
         if ctx.step >= self._last and self._is_recording:
             self._end(ctx)
 

@@ -30,7 +30,7 @@ _CHECK_SECONDS = 300.0  # time limit of the command `cache_clear_cmd`
 
 
 class MLPerfCallback(Callback):
-    """Write a result that MLPerf's compliance checker accepts. When the target is reached, stop on all ranks together.
+    """Write a result that MLPerf's compliance checker accepts. When the target is reached, stop training on all ranks together.
 
     Rank 0 writes `<root_folder>/results/<system_name>/<benchmark>/result_<index>.txt`. `run_start` is written before the data is
     built. `run_stop` has the status `success` at the evaluation that reaches the target, or `aborted` at the end of a run that
@@ -106,7 +106,7 @@ class MLPerfCallback(Callback):
 
     def _forget(self) -> None:
         self._began_at = now_ms()
-        self._result: ResultFile | None = None  # the result file, on rank 0, until it is complete
+        self._result: ResultFile | None = None  # the result file that rank 0 is writing; otherwise None
         self._sizes: list[int] | None = None  # samples in each microbatch of the first step; None after that step
         self._has_begun = self._is_in_block = self._is_resumed = False
         self._reached: float | None = None  # the value of the monitored metric that reached the target
@@ -120,7 +120,7 @@ class MLPerfCallback(Callback):
             logger.warning("%s has nothing to do: give it a benchmark and a target", label_of(self))
 
     def on_data_init_start(self, ctx: Context) -> None:
-        """Create the result file. This is early enough for MLPerf, whose timed part begins before any data is read."""
+        """Create the result file at this event, because the time that MLPerf measures begins before any data is read."""
         self._has_begun = True
         # Without an optimizer nothing will be trained, so there is no result to write.
         if self._target is None or (ctx.has("optimizer") and ctx.optimizer is None):
@@ -166,7 +166,7 @@ class MLPerfCallback(Callback):
         if self._sizes is not None:
             sizes, self._sizes = ctx.gather(self._sizes), None
             self._write_all(ctx, found(ctx, sizes, self._hyperparameters) | self._hyperparameters)
-            assert self._target is not None  # `_sizes` is set only then
+            assert self._target is not None  # without a target, `_sizes` is None
             if complaints := ctx.gather(self._complaints_if_reached(ctx, self._target))[0]:
                 raise ConfigError(
                     f"MLPerf's checker (rules {self._submission.ruleset}) would reject the result even if {self._target.monitor} reached {self._target.value}; "
@@ -177,13 +177,13 @@ class MLPerfCallback(Callback):
         self._write(ctx, "epoch_stop")
 
     def on_eval_all_start(self, ctx: Context) -> None:
-        """Write the end of the block and the start of the evaluation to the result file."""
+        """Write the end of the block (the training since the last evaluation) and the evaluation's start to the result file."""
         if not ctx.standalone:
             self._stop_block(ctx)
             self._write(ctx, "eval_start")
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """Write the evaluation's metric to the result file. If it reached the target, complete the file and stop."""
+        """Write the evaluation's metric to the result file. If the metric reached the target, complete the file and stop training."""
         if ctx.standalone or self._target is None:
             return
         value = evaluated(ctx, self._target.monitor)
@@ -256,7 +256,7 @@ class MLPerfCallback(Callback):
     # --- state for checkpoints ---
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the metric's value that reached the target, or None."""
+        """Return the value of the monitored metric that reached the target, or None if the target was not reached yet."""
         return {"reached": self._reached}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -21,12 +21,12 @@ Row = list[Any]
 
 
 class ModelSummary(Callback):
-    """Print a table of the model's modules and their parameters, once, on rank 0, and log it as `model/summary`.
+    """Print a table of the model's modules and their parameters, once, on rank 0, and log the table as `model/summary`.
 
     The columns are `module`, `type`, `parameters` and `trainable`; with `flops`, there are also the FLOPs of a forward pass (of
-    one microbatch, on rank 0; a multiplication and an addition are two). A row counts a parameter of its module
-    once, even if several submodules share it; of sharded parameters, the full size is counted. The last row is the whole model. If the callback has a
-    `name`, the table has that name.
+    one microbatch, on rank 0; a multiplication and an addition are two). A row counts a parameter of its module once, even if
+    several submodules share it; of sharded parameters, the full size is counted. The last row is the whole model. If the callback
+    has a `name`, the table has that name.
 
     Args:
         depth: how many levels of modules; 0 is the model alone.
@@ -57,7 +57,7 @@ class ModelSummary(Callback):
         self._is_shown, self._forwards = False, 0
 
     def on_train_start(self, ctx: Context) -> None:
-        """Show the table, unless FLOPs are to be counted first."""
+        """Show the table, unless the FLOPs of a forward pass must be counted first."""
         if not self._flops:
             self._show(ctx, {})
 
@@ -85,7 +85,7 @@ class ModelSummary(Callback):
             )
 
     def on_train_end(self, ctx: Context) -> None:
-        """Show the table without FLOPs if there was only one forward pass."""
+        """Show the table without FLOPs if training ended before the second forward pass, in which FLOPs are counted."""
         self._show(ctx, {})
 
     def on_exception(self, ctx: Context) -> None:

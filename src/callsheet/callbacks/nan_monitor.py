@@ -14,7 +14,7 @@ from callsheet.errors import NonFiniteError
 
 logger = logging.getLogger("callsheet")
 
-_FOLD = 256  # losses to keep before they are stacked into one tensor, because each separate tensor takes a block of device memory
+_FOLD = 256  # stack this many losses into one tensor, because each separate tensor takes a block of device memory
 
 
 class NaNMonitor(Callback):
@@ -58,11 +58,11 @@ class NaNMonitor(Callback):
             losses.clear()
 
     def on_log(self, ctx: Context) -> None:
-        """Check each loss since the last record, unless their mean in this record is finite."""
+        """Check every loss since the last record, unless the mean loss in this record is finite."""
         mean = ctx.record.values.get("train/loss")
         if mean is not None and math.isfinite(mean):
             self._forget()
-        else:  # if the mean is missing or not finite, either a loss is bad or only the sum of the losses has overflowed
+        else:  # the mean is missing, or it is not finite, perhaps only because the sum of the losses overflowed: check each loss
             self._check_losses(ctx)
 
     def on_eval_all_start(self, ctx: Context) -> None:

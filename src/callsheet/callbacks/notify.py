@@ -147,7 +147,7 @@ class Notify(Callback):
 
     def on_exception(self, ctx: Context) -> None:
         error = ctx.exception
-        if error is None or isinstance(error, KeyboardInterrupt):  # Ctrl-C is reported by the event `end` instead
+        if error is None or isinstance(error, KeyboardInterrupt):  # after Ctrl-C, `on_run_end` sends the notification
             return
         kind, message = type(error).__name__, text_of(error)[:_MAX_CHARACTERS]
         more = "\n".join((f"{kind}: {message}", *getattr(error, "__notes__", ())))[: 2 * _MAX_CHARACTERS]
@@ -156,7 +156,7 @@ class Notify(Callback):
         self._notify(ctx, "failure", f"failed {where}: {kind}", more, exception=facts)
 
     def on_train_end(self, ctx: Context) -> None:
-        """Warn of each metric that a rule in `when` names, and that no metrics record of the run had.
+        """Warn about every metric that a rule in `when` names but that was in no metrics record of the run.
 
         From now on, ignore metrics records, because they belong to evaluations after training.
         """

@@ -80,7 +80,7 @@ class OOMObserver(Callback):
             bindings._cuda_attach_out_of_memory_observer(observe)
 
     def on_exception(self, ctx: Context) -> None:
-        """Stop recording, and start to render a snapshot of the failure as HTML pages."""
+        """Stop recording allocations. If a snapshot was written, start to render the snapshot as HTML pages."""
         path, self._path = self._path, None
         if path is None:
             return

@@ -60,11 +60,11 @@ class OptimizerMonitor(Callback):
         self._parameters: list[tuple[str, nn.Parameter]] = []
 
     def on_train_start(self, ctx: Context) -> None:
-        """Mute the handler for the optimizer's own metrics if the optimizer has none."""
+        """Mute `on_train_step_end`, which logs the optimizer's own metrics, if the optimizer has no method that returns them."""
         (ctx.mute if self._report(ctx) is None else ctx.unmute)(self, "on_train_step_end")
 
     def on_epoch_start(self, ctx: Context) -> None:
-        """Forget the list of trainable parameters, because some may have been frozen or unfrozen since.
+        """Discard the list of the model's parameters, because parameters may have been added to the model since the last epoch.
 
         The list is kept during an epoch because finding the parameters takes longer than computing their norms.
         """
@@ -73,7 +73,7 @@ class OptimizerMonitor(Callback):
     on_run_end = on_epoch_start
 
     def on_forward_backward_end(self, ctx: Context) -> None:
-        """Log the norms. At this event the gradients are complete and unscaled."""
+        """Log the norms of gradients and weights. At this event the gradients are complete and unscaled."""
         if ahead := -ctx.step % self._interval:
             ctx.mute(self, "on_forward_backward_end", "on_train_step_end", until=ctx.step + ahead)
             return
@@ -83,7 +83,7 @@ class OptimizerMonitor(Callback):
             self._log(ctx, "weight", [(name, each.detach()) for name, each in self._parameters])
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Log the optimizer's own metrics. They need the optimizer's state, which exists after its first step."""
+        """Log the optimizer's own metrics. They need the optimizer's state, which exists only after the optimizer's first step."""
         if ctx.step % self._interval or (report := self._report(ctx)) is None:
             return
         metrics: dict[str, Any] = {}
@@ -108,9 +108,9 @@ class OptimizerMonitor(Callback):
 
 @torch.no_grad()
 def _norms(tensors: list[Tensor]) -> tuple[list[int], Tensor]:
-    """Return the indices of the tensors, ordered by sharding, and their norms in this order, in float32 or wider.
+    """Return the tensors' indices, grouped by kind of sharding, and the tensors' norms in the same order, in float32 or wider.
 
-    Each kind of sharding takes one reduction.
+    The norms of each group are reduced together.
     """
     by_layout: dict[Any, list[int]] = {}
     for place, tensor in enumerate(tensors):
@@ -120,7 +120,7 @@ def _norms(tensors: list[Tensor]) -> tuple[list[int], Tensor]:
                 tensors[place] = tensor = tensor.full_tensor()
             else:
                 layout = (tensor.device_mesh, tensor.placements)
-        elif tensor.layout is torch.sparse_coo:  # such as the gradient of an embedding; the elements that it leaves out are zero
+        elif tensor.layout is torch.sparse_coo:  # such as the gradient of an embedding; elements that are not stored are zero
             tensors[place] = tensor.coalesce().values()
         by_layout.setdefault(layout, []).append(place)
     parts = []

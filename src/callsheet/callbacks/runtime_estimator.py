@@ -51,12 +51,12 @@ class RuntimeEstimator(Callback):
         self._paused: tuple[str, float] | None = None  # kind ("evaluation" or "save") and start of the current pause
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Unless the run is resumed, discard the measurements, which may be from an earlier run."""
+        """In a new run, discard the measurements, because this object may have made them in an earlier run."""
         if ctx.checkpoint is None:
             self._counts = ""
 
     def on_train_start(self, ctx: Context) -> None:
-        """Begin the warm-up steps, which are not measured."""
+        """Prepare to measure training time after the warm-up steps, whose time is not measured."""
         longest = ctx.state.max_duration
         counts = longest.unit.value if longest is not None else ""
         if counts != self._counts:  # measurements in another time unit cannot be converted, so discard them
@@ -144,7 +144,7 @@ class RuntimeEstimator(Callback):
 
 
 def _progress(state: TrainState) -> float:
-    """Return the run's progress in the time unit of `max_duration`. Count part of an epoch if the epoch's length is known."""
+    """Return the run's progress in the time unit of `max_duration`. An incomplete epoch is a fraction if its length is known."""
     longest = state.max_duration
     if longest is None:
         return 0.0

@@ -52,13 +52,13 @@ class SaveOnTrigger(Callback):
         self._next = 0.0
 
     def on_run_start(self, ctx: Context) -> None:
-        """Determine the path of the file with requests."""
+        """Determine the path of the trigger file, to which the user writes requests."""
         if self._file is None and ctx.run.folder is None:
             raise ConfigError("the run has no folder for the trigger; give it a file=")
         self._path = self._file or Path(ctx.run.folder or "", "trigger")
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Add the trigger file to a list in the run's folder, which `callsheet watch` reads.
+        """Add the trigger file to the list `listeners.json` in the run's folder, so that `callsheet watch` can find the file.
 
         This is done at this event because the run may not write to its folder earlier.
         """
@@ -81,9 +81,9 @@ class SaveOnTrigger(Callback):
                 logger.warning("%s: cannot remove itself from the run's list of trigger files: %s", label_of(self), error)
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Look for requests in the trigger file, at most every few seconds."""
+        """Make the requests that are in the trigger file. Look for the file at most once every `seconds` seconds."""
         now = time.monotonic()
-        # If another process has taken over the run's folder, the file is for that process.
+        # If another process has taken over the run's folder, the requests in the file are for that process.
         if now >= self._next and ctx.run.may_write(self._path):
             self._next = now + self._seconds
             for line in self._taken():
@@ -129,7 +129,7 @@ class SaveOnTrigger(Callback):
             elif word == "evaluate":
                 ctx.control.evaluate(why)
             elif word == "stop":
-                ctx.control.stop(why, resumable=True)  # `resumable` lets the same command continue the run
+                ctx.control.stop(why, resumable=True)  # after a resumable stop, the command that started the run can resume it
             else:
                 words = ", ".join(WORDS)
                 logger.warning(

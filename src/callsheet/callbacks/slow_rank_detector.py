@@ -21,7 +21,7 @@ _COMPARING = ("on_fetch_start", "on_fetch_end", "on_forward_start", "on_forward_
 
 
 class SlowRankDetector(Callback):
-    """Warn about ranks that take longer than others for their own work, which is fetching data and the forward pass.
+    """Warn about ranks that take longer than other ranks to fetch data or to compute the forward pass.
 
     The time of a whole step does not show a slow rank, because ranks wait for each other in the backward pass. With FSDP they also wait
     in the forward pass, where the slow rank has the shortest time: use `fetch` there.
@@ -61,7 +61,7 @@ class SlowRankDetector(Callback):
         self._forget(0)
 
     def on_train_start(self, ctx: Context) -> None:
-        """Start to measure this rank's times. Discard the counts of ranks that a resumed run no longer has."""
+        """Start to measure this rank's times. If a resumed run has fewer ranks than before, discard the counts of the missing ranks."""
         self._is_on_cuda = ctx.run.device.startswith("cuda")
         self._in_a_row = {key: count for key, count in self._in_a_row.items() if int(key.split()[1]) < ctx.run.world_size}
         self._forget(ctx.step)
@@ -88,7 +88,7 @@ class SlowRankDetector(Callback):
     def on_log(self, ctx: Context) -> None:
         """Compare the times of the ranks since the last record, and warn of slow ranks."""
         for start, end in self._events:
-            if end.query():  # if the device has not finished a forward pass yet, leave it out
+            if end.query():  # leave out a forward pass that the device has not finished yet
                 self._forwarding += start.elapsed_time(end) / 1000
         taken = ctx.step - self._first
         here = (taken, self._fetching / max(1, taken), self._forwarding / max(1, taken))

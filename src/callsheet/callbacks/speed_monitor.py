@@ -76,7 +76,7 @@ class SpeedMonitor(Callback):
         self._logged: set[str] = set()
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Unless the run is resumed, discard the measurements, which may be from an earlier run."""
+        """In a new run, discard the measurements, because this object may have made them in an earlier run."""
         self._logged.clear()
         if ctx.checkpoint is None:
             self._window = SpeedWindow(self._window_size)
@@ -97,7 +97,7 @@ class SpeedMonitor(Callback):
             self._flops.fetched(ctx.batch)
 
     def on_forward_backward_start(self, ctx: Context) -> None:
-        """Start a step of the FLOP counter, which counts the operations of one step."""
+        """Tell the FLOP counter that a step begins. In one of the steps, the counter counts the FLOPs of all operations."""
         self._flops.begin_step()
 
     def on_forward_end(self, ctx: Context) -> None:

@@ -57,7 +57,7 @@ class ThresholdStopper(Callback):
         self._is_training = self._is_resumed = False
         self._last: float | None = None  # value of the monitored metric in the last record that has it
         self._reached: float | None = None  # value of the monitored metric that stopped the run
-        # Metric names logged so far; None once `monitor` was among them or a warning was given.
+        # Names of the metrics logged so far, for a warning if `monitor` is not among them; None if no warning is needed any more.
         self._other_metrics: set[str] | None = set()
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
@@ -65,7 +65,7 @@ class ThresholdStopper(Callback):
         self._begin()
 
     def on_train_start(self, ctx: Context) -> None:
-        """Stop again if this callback stopped the run before it was resumed."""
+        """Request the stop again if this callback already stopped the run before the run was resumed."""
         self._is_training = True
         is_resumed, self._is_resumed = self._is_resumed, False
         if is_resumed and self._reached is not None:

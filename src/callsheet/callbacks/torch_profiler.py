@@ -88,12 +88,12 @@ class TorchProfiler(Callback):
         self._last = 0  # the last step to be recorded by the current profiler
 
     def on_run_start(self, ctx: Context) -> None:
-        """Check that there is a folder to write to."""
+        """Raise ConfigError if there is no folder for the traces."""
         if self._folder is None and ctx.run.folder is None:
             raise ConfigError("the run has no folder for traces; give TorchProfiler a folder=")
 
     def on_train_start(self, ctx: Context) -> None:
-        """Start profiling if a cycle begins with the first step."""
+        """Start the profiler if the first step is the first profiled step of a cycle."""
         self._begin(ctx)
 
     def on_train_step_end(self, ctx: Context) -> None:
@@ -116,8 +116,7 @@ class TorchProfiler(Callback):
     def _begin(self, ctx: Context) -> None:
         """Start the profiler if the next step is the first profiled step of a cycle."""
         length = self._wait + self._warmup + self._active
-        # The number of steps after `skip_first` and the first `wait`. A cycle's profiling begins if it is 0 or a multiple of
-        # `length`.
+        # Count the steps after `skip_first` and the first `wait`. Profiling begins if this is 0 or a multiple of `length`.
         done = ctx.step - self._skip - self._wait
         if done < 0 or done % length or (self._repeat and done // length >= self._repeat):
             return

@@ -20,14 +20,14 @@ Prompt = str | Sequence[int]
 
 _NOT_FINITE = "the model's outputs are NaN or infinite"
 _CANNOT_SAMPLE = re.compile(r"probability tensor contains")
-"""The start of the error message of `torch.multinomial`.
+"""The start of the error message that `torch.multinomial` raises if logits are NaN or infinite.
 
-It identifies NaN or infinite logits in models whose `generate` does not call the module, so that no hook can check them.
+The message reveals such logits in models whose `generate` does not call the module, so that no hook can check the logits.
 """
 
 
 class Prompts:
-    """Prompts, given as texts or as lists of token ids, with the tokenizer.
+    """The prompts, given as texts or as lists of token ids, with the tokenizer that encodes and decodes texts.
 
     Args:
         prompts: what is to be continued.

@@ -123,7 +123,7 @@ class NotDelivered(Exception):
 
 @dataclass(frozen=True)
 class Notification:
-    """A message to send: a title, more lines, and the same facts as plain data for webhooks."""
+    """A message to send: a title, further lines of text, and the message's facts as plain data for webhooks."""
 
     title: str
     more: str = ""
@@ -139,7 +139,7 @@ class Destination(Protocol):
     """A destination of notifications, such as a webhook or a mail server."""
 
     shown: str
-    """A description without secrets."""
+    """A description of the destination without secrets, for log messages."""
 
     def send(self, notification: Notification, timeout: float) -> None:
         """Send the notification once. Raise `NotDelivered` if that fails."""

@@ -17,13 +17,13 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from callsheet.errors import ConfigError
 
 _FLOPS_METHODS = ("flops_per_batch", "floating_point_ops")
-"""Methods or numbers by which models report the FLOPs of a batch: Composer's name, and Hugging Face's."""
+"""Names of the method or number with which a model reports the FLOPs of a batch: Composer's name, then Hugging Face's name."""
 
 _FIRST_COUNTED = 2
-"""The step of a process that is counted.
+"""The number of the first step whose FLOPs can be counted. The first step of a process has the number 1.
 
-It is not the first one, because that shows whether anything is compiled, and because code that is first called while operations
-are counted would never be compiled.
+The first step is not counted, because it shows whether anything is compiled, and because code that is first called while
+operations are counted would never be compiled.
 """
 
 _HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -50,7 +50,7 @@ class OperationCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate this class
         self.flops: Counter[str] = Counter()
-        """FLOPs by precision."""
+        """The FLOPs that were counted so far, by precision (such as `bf16`)."""
         self.error = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,31 +76,30 @@ class StepFlops:
 
     def __init__(self) -> None:
         self.rate: float | None = None
-        """FLOPs for each number (token, pixel) in a batch."""
+        """The FLOPs of a step for each element (such as a token or a pixel) in the step's batches; None if not known yet."""
         self.precision = ""
-        """The precision of most counted FLOPs."""
+        """The precision, such as `bf16`, in which most of the counted FLOPs were computed; empty if not known yet."""
         self.trouble = ""
-        """Why the FLOPs are not known, once that is clear."""
+        """The reason why the FLOPs cannot be counted; empty if no reason is known."""
         self.is_guessing = False
         """Whether `guess` should be called at the end of the next forward pass."""
         self.is_done = True
-        """Whether FLOPs and precision are known, or known to be impossible to count, so that nothing is measured any more."""
+        """Whether no further step must be measured, because FLOPs and precision are known or cannot be counted."""
         self.counter: OperationCounter | None = None
-        """The counter of the current step."""
+        """The counter of the current step's operations; None if the current step is not counted."""
         self.by_tokens = False
-        """Whether the numbers in the batches turned out to be the tokens that the run counts anyway.
+        """Whether the elements of the batches turned out to be the tokens that the run counts anyway.
 
-        Batches and steps then need not be reported.
+        If so, `fetched` and `begin_step` need not be called.
         """
-        # The work of the steps since the last record: their FLOPs if the model reports them, otherwise the number of elements in
-        # their batches.
+        # The work of the steps since the last record: FLOPs if the model reports them, otherwise the number of batch elements.
         self._waiting: Any = 0
         self.begin_run(None)
 
     def begin_run(self, model: Any, *, needs_precision: bool = False) -> None:
         """Prepare for training `model` in this process.
 
-        None means that the run has ended, so the reference to the model is dropped.
+        If `model` is None, the run has ended, so the reference to its model is dropped.
         """
         self.stop()
         self._reported = flops_reported_by(model)
@@ -108,18 +107,18 @@ class StepFlops:
         self._needs_precision = needs_precision
         self.is_done = not (needs_precision or self._needs_rate)
         self._steps = 0
-        self._fetched: Any = 0  # the work, as in `_waiting`, of the batches that were fetched for the next step
-        self._numbers: Any = 0  # the work, as in `_waiting`, of the current step
+        self._fetched: Any = 0  # FLOPs or number of elements (as in `_waiting`) of the batches for the next step
+        self._numbers: Any = 0  # FLOPs or number of elements (as in `_waiting`) of the current step
         self.trouble = ""
         self.is_guessing = False
 
     @property
     def is_settled(self) -> bool:
-        """Whether there is nothing left to measure, so that each step needs to call only `fetched` and `begin_step`."""
+        """Whether there is nothing left to measure, so that in each step only `fetched` and `begin_step` must be called."""
         return self.is_done and self.counter is None and not self.is_guessing
 
     def fetched(self, batch: Any) -> None:
-        """Record that a batch of the next step was fetched."""
+        """Add up the FLOPs, or the number of elements, of a batch that was fetched for the next step."""
         if self._reported is None:
             self._fetched += numbers_in(batch)
             return
@@ -131,7 +130,7 @@ class StepFlops:
         self._fetched = self._fetched + flops
 
     def begin_step(self) -> None:
-        """Record that the step's first forward pass comes next. Start counting FLOPs if this is the step to count."""
+        """Begin a step, just before the step's first forward pass. Start counting FLOPs if this is the step to count."""
         self._steps += 1
         self._numbers, self._fetched = self._fetched if self._reported is not None else self._fetched or 1, 0
         self._waiting = self._waiting + self._numbers
@@ -143,14 +142,13 @@ class StepFlops:
             if self._needs_rate:
                 self.trouble = "torch.compile has been used in this process, and compiled code cannot be counted"
         elif _get_current_dispatch_mode() is None:
-            # Count only if no other dispatch mode is active. Modes must be exited in reverse order, and the other mode may be
-            # exited first.
+            # Count only if no other dispatch mode is active, because the modes might not be exited in reverse order.
             self.is_done = True
             self.counter = OperationCounter()
             self.counter.__enter__()  # type: ignore[no-untyped-call]
 
     def end_step(self) -> None:
-        """Record that the last backward pass of a counted step has ended, and stop counting."""
+        """Stop counting after the step's last backward pass, and store the counted FLOPs."""
         counter = self.stop()
         if counter is not None:
             self._take(counter)
@@ -178,7 +176,7 @@ class StepFlops:
     def guess(self, model: Any, outputs: Any) -> None:
         """Guess the precision of a step whose FLOPs cannot be counted, from the dtypes of outputs and parameters.
 
-        It is float16 or bfloat16 if an output or a parameter has that dtype.
+        The guess is float16 or bfloat16 if an output or a parameter has that dtype.
         """
         self.is_guessing = False
         seen = [*tensors_in(outputs), *(model.parameters() if isinstance(model, nn.Module) else ())]

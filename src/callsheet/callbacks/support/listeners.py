@@ -8,31 +8,31 @@ from pathlib import Path
 from typing import Any
 
 LISTENERS = "listeners.json"
-"""The name of the list in the run's folder.
+"""The name of the file in the run's folder that lists the trigger files.
 
-The list has each callback's name and its file. A file in that folder is listed by its bare name, because on another machine the
-folder may have another path.
+The list maps the name of each callback to the callback's trigger file. A trigger file in the run's folder is listed without the
+folder, because on another machine the folder may have another path.
 """
 
 _MAX_BYTES = 65536  # read at most this many bytes of the file
 
 
 def announce(folder: str | os.PathLike[str], name: str, file: str | os.PathLike[str]) -> None:
-    """Add to the list that the callback `name` reads the trigger file `file`. Raise OSError if the list cannot be written."""
+    """Add the trigger file `file` of the callback `name` to the list of trigger files. Raise OSError if writing the list fails."""
     path = Path(file).absolute()
     is_inside = path.parent.resolve() == Path(folder).resolve()
     _write(Path(folder), {**listeners_in(folder), name: path.name if is_inside else str(path)})
 
 
 def withdraw(folder: str | os.PathLike[str], name: str) -> None:
-    """Remove the callback `name` from the list. Raise OSError if the list cannot be written."""
+    """Remove the callback `name` from the list of trigger files. Raise OSError if writing the list fails."""
     listed = listeners_in(folder)
     if listed.pop(name, None) is not None:
         _write(Path(folder), listed)
 
 
 def listeners_in(folder: str | os.PathLike[str]) -> dict[str, str]:
-    """Return the list in the run's folder: callback names and their trigger files. It may contain callbacks of killed jobs."""
+    """Return the list in the run's folder: callback names and their trigger files. The list may contain callbacks of killed jobs."""
     try:
         descriptor = os.open(Path(folder, LISTENERS), os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
         with open(descriptor, "rb") as file:

@@ -13,16 +13,16 @@ from callsheet.core.lane_options import LaneOptions
 from callsheet.core.manager import CallbackManager
 
 _ASKED_FOR, _KNOWN = "Active Cached Memory Timeline", "Active Cached Segment Timeline"
-"""The view by segments has one name in torch's page and another in the script that the page loads.
+"""The two names of the view by memory segments: in the HTML that torch writes, and in the script that the HTML page loads.
 
-With the first name, the page would stay blank.
+The first name is replaced by the second, because otherwise the page would stay blank.
 """
 
 
 class MemoryPages(Callback):
     """A callback that renders memory snapshots as HTML pages in a separate process.
 
-    This takes seconds, in which it holds the interpreter lock, and several times the snapshot's memory.
+    Rendering takes seconds, during which it holds the interpreter lock, and several times the snapshot's memory.
     """
 
     lane = "process"
@@ -59,9 +59,9 @@ class Drawing:
 
 
 def render_memory(path: Path) -> list[Path]:
-    """Write two pages next to a snapshot that show the memory over time, and return their paths.
+    """Write two HTML pages that show the memory over time into the snapshot's folder, and return the paths of the pages.
 
-    One shows it by tensors (`.html`), the other by segments (`-segments.html`).
+    One page shows the memory by tensors (`.html`), the other by the allocator's segments (`-segments.html`).
 
     Loading a pickle executes code that it contains: only pass files that this machine wrote.
     """

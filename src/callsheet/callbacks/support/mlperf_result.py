@@ -33,7 +33,7 @@ _PARALLELISM = ("tensor_parallelism", "pipeline_parallelism", "context_paralleli
 
 
 class Target(NamedTuple):
-    """The value of a metric to reach. If `is_min`, the target is reached at or below it, otherwise at or above it."""
+    """The value that a metric must reach. If `is_min` is True, lower values reach the target too, otherwise higher values do."""
 
     monitor: str
     value: float
@@ -46,7 +46,7 @@ class Target(NamedTuple):
 
 @dataclass(slots=True)
 class Submission:
-    """What a result is submitted as, and where its file is written. The arguments are those of `MLPerfCallback`."""
+    """The facts that describe an MLPerf submission, and the place of its result file. See `MLPerfCallback` for the arguments."""
 
     benchmark: str
     submitter: str
@@ -68,7 +68,7 @@ class Submission:
             self.ruleset = _checked_ruleset(self.ruleset, self.benchmark)
 
     def platform(self, run: RunInfo) -> str:
-        """Return the name of the platform."""
+        """Return the platform's name: `system_name` or, if it is empty, the number of ranks and the device's name."""
         return self.system_name or f"{run.world_size}x_{_device_name(run.device)}"
 
     def lines(self, run: RunInfo) -> dict[str, str]:
@@ -126,7 +126,7 @@ class ResultFile:
             copy.write_text(text, encoding="utf-8")
             lines, _ = rules.mlp_parser.parse_file(str(copy), ruleset=ruleset)
         checker = rules.make_checker("training", ruleset, quiet=True, werror=False)
-        rules.enqueued_configs.clear()  # clear what an earlier check that raised has left in this global queue
+        rules.enqueued_configs.clear()  # empty this global queue, in which a check that raised an exception leaves entries
         guard = logging.NullHandler()  # keeps `logging.info`, which the checker calls, from adding a handler to the root logger
         logging.getLogger().addHandler(guard)
         try:
@@ -161,7 +161,7 @@ def found(ctx: Context, sizes: Sequence[Sequence[int]], given: Mapping[str, Any]
     values: dict[str, Any] = {}
     parallelism = {name: given.get(name, 1) for name in _PARALLELISM}
     if all(rank and all(rank) for rank in sizes):
-        if set(parallelism.values()) == {1}:  # otherwise several ranks have the same samples, which must not be counted twice
+        if set(parallelism.values()) == {1}:  # with model parallelism, several ranks have the same samples: do not add them up
             values["global_batch_size"] = sum(sum(rank) for rank in sizes)
         values["micro_batch_size"] = max(max(rank) for rank in sizes)
     if sizes[0]:
@@ -205,7 +205,7 @@ def accuracy_keys(benchmark: str) -> tuple[str, ...]:
 
 
 def checked_hyperparameters(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `given` as a dict. Raise ConfigError if it is not plain data, or has names that the callback writes itself."""
+    """Return `given` as a dict. Raise ConfigError if a value is not plain data, or if the callback itself writes one of the names."""
     for name in given:
         if _RESERVED.fullmatch(name):
             raise ConfigError(f"hyperparameters: {name!r} is always written by the callback; leave it out")

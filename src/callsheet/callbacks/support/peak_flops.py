@@ -50,7 +50,7 @@ _TERAFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     (r"\bMI350X\b", {"fp32": 144.2, "bf16": 2306.9, "fp16": 2306.9, "fp8": 4613.7}),
     (r"\bMI355X\b", {"fp32": 157.3, "bf16": 2516.6, "fp16": 2516.6, "fp8": 5033.2}),
 )
-"""The figures in TFLOP/s, by a pattern of the device's name. The first pattern that matches is used."""
+"""The peak TFLOP/s in each precision, for patterns of device names. The first pattern that matches a device's name is used."""
 
 
 @cache

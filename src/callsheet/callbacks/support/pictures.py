@@ -15,7 +15,7 @@ from callsheet.errors import ConfigError
 Key = str | int
 
 _CHANNELS = (1, 3, 4)
-_IGNORED = 255  # the label that segmentation data sets ignore, like negative labels
+_IGNORED = 255  # segmentation datasets use this label, like negative labels, for pixels to ignore
 _GREY = 0.5
 
 
@@ -86,7 +86,7 @@ def labels_in(batch: Any, key: Key | None, channels_last: bool | None, images: T
         return classes(labels, channels_last, images)
     size = images.shape[:3]
     shapes = (size, (size[0], 1, *size[1:]), (*size, 1))
-    # Skip the batch's tensor of images, because it is not labels. `images` is a view of it, so both have the same address.
+    # Skip the batch's tensor of images, because it has no labels. It has the same address as `images`, which is a view of it.
     itself = images.data_ptr()
     labels = next((each for each in _tensors(batch) if each.shape in shapes and each.data_ptr() != itself), None)
     return classes(labels, channels_last, images) if labels is not None else None

@@ -23,7 +23,7 @@ class _Point(NamedTuple):
 
 
 class SpeedWindow:
-    """A sliding window of the last `size` batches, with the run's progress at each metrics record in it.
+    """A sliding window of the last `size` batches, with the run's progress at each metrics record in the window.
 
     It contains at least two records, even if there are more batches than `size` between them.
     """
@@ -48,7 +48,7 @@ class SpeedWindow:
     def add(self, now: Timestamp, flops: float | None) -> dict[str, float]:
         """Move the window to `now`. Return the rates per second by name (batches, samples, ...), without rates of zero.
 
-        `flops` are those since the last point, or None if they are not known yet.
+        `flops` are the FLOPs since the window's last entry, or None if they are not known yet.
         """
         points, point = self._points, _point(now)
         if flops is not None and points[-1].flops is None:

@@ -53,7 +53,7 @@ def withdraw_request(file: str | os.PathLike[str], line: str) -> None:
 
 
 def _change(path: Path, change: Callable[[list[str]], list[str]]) -> None:
-    """Replace the requests in the trigger file by the result of `change`.
+    """Replace the requests in the trigger file by those that the function `change` returns for them.
 
     The file is replaced atomically, because the job may read it at any time.
     """
@@ -87,7 +87,7 @@ def _taken_lines(path: Path) -> list[str]:
 
 
 def claimed_lines(path: Path, by: str) -> list[str]:
-    """Remove the trigger file and return its lines. An empty file counts as a request to save. Raise OSError if that fails."""
+    """Remove the trigger file and return its lines. An empty file counts as a request to save. Raise OSError on failure."""
     claimed = path.with_name(f"{path.name}.{by}-{os.getpid()}")
     os.replace(path, claimed)  # after the rename, requests of other processes go to a new file
     with open(claimed, "rb") as file:
@@ -97,5 +97,5 @@ def claimed_lines(path: Path, by: str) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """Return `text` without control characters."""
+    """Return `text` with a space in place of each control character, and without spaces at its ends."""
     return "".join(char if char.isprintable() else " " for char in text).strip()
