@@ -15,7 +15,7 @@ from callsheet.loggers.logger import Logger
 from callsheet.loggers.support.figures import outcome, place, results, speeds
 
 STREAMS = ("stdout", "stderr")
-_CELL = 60  # the most characters of a table cell that are printed
+_CELL = 60  # print at most this many characters of a table cell
 
 
 class ConsoleLogger(Logger):
@@ -61,13 +61,13 @@ class ConsoleLogger(Logger):
         self._pending = ""  # the line for the last metrics record, if it is not printed yet
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Print from which checkpoint and step the run resumes."""
+        """If the run is resumed, print the checkpoint and the step from which it continues."""
         self._printed_at, self._evaluated, self._pending = None, set(), ""
         if ctx.checkpoint is not None:
             self._print(f"resumed from {ctx.checkpoint.path}, step {ctx.checkpoint.step}")
 
     def on_train_start(self, ctx: Context) -> None:
-        """Count the intervals between printed records from the run's current step."""
+        """Begin the first interval between two printed records at the run's current step."""
         self._printed_at = self._printed_at or (ctx.state.timestamp, ctx.state.elapsed)
 
     def on_log(self, ctx: Context) -> None:

@@ -38,7 +38,7 @@ class CSVLogger(Logger):
     writes_to_run_folder = True
 
     def __init__(self) -> None:
-        self._path: Path | None = None  # the table's path; None until the run may write to its folder
+        self._path: Path | None = None  # path of the CSV file; None until the run may write to its folder
         self._file: io.FileIO | None = None
         self._columns: dict[str, None] = {}  # a dict used as an ordered set
         self._rows = 0

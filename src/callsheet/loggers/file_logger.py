@@ -65,7 +65,7 @@ class FileLogger(Logger):
 
     @at("change")  # run in the first phase, so that what other callbacks print is captured
     def on_run_start(self, ctx: Context) -> None:
-        """Start to capture output, in memory until `on_checkpoint_load_end`, before which the run may not write to its folder."""
+        """Start to capture output in memory, because the run may not write to its folder before `on_checkpoint_load_end`."""
         self._end()
         self._capture_streams(list(DESCRIPTORS))
 

@@ -39,17 +39,17 @@ class InMemoryLogger(Logger):
 
     def _forget(self) -> None:
         self.records: list[MetricsRecord] = []
-        """The records, with the values that callbacks have added."""
+        """The metrics records, with the values that callbacks have added to them."""
         self.hyperparameters: dict[str, Any] = {}
         """The run's configuration, and the hyperparameters that were logged."""
         self.tables: dict[str, list[tuple[int, list[str], list[list[Any]]]]] = {}
-        """The step, the columns and the rows of each table, by name."""
+        """For each table name, a list with the step, the columns and the rows of every table that was logged under this name."""
         self.images: dict[str, list[tuple[int, list[Any]]]] = {}
-        """The steps and images that were logged, by name."""
+        """For each name, a list with the step and the images of every call of `log_images` with this name."""
         self.files: dict[str, Path] = {}
-        """The last path that was logged, by name."""
+        """For each name of a logged file, the path that was logged last."""
         self.costs: CostReport | None = None
-        """The time that each callback has taken so far."""
+        """The latest report of the time that each callback has taken so far; None if there is none yet."""
 
     def history(self, name: str) -> tuple[list[int], list[float]]:
         """Return two lists for a metric: the steps at which it was logged, and its values.
@@ -90,7 +90,7 @@ class InMemoryLogger(Logger):
         self.files[name] = path
 
     def log_costs(self, ctx: Context, report: CostReport) -> None:
-        """Store the latest report of costs, replacing the previous one."""
+        """Store the report of the time that callbacks have taken so far, in place of the previous report."""
         self.costs = report
 
     def _keep(self, kept: list[Any], what: Any) -> None:

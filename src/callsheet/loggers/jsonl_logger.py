@@ -35,7 +35,7 @@ _FIELDS = tuple(field.name for field in fields(MetricsRecord))
 
 
 class JSONLLogger(Logger):
-    """Write what is logged and what happens to files in the run's folder. Lines are only appended and never changed.
+    """Write everything that is logged, and the events of the run, to files in the run's folder. Written lines are never changed.
 
     - `metrics.jsonl` has one line per record: the fields of `MetricsRecord` and `time`, in seconds since 1970. A resume adds a
       line with `resumed_from_step` and `records`, the number of earlier records that are still valid. `read_metrics` reads the
@@ -76,7 +76,7 @@ class JSONLLogger(Logger):
         self._writer: LineWriter | None = None  # writes lines; None until the run may write to its folder
         self._images: ImageWriter | None = None  # writes images; None until the first images are logged
         self._process = ""
-        self._records = 0  # number of valid metrics records; those that were logged after a loaded checkpoint are not valid
+        self._records = 0  # number of valid metrics records; after a resume, those that are later than the checkpoint are invalid
         self._resumed_records: int | None = None  # number of records when the loaded checkpoint was saved
         self._valid = ValidRecords()  # how many records are still valid after a resume; needed until the next record is logged
         self._eval_began = self._save_began = self._save_seconds = 0.0
@@ -90,7 +90,7 @@ class JSONLLogger(Logger):
         self._resumed_records = None
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Create the run's log files, or continue those of a run that is resumed."""
+        """Create the run's log files or, in a resumed run, continue the existing log files."""
         self._close()
         self._folder = folder_of(self, ctx)
         resumed, there = ctx.checkpoint, read_metrics(self._folder)
@@ -144,7 +144,7 @@ class JSONLLogger(Logger):
         self._event(ctx, "evaluation", flush=True, standalone=ctx.standalone, results=ctx.eval_results, seconds=seconds)
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
-        """Write all queued lines, because the checkpoint contains their number. Store the time at which the save starts."""
+        """Write all queued lines, because the checkpoint contains the number of records. Store the time at which the save starts."""
         self._flush()
         self._save_began = time.monotonic()
 
@@ -219,7 +219,7 @@ class JSONLLogger(Logger):
         self._event(ctx, "file", name=name, path=path)
 
     def log_costs(self, ctx: Context, report: CostReport) -> None:
-        """Append the costs of this process's callbacks so far to `costs.jsonl`. Each line of a process replaces its earlier ones."""
+        """Append the time that callbacks in this process have taken so far to `costs.jsonl`. Only a process's last line counts."""
         self._append("costs.jsonl", {**self._moment(ctx), **report.to_dict()})
 
     def log_timeline(self, ctx: Context, window: Window) -> None:
@@ -228,7 +228,7 @@ class JSONLLogger(Logger):
     # --- state for checkpoints, and private methods ---
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the number of metrics records so far. A resumed run finds with it which records are later than the checkpoint."""
+        """Return the number of metrics records so far, which tells a resumed run which records are later than the checkpoint."""
         return {"records": self._records}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -98,4 +98,4 @@ class Logger(Callback):
 for _method in (
     "log_hyperparameters", "log_table", "log_images", "log_file", "log_call_sheet", "log_settings", "log_costs", "log_timeline"
 ):  # fmt: skip
-    getattr(Logger, _method).does_nothing = True  # skip the method for loggers that do not override it
+    getattr(Logger, _method).does_nothing = True  # lets callsheet skip the method of loggers that do not override it

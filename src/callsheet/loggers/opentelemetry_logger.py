@@ -23,7 +23,7 @@ STEPS = ("none", "sampled", "all")
 
 _ALWAYS = ("data_init", "train", "epoch", "eval_all", "eval", "test", "predict", "checkpoint_save")
 _STEP = tuple(name for name in SPANS if name not in {*_ALWAYS, "run", "checkpoint_load", "round"})
-_SLICES = 1000  # a timeline has at most this many spans, because the SDK's queue holds only 2048
+_SLICES = 1000  # log at most this many spans of a timeline, because the SDK's queue holds only 2048
 _PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
@@ -54,8 +54,7 @@ class OpenTelemetryLogger(Tracker):
         MissingPackage: the SDK or its OTLP exporter is not installed.
     """
 
-    # The handlers run on the training thread, because spans need its times and its current span. The SDK sends the spans from
-    # another thread.
+    # Run the handlers on the training thread, because spans need the times and the current span of the training thread.
     lane = "inline"
     package = "opentelemetry"
     extra = "opentelemetry"

@@ -52,7 +52,7 @@ class ProgressBarLogger(Logger):
         self._is_bar_of_evaluation = False
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Print from which checkpoint and step the run resumes."""
+        """If the run is resumed, print the checkpoint and the step from which it continues."""
         if ctx.checkpoint is not None:
             self._write(f"resumed from {ctx.checkpoint.path}, step {ctx.checkpoint.step}")
 
@@ -166,14 +166,14 @@ class ProgressBarLogger(Logger):
     def _draw(self, draw: Callable[[], None]) -> None:
         try:
             draw()
-        except BaseException:  # remove the bar, because after an error this callback may be disabled
+        except BaseException:  # remove the bar now: after an error, this callback may be disabled, and could not remove it later
             self._stop()
             raise
 
     def _start(self, name: str, *, total: float | None = 1.0) -> None:
         self._bar = bar = _new_bar(name, total=total)
         self._status = ""
-        began = time.perf_counter()  # if no step has been shown yet, the silence begins now
+        began = time.perf_counter()  # until the first step is shown, count the seconds without news from this time
         self._watch = SilenceWatch(
             lambda: max(self._shown, began),
             lambda text: bar.update(0, status=f"{self._status}  {text}".lstrip(), refresh=True),
@@ -201,9 +201,9 @@ def _new_bar(name: str, *, total: float | None = 1.0) -> Any:
         TaskProgressColumn(),
         TextColumn("{task.fields[status]}", markup=False),
         console=Console(stderr=True),
-        transient=total is None,  # the bar of an evaluation disappears when the evaluation ends
-        auto_refresh=False,  # the handlers of this callback draw the bar
-        redirect_stdout=sys.stdout.isatty(),  # show printed text above the bar, but leave output to a file alone
+        transient=total is None,  # the bar of an evaluation (without a total) disappears when the evaluation ends
+        auto_refresh=False,  # not needed, because the handlers of this callback draw the bar
+        redirect_stdout=sys.stdout.isatty(),  # show text printed on a terminal above the bar; do not change output to a file
     )
     bar.add_task(name, total=total, status="")
     bar.start()

@@ -53,10 +53,10 @@ class TensorboardLogger(Tracker):
         self._writer: Any = None
         self._run: RunInfo | None = None  # the current run; None while no writer is open
         self._hyperparameters: dict[str, Any] = {}  # hyperparameters logged so far, by dotted name
-        self._has_hparams = False  # whether the event for the HParams page was written; the page reads only the first
+        self._has_hparams = False  # whether the event for the HParams page was written; the page reads only the first such event
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
-        """Write all queued metrics records to the files, because the checkpoint contains their number."""
+        """Write all queued metrics records to the files, so that everything logged before the checkpoint is on disk."""
         self._flush()
 
     def on_preempt(self, ctx: Context) -> None:
@@ -96,8 +96,8 @@ class TensorboardLogger(Tracker):
         )
         is_resumed = run_id is not None and ctx.checkpoint is not None
         log = import_module("tensorboard.compat.proto.event_pb2").SessionLog
-        # A start event makes TensorBoard hide the values from its step on, so that a resumed run can replace them. TensorBoard
-        # ignores the first start event of a run, so the run's first process writes one too.
+        # A start event makes TensorBoard hide values from the event's step on, so that a resumed run can log these steps again.
+        # TensorBoard ignores the first start event of a run, so the run's first process writes a start event too.
         self._add(ctx.checkpoint.step + 1 if is_resumed and ctx.checkpoint else 0, session_log=log(status=log.START))
         self._hyperparameters, self._has_hparams = {}, False
         return Opened(ctx.run.name)
@@ -131,7 +131,7 @@ class TensorboardLogger(Tracker):
         return place / path_from(self.name) if self.name else place
 
     def _write_hparams(self, ctx: Context) -> None:
-        """Write the hyperparameters for TensorBoard's HParams page once."""
+        """Write the hyperparameters for TensorBoard's HParams page, if they are not written yet."""
         if self._hyperparameters and not self._has_hparams:
             self._has_hparams = True
             values = self._hyperparameters.items()

@@ -111,8 +111,7 @@ class TrackioLogger(Tracker):
         finally:
             if there is not None:
                 current.set(there)
-        # Trackio finds a run by its name only. If several runs have this name, it may have opened another one than the
-        # checkpoint's.
+        # Trackio finds a run only by its name, so it may have opened another run with the name of the checkpoint's run.
         if run_id not in (None, self.run.id):
             logger.warning(
                 "Trackio's latest run %r does not have the id %s of the checkpoint; the logger continues it anyway",

@@ -137,9 +137,7 @@ class WandBLogger(Tracker):
         try:
             return self._init(wandb, ctx, folder, run_id, settings)
         finally:
-            sys.excepthook = (
-                hook  # remove W&B's hook that detects failures, because this logger itself reports the outcome to W&B
-            )
+            sys.excepthook = hook  # remove W&B's hook that detects failures, because this logger itself reports the outcome
 
     def _init(self, wandb: Any, ctx: Context, folder: Path | None, run_id: str | None, settings: Mapping[str, Any]) -> Any:
         return wandb.init(

@@ -60,7 +60,7 @@ class DescriptorCapture:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                # A new session, so that this process does not receive signals to the training's process group.
+                # Start a new session, so that the copying process does not receive signals to the training's process group.
                 start_new_session=True,
             )
             _flush()
@@ -100,7 +100,7 @@ class DescriptorCapture:
                 return
 
     def failure(self) -> OSError | None:
-        """Return the error with which writing to the log has failed since the last call, or None."""
+        """Return the error if writing to the log has failed since the last call of this method, otherwise None."""
         if self._is_closed:
             return None
         try:

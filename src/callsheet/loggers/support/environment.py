@@ -21,10 +21,10 @@ logger = logging.getLogger("callsheet")
 FILE = "environment.json"
 
 _GIT_SECONDS = 10.0  # time limit of each git command; a repository may be on a slow network disk
-_MAX_DIFF = 2**18  # the most characters of the uncommitted changes to record
-_MAX_FILES = 500  # the most names of changed files, and of new files, to record
+_MAX_DIFF = 2**18  # record at most this many characters of the uncommitted changes
+_MAX_FILES = 500  # record the names of at most this many changed files, and of at most this many new files
 _SECRET_FILES = (".env", ".pem", ".key", ".p12", ".netrc", ".npmrc", ".pypirc", "id_rsa", "id_ed25519", "credentials")
-"""Ends of the names of files whose changes are left out of the diff."""
+"""Endings of file names. Changes in files with these endings are left out of the diff, because the files may contain secrets."""
 
 
 def record_environment(device: str, write: Callable[[dict[str, Any]], None]) -> threading.Thread:
@@ -48,7 +48,7 @@ def record_environment(device: str, write: Callable[[dict[str, Any]], None]) -> 
                     "hardware": _hardware(device),
                 }
             )
-        except Exception as error:  # the file is only for users, so a failure must not end the run
+        except Exception as error:  # no code of the run needs the file, so a failure must not end the run
             logger.warning("What the run was started with is not recorded in %s: %s", FILE, error)
 
     thread = threading.Thread(target=read, name="callsheet environment", daemon=True)

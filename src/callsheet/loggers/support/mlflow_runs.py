@@ -16,7 +16,7 @@ from callsheet.core.run_state import RunInfo
 logger = logging.getLogger("callsheet")
 
 LONGEST_NAME, LONGEST_PARAM, LONGEST_TAG = 250, 6000, 5000
-"""The limits of MLflow, in characters."""
+"""The most characters that MLflow allows in a name, in the value of a param, and in the value of a tag."""
 
 
 _lock = threading.Lock()
@@ -28,8 +28,9 @@ _before: dict[Any, Any] = {}  # the original defaults of MLflow's variables, whi
 def patience(mlflow: Any, timeout: int) -> Iterator[None]:
     """While the `with` block runs, use a short timeout for requests to MLflow, which with MLflow's defaults may take minutes.
 
-    MLflow reads its defaults at every request, and environment variables of the user override them. This changes the defaults and
-    not the environment, because a program may crash if one thread writes the environment while a library reads it in another.
+    MLflow reads its defaults at every request, and environment variables of the user override them. This function changes the
+    defaults and not the environment, because a program may crash if one thread writes the environment while a library reads it in
+    another.
     """
     known = mlflow.environment_variables
     with _lock:
@@ -73,7 +74,7 @@ def active_run(mlflow: Any) -> Any:
 def client_for(mlflow: Any, run: RunInfo, uri: str | None) -> Any:
     """Return an MLflow client for the tracking URI `uri`.
 
-    If it is None, use MLflow's own setting, or else the database `mlflow.db` next to the run's folder.
+    If `uri` is None, use MLflow's own setting, or else the database `mlflow.db` next to the run's folder.
     """
     if uri is None and not mlflow.is_tracking_uri_set() and run.folder is not None:
         folder = run.folder.absolute().parent
@@ -83,7 +84,7 @@ def client_for(mlflow: Any, run: RunInfo, uri: str | None) -> Any:
 
 
 def run_of_before(mlflow: Any, client: Any, run_id: str) -> Any:
-    """Reopen the MLflow run with this id, which an earlier process of the run began: set it to RUNNING and return it.
+    """Return the MLflow run with this id, which an earlier process of the run created, after setting its status to RUNNING.
 
     If the run no longer exists, log a warning and return None.
     """
@@ -103,7 +104,7 @@ def run_of_before(mlflow: Any, client: Any, run_id: str) -> Any:
 def new_run(mlflow: Any, client: Any, experiment: str | None, name: str, tags: Mapping[str, str]) -> Any:
     """Create an MLflow run, and its experiment if necessary.
 
-    If `experiment` is None, it is that of `MLFLOW_EXPERIMENT_ID`, else of `MLFLOW_EXPERIMENT_NAME`, else `callsheet`.
+    If `experiment` is None, use the experiment of `MLFLOW_EXPERIMENT_ID`, else of `MLFLOW_EXPERIMENT_NAME`, else `callsheet`.
     """
     if experiment is None and (number := os.environ.get("MLFLOW_EXPERIMENT_ID")):
         return client.create_run(number, run_name=name, tags=tags)
@@ -113,7 +114,7 @@ def new_run(mlflow: Any, client: Any, experiment: str | None, name: str, tags: M
         try:
             client.create_experiment(title, artifact_location=_artifacts_beside(client.tracking_uri))
         except mlflow.MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":  # unless another process has just created the experiment
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":  # this code means that another process has just created it
                 raise
         found = client.get_experiment_by_name(title)
     return client.create_run(found.experiment_id, run_name=name, tags=tags)
@@ -126,7 +127,7 @@ def allowed(name: str) -> str:
 
 
 def _artifacts_beside(uri: str) -> str | None:
-    """Return a folder for artifacts next to the SQLite database `uri`, because MLflow would write them to the working directory.
+    """Return a folder for artifacts next to the SQLite database `uri`. MLflow's default would be the working directory.
 
     Return None for any other URI, so that the server chooses.
     """

@@ -25,7 +25,7 @@ logger = logging.getLogger("callsheet")
 _SCOPE = "callsheet"
 _PATH = "/v1/traces"
 _DRAWING = ("opentelemetry.exporter.otlp.common.http", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
-"""Modules that draw a random delay in a thread at every export."""
+"""Modules of OpenTelemetry that draw a random delay from Python's `random`, in a thread, whenever they export spans."""
 
 
 class _Ids(RandomIdGenerator):  # type: ignore[misc]  # the package has no types here

@@ -103,7 +103,7 @@ class OutputLog:
 
 
 def _shown(line: str) -> str | None:
-    """Return what a terminal would show of `line` after all its control codes; None if the line has nothing else."""
+    """Return the text that a terminal shows after all control codes in `line`; None if `line` consists only of control codes."""
     written = line.rstrip("\r")
     seen = _CODES.sub("", _REWRITTEN.split(written)[-1])
     return seen if seen or not written else None
@@ -112,15 +112,15 @@ def _shown(line: str) -> str | None:
 # --- code of the separate process that copies output (see `DescriptorCapture`) ---
 
 DROP = b"\xff\xff\xff\xff"
-"""The message after which nothing more is written to the log."""
+"""The message that tells the copying process to write nothing more to the log."""
 END = b"\0\0\0\0"
-"""The message that closes the log. Any other message is text for the log only: first its length in four bytes, then the text."""
+"""The message that closes the log. A message that is neither `DROP` nor `END` is a text's length in four bytes, then the text."""
 CLOSED = b"\0"
 """The answer to the message that closes the log. Any other answer is a list of errors, one per line."""
 
 
 class _Source:
-    """A pipe in place of a captured file descriptor. Its output is passed on to the original target and to the log."""
+    """A pipe that replaces a captured file descriptor. Output in the pipe is passed on to the original target and to the log."""
 
     def __init__(self, name: str, descriptor: int, target: int) -> None:
         self.name = name

@@ -19,7 +19,7 @@ def as_pixels(image: Any) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
     Raises:
         ConfigError: the shape is another one.
     """
-    if hasattr(image, "detach"):  # a torch tensor: convert bfloat16 too, which numpy lacks
+    if hasattr(image, "detach"):  # a torch tensor: convert floats to float32, because numpy has no bfloat16
         image = image.detach().cpu()
         image = image.float() if image.is_floating_point() else image
     array = numpy.asarray(image.convert("RGB") if hasattr(image, "convert") else image)
@@ -44,7 +44,7 @@ def as_pixels(image: Any) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
 
 
 def png(image: Any) -> bytes:
-    """Return `image` as the bytes of a PNG file. It may be any image that `as_pixels` accepts."""
+    """Return `image`, which may be any image that `as_pixels` accepts, as the bytes of a PNG file."""
     from io import BytesIO
 
     from callsheet.core.optional import load

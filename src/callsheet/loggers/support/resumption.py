@@ -16,8 +16,8 @@ class ValidRecords:
 
     Args:
         before: the number of records that were logged before the checkpoint was saved.
-        kept: the same, and the records of the checkpoint's step that were logged after it, such as those of an evaluation. They are valid
-            unless the resumed run logs a record of that step again.
+        kept: `before` plus the number of records of the checkpoint's step that were logged after the checkpoint, such as those of an
+            evaluation. These records are valid unless the resumed run logs a record of that step again.
         step: the checkpoint's step.
     """
 
@@ -26,7 +26,7 @@ class ValidRecords:
     step: int = 0
 
     def are_repeated_by(self, step: int) -> bool:
-        """Return whether a new record at `step` replaces the records of that step which were logged after the checkpoint."""
+        """Return whether a record at `step` replaces the records of the checkpoint's step that were logged after the checkpoint."""
         return self.kept > self.before and step <= self.step
 
 

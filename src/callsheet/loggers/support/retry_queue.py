@@ -1,4 +1,4 @@
-"""A queue of entries for an experiment tracker, which keeps them while the tracker cannot be reached."""
+"""A queue of entries for an experiment tracker. While the tracker cannot be reached, the queue keeps the entries."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ _EVENTS = frozenset(str(event) for event in Event)
 
 
 class SilenceWatch:
-    """A thread that calls `show` with a text every second as soon as nothing else has been shown for a while.
+    """A thread that calls `show` with a text every second while nothing else has been shown for at least `patience` seconds.
 
-    The text counts the seconds, and names the handler that the constructor's thread is in, if there is one.
+    The text counts the seconds. If the thread that created this object is running a handler, the text names the handler.
 
     Args:
         last_shown: returns when something was last shown, in the time of `time.perf_counter()`.

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 Take = Callable[[str, str], None]
-"""Receives text and the name of the stream it was written to."""
+"""A function that receives text and the name of the stream to which the text was written."""
 
 
 class StreamTee:
-    """Replaces `sys.stdout` or `sys.stderr`. Passes text that this process writes to the original stream and to `take`.
+    """A stream that replaces `sys.stdout` or `sys.stderr`, and passes text on to the original stream and to the function `take`.
 
     If another object wraps the tee when it is closed, the tee stays in place and only forwards. It removes itself as soon as it
     is again the stream in `sys`.
@@ -29,7 +29,7 @@ class StreamTee:
 
     @property
     def under(self) -> Any:
-        """The stream that this tee replaced, leaving out tees that are closed."""
+        """The stream that this tee replaced. If that stream is a closed tee, the stream that the closed tee replaced."""
         under: Any = self._under
         return under.under if isinstance(under, StreamTee) and under._take is None else under
 
@@ -42,7 +42,7 @@ class StreamTee:
         return self._under.write(text)
 
     def writelines(self, lines: Sequence[str]) -> None:
-        """Write these lines."""
+        """Write each of the `lines` to the stream, and pass it to `take`."""
         for line in lines:
             self.write(line)
 
@@ -63,7 +63,7 @@ class StreamTee:
         return iter(self._under)
 
     def __getattr__(self, name: str) -> Any:
-        # A copy has no attributes at first. Without this check, the last line would call this method again without end.
+        # While this object is being copied, the copy has no `_under` yet, and reading `_under` below would recurse forever.
         if name == "_under":
             raise AttributeError(name)
         return getattr(self._under, name)

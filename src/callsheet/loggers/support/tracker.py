@@ -54,23 +54,23 @@ class Tracker(Logger):
     """
 
     lane: Lane = "background"
-    """A tracker may be slow or unavailable, so it runs on a background thread (a lane), and training does not wait for it.
+    """A tracker may be slow or unavailable, so its logger runs on a background thread (a lane), and training does not wait.
 
     A subclass can choose `inline` if that is necessary.
     """
 
     package: ClassVar[str]
-    """The package that is imported."""
+    """The name of the tracker's Python package, such as `wandb`."""
     extra: ClassVar[str]
-    """The name of the extra in `pip install 'callsheet[...]'`."""
+    """The name of the extra that installs the tracker's package: `pip install 'callsheet[<extra>]'`."""
 
     _opened: ClassVar[set[str]] = set()
-    """The ids of runs that loggers of this process have opened. Another logger may find them active, and must not use them."""
+    """The ids of runs that loggers of this process have opened. Another logger that finds such a run active must not use it."""
     _opening: ClassVar[dict[str, threading.Lock]] = {}
-    """One lock for each package.
+    """For each tracker's package, the lock that a logger holds while it opens a run.
 
-    Two loggers of one tracker, each in its own lane, open their runs one after the other, so that the second knows the first
-    one's run.
+    With this lock, two loggers of one tracker, each in its own lane, open their runs one after the other, so that the second
+    logger knows the first logger's run.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Tracker(Logger):
 
     @property
     def state_is_ready(self) -> bool:
-        """Whether a checkpoint can call `state_dict` before the logger's thread has handled all its events.
+        """Whether a checkpoint can call `state_dict` before the logger's thread has handled all earlier events.
 
         This is so if the run is open and the subclass adds no state.
         """
@@ -139,13 +139,13 @@ class Tracker(Logger):
         raise NotImplementedError
 
     def _fail(self, ctx: Context, error: str) -> None:
-        """Log an exception that ends the run to the tracker's run."""
+        """Log the exception that ended the run. A logger whose tracker can store exceptions overrides this method."""
 
     def _close(self, ctx: Context, outcome: Outcome) -> None:
         raise NotImplementedError
 
     def _module(self) -> Any:
-        """Import and return the tracker's package. No attribute stores it, because loggers are copied and modules cannot be."""
+        """Import and return the tracker's package. No attribute stores the module, because modules cannot be copied with the logger."""
         return load(self.package, extra=self.extra, wanted_by=type(self).__name__)
 
 
