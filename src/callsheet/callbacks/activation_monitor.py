@@ -168,9 +168,9 @@ def _by_name(greatest: dict[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
 
 
 class _Seen:
-    """The outputs of modules in one forward pass on one device, with their statistics.
+    """Collects the outputs of modules in one forward pass on one device, and computes statistics of these outputs.
 
-    Small tensors of one shape are kept and their statistics computed together.
+    Small tensors of one shape are kept, and their statistics are computed together.
     """
 
     def __init__(self) -> None:

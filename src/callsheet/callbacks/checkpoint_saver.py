@@ -17,7 +17,7 @@ logger = logging.getLogger("callsheet")
 
 
 class CheckpointSaver(Callback):
-    """Save checkpoints regularly, at the end and when a metric is at its best, and delete old ones.
+    """Save checkpoints regularly, at the end and when a metric is at its best, and delete old checkpoints.
 
     Old checkpoints are deleted once a newer one is durable, unless another callback asked for them as well. Checkpoints whose
     weights or loss were not finite are deleted first, so that they never displace good ones. The best one does not count among
@@ -79,10 +79,10 @@ class CheckpointSaver(Callback):
             self._passed = self._interval.index(ctx.state.timestamp, ctx.state.elapsed)
 
     def on_eval_all_end(self, ctx: Context) -> None:
-        """Check whether the monitored metric has its best value so far."""
+        """If the monitored metric has its best value so far, store the step, so that `on_checkpoint_due` requests a checkpoint."""
         if ctx.standalone:  # ignore an evaluation that the user called directly, because it may use other data
             return
-        self._saved_at = -1  # allow another checkpoint of this step, because an earlier one does not contain the evaluation
+        self._saved_at = -1  # allow another checkpoint of this step: an earlier one does not contain the evaluation's results
         if self._monitor is None:
             return
         dataset = self._monitor.partition("/")[0]

@@ -17,7 +17,7 @@ from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")
 
-_WARN_CHECKPOINTS, _STOP_CHECKPOINTS = 3.0, 1.1  # warn or stop if less space is free than this many of the largest checkpoint
+_WARN_CHECKPOINTS, _STOP_CHECKPOINTS = 3.0, 1.1  # limits for the free space, as multiples of the largest checkpoint's size
 
 
 class DiskSpaceGuard(Callback):

@@ -67,7 +67,8 @@ class ImageVisualizer(Callback):
         self._begin()
 
     def _begin(self) -> None:
-        # `_logged`: the number of the last interval whose images were logged. `_taken`: that of the last whose images were collected.
+        # `_logged` is the number of the last interval whose images were logged.
+        # `_taken` is the number of the last interval whose images were collected.
         self._logged = self._taken = -1
         self._is_due = False
         self._kept: dict[str, Pictures] = {}

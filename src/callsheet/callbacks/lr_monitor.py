@@ -28,7 +28,7 @@ class LRMonitor(Callback):
         self._last_step = ctx.step
 
     def on_optimizer_step_end(self, ctx: Context) -> None:
-        """Copy the learning rates of this step. After this event, the scheduler changes rates that are tensors in place."""
+        """Copy the learning rates of this step, because the scheduler then changes those rates in place that are tensors."""
         groups = ctx.optimizer.param_groups
         if len(groups) == 1:
             # If there is only one group, every training record already has the group's rate as `train/learning_rate`.

@@ -99,7 +99,8 @@ class MLPerfCallback(Callback):
         self._hyperparameters = checked_hyperparameters(hyperparameters or {})
         falls = any(word in monitor.lower() for word in ("loss", "error", "perplexity"))
         is_min = {"min": True, "max": False, "auto": falls}[one_of("mode", mode, ("auto", "min", "max"))]
-        self._target = Target(monitor, target, is_min) if target is not None else None  # None without a benchmark
+        # Without a benchmark there is no target.
+        self._target = Target(monitor, target, is_min) if target is not None else None
         self._stops = stop
         self._cache_clear_cmd = list(cache_clear_cmd or ())
         self._forget()

@@ -83,7 +83,7 @@ class RuntimeEstimator(Callback):
             ctx.log({name: estimate / _SECONDS[self._unit]}, across="same")
 
     def on_eval_all_start(self, ctx: Context) -> None:
-        """Stop measuring training time."""
+        """Pause the measurement of training time, because an evaluation begins."""
         if not ctx.standalone:
             self._pause("evaluation", ctx.state)
 
@@ -92,7 +92,7 @@ class RuntimeEstimator(Callback):
         self._unpause(ctx.state)
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
-        """Stop measuring training time."""
+        """Pause the measurement of training time, because a save begins."""
         self._pause("save", ctx.state)
 
     def on_checkpoint_save_end(self, ctx: Context) -> None:
@@ -144,7 +144,7 @@ class RuntimeEstimator(Callback):
 
 
 def _progress(state: TrainState) -> float:
-    """Return the run's progress in the time unit of `max_duration`. An incomplete epoch is a fraction if its length is known."""
+    """Return the run's progress in the time unit of `max_duration`. An incomplete epoch counts in part if its length is known."""
     longest = state.max_duration
     if longest is None:
         return 0.0

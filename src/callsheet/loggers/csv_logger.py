@@ -40,7 +40,7 @@ class CSVLogger(Logger):
     def __init__(self) -> None:
         self._path: Path | None = None  # path of the CSV file; None until the run may write to its folder
         self._file: io.FileIO | None = None
-        self._columns: dict[str, None] = {}  # a dict used as an ordered set
+        self._columns: dict[str, None] = {}  # the column names, in a dict that serves as an ordered set
         self._rows = 0
         self._resumed_rows: int | None = None  # number of rows when the loaded checkpoint was saved
         self._valid = ValidRecords()  # how many rows are still valid after a resume; needed until the next row is written

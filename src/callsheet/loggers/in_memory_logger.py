@@ -80,7 +80,7 @@ class InMemoryLogger(Logger):
         self._keep(self.tables.setdefault(name, []), (ctx.step, list(columns), [list(row) for row in rows]))
 
     def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
-        """Store the images if the argument `images` is True."""
+        """Store the images if the constructor's argument `images` is True."""
         if self._keeps_images:
             from callsheet.loggers.support.pixels import as_pixels  # imported here because `pixels` needs numpy
 

@@ -114,7 +114,8 @@ def new_run(mlflow: Any, client: Any, experiment: str | None, name: str, tags: M
         try:
             client.create_experiment(title, artifact_location=_artifacts_beside(client.tracking_uri))
         except mlflow.MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":  # this code means that another process has just created it
+            # The code RESOURCE_ALREADY_EXISTS means that another process has just created the experiment.
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
         found = client.get_experiment_by_name(title)
     return client.create_run(found.experiment_id, run_name=name, tags=tags)

@@ -114,7 +114,11 @@ def _shown(line: str) -> str | None:
 DROP = b"\xff\xff\xff\xff"
 """The message that tells the copying process to write nothing more to the log."""
 END = b"\0\0\0\0"
-"""The message that closes the log. A message that is neither `DROP` nor `END` is a text's length in four bytes, then the text."""
+"""The message that closes the log.
+
+A message that is neither `DROP` nor `END` consists of the length of a text, in four bytes, and the text, which is written to the
+log.
+"""
 CLOSED = b"\0"
 """The answer to the message that closes the log. Any other answer is a list of errors, one per line."""
 
