@@ -46,7 +46,7 @@ class Target(NamedTuple):
 
 @dataclass(slots=True)
 class Submission:
-    """The facts that describe an MLPerf submission, and the place of its result file. See `MLPerfCallback` for the arguments."""
+    """The facts about an MLPerf submission, and the place of its result file. The arguments are those of `MLPerfCallback`."""
 
     benchmark: str
     submitter: str
