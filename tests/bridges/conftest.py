@@ -95,8 +95,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 _FAULTS_TABLE = """# Frameworks whose events are missing, repeated or in another order
 
-Runs of `tests/bridges/test_unforeseen.py`, made by `make faults`. In each run, 15 % of the framework's calls to callsheet's host are left
-out, made twice, or preceded by a repeated earlier call. The loop by hand leaves out, repeats and reorders its own calls.
+Runs of `tests/bridges/test_unforeseen.py`, made by `make faults`. In half of the runs 15 %, in the other half 2 % of the framework's calls
+to callsheet's host are left out, made twice, or preceded by a repeated earlier call. The loop by hand leaves out, repeats and reorders
+its own calls.
 In all runs that have not failed, the weights are equal to those of training without callsheet, and the events are in lifecycle order.
 In the frameworks, each step is reported once, with its epoch and with the loss that the loop has computed, or none: in the whole run, or,
 if callsheet has logged a warning, before the step that the warning names.

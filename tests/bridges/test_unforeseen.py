@@ -41,7 +41,7 @@ from callsheet.core.lifecycle import FIELDS, is_available
 from callsheet.errors import FieldNotAvailable, HostError
 from callsheet.testing import Recorder, check_events
 
-from .faults import RandomFaults, Watched, counts_held
+from .faults import RandomFaults, Watched, counts_held, rate_of
 from .loops import automodel as automodel_loop
 from .loops import huggingface as huggingface_loop
 from .loops import instructlab as instructlab_loop
@@ -421,6 +421,7 @@ class FaultyHandler(CallbackHandler):  # type: ignore[misc]  # transformers' typ
     """The Trainer's callback handler with faults: it skips, repeats and reorders the events that callsheet's host receives."""
 
     drawn: random.Random
+    rate: float
     callbacks: list[Any]
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -432,7 +433,7 @@ class FaultyHandler(CallbackHandler):  # type: ignore[misc]  # transformers' typ
         calls: list[tuple[str, dict[str, Any]]] = [(event, kwargs)]
         if event not in ("on_init_end", "on_train_begin", "on_train_end"):
             made.append(calls[0])
-            if self.drawn.random() < 0.15:
+            if self.drawn.random() < self.rate:
                 calls = self.drawn.choice([[], calls * 2, [self.drawn.choice(made), *calls]])
         for name, given in calls:
             super().call_event(name, args, state, control, **given)
@@ -462,7 +463,7 @@ def test_huggingface_with_random_faults(seed: int, tmp_path: Path, caplog: pytes
     hosted = huggingface_host([*(make() for make in OBSERVERS), recorder], strict=False)
     observed = huggingface_trainer(tmp_path / "observed", hosted, job=recorder.job)
     observed.callback_handler.__class__ = FaultyHandler
-    observed.callback_handler.drawn = random.Random(seed)
+    observed.callback_handler.drawn, observed.callback_handler.rate = random.Random(seed), rate_of(seed)
     observed.train()
     assert observed.state.global_step == 18
     held(recorder, plain.model, observed.model)
