@@ -22,7 +22,7 @@ from callsheet.run.store import attempt_store, keeper_of_store, within
 logger = logging.getLogger("callsheet")
 
 _SHOWN, _LONGEST = 4, 60
-"""The maximum number of values that a message lists, and the maximum length of each."""
+"""The maximum number of values that a message lists, and the maximum number of characters of each value."""
 
 NEW = "new"
 """The value of `resume` for which an earlier run is set aside: its folder is renamed, and a new run starts."""
