@@ -161,8 +161,7 @@ class Writing:
         self._check_owner()
         sealed = write_seal(self._folder, files, info, kind=KIND, world_size=self._ranks.size, replace=replaces)
         self._is_to_clear = False
-        # The new checkpoint is committed, so it does not matter if the rest of the old one cannot be removed. The next writer
-        # removes it.
+        # The new checkpoint is committed. If the rest of the old checkpoint cannot be removed now, the next writer removes it.
         with contextlib.suppress(CheckpointError):
             clear(self._folder)
         return [sealed] * self._ranks.size

@@ -26,7 +26,7 @@ KINDS = {
     "lightning": lightning,
     "huggingface": huggingface,
 }
-"""The kinds of sources. Each module has `find`, `read` and `LOOKS_FOR`."""
+"""The kinds of sources, by name. The module of each kind has `find`, `read` and `LOOKS_FOR`."""
 
 
 def import_runs(
