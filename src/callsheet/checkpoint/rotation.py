@@ -14,7 +14,7 @@ from typing import Any
 from callsheet.checkpoint.folder import delete_later, open_folder
 from callsheet.core.context import Context
 
-# The key of a dict in `ctx.user_state`: for each checkpoint, oldest first, which callbacks keep it, and whether its tensors are finite.
+# The key of a dict in `ctx.user_state`: for each checkpoint, oldest first, which callbacks keep it, and whether its weights and loss are finite.
 _CLAIMS = "checkpoint_claims"
 
 

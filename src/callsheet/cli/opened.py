@@ -1,4 +1,4 @@
-"""Opens an existing run for evaluation, predictions or export. Its folder and its metrics are not changed."""
+"""Opens an existing run for evaluation, predictions or export. The run's folder and metrics are not changed."""
 
 from __future__ import annotations
 
