@@ -21,7 +21,7 @@ logger = logging.getLogger("callsheet")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A committed checkpoint, which is one whose manifest is written.
+    """A committed checkpoint, which is a checkpoint whose manifest is written.
 
     Attributes:
         path: the path or URL of its folder.
@@ -236,7 +236,7 @@ def remove(folder: Folder) -> None:
     """Remove the folder. The manifest is removed first, and the marker file `checkpoint.txt` last."""
     if MANIFEST in folder.entries():
         folder.remove(MANIFEST)
-        folder.sync()  # without this, after a crash the manifest could exist while its files do not
+        folder.sync()  # without this sync, after a crash the manifest could exist while its files do not
     clear(folder)
     if MARKER in folder.entries():
         folder.remove(MARKER)

@@ -148,7 +148,7 @@ class Writing:
         return files, not self._is_bad_here
 
     def _look(self, name: str, piece: Tensor) -> None:
-        """Call `is_good` with a piece of a tensor that is being written, unless it has rejected an earlier piece."""
+        """Call `is_good` with a piece of a tensor that is being written, unless `is_good` has rejected an earlier piece."""
         if self._is_good is not None and not self._is_bad_here:
             self._is_bad_here = not self._is_good(name.removeprefix(SHARED).removeprefix(own(self._ranks.rank)), piece)
 

@@ -203,7 +203,7 @@ def _condition(text: str) -> tuple[str, str, str]:
 
 
 def _fulfils(column: Column, row: RunRow, compared: str, wanted: str) -> bool:
-    """Return whether the run fulfils a condition of `--where`. A run whose value is unknown does not."""
+    """Return whether the run fulfils a condition of `--where`. A run whose value is unknown does not fulfil it."""
     value = column.value(row)
     if compared == "~":
         return wanted.lower() in str(value).lower()

@@ -194,7 +194,7 @@ class Distill(Finetune):
             if kept is not None and not self.folder.exists() and _is_run_of(kept, recipe):
                 self.folder.mkdir(parents=True)
                 kept.rename(self.folder / TEACHER)
-            is_there = exported.exists()  # a folder with this name is complete: an export gets its name last
+            is_there = exported.exists()  # a folder with this name is complete, because an export gets this name only at its end
             if not is_there and find_checkpoints(self.folder / "checkpoints").checkpoints:
                 raise ConfigError(
                     f"{self.folder} is to be resumed, but its teacher is not in {exported}; --resume new starts a new run with a new teacher"

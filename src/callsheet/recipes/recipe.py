@@ -38,10 +38,10 @@ from callsheet.trainer.tasks import Task
 logger = logging.getLogger("callsheet")
 
 RESULTS = "results.json"
-"""The file in a run's folder that holds its results."""
+"""The name of the file with the results, in a run's folder."""
 
 TRIAL_BATCHES, TRIAL_SECONDS, TRIAL_TOKENS = 20, 10, 16
-"""A run of at most 20 batches or 10 seconds is a trial. In a trial, generated samples have at most 16 tokens."""
+"""A run of at most `TRIAL_BATCHES` batches or `TRIAL_SECONDS` seconds is a trial. Its samples have at most `TRIAL_TOKENS` tokens."""
 
 AnyConfig = TypeVar("AnyConfig", bound=JobConfig)
 
@@ -197,7 +197,7 @@ class Recipe(Generic[AnyConfig]):
         lock = RunLock(folder)  # the Trainer takes over this lock of the run's folder
 
         def decide() -> list[str | None]:
-            with contextlib.suppress(OSError):  # if the lock cannot be acquired, the Trainer reports it later
+            with contextlib.suppress(OSError):  # if the lock cannot be acquired, the Trainer reports the error later
                 lock.acquire(config.lock_timeout_seconds)
             resume = resumable(folder, config.resume)
             if resume is None:
@@ -432,7 +432,7 @@ class Recipe(Generic[AnyConfig]):
             task,
             train_dataloader=None
             if self._is_opened
-            # An opened run is not trained. Its saved position in the training data may not fit the present number of ranks.
+            # An opened run gets no training data: it is not trained, and its saved position may not fit the number of ranks.
             else self.train_data,
             eval_dataloader=self.validation_data(),
             optimizer=config.make_optimizer,

@@ -11,10 +11,10 @@ from callsheet.core.run_state import MetricsRecord
 from callsheet.report.run_folder import RunFolder
 
 MOST_POINTS = 2_000
-"""The most points that one curve has."""
+"""The maximum number of points of one curve."""
 _POINTS_IN_ALL = 500_000  # the maximum number of points in all curves of a page, so that the page has only some megabytes
 FEWEST_POINTS = 16
-"""The fewest points that one curve has, if the metric was logged that often."""
+"""The minimum number of points of one curve, if the metric was logged that often."""
 _MOST_ODD = 50  # the maximum number of NaN and infinite values to mark in one curve
 
 _SPLITS = ("train", "validation", "val", "eval", "test")
@@ -118,7 +118,7 @@ def families(names: Iterable[str], splits: Sequence[str]) -> list[dict[str, Any]
 
 
 def points_of(run: RunFolder) -> dict[str, tuple[list[int], list[float]]]:
-    """Return the steps and values of every metric. If no metric is the speed or the memory use, take it from the records."""
+    """Return the steps and values of every metric. If speed or memory use is not among the metrics, take it from other fields of the records."""
     found: dict[str, tuple[list[int], list[float]]] = {}
     for record in run.records:
         step = record.step

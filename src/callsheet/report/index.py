@@ -25,7 +25,7 @@ logger = logging.getLogger("callsheet")
 
 INDEX = ".index.sqlite"
 _VERSION = 4
-_APPLICATION = 0x63737831  # the `application_id` in the SQLite file, by which such an index is recognized
+_APPLICATION = 0x63737831  # the `application_id` in the SQLite file, by which callsheet recognizes its index files
 _LOCK_TIMEOUT_SECONDS = 10.0  # how long to wait while another process writes the index
 _MARKS = (MARKER, "metrics.jsonl", "events.jsonl", "config.yaml", "call_sheet.txt", "checkpoints")
 _DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB")

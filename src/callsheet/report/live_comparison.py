@@ -20,8 +20,9 @@ from callsheet.report.run_folder import RunFolder
 class LiveComparison:
     """Provides the data of several runs for a live page that compares them. Threads may share this object.
 
-    A run's folder is read when it has changed. All runs share one `ReadingBudget`. A run keeps its number, which is its place in `runs`: new runs are added at the end, and a
-    run whose folder is gone stays, with what was read before. `notice` says why the runs are not grouped, if they cannot be yet.
+    A run's folder is read when it has changed. All runs share one `ReadingBudget`. A run keeps its number, which is its place in
+    `runs`: new runs are added at the end, and a run whose folder is gone stays, with what was read before. `notice` says why the
+    runs are not grouped, if they cannot be yet.
 
     Args:
         folders: the folders of the runs, the baseline first; at least one.

@@ -34,7 +34,7 @@ class ReadingBudget:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the next reading must wait, because earlier ones took too much time."""
+        """Whether the next reading must wait, because earlier readings took too much time."""
         return time.monotonic() < self.not_before
 
     @contextmanager
@@ -131,7 +131,7 @@ class LiveRun:
         return self._update_disabled_reason(is_there)
 
     def _update_disabled_reason(self, is_there: bool) -> str:
-        """Return why the run accepts no requests, or an empty string. If this has changed, also change the page's version.
+        """Return why the run accepts no requests, or an empty string. If the reason has changed, also change the page's version.
 
         Remove requests that the run had not read when it ended.
         """
@@ -162,7 +162,7 @@ class LiveRun:
         return ""
 
     def _withdraw(self) -> None:
-        """Remove the requests that the run has not read, because it has ended."""
+        """Remove the requests that the run has not read, because the run has ended."""
         for line, (trigger, _) in self._pending.items():
             try:
                 withdraw_request(trigger, line)

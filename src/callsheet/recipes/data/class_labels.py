@@ -38,7 +38,7 @@ class ClassLabels:
 
     @classmethod
     def of(cls, labels: Iterable[tuple[str, Any]]) -> ClassLabels:
-        """Make the classes from the labels of rows: the names in alphabetical order, or all numbers from 0 to the largest.
+        """Make the classes from the labels of rows: names in alphabetical order or, if the labels are numbers, all numbers from 0 to the largest.
 
         Raises:
             ConfigError: a label is neither a name nor a number, some are names and others numbers, or there is only one class.

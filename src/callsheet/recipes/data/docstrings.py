@@ -99,10 +99,7 @@ class Docstrings:
 
 
 def _documented(path: Path) -> Iterator[tuple[str, _Function]]:
-    """Yield a prefix and the function for each function of a file, except functions inside functions.
-
-    The prefix is the name of the function's class and a dot, or an empty string.
-    """
+    """Yield each function of a file with its class prefix (`Class.`, or an empty string), except functions inside functions."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # hide warnings of invalid escapes in third-party source

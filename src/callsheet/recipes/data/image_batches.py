@@ -154,9 +154,9 @@ def _padding_on(tokenizer: Any, side: str) -> Iterator[None]:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the number of token ids at the beginning of two sequences that are equal.
+    """Return the length of the common beginning of two sequences of token ids.
 
-    This number is where a part of a text begins in the text's tokens. A token that crosses the border belongs to the later part.
+    This length is where a part of a text begins in the text's tokens. A token that crosses the border belongs to the later part.
     """
     length = 0
     for a, b in zip(one, other, strict=False):

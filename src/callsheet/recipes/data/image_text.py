@@ -20,7 +20,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class TargetSpan:
-    """A part of a text that counts in the loss: the characters from `start` to `end`. `images_before` images come before it."""
+    """A part of a text that counts in the loss: the characters from `start` to `end`. The number of images before this part is `images_before`."""
 
     start: int
     end: int

@@ -27,7 +27,7 @@ def check_made(given: Mapping[str, Any], config: Any, place: str = "model.config
 
 
 def check_changed(given: Mapping[str, Any], config: Any, place: str = "model.config") -> None:
-    """Raise ConfigError if `given` has keys that the transformers configuration, which it overrides, does not have.
+    """Raise ConfigError if `given`, which overrides values of a transformers configuration, has keys that the configuration lacks.
 
     Raises:
         ConfigError: a key is unknown to the configuration or to its part.

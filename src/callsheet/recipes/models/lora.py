@@ -22,7 +22,7 @@ ALL_LINEAR = "all-linear"
 
 _HARMLESS_WARNINGS = (
     "fan_in_fan_out is set to",  # peft has adapted this option to the type of the layer, as it should
-    "`is_gradient_checkpointing` is deprecated",  # peft uses an old name of transformers
+    "`is_gradient_checkpointing` is deprecated",  # peft uses a deprecated attribute of transformers
 )
 """The beginnings of those warnings of peft that are irrelevant to the user, and are suppressed."""
 
@@ -171,9 +171,9 @@ def _frozen(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _leave_out_frozen(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Remove the frozen weights from the model's state dict, because they need not be in checkpoints.
+    """Remove the frozen weights from the model's state dict. They can be loaded from their source instead of a checkpoint.
 
-    They can be loaded again from their source. Without them, a checkpoint is a hundredth of the model's size.
+    Without them, a checkpoint is a hundredth of the model's size.
     """
     for name in _frozen(model):
         state.pop(prefix + name, None)

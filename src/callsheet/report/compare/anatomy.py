@@ -17,7 +17,7 @@ from callsheet.report.run_folder import RunFolder
 _STEP = ("fetch", "train_step")
 _FETCH = ("fetch", SPANS["fetch"].start_event, SPANS["fetch"].end_event)
 _CHANGED, _NOTICEABLE = 0.05, 0.005
-"""A change of a part's time is noticeable if it exceeds `_CHANGED` of the part's baseline and `_NOTICEABLE` of the whole step."""
+"""A change of a part's time is noticeable if it exceeds these fractions of the part's baseline and of the whole step."""
 _CLEAR = 1.5
 """A span is clearly slower in one run if its shortest time there exceeds this factor times its longest time in the other run.
 

@@ -16,7 +16,7 @@ from callsheet.report.run_folder import RunFolder
 SEED = "seed"
 _PROBLEMS_OF_ONE = 20
 _IN_NAMES = ("settings", "callbacks")
-"""The groups of settings whose values can name a group of runs."""
+"""The groups of settings by which runs can be grouped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Comparison:
 
     @property
     def metrics(self) -> list[str]:
-        """The names of the metrics that at least one run has: first losses, then evaluations, then the others by name."""
+        """The names of the metrics that at least one run has: first losses, then evaluations, then the other metrics by name."""
         names = dict.fromkeys(name for each in self.runs for name in each.values)
         return sorted(
             names, key=lambda name: ("/" not in name, not name.endswith("/loss"), not name.startswith("validation/"), name)

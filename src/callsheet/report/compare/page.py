@@ -20,7 +20,7 @@ from callsheet.report.run_folder import RunFolder, image_bytes
 _SCRIPTS = ("dom.js", "tables.js", "frame.js", "charts.js", "compared_curves.js", "compared_parts.js", "live.js", "compare.js")
 
 _PAGE_BYTES = 10_000_000
-"""The maximum size of a page's images. The constants below limit all other parts of a page."""
+"""The size of a page, in bytes, up to which images are added. The constants below limit all other parts of a page."""
 _POINTS, _POINTS_OF_ONE, _AXIS_POINTS, _AXIS_POINTS_OF_ONE = 150_000, 1_000, 24_000, 1_000
 _DIGITS = 6
 _VALUE_ROWS, _SETTINGS_LENGTH = 4_000, 600_000

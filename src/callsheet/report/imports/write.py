@@ -117,7 +117,7 @@ def _cut(name: str) -> str:
 
 
 def _target(to: Path, origin: Origin, name: str, *, is_fixed: bool, taken: set[str]) -> Path:
-    """Return the folder to write: that of an earlier import of the same run, or a new one."""
+    """Return the folder to write: the folder of an earlier import of the same run, or a new folder."""
     number = 1
     while True:
         target = to / (name if number == 1 else f"{name}-{number}")
