@@ -346,9 +346,7 @@ class Recipe(Generic[AnyConfig]):
             lines.append(
                 f"Found the run {trainer.run.name!r}, complete at step {step}; --max_duration {longer} continues it, {again}."
             )
-        elif (
-            trainer.earlier_stop is not None
-        ):  # `fit` logs what stopped the run and how to continue, so this message leaves both out
+        elif trainer.earlier_stop is not None:  # `fit` logs what stopped the run and how to continue, so leave both out here
             lines.append(f"Found the run {trainer.run.name!r}, complete at step {step} ({again}).")
         elif step:
             lines.append(

@@ -16,9 +16,7 @@ from callsheet.errors import ConfigError, did_you_mean
 from callsheet.recipes.data.rows import Table
 
 _LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__"})
-_FEWEST_FILES = (
-    10  # a package with fewer files is not chosen automatically, because training, validation and test each need files
-)
+_FEWEST_FILES = 10  # smaller packages are not chosen automatically: training, validation and test each need files
 
 
 @dataclass
