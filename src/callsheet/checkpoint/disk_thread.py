@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 _NICENESS = 5
-"""How much lower the priority of the disk thread is than that of the process, as an increase of its niceness.
+"""The difference between the niceness of a disk thread and that of the process. A higher niceness means a lower priority.
 
 A higher value would make a save very slow if many processes compete for the processor.
 """

@@ -87,13 +87,13 @@ class Kind(NamedTuple):
 
 
 class Staging:
-    """Host buffers into which tensors are copied. They are reused, so a copy is valid only until the next one is made."""
+    """Host buffers into which tensors are copied. The buffers are reused, so a copy is valid only until the next copy is made."""
 
     def __init__(self) -> None:
         self._buffers: list[tuple[Kind, Tensor]] = []
 
     def prepare(self, kinds: Iterable[Kind]) -> None:
-        """Allocate the missing buffers, and write to them, because the first write to memory takes longer than later ones."""
+        """Allocate the missing buffers, and write to them, because the first write to new memory takes longer than later writes."""
         missing = Counter(kinds)
         missing.subtract(kind for kind, _ in self._buffers)
         for kind in missing.elements():

@@ -58,8 +58,8 @@ def export_weights(
             if is_there and not overwrite:
                 raise CheckpointError(f"{os.fspath(path)} already exists; choose a new path or pass overwrite=True")
             data = (tensor for _, tensor in turns)
-            # Write a draft beside an existing local file, so that the old weights stay until the new file is complete. A remote
-            # store needs no draft, because a file appears there only when it is closed.
+            # Write a draft beside an existing local file, so that the old weights stay until the new file is complete.
+            # A remote store needs no draft, because a file appears there only when it is closed.
             is_beside = is_there and isinstance(folder, LocalFolder)
             draft = f"{name}.new" if is_beside else name
             if draft in folder.entries():

@@ -21,7 +21,7 @@ logger = logging.getLogger("callsheet")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A committed checkpoint, which is one whose manifest is written.
+    """A committed checkpoint, which is a checkpoint whose manifest is written.
 
     Attributes:
         path: the path or URL of its folder.
@@ -133,7 +133,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Seal:
 
 
 def delete_checkpoint(path: str | os.PathLike[str]) -> None:
-    """Delete a checkpoint, or the rest of one whose writing or deletion was interrupted.
+    """Delete a checkpoint, or the rest of a checkpoint whose writing or deletion was interrupted.
 
     The manifest is deleted first, so that a process that is killed in the middle leaves no checkpoint.
 
@@ -165,7 +165,7 @@ def delete_abandoned(path: str | os.PathLike[str]) -> None:
 def delete_later(path: str | os.PathLike[str], *, is_abandoned: bool = False) -> None:
     """Delete a checkpoint on a background thread.
 
-    A normal exit of the process waits until it is deleted. An error is logged as a warning.
+    A normal exit of the process waits until the checkpoint is deleted. An error is logged as a warning.
 
     Args:
         path: the path or URL of the checkpoint's folder.
@@ -199,7 +199,7 @@ def point_latest(path: str | os.PathLike[str]) -> None:
 
 
 def cleared(folder: Folder, overwrite: bool) -> Seal | None:
-    """Create the folder if needed, and remove everything from it. A committed checkpoint in it is kept.
+    """Create the folder if needed, and remove everything from it except a committed checkpoint.
 
     Return the seal (manifest) of that checkpoint, or None.
 
@@ -236,7 +236,7 @@ def remove(folder: Folder) -> None:
     """Remove the folder. The manifest is removed first, and the marker file `checkpoint.txt` last."""
     if MANIFEST in folder.entries():
         folder.remove(MANIFEST)
-        folder.sync()  # without this, after a crash the manifest could exist while its files do not
+        folder.sync()  # without this sync, after a crash the manifest could exist while its files do not
     clear(folder)
     if MARKER in folder.entries():
         folder.remove(MARKER)

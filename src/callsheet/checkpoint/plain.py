@@ -30,7 +30,7 @@ from callsheet.errors import CheckpointError
 
 Json = Any  # None, bool, int, finite float, str, and lists and string-keyed dicts of these
 
-_DEEPEST = 100  # the most levels of a tree; a deeper tree is a mistake, and recursive JSON readers may fail
+_DEEPEST = 100  # the maximum depth of a tree; a deeper tree is a mistake, and recursive JSON readers may fail to read it
 # NumPy dtypes whose bytes are plain values. Objects and records are not among them.
 _NUMBERS_AND_TIMES = re.compile(r"[<>|][biufcmM]\d+(\[\w+\])?")
 
@@ -164,8 +164,7 @@ class _Flattening:
             # Lone surrogates are escaped, since UTF-8 cannot encode them.
             name = path = path.encode(errors="backslashreplace").decode() or "tensor"
             nth = 1
-            # A name may be taken or reserved: both tensors in {"a.b": t, "a": {"b": t}} have the path a.b, and safetensors
-            # reserves `__metadata__`.
+            # The name may be taken: both tensors in {"a.b": t, "a": {"b": u}} have the path a.b. safetensors reserves `__metadata__`.
             while name in self.tensors or name == "__metadata__":
                 name = f"{path}#{(nth := nth + 1)}"
             self._names[view], self.tensors[name] = name, tensor
@@ -173,7 +172,7 @@ class _Flattening:
 
 
 def _view(tensor: torch.Tensor) -> Hashable:
-    """Return a key that is equal for two tensors that are the same view of the same storage, so that only one is stored."""
+    """Return a key that is equal for two tensors that are the same view of the same storage, so that only one of the two is stored."""
     if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.is_meta:
         return id(tensor)  # a sparse, empty or meta tensor has no meaningful address
     if type(tensor) is DTensor:

@@ -25,7 +25,7 @@ from callsheet.checkpoint.tensors import Entry, read_header, read_rows
 from callsheet.errors import CheckpointError
 
 Target = Callable[[str, torch.Size, torch.dtype], Tensor | None]
-"""A function that selects where a tensor of the shared state is read to.
+"""A function that selects the tensor into which a tensor of the shared state is read.
 
 It is called with the tensor's name, size and dtype, and returns the tensor or DTensor to fill, or None for a new one.
 """

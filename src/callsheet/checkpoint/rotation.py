@@ -14,13 +14,12 @@ from typing import Any
 from callsheet.checkpoint.folder import delete_later, open_folder
 from callsheet.core.context import Context
 
-# The name of an entry in `ctx.user_state`, a dict. For each checkpoint, oldest first, it holds the names of the callbacks that
-# keep the checkpoint, and whether the checkpoint is finite.
+# The key of a dict in `ctx.user_state`: for each checkpoint, oldest first, which callbacks keep it, and whether its weights and loss are finite.
 _CLAIMS = "checkpoint_claims"
 
 
 def rotate(ctx: Context, by: str, keep: int | None) -> bool:
-    """Keep `ctx.checkpoint` if the callback named `by` requested it, and release those of its checkpoints that exceed `keep`.
+    """Keep `ctx.checkpoint` if the callback named `by` requested it, and release the callback's checkpoints in excess of `keep`.
 
     Return whether the callback requested the checkpoint. A checkpoint that every callback has released is deleted.
 

@@ -1,4 +1,4 @@
-"""The seal of a checkpoint: the file `manifest.json`, which is written last. A folder without a valid one is not a checkpoint.
+"""The seal of a checkpoint: the file `manifest.json`, which is written last. A folder without a valid manifest is not a checkpoint.
 
 The manifest lists every file with its size and SHA-256, the format version, the kind, the number of ranks, and a free `info`. It
 begins with a digest of all bytes that follow, so that any change is detected. It is written in place after all other files are
@@ -104,7 +104,7 @@ def write_seal(
 
 
 def manifest_of(folder: Folder) -> Seal:
-    """Return the manifest of the checkpoint in `folder`. Only its own digest is checked, not the files that it lists.
+    """Return the manifest of the checkpoint in `folder`. The manifest's own digest is checked, but not the files that it lists.
 
     Raises `Unsealed` if there is no valid manifest, and `CheckpointError` if it cannot be read or parsed.
     """

@@ -38,7 +38,7 @@ class Folder(Protocol):
     """The folder's path or URL, for messages."""
 
     def child(self, name: str) -> Folder:
-        """Return a folder inside this folder. It need not exist.
+        """Return a folder inside this folder. The inner folder need not exist.
 
         Args:
             name: the name of the inner folder.

@@ -18,7 +18,7 @@ _SHARDING = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use
 def whole_copy(model: nn.Module, *, keep: bool = True) -> nn.Module | None:
     """Return a full copy of `model` on the CPU. The model is unchanged.
 
-    If it is sharded, this is a collective that every rank must call.
+    If the model is sharded, this is a collective that every rank must call.
 
     It needs device memory for only one gathered tensor. In the copy of a sharded model, the modules have their original classes,
     and only those forward hooks that the user added.

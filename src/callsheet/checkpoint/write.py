@@ -148,7 +148,7 @@ class Writing:
         return files, not self._is_bad_here
 
     def _look(self, name: str, piece: Tensor) -> None:
-        """Call `is_good` with a piece of a tensor that is being written, unless it has rejected an earlier piece."""
+        """Call `is_good` with a piece of a tensor that is being written, unless `is_good` has rejected an earlier piece."""
         if self._is_good is not None and not self._is_bad_here:
             self._is_bad_here = not self._is_good(name.removeprefix(SHARED).removeprefix(own(self._ranks.rank)), piece)
 
@@ -161,8 +161,7 @@ class Writing:
         self._check_owner()
         sealed = write_seal(self._folder, files, info, kind=KIND, world_size=self._ranks.size, replace=replaces)
         self._is_to_clear = False
-        # The new checkpoint is committed, so it does not matter if the rest of the old one cannot be removed. The next writer
-        # removes it.
+        # The new checkpoint is committed. If the rest of the old checkpoint cannot be removed now, the next writer removes it.
         with contextlib.suppress(CheckpointError):
             clear(self._folder)
         return [sealed] * self._ranks.size

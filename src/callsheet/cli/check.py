@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
 _Errors = Iterator[tuple[str, str]]
-"""The key of each wrong value, and a message that begins with it."""
+"""Pairs for wrong values: the key of the value, and a message that begins with the key."""
 
 
 def first_error(parser: ArgumentParser, sources: Iterable[Source]) -> str:
@@ -50,7 +50,7 @@ class _Made:
     at: str
     owner: Any
     later: int
-    """How many positional arguments are passed to it later, such as an optimizer's parameters."""
+    """How many positional arguments the recipe's code passes to the class later, such as the parameters for an optimizer."""
     has: set[str]
     source: Source
 
@@ -81,7 +81,7 @@ class _Check:
             inner = {each.removeprefix(f"{name}."): kind for each, kind in kinds.items() if each.startswith(f"{name}.")}
             if name in kinds:
                 is_item = name != word and not isinstance(loaded(value), list)
-                if name == word and not isinstance(value, Part):  # forget what the key's earlier values made
+                if name == word and not isinstance(value, Part):  # forget the classes that earlier values of this key named
                     self._made = [made for made in self._made if not f"{made.at}.".startswith((f"{key}.", f"{key}["))]
                 yield from self._value(item_of(kinds[name], list) if is_item else kinds[name], value, key, owner)
             elif inner and isinstance(loaded(value), Mapping):
@@ -128,7 +128,7 @@ class _Check:
             yield from self._spec(kind, content, at)
 
     def _spec(self, kind: Any, spec: Any, at: str) -> _Errors:
-        """Check a class's import path and arguments. Without a path, check them for the class that this key had before."""
+        """Check the import path and arguments of a class. Without a path, the class is the last one that was given for this key."""
         base = base_of(kind)
         spec = {"class_path": spec} if isinstance(spec, str) else spec
         if not isinstance(spec, Mapping):
@@ -175,7 +175,7 @@ class _Check:
         return self._made[-1]
 
     def _last(self, at: str) -> _Made | None:
-        """Return the class that was given last for the key `at`, or for an item of its list; None if there is none."""
+        """Return the class that was given last for the key `at`, or for an item of its list; None if there is no such class."""
         return next((made for made in reversed(self._made) if re.sub(r"\[\d+\]$", "", made.at) == at), None)
 
 

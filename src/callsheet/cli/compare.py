@@ -54,7 +54,7 @@ def compare(
         lines, fails = [*(verdict.line for verdict in verdicts), *paths], any(verdict.fails for verdict in verdicts)
         if not as_json and form is None:
             return "\n".join(lines), fails
-        print("\n".join(lines), file=sys.stderr)  # standard output has the tables in the format that was asked for
+        print("\n".join(lines), file=sys.stderr)  # standard output is only for the tables in the requested format
     else:
         fails = False
         if paths:

@@ -43,7 +43,7 @@ _RECIPE_FIRST = ("train", "show")
 """Commands whose first argument is a recipe; all further arguments are its keys."""
 
 _TAKE_KEYS = ("evaluate", "predict", "export")
-"""Commands that have arguments of their own, which may be followed by values for keys of the recipe."""
+"""Commands whose own arguments may be followed by values for keys of the recipe."""
 
 _OF_RECIPES = ("torch", "yaml", "jsonargparse", "transformers")
 """Modules that are needed to read any recipe."""
@@ -56,7 +56,7 @@ _GROUP_BY = "combine runs with the same value of this setting into one group; se
 _KEYS_MAY_FOLLOW = "\n\nTo override settings of the run, add keys of its recipe, such as --device cpu or --eval_batch_size 64."
 
 AddsCommand = Callable[..., argparse.ArgumentParser]
-"""Adds a command, given its name, its function, what it does and an example. Returns the parser for its arguments."""
+"""A function that adds a command, given the command's name, function, description and example, and returns its argument parser."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The status is 0 for success, 1 if the run failed, 2 for wrong arguments, and 130 on Ctrl-C.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
-    if words[:1] == ["exec"]:  # errors of the script are not handled below, because they are not callsheet's
+    if words[:1] == ["exec"]:  # errors of the script are not handled below, because they are not errors of callsheet
         return _exec(argparse.Namespace(), words[1:])
     parser = _parser()
     if words and not words[0].startswith("-") and words[0] not in (commands := parser.get_default("commands")):

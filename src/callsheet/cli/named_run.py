@@ -33,7 +33,7 @@ def run_folder(run: str, folder: Path = RUNS) -> Path:
 
 
 def runs_named(word: str, folder: Path, *, with_archived: bool = False) -> Iterator[Path]:
-    """Yield the folders of the runs for `word`: the name of a run in `folder`, a path, a folder of runs, or a pattern.
+    """Yield the folders of the runs that `word` names. `word` is the name of a run in `folder`, a path, a folder of runs, or a pattern.
 
     Archived runs are left out of folders of runs and of what matches a pattern, unless `with_archived`.
 

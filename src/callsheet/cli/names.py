@@ -12,7 +12,7 @@ FORMAT = "callsheet"
 """The name under which jsonargparse knows the format of recipe files: YAML, with `name`."""
 
 NAMED = f"{__name__}.named"
-"""The import path of `named`, which replaces a specification that has a `name`."""
+"""The import path of the function `named`. A call of this function replaces each callback that has a `name` in a recipe file."""
 
 
 def named(callback: Callback, name: str) -> Callback:

@@ -1,4 +1,4 @@
-"""Opens an existing run for evaluation, predictions or export. Its folder and its metrics are not changed."""
+"""Opens an existing run for evaluation, predictions or export. The run's folder and metrics are not changed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _UNCLAIMED = "the checkpoint holds the state of callbacks that are not here"
 def opened(
     run: str, overrides: Sequence[str], *, command: str, checkpoint: str | None = None, with_changes: bool = False
 ) -> Recipe[Any]:
-    """Return the recipe of an existing run, with the run's weights loaded. The caller must close its trainer.
+    """Return the recipe of an existing run, with the run's weights loaded. The caller must close the recipe's trainer.
 
     Args:
         run: a run's folder, its name in `runs/`, or the file or name of a recipe with a run.

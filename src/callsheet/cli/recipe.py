@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 CONFIG = "config.yaml"
-"""The recipe file in a run's folder, with the values that it was trained with."""
+"""The name of the recipe file in a run's folder. The file has the values with which the run was trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def current_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def errors_on_first_rank() -> Iterator[None]:
-    """While the `with` block runs, only the first rank of a machine reports an error. The others exit with the same status."""
+    """While the `with` block runs, only the first rank of a machine reports an error. The other ranks exit with the same status."""
     try:
         yield
     except CallsheetError:
@@ -225,7 +225,7 @@ def recipe_parser(kind: type[Recipe[Any]], path: Path, *, command: str, title: s
         parser_mode=names.FORMAT,
         formatter_class=KeyHelp,
         exit_on_error=False,
-        allow_abbrev=False,  # a misspelt key is an error, also if it is the beginning of a key
+        allow_abbrev=False,  # a misspelt key is an error, even if it is the beginning of a valid key
     )
     parser.add_argument(
         "--recipe", type=str, help="the name of a shipped recipe, or the import path of your own class; every file needs it"

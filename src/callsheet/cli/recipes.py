@@ -18,7 +18,7 @@ def recipes() -> str:
 
 
 def copy(name: str, to: str | None = None) -> str:
-    """Copy a shipped recipe's file to `to`, by default `NAME.yaml` in the current folder. Return its path, and how to run it, as text.
+    """Copy a shipped recipe's file to `to` (default: `NAME.yaml`). Return a text with the path of the copy and the command that runs it.
 
     Raises:
         ConfigError: there is no such recipe, or the file exists already.

@@ -24,7 +24,7 @@ METRIC = "validation/loss"
 _LONGEST_CELL = 100  # longer cells are truncated to this many characters; the JSON output is not
 
 Value = str | float
-"""The value of a column: text, or a number. Empty text and NaN mean that the run has none."""
+"""The value of a column: text, or a number. Empty text and NaN mean that the run has no value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ _COLUMNS = {
     "checkpoint": _plain_column("checkpoint", lambda row: row.best_checkpoint),
 }
 _SHORT = {"loss": f"last({LOSS})", "last": "last({})", "lowest": "lowest({})", "highest": "highest({})"}
-"""Columns of the metric that `--metric` names, and the columns that they stand for."""
+"""Short names of columns, and the columns that they stand for. `{}` is the metric that `--metric` names."""
 COLUMNS = (*_COLUMNS, *_SHORT)
 DEFAULT = ("name", "outcome", "steps", "duration", "loss", "last", "lowest", "highest", "started", "device", "reason")
 _OF_METRIC = re.compile(r"(last|lowest|highest)\((.+)\)")
@@ -203,7 +203,7 @@ def _condition(text: str) -> tuple[str, str, str]:
 
 
 def _fulfils(column: Column, row: RunRow, compared: str, wanted: str) -> bool:
-    """Return whether the run fulfils a condition of `--where`. Without a value for the condition, it does not."""
+    """Return whether the run fulfils a condition of `--where`. A run whose value is unknown does not fulfil it."""
     value = column.value(row)
     if compared == "~":
         return wanted.lower() in str(value).lower()

@@ -19,7 +19,7 @@ from callsheet.report.index import is_run
 
 
 def train(recipe: str, overrides: list[str]) -> int:
-    """Print a recipe's callbacks, run it, and print its report. Return the exit status."""
+    """Print a recipe's callbacks, run the recipe, and print its report. Return the exit status."""
     with working("loading the recipe", is_shown=read_ranks().rank == 0):
         job = prepared(recipe, overrides, command="train").job
     is_first = job.ranks.rank == 0  # only rank 0 prints and writes the report

@@ -63,7 +63,7 @@ def watch(
 
 
 def _waited_for(run: str, folder: Path) -> Path:
-    """Wait until the run's folder exists, and return it."""
+    """Wait until the run's folder exists, and return the folder's path."""
     place = folder / run if Path(run).name == run and not is_run(Path(run)) else Path(run)
     if not is_run(place):
         if place.is_dir() and any(place.iterdir()):
@@ -75,7 +75,7 @@ def _waited_for(run: str, folder: Path) -> Path:
 
 
 def _comparison(given: Sequence[str], folder: Path, last: int | None, group_by: str | None) -> LiveComparison:
-    """Wait until at least one of the given runs exists, and return a comparison of all that exist."""
+    """Wait until at least one of the given runs exists, and return a comparison of all given runs that exist."""
     if not given and last is None:
         raise ConfigError("give a run, several runs, a pattern such as 'lr-*', or --last 5")
     there = _naming_existing_runs(given, folder)

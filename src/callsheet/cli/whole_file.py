@@ -12,14 +12,14 @@ from callsheet.errors import CallsheetError
 
 
 def write_whole(path: Path, content: str) -> None:
-    """Write the text to a file atomically. Raise CallsheetError if that fails."""
+    """Write the text to a file atomically. Raise CallsheetError if writing fails."""
     with whole_file(path) as file:
         file.write(content)
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[TextIO]:
-    """Open a new file. If the `with` block ends without an error, the file replaces the one at `path` atomically.
+    """Open a new file. If the `with` block ends without an error, the new file replaces the file at `path` atomically.
 
     Raises:
         CallsheetError: the file cannot be written.

@@ -34,7 +34,7 @@ from callsheet.trainer.tasks import Task
 logger = logging.getLogger("callsheet")
 
 BEFORE = "distill/before"
-"""The key in the run's user state under which the student's cross entropies before training are stored."""
+"""The key in `ctx.user_state` under which the student's cross entropies before training are stored."""
 TEACHER, HARD_LABELS = "teacher", "hard_labels"
 """The subfolders of the run's folder for the teacher, and for the student that is trained on the labels alone."""
 
@@ -124,9 +124,9 @@ class Distill(Finetune):
         return model
 
     def make_task(self) -> Task:
-        """Return a task whose loss mixes the student's own loss with the distance between the outputs of student and teacher.
+        """Return a task whose loss mixes the loss on the labels with the distance between the outputs of student and teacher.
 
-        A teacher without weights is trained here.
+        If the configured teacher has no `path`, train the teacher first.
         """
         if self.teacher is None:
             self.teacher = self._teacher(replace(self.config.teacher, path=str(self._trained_teacher()), config=None, freeze=[]))
@@ -166,7 +166,7 @@ class Distill(Finetune):
         return self.results
 
     def _trainer(self, model: nn.Module, resume: str | None) -> Trainer:
-        # With None, the run's folder would have to be empty. It already contains the teacher, so pass AUTO.
+        # `resume=None` requires an empty folder, but the run's folder already contains the teacher. Therefore, pass AUTO.
         return super()._trainer(model, resume or AUTO)
 
     # --- the runs that train the teacher, and a student on labels alone ---
@@ -180,7 +180,7 @@ class Distill(Finetune):
         return teacher
 
     def _trained_teacher(self) -> Path:
-        """Return the folder of the exported teacher. If this run has not trained one yet, train it first.
+        """Return the folder of the exported teacher. If this run has no trained teacher yet, train one first.
 
         Raises:
             ConfigError: the run is resumed, and its teacher is missing.
@@ -190,12 +190,11 @@ class Distill(Finetune):
 
         def look() -> bool:
             kept = self._aside / TEACHER if self._aside is not None and self.config.resume == AUTO else None
-            # If an earlier run ended while it was training the teacher, its renamed folder has only the teacher. Use that
-            # teacher.
+            # If an earlier run ended while training its teacher, its renamed folder contains only the teacher. Use this teacher.
             if kept is not None and not self.folder.exists() and _is_run_of(kept, recipe):
                 self.folder.mkdir(parents=True)
                 kept.rename(self.folder / TEACHER)
-            is_there = exported.exists()  # if the folder exists, it is complete, because it got this name only at the end
+            is_there = exported.exists()  # a folder with this name is complete, because an export gets this name only at its end
             if not is_there and find_checkpoints(self.folder / "checkpoints").checkpoints:
                 raise ConfigError(
                     f"{self.folder} is to be resumed, but its teacher is not in {exported}; --resume new starts a new run with a new teacher"
@@ -209,7 +208,7 @@ class Distill(Finetune):
         return exported
 
     def _inner_recipe(self, name: str, model: LanguageModel, length: str, lora: Lora | None) -> Finetune:
-        """Return a recipe that fine-tunes on the same data in the subfolder `name`, and resumes a run that exists there."""
+        """Return a recipe that fine-tunes `model` on this run's data. Its run is in the subfolder `name`, and is resumed if it exists."""
         kept = {each.name: getattr(self.config, each.name) for each in fields(FinetuneConfig)}
         own = {
             "run_name": name,
@@ -226,14 +225,14 @@ class Distill(Finetune):
 
 
 class _InnerFinetune(Finetune):
-    """A fine-tuning run that another recipe makes, such as that of a teacher. Its export folder appears only when it is complete."""
+    """A fine-tuning run inside another recipe, such as the training of a teacher. Its export folder appears only when it is complete."""
 
     def export(self, path: str | Path) -> None:
         """Export the model to a temporary folder, and rename that folder when it is complete."""
         draft = Path(f"{path}.new")
 
         def clear() -> None:
-            if draft.exists():  # remove the incomplete export of an earlier run that ended while it wrote the export
+            if draft.exists():  # remove an incomplete export that an earlier run has left
                 shutil.rmtree(draft)
 
         def put() -> None:

@@ -22,7 +22,7 @@ from callsheet.run.store import attempt_store, keeper_of_store, within
 logger = logging.getLogger("callsheet")
 
 _SHOWN, _LONGEST = 4, 60
-"""The maximum number of values that a message lists, and the maximum length of each."""
+"""The maximum number of values that a message lists, and the maximum number of characters of each value."""
 
 NEW = "new"
 """The value of `resume` for which an earlier run is set aside: its folder is renamed, and a new run starts."""
@@ -145,7 +145,7 @@ def _settings_in(path: Path) -> Mapping[str, Any]:
 
 
 def with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's settings with current keys and values in place of those of version 0.1.0 and earlier."""
+    """Return a run's settings, with the keys and values of callsheet 0.1.0 and earlier replaced by the current ones."""
     current = {("gradient_accumulation_steps" if key == "accumulate" else key): value for key, value in settings.items()}
     if current.get("too_long") == "refuse":
         current["too_long"] = "reject"

@@ -29,7 +29,7 @@ from callsheet.trainer.arguments import positive
 from callsheet.trainer.tasks import HuggingFaceTask, Task
 
 BEFORE = "finetune/before"
-"""The key in the run's user state under which the model's losses before training are stored."""
+"""The key in `ctx.user_state` under which the model's losses before training are stored."""
 
 
 @dataclass(kw_only=True)
@@ -96,7 +96,7 @@ class FinetuneConfig(JobConfig):
 
 
 class CausalTask(HuggingFaceTask):
-    """A task for models that compute their own loss. It turns the key-value cache off, which training does not need.
+    """A task for models that compute their own loss. It turns off the key-value cache, which training does not need.
 
     Nothing reads the cache, and with it packed examples could attend to each other.
     """
@@ -263,7 +263,7 @@ class Finetune(Recipe[FinetuneConfig]):
         return self.loader(self.sets.dataset(name), collate=self.sets.collate, train=train)
 
     def _questions(self) -> list[tuple[list[int], str]]:
-        """Return the tokens of each prompt, with the expected answer, which is empty if the data has none."""
+        """Return the tokens of each prompt, with the expected answer (an empty text if the data has none)."""
         config, say = self.config, self.conversations
         questions = [(self._prompt({"prompt": text}, f"prompts: {text!r}"), "") for text in config.prompts]
         for name, rows in self.rows.items():

@@ -26,7 +26,7 @@ from callsheet.trainer.arguments import positive
 
 MAJORITY = "always the commonest completion"
 _COUNTED = 10_000
-"""The number of training rows in which the baseline's most common answer is counted."""
+"""The maximum number of training rows that are searched for the most common answer, which is the baseline."""
 
 
 @dataclass(kw_only=True)
@@ -94,7 +94,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
     Config = FinetuneVLMConfig
     results_are_in = "losses in nats per target token, the rest as the fraction of held-out rows that are answered exactly"
     generations: Sequence[Sequence[str]] = ()
-    """Some held-out rows: the place, the row's answer, and the model's answer."""
+    """For some held-out rows: the row's place, the expected answer, and the model's answer."""
 
     # --- methods of the base class `Recipe` ---
 
@@ -112,7 +112,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
                 self.batches.check_length(example)
 
     def make_model(self) -> nn.Module:
-        """Return the vision-language model, after checking with the first row that the processor fits it."""
+        """Return the vision-language model, after checking with the first row that the processor fits the model."""
         model = self.config.model.make_model(self.vlm_processor, self.config.sequence_length + self.config.answer_tokens)
         check_images(model, self.batches(self._examples("train", 1)))
         return model
@@ -159,7 +159,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
         self.trainer.ctx.log_table(FINAL_TABLE, ["row", "completion", "answer"], lines)
 
     def written(self) -> Iterable[str]:
-        """Return one line for each held-out row: the model's answer, and the expected one if it differs."""
+        """Return one line for each held-out row: the model's answer, and the expected answer if the two differ."""
         return [
             f"{place}: {answer!r}" + ("" if answer == want else f", not {want!r}") for place, want, answer in self.generations
         ]
@@ -177,7 +177,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
     # --- private methods ---
 
     def _given(self) -> Mapping[str, Rows | None]:
-        """Return the source of each dataset's rows. It is None for scikit-learn's digits, which are used if `train` is None."""
+        """Return the source of each dataset's rows. The source is None for scikit-learn's digits, which are used if `train` is None."""
         config = self.config
         if config.train is None:
             return dict.fromkeys(PARTS)

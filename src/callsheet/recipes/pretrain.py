@@ -110,7 +110,7 @@ class Pretrain(Recipe[PretrainConfig]):
         return self.config.model.build(AutoModelForCausalLM, vocabulary=len(self.tokenizer), longest=longest)
 
     def make_task(self) -> Task | None:
-        """Return a task that calls the user's `forward_step`; None if there is none, so that the model computes its own loss."""
+        """Return a task that calls the user's `forward_step`. Without `forward_step`, return None: the model then computes its own loss."""
         return ForwardStepTask(self.forward_step) if self.forward_step is not None else None
 
     def train_data(self) -> Iterable[Any]:

@@ -38,10 +38,10 @@ from callsheet.trainer.tasks import Task
 logger = logging.getLogger("callsheet")
 
 RESULTS = "results.json"
-"""The file in a run's folder that holds its results."""
+"""The name of the file with the results, in a run's folder."""
 
 TRIAL_BATCHES, TRIAL_SECONDS, TRIAL_TOKENS = 20, 10, 16
-"""A run of at most this many batches or seconds is a trial. In a trial, evaluations and generated samples are limited too."""
+"""A run of at most `TRIAL_BATCHES` batches or `TRIAL_SECONDS` seconds is a trial. Its samples have at most `TRIAL_TOKENS` tokens."""
 
 AnyConfig = TypeVar("AnyConfig", bound=JobConfig)
 
@@ -139,7 +139,7 @@ class Recipe(Generic[AnyConfig]):
         return ""
 
     def begin(self) -> None:
-        """Do what must be done before training, in a new run and in a resumed one."""
+        """Prepare the training, for example by evaluating the untrained model. Called in new runs and in resumed runs."""
 
     def finish(self) -> None:
         """Compute `results` and the baselines, and generate samples. This is called after training and evaluation."""
@@ -171,7 +171,7 @@ class Recipe(Generic[AnyConfig]):
         return longest.value <= {TimeUnit.BATCH: TRIAL_BATCHES, TimeUnit.SECOND: TRIAL_SECONDS}.get(longest.unit, 0)
 
     def short(self, tokens: int) -> int:
-        """Return how many tokens to generate, which are fewer in a trial run.
+        """Return the number of tokens to generate: in a trial run at most `TRIAL_TOKENS`, otherwise `tokens`.
 
         Args:
             tokens: the configured number. In a trial run, fewer tokens are generated.
@@ -197,7 +197,7 @@ class Recipe(Generic[AnyConfig]):
         lock = RunLock(folder)  # the Trainer takes over this lock of the run's folder
 
         def decide() -> list[str | None]:
-            with contextlib.suppress(OSError):  # if the lock cannot be acquired, the Trainer reports it later
+            with contextlib.suppress(OSError):  # if the lock cannot be acquired, the Trainer reports the error later
                 lock.acquire(config.lock_timeout_seconds)
             resume = resumable(folder, config.resume)
             if resume is None:
@@ -227,7 +227,7 @@ class Recipe(Generic[AnyConfig]):
     def _put_back(self, aside: Path) -> None:
         """Rename the folder of the earlier run back, because the new run failed to start.
 
-        Do not if another process has started a run in that folder.
+        The folder is not renamed if another process has started a run under the earlier name.
         """
         lock = RunLock(self.folder)
         try:
@@ -314,7 +314,7 @@ class Recipe(Generic[AnyConfig]):
             The losses and metrics of every validation dataset and of the test data (as `test`), by dataset and name.
         """
         trainer = self.trainer
-        if trainer.state.evaluators:  # `fit` left no results if the run was already complete, or is only opened
+        if trainer.state.evaluators:  # `fit` has no results if the run was already complete or was only opened
             self.evaluated = dict((not self._is_opened and trainer.eval_results) or trainer.evaluate())
         if (test := self.test_data()) is not None:
             self.evaluated["test"] = trainer.test(test)
@@ -346,7 +346,7 @@ class Recipe(Generic[AnyConfig]):
             lines.append(
                 f"Found the run {trainer.run.name!r}, complete at step {step}; --max_duration {longer} continues it, {again}."
             )
-        elif trainer.earlier_stop is not None:  # `fit` logs what stopped the run and how to continue, so this line says neither
+        elif trainer.earlier_stop is not None:  # `fit` logs what stopped the run and how to continue, so leave both out here
             lines.append(f"Found the run {trainer.run.name!r}, complete at step {step} ({again}).")
         elif step:
             lines.append(
@@ -430,8 +430,7 @@ class Recipe(Generic[AnyConfig]):
             task,
             train_dataloader=None
             if self._is_opened
-            # An opened run is not trained. It gets no training data, because a saved position may not fit the present number of
-            # ranks.
+            # An opened run gets no training data: it is not trained, and its saved position may not fit the number of ranks.
             else self.train_data,
             eval_dataloader=self.validation_data(),
             optimizer=config.make_optimizer,

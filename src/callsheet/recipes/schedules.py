@@ -57,7 +57,7 @@ class WarmupLinear(LambdaLR):
 
 
 def _rise_and_fall(shape: Callable[[float], float], total_steps: int, warmup_steps: int, final: float) -> Callable[[int], float]:
-    """Return a function from the step to the factor by which the learning rate is multiplied.
+    """Return a function that maps a step to the factor by which the learning rate is multiplied.
 
     `shape` is the curve after the warm-up, and falls from 1 to 0.
     """

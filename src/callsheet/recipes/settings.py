@@ -32,7 +32,7 @@ def settings_of(config: Any) -> Any:
 
 
 def as_file(recipe: type, config: Any) -> str:
-    """Return the configuration of a recipe that was made in Python, as the text of a recipe file (YAML).
+    """Return a configuration object as the text of a recipe file (YAML).
 
     With this file the run can be opened again, and compared when it is resumed.
 

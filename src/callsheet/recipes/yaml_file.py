@@ -109,7 +109,7 @@ def _entry(node: yaml.Node | None, word: str) -> tuple[yaml.Node, yaml.Node] | N
 
 
 def _check_keys(node: yaml.Node, path: Path) -> None:
-    """Raise ConfigError if a mapping has the same key twice, because YAML would silently use the second one."""
+    """Raise ConfigError if a mapping has the same key twice, because PyYAML would silently use the second value."""
     waiting, seen = [(node, "")], set()
     while waiting:
         each, prefix = waiting.pop()

@@ -54,7 +54,7 @@ def contents(run: RunFolder) -> dict[str, Any]:
 
 
 def _settings(run: RunFolder) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return the settings with which the run was started, as a title with rows of name and value for each group of settings."""
+    """Return the settings with which the run was started. Each group of settings has a title, and rows of name and value."""
     groups = {"Settings": "settings", "Callbacks": "callbacks", "Code": "code", "Hardware": "hardware", "Packages": "packages"}
     found, described = [], settings(run)
     for title, group in groups.items():
@@ -259,7 +259,7 @@ def images_by_name(run: RunFolder) -> dict[str, list[dict[str, Any]]]:
 
 
 def table_entries(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the entries that were logged to one table, the latest first. Each has column names, rows and a step."""
+    """Return the entries that were logged to one table, the latest first. Each entry has column names, rows and a step."""
     return [
         {
             "step": each["step"],

@@ -11,10 +11,10 @@ from callsheet.core.run_state import MetricsRecord
 from callsheet.report.run_folder import RunFolder
 
 MOST_POINTS = 2_000
-"""The most points that one curve has."""
+"""The maximum number of points of one curve."""
 _POINTS_IN_ALL = 500_000  # the maximum number of points in all curves of a page, so that the page has only some megabytes
 FEWEST_POINTS = 16
-"""The fewest points that one curve has, if the metric was logged that often."""
+"""The minimum number of points of one curve, if the metric was logged that often."""
 _MOST_ODD = 50  # the maximum number of NaN and infinite values to mark in one curve
 
 _SPLITS = ("train", "validation", "val", "eval", "test")
@@ -24,9 +24,9 @@ _TOGETHER = ("lr", "memory")
 _APART = ("alloc_retries", "ooms")
 _PER_DEVICE = "per device"
 _MEMORY = ("memory/peak_allocated", "memory/peak_resident", "memory/allocated", "memory/resident")
-"""Curves of memory, the preferred one first."""
+"""The metrics that the page can show as memory use, the preferred metric first."""
 _FIRST = ("", "throughput", "lr", "memory")
-"""Families in the order of the page; others follow by name. The empty family holds the metrics of training and evaluations."""
+"""The families that the page shows first, in this order. The empty family has the metrics of training and evaluations."""
 OTHERS = "others"
 """The family of metrics whose own family would have only one chart."""
 _LAST = (OTHERS, "time")
@@ -51,7 +51,7 @@ def curves(run: RunFolder) -> dict[str, Any]:
 def rates(run: RunFolder, name: str) -> list[float]:
     """Return the tokens or samples per second that the page shows, as a curve. `name` is `token` or `sample`.
 
-    It is the monitor's if there is one, otherwise that of the records.
+    If a monitor logged this rate, its values are returned; otherwise, the values in the metrics records.
     """
     monitored = [record.values[metric] for record in run.records if (metric := f"throughput/{name}s_per_second") in record.values]
     return monitored or [rate for record in run.records if (rate := getattr(record, f"{name}s_per_second"))]
@@ -118,7 +118,7 @@ def families(names: Iterable[str], splits: Sequence[str]) -> list[dict[str, Any]
 
 
 def points_of(run: RunFolder) -> dict[str, tuple[list[int], list[float]]]:
-    """Return the steps and values of every metric. If no metric has the speed or the memory, take them from the records."""
+    """Return the steps and values of every metric. If speed or memory use is not among the metrics, take it from other fields of the records."""
     found: dict[str, tuple[list[int], list[float]]] = {}
     for record in run.records:
         step = record.step

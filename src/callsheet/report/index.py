@@ -25,7 +25,7 @@ logger = logging.getLogger("callsheet")
 
 INDEX = ".index.sqlite"
 _VERSION = 4
-_APPLICATION = 0x63737831  # the `application_id` in the SQLite file, by which such an index is recognized
+_APPLICATION = 0x63737831  # the `application_id` in the SQLite file, by which callsheet recognizes its index files
 _LOCK_TIMEOUT_SECONDS = 10.0  # how long to wait while another process writes the index
 _MARKS = (MARKER, "metrics.jsonl", "events.jsonl", "config.yaml", "call_sheet.txt", "checkpoints")
 _DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB")
@@ -64,7 +64,7 @@ class MetricRow:
     highest_step: int = 0
 
     def add(self, value: float, step: int) -> None:
-        """Add a value of the metric that is later than the others."""
+        """Add the next value of the metric. Values must be added in the order in which they were logged."""
         self.last, self.last_step = value, step
         if math.isfinite(value):
             if not self.lowest <= value:
@@ -186,8 +186,7 @@ def _refreshed(index: sqlite3.Connection, folder: Path, wanted: _Wanted) -> list
     changed: list[tuple[str, RunRow]] = []
     for name in sorted(names):
         reader = RunReader(folder / name)
-        # Take the version before reading. If the run writes something meanwhile, the version no longer matches, and the run is
-        # read again next time.
+        # Take the version before reading. If the run writes during the reading, the version is then outdated, and the run is read again.
         version = reader.version()
         # If a run was running, read it again even if it has written nothing, because its process may have died.
         if name not in known or known[name][0] != version or known[name][1] == RUNNING:
@@ -298,8 +297,7 @@ def _opened(path: Path) -> sqlite3.Connection:
     index = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_SECONDS, isolation_level=None)
     index.text_factory = _text
     try:
-        # Begin a write transaction now: it fails at once if the file cannot be written, and lets only one process create the
-        # tables.
+        # A write transaction fails at once if the file cannot be written, and lets only one process create the tables.
         index.execute("BEGIN IMMEDIATE")
         application, version, tables = (
             index.execute(question).fetchone()[0]
@@ -373,6 +371,6 @@ def _empty_in_memory() -> sqlite3.Connection:
 
 
 def _remove(path: Path) -> None:
-    """Delete a damaged index file, after its journal, which SQLite would otherwise apply to the next index."""
+    """Delete a damaged index file. Delete its journal first, because SQLite would apply the journal to a new index file."""
     for file in (path.with_name(f"{path.name}-journal"), path):
         file.unlink(missing_ok=True)

@@ -111,7 +111,7 @@ def _brackets(line: bytes) -> int:
 
 
 def is_shallow(value: Any) -> bool:
-    """Return whether lists and mappings in `value` are nested few enough levels for recursive code.
+    """Return whether the lists and mappings in `value` are nested in few enough levels to be processed by recursive functions.
 
     An object that occurs several times, because of a YAML anchor, is checked once.
     """

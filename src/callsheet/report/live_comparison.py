@@ -18,10 +18,11 @@ from callsheet.report.run_folder import RunFolder
 
 
 class LiveComparison:
-    """Several runs for a live page that compares them. A run's folder is read when it has changed. Threads may share this.
+    """Provides the data of several runs for a live page that compares them. Threads may share this object.
 
-    All runs share one `ReadingBudget`. A run keeps its number, which is its place in `runs`: new runs are added at the end, and a
-    run whose folder is gone stays, with what was read before. `notice` says why the runs are not grouped, if they cannot be yet.
+    A run's folder is read when it has changed. All runs share one `ReadingBudget`. A run keeps its number, which is its place in
+    `runs`: new runs are added at the end, and a run whose folder is gone stays, with what was read before. `notice` says why the
+    runs are not grouped, if they cannot be yet.
 
     Args:
         folders: the folders of the runs, the baseline first; at least one.
@@ -55,7 +56,7 @@ class LiveComparison:
         self._read()
 
     def news(self, since: str) -> bytes | None:
-        """Return the page's current data as JSON, or None if the page already has it (its version is `since`)."""
+        """Return the page's current data as JSON, or None if the page already has this data (the version `since`)."""
         with self._lock:
             self._refresh()
             if self._content["version"] == since:
@@ -86,7 +87,7 @@ class LiveComparison:
             with suppress(FileNotFoundError):  # the folder was deleted after it was found
                 self.runs.append(LiveRun(folder, self.budget))
         found = [run.content() for run in self.runs]
-        # No two of these objects have the same id, because `self._comparison` keeps the earlier ones alive.
+        # No two of these objects have the same id, because `self._comparison` keeps the earlier objects alive.
         state = [(id(run), is_there) for run, is_there in found]
         if state != self._state:
             self._state = state

@@ -34,7 +34,7 @@ class ReadingBudget:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the next reading must wait, because earlier ones took too much time."""
+        """Whether the next reading must wait, because earlier readings took too much time."""
         return time.monotonic() < self.not_before
 
     @contextmanager
@@ -48,7 +48,7 @@ class ReadingBudget:
 
 
 class LiveRun:
-    """A run for a live page. Its folder is read again when it has changed. Threads may share this object.
+    """Provides the data of one run for a live page. The run's folder is read again when it has changed. Threads may share this object.
 
     `ask` writes a request to the trigger file of the job's `SaveOnTrigger`. If the run ends before it has read the request, the
     request is removed, so that a resumed run does not find it.
@@ -66,14 +66,14 @@ class LiveRun:
         self.budget = budget or ReadingBudget()
         self._reader = RunReader(folder)
         self._lock = threading.Lock()
-        # Requests that the run has not read yet: for each line, its trigger file and the time at which the line was written.
+        # Requests that the run has not read yet: the line of each request, its trigger file, and the time at which it was written.
         self._pending: dict[str, tuple[Path, float]] = {}
         self._run = self._reader.read()
         self._read_version = self._run.version
         self._body, self._body_version = b"", ""
 
     def news(self, since: str) -> bytes | None:
-        """Return the page's current data as JSON, or None if the page already has it (its version is `since`)."""
+        """Return the page's current data as JSON, or None if the page already has this data (the version `since`)."""
         with self._lock:
             disabled_reason = self._refresh()
             if self._run.version == since:
@@ -131,7 +131,7 @@ class LiveRun:
         return self._update_disabled_reason(is_there)
 
     def _update_disabled_reason(self, is_there: bool) -> str:
-        """Return why the run accepts no requests, or an empty string. If this has changed, also change the page's version.
+        """Return why the run accepts no requests, or an empty string. If the reason has changed, also change the page's version.
 
         Remove requests that the run had not read when it ended.
         """
@@ -162,7 +162,7 @@ class LiveRun:
         return ""
 
     def _withdraw(self) -> None:
-        """Remove the requests that the run has not read, because it has ended."""
+        """Remove the requests that the run has not read, because the run has ended."""
         for line, (trigger, _) in self._pending.items():
             try:
                 withdraw_request(trigger, line)
@@ -181,7 +181,7 @@ def _lines_of(trigger: Path) -> list[str]:
 def why_not(run: RunFolder) -> str:
     """Return a sentence that says why the run accepts no requests; empty if it accepts them.
 
-    Return an empty string if, according to its folder, it accepts them.
+    The content of the run's folder decides this.
     """
     if run.outcome == LOST:
         return "the run has not written anything for a long time"
@@ -195,7 +195,7 @@ def why_not(run: RunFolder) -> str:
 
 
 def trigger_of(run: RunFolder) -> Path:
-    """Return the file in which the run's `SaveOnTrigger` looks for requests. Of several, return the first in the run's folder.
+    """Return the file in which the run's `SaveOnTrigger` looks for requests; if there are several files, the first in the run's folder.
 
     Raises:
         ConfigError: there is none, or it is outside the run's folder. The content of a folder must not make this process write to

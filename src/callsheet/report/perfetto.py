@@ -19,7 +19,7 @@ _LONGEST = 2_000
 
 
 def trace(run: RunFolder) -> dict[str, Any]:
-    """Return a run's trace as plain data. Times are in microseconds since the run began; `otherData` contains that moment."""
+    """Return a run's trace as plain data. Times are in microseconds since the run's start, which `otherData` contains."""
     began = min(
         [run.started, *(window.began for window in run.windows)], key=lambda time: time if math.isfinite(time) else math.inf
     )
@@ -45,7 +45,7 @@ def trace_json(run: RunFolder) -> str:
 
 
 def _window(window: Window, began: float) -> Iterator[dict[str, Any]]:
-    """Yield the slice of a timing window and those inside it. Times are rounded to nanoseconds, so that slices nest exactly."""
+    """Yield the slice of a timing window and the slices inside it. Times are rounded to nanoseconds, so that slices nest exactly."""
     start = round((window.began - began) * 1e9)
     title = f"steps {window.first_step} to {window.last_step}"
     yield _slice(title, "window", start, round(window.seconds * 1e9), {"whole": window.is_whole})

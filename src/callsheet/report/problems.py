@@ -15,7 +15,7 @@ from callsheet.report.curves import odd_name
 from callsheet.report.lines import whole
 from callsheet.report.run_folder import LOST, RunFolder
 
-_COSTLY_SHARE = 0.05  # above this fraction of a step's time, a callback is reported as costly, as in the run itself
+_COSTLY_SHARE = 0.05  # a callback that takes more than this fraction of a step's time is reported as costly
 _COSTLY_SECONDS = 50e-6  # if a callback takes fewer seconds per step, it is never reported as costly
 _MOST_NAMES = 8
 _MOST_LINES = 12

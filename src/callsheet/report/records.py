@@ -1,6 +1,7 @@
-"""Collects the metrics records in a run's folder, without those that a resume has made invalid.
+"""Collects the metrics records in a run's folder, without the records that a resume has made invalid.
 
-Records that a resume has undone are left out, and the number of records is limited to what fits into memory.
+A resumed run repeats the steps after its checkpoint, so earlier records of these steps are invalid. The number of records is limited to
+what fits into memory.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _RARE = 2_000  # if a metric has at most this many values, all of them are kept
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """One resume of a run from `step`. It made `dropped` records invalid, up to the one of step `dropped_to_step`."""
+    """One resume of a run from `step`. It made `dropped` records invalid; the last of these records is of step `dropped_to_step`."""
 
     step: int
     time: float

@@ -31,7 +31,7 @@ RUNNING, LOST, ENDED = "running", "lost", "ended"
 
 It is `running` if the run wrote recently and its process is not gone; for a run without a log of events, if its process is alive.
 Otherwise it is `ended` if only its outcome is unknown, because it has written its results, or it had no `JSONLLogger` and released
-its lock. If not, it is `lost`. An imported run is `ended` if its source does not have the outcome.
+its lock. In all other cases, it is `lost`. An imported run is `ended` if its source does not have the outcome.
 """
 
 _LINES = ("metrics.jsonl", "events.jsonl", "costs.jsonl", "timeline.jsonl", "images.jsonl")
@@ -39,8 +39,7 @@ _TEXTS = ("hyperparameters.json", "settings.json", "environment.json", "config.y
 _MOST_TEXT, _LOG_TAIL = 2**20, 2**16
 _MOST_WINDOWS, _MOST_SLICES = 200, 20_000
 _MOST_TABLES, _TABLE_ENTRIES, _MOST_LOGS, _MOST_EVENTS = 200, 40, 64, 50_000
-# A run counts as lost if it has written nothing for this many seconds and for this many times the median time between its
-# records.
+# A run counts as lost if it has written nothing for this many seconds, and for this many median times between two of its records.
 _LOST_AFTER_SECONDS, _LOST_AFTER_GAPS = (300.0, 10)
 _LARGEST_IMAGE = 16 * 2**20
 _LARGEST_STEP = 2**53  # the largest valid step: JSON readers that use doubles cannot represent larger integers exactly
@@ -167,7 +166,7 @@ class RunFolder:
 class RunReader:
     """Reads the folder of a run repeatedly while the run still writes.
 
-    It reads each time only what was appended. Threads may share it.
+    Each reading reads only what was appended since the last reading. Threads may share this object.
 
     Args:
         path: the run's folder.
@@ -194,7 +193,7 @@ class RunReader:
         with self._lock:
             if any(lines.is_another() for lines in self._lines.values()):
                 self._begin()
-            # Take the state before reading. If lines are appended meanwhile, the next state differs, and they are read then.
+            # Take the state before reading. If lines are appended meanwhile, the next state differs, and the lines are read then.
             state = self._state()
             self._add_new()
             return self._run(self._version(state))
@@ -297,7 +296,7 @@ class RunReader:
     # --- outcome and version ---
 
     def _inputs(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield the run's files with their sizes and times: those that are read, and those that only show that the run is alive."""
+        """Yield the name and `os.stat` result of each file of the run, including files that only show that the run is alive."""
         names = [*_LINES, *_TEXTS, *self._table_files(), *self._log_files(), NOTES, "heartbeat.json", "checkpoints"]
         for name in names:
             try:
@@ -385,7 +384,7 @@ def _events_of_kind(kind: str, events: list[dict[str, Any]], resumes: list[Resum
     for event in events:
         if event["event"] == "run_start":
             moment = moment_of(event.get("time"))
-            # A process that resumes writes its resume before its `run_start` event. So the last of these resumes belongs to it.
+            # A process that resumes writes its resume before its `run_start` event. So the last of these resumes belongs to this event.
             at = [resume.step for resume in resumes if resume.time <= moment]
             for each in found:
                 each["is_undone"] |= each["step"] > (at[-1] if at else 0)
@@ -439,7 +438,7 @@ def _window(line: dict[str, Any]) -> Window | None:
 def _is_usable(part: Slice) -> bool:
     """Return whether a timed slice has valid times and a valid step.
 
-    A trace converts them to whole nanoseconds, which fails for other numbers.
+    A trace converts the times to whole nanoseconds, which fails for other numbers.
     """
     return math.isfinite(moment_of(part.begin)) and math.isfinite(moment_of(part.seconds)) and abs(part.step) <= _LARGEST_STEP
 
@@ -450,7 +449,7 @@ def _whole_of(window: Window) -> Slice:
 
 @cache
 def _converters(kind: type[Any]) -> dict[str, Callable[[Any], Any]]:
-    """Return, for each field, the function that converts a plain value to the field's type."""
+    """Return, for each field of a named tuple, the function that converts a plain value to the field's type."""
     return {name: hint if hint in (str, int, float, bool) else tuple for name, hint in get_type_hints(kind).items()}
 
 

@@ -38,9 +38,9 @@ _IDLE_SECONDS = 60.0  # if a connection has no complete request after this time,
 _MOST_CONNECTIONS = 32  # the maximum number of open connections, since each has a thread; a browser opens six
 
 _ENTRY = '<!doctype html><meta charset="utf-8"><title>callsheet</title><link rel="icon" href="data:,"><meta http-equiv="refresh" content="0;url=/">'
-"""The answer to the address with the token.
+"""The answer to a request whose address has the token: a page that loads the page `/` at once.
 
-It loads `/` at once from this page's own origin, so that the browser sends the cookie.
+The browser sends the cookie with this second request, because the request comes from the server's own page.
 """
 
 
@@ -253,7 +253,7 @@ class _Handler(BaseHTTPRequestHandler):
                 raise _Rejected(HTTPStatus.BAD_REQUEST, "this is not an address") from None
             what(parts.path, query)
         except _Rejected as rejected:
-            self.close_connection = True  # otherwise the server would take unread parts of this request for the next one
+            self.close_connection = True  # otherwise the server would take unread parts of this request for the next request
             self._send(rejected.status, "text/plain", f"{rejected}\n".encode())
         except CallsheetError as error:  # for example a missing package
             self._send(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", f"{error}\n".encode())
@@ -288,10 +288,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer a request that the base class rejects: one that is invalid or has an unknown method."""
+        """Answer a request that the base class rejects: a request that is invalid or has an unknown method."""
         self.close_connection = True
-        # If the request line is invalid, the version of HTTP is unknown, and the answer would have no status line. So set a
-        # version.
+        # If the request line is invalid, the version of HTTP is unknown, and the answer would have no status line. So set a version.
         self.request_version = self.protocol_version
         self._send(HTTPStatus(code), "text/plain", f"{HTTPStatus(code).phrase}\n".encode())
 

@@ -14,7 +14,7 @@ WEIGHTS = ("none", "balanced")
 
 
 class ClassLabels:
-    """Converts labels of rows, which are names or numbers, to class indices from 0.
+    """Converts the labels of rows (names or numbers) to class indices, which start at 0.
 
     Args:
         names: the names of the classes, in the order of their numbers.
@@ -38,7 +38,7 @@ class ClassLabels:
 
     @classmethod
     def of(cls, labels: Iterable[tuple[str, Any]]) -> ClassLabels:
-        """Return the classes for the rows' labels: names in alphabetical order, or all numbers from 0 to the largest.
+        """Make the classes from the labels of rows: names in alphabetical order or, if the labels are numbers, all numbers from 0 to the largest.
 
         Raises:
             ConfigError: a label is neither a name nor a number, some are names and others numbers, or there is only one class.
@@ -87,10 +87,10 @@ class ClassLabels:
 def agreed_with_head(labels: ClassLabels, model: LanguageModel, *, may_reorder: bool) -> ClassLabels:
     """Return the labels with the class indices that the pretrained model's classification head uses, if it has such a head.
 
-    If the head has the same names, the labels get its order. If the labels are only numbers, they get the head's names.
+    If the head has the same class names, the labels are put in the head's order. If the labels are only numbers, they get the head's names.
 
     Args:
-        may_reorder: whether the order of the labels may change, because the user gave none.
+        may_reorder: whether the order of the labels may change, because the user gave no order.
 
     Raises:
         ConfigError: the head has a different number of classes, or other numbers for some of them.

@@ -1,4 +1,4 @@
-"""Converts rows of text to tokens, and marks those that count in the loss (target tokens).
+"""Converts rows of text to tokens, and marks the tokens that count in the loss (target tokens).
 
 Rows are chats (with a template), prompts with completions, or plain text.
 """
@@ -33,11 +33,11 @@ class Example:
 
 
 class Conversations:
-    """Converts rows to tokens, and marks those that count in the loss (target tokens).
+    """Converts rows to tokens, and marks the tokens that count in the loss (target tokens).
 
     A row has a column `messages`, a list of `role` and `content`, and optionally a column `tools`; or `prompt` and `completion`, which
     are texts or lists of messages; or `text`. With a chat template, a text `prompt` becomes a user's message and `completion` its
-    answer. Without one, the two texts are concatenated.
+    answer. Without a template, the two texts are concatenated.
 
     The assistant's messages count in the loss, including the template's end of a message. If the template has a block `{% generation
     %}`, the part inside it counts; otherwise, the text that each answer adds to the rendered messages before it. Of a plain
@@ -90,7 +90,7 @@ class Conversations:
     def prompt(self, row: Row, place: str) -> list[int]:
         """Return the tokens of a row without its last answer, for the model to continue with an answer.
 
-        If there is a chat template, the tokens end with its start of an answer.
+        If there is a chat template, the tokens end with the template's start of an answer.
 
         Raises:
             ConfigError: as in `example`.
@@ -176,7 +176,7 @@ class Conversations:
         return text
 
     def _ids(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the token ids of a text. With `special`, add special tokens, which the text of a rendered template has already."""
+        """Return the token ids of a text. With `special`, add special tokens. A rendered template already contains them."""
         return list(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     def _ended(self, ids: list[int]) -> list[int]:
@@ -185,7 +185,7 @@ class Conversations:
 
 
 def _taken(render: Callable[[], Any], place: str) -> Any:
-    """Return the result of `render`, which renders a chat template. Raise ConfigError for the row at `place` if that fails."""
+    """Return the result of `render`, which renders a chat template. Raise ConfigError for the row at `place` if the rendering fails."""
     from jinja2 import TemplateError
 
     try:
@@ -195,7 +195,7 @@ def _taken(render: Callable[[], Any], place: str) -> Any:
 
 
 def _conversation(row: Row, place: str) -> tuple[list[Message], Any]:
-    """Return the chat messages of a row, and the tools that the model may call, or None if the row has no tools."""
+    """Return the chat messages of a row, and the tools that the model may call (None if the row has no tools)."""
     parts = [("messages", row["messages"])] if "messages" in row else [(name, row.get(name)) for name in ("prompt", "completion")]
     messages: list[Message] = []
     for column, value in parts:
@@ -237,7 +237,7 @@ def _text(row: Row, column: str, place: str) -> str:
 
 
 def _without_none_in_each(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages without keys whose value is None, because templates check whether a key exists."""
+    """Return the messages without keys whose value is None, because a chat template may check only whether a key exists."""
     return [dict(_without_none(message)) for message in messages]
 
 

@@ -21,7 +21,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Documented(Table):
-    """A table of conversations about functions. Each row has a question about a function, and its docstring as the answer.
+    """A table of conversations about functions. Each row has a question about a function, and the function's docstring as the answer.
 
     The user gives the module and the signature, and the assistant answers with the docstring's first line.
     """
@@ -44,7 +44,7 @@ class Documented(Table):
 class Docstrings:
     """The documented functions of a folder of Python files.
 
-    Some files are held out for validation. A file's name decides whether it is one of them, so that the split is always the same.
+    Some files are held out for validation. A file's name decides whether the file is held out, so the split is always the same.
 
     Args:
         folder: the folder of Python files; None is the standard library of the running Python, without its tests.
@@ -99,10 +99,7 @@ class Docstrings:
 
 
 def _documented(path: Path) -> Iterator[tuple[str, _Function]]:
-    """Yield each documented function of the file, except functions inside functions.
-
-    With it, yield the name of its class and a dot, or an empty string.
-    """
+    """Yield each function of a file with its class prefix (`Class.`, or an empty string), except functions inside functions."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # hide warnings of invalid escapes in third-party source

@@ -21,7 +21,7 @@ class ExampleSets:
         longest: the maximum number of tokens of an example, and of a packed row.
         too_long: what happens to longer examples.
         packing: whether several examples are put into one row.
-        flat: whether all packed rows of a batch are concatenated into one, as flash attention needs it.
+        flat: whether all packed rows of a batch are concatenated into one row, which flash attention requires.
         pad_id: the padding token.
 
     Raises:
@@ -48,7 +48,7 @@ class ExampleSets:
             for name, some in rows.items()
         }
         self.collate: Any = Pack(pad_id, flat=flat) if packing else Padding(pad_id)
-        """A DataLoader's `collate_fn` for all of the datasets: it makes a batch of samples."""
+        """The `collate_fn` of the DataLoaders of all datasets: it combines samples into a batch."""
 
     def dataset(self, name: str) -> Any:
         """Return the samples of the dataset `name`, which are examples or, with packing, rows of several examples."""

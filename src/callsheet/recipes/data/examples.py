@@ -1,6 +1,6 @@
-"""Datasets of tokenized examples, from tables and from streams.
+"""Datasets of tokenized examples, made from the rows of a table or of a stream.
 
-They come from a table in memory, or from a stream as its rows arrive. No example exceeds the length limit.
+The rows of a table are tokenized at the start; the rows of a stream are tokenized when they are read. No example exceeds the length limit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Sample = dict[str, Tensor]
 
 
 class Fit:
-    """Ensures that an example has at most `longest` tokens and a target token: it cuts, drops or rejects other examples.
+    """Cuts, drops or rejects examples that have more than `longest` tokens, or no target token (one that counts in the loss).
 
     Attributes:
         truncated: how many examples were cut.
@@ -44,7 +44,7 @@ class Fit:
         self._too_long = too_long
 
     def __call__(self, example: Example, place: str) -> Example | None:
-        """Return the example, or the example cut to `longest` tokens; None if it is to be left out.
+        """Return the example, or the example cut to `longest` tokens; None if the example is left out.
 
         Raises:
             ConfigError: the example is too long and `too_long` is `reject`, or it has no target token; the message names the place.
@@ -116,7 +116,7 @@ class Examples(Dataset[Sample]):
 
 
 class ExampleStream(IterableDataset[Sample]):
-    """A dataset of a stream's rows, which are tokenized as they are read. A row that cannot be used raises an error at that time."""
+    """A dataset of a stream's rows, which are tokenized as they are read. Reading a row that cannot be used raises an error."""
 
     def __init__(self, rows: Stream, encode: Encode, fit: Fit) -> None:
         self._rows, self._encode, self._fit = rows, encode, fit
@@ -128,7 +128,7 @@ class ExampleStream(IterableDataset[Sample]):
 
 
 def sample(ids: Any, is_target: Any) -> Sample:
-    """Return an example as a sample: `input_ids` and `labels` as int64 of shape (length,).
+    """Make a sample from an example: the tensors `input_ids` and `labels`, int64 of shape (length,).
 
     The labels of the first token, and of tokens that are not targets, are ignored by the loss.
     """

@@ -18,7 +18,7 @@ def answered(
 ) -> Iterator[str]:
     """Yield the answer that the model generates for each question, by greedy decoding.
 
-    With sharded weights every rank must call this; each gets all answers.
+    If the weights are sharded, every rank must call this function. Each rank gets all answers.
 
     Args:
         trainer: the trainer of the model.

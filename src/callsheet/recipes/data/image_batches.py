@@ -53,7 +53,7 @@ class ImageBatches:
         return self._shortened(batch, examples) if ids.shape[1] > self._longest else batch
 
     def check_length(self, example: Example) -> None:
-        """Raise ConfigError if a row is too long even if its images are not counted. No image is read.
+        """Raise ConfigError if a row is too long even without the tokens of its images. No image is read.
 
         Raises:
             ConfigError: the row is too long; the message names its place.
@@ -87,7 +87,7 @@ class ImageBatches:
         )
 
     def _tokens(self, text: str) -> dict[str, Any]:
-        """Return the keyword arguments for the tokenizer that prevent a second start token in a text that begins with one.
+        """Return tokenizer arguments that prevent a second start token if the text already begins with a start token.
 
         A chat template may have added the start token.
         """
@@ -95,7 +95,7 @@ class ImageBatches:
         return {"add_special_tokens": False} if begin is not None and text.startswith(begin) else {}
 
     def _spans(self, example: Example, length: int) -> Iterator[tuple[int, int]]:
-        """Yield where the target tokens are in a row of `length` token ids, as spans.
+        """Yield the start and end of each span of target tokens in a row of `length` token ids.
 
         The processor replaces each image by many ids. Positions after the last image are therefore counted from the end.
         """
@@ -154,9 +154,9 @@ def _padding_on(tokenizer: Any, side: str) -> Iterator[None]:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many ids two sequences have in common at their beginnings.
+    """Return the length of the common beginning of two sequences of token ids.
 
-    A token that crosses the border belongs to what follows it.
+    This length is where a part of a text begins in the text's tokens. A token that crosses the border belongs to the later part.
     """
     length = 0
     for a, b in zip(one, other, strict=False):

@@ -1,4 +1,4 @@
-"""Converts rows of images and text to input for a processor: the rendered text, which parts of it are targets, and the images."""
+"""Converts rows of images and text to input for a processor: the rendered text, its parts that count in the loss, and the images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class TargetSpan:
-    """A part of a text that counts in the loss: the characters from `start` to `end`, after `images_before` images."""
+    """A part of a text that counts in the loss: the characters from `start` to `end`. The number of images before this part is `images_before`."""
 
     start: int
     end: int
@@ -82,7 +82,7 @@ class ImageText:
         return self._example(row, place, pixels=True, is_question=True)
 
     def completion(self, row: Mapping[str, Any], place: str) -> str:
-        """Return the text of the row's last answer. Its images are not checked."""
+        """Return the text of the row's last answer. The row's images are not checked."""
         messages, _ = self._messages(row, place, is_question=False)
         return _text_of(messages[-1])
 

@@ -35,7 +35,7 @@ class LabelledTexts:
     truncates: bool
 
     def checked(self, row: Mapping[str, Any], place: str) -> tuple[str, int]:
-        """Check a row, and return its text and class index. Count the tokens only if there may be too many."""
+        """Check a row, and return its text and class index. Count the tokens only if texts with too many tokens are rejected."""
         text, label = self._text(row, place), self.labels.number(row[self.label_column], place)
         if not self.truncates:
             self.ids(row, place)

@@ -16,7 +16,7 @@ from callsheet.errors import ConfigError, did_you_mean
 from callsheet.recipes.data.rows import Table
 
 _LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__"})
-_FEWEST_FILES = 10  # a package with fewer files is not chosen automatically: training, validation and test need some each
+_FEWEST_FILES = 10  # smaller packages are not chosen automatically: training, validation and test each need files
 
 
 @dataclass
@@ -109,7 +109,7 @@ class PackagePieces:
 
     def _pieces(self, path: Path) -> list[tuple[str, str]]:
         text = path.read_text(encoding="utf-8", errors="replace")
-        # Leave out an incomplete last piece, unless it is the only one.
+        # Leave out an incomplete last piece, unless it is the only piece.
         starts = range(0, max(1, len(text) - self.characters + 1), self.characters)
         return [(text[start : start + self.characters], f"{path}, character {start}") for start in starts]
 

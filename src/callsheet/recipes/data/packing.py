@@ -16,14 +16,14 @@ from callsheet.recipes.data.padding import filled
 from callsheet.trainer.tasks import IGNORED_LABEL
 
 _ROUNDING = {True: (1e-4, 1e-4), False: (1e-3, 2e-2)}
-"""The allowed differences of logits in `check_kept_apart`, relative to the largest logit: for fp32 weights, and for others.
+"""The allowed differences of logits in `check_kept_apart`, relative to the largest logit: for fp32 weights (True), and for other weights (False).
 
 Each pair has the limit for rows of one shape and that for rows of several shapes.
 """
 
 
 def plan(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Return which examples share a row of `room` tokens, by the best-fit-decreasing algorithm.
+    """Return the indices of the examples in each row of `room` tokens, chosen by the best-fit-decreasing algorithm.
 
     The longest examples come first. Each is put into the row where it leaves the least room.
     """
@@ -48,7 +48,7 @@ def plan(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def packed(samples: Iterable[Sample]) -> Sample:
-    """Concatenate samples to one row. The `position_ids` of each sample start from 0."""
+    """Concatenate samples into one row. The `position_ids` of each sample start from 0."""
     given = list(samples)
     return {
         "input_ids": torch.cat([one["input_ids"] for one in given]),
@@ -98,7 +98,7 @@ class Pack:
 
     Args:
         token: the padding token.
-        flat: whether to concatenate all rows into one, as flash attention needs it.
+        flat: whether to concatenate all rows into one row, which flash attention requires.
     """
 
     def __init__(self, token: int, *, flat: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Pads sequences of different lengths to one batch."""
+"""Pads sequences of different lengths, to make one batch from them."""
 
 from __future__ import annotations
 
@@ -39,6 +39,6 @@ class Padding:
 
 
 def filled(rows: Iterable[Sequence[int] | Tensor], value: int) -> Tensor:
-    """Stack rows of different lengths to an int64 tensor, and pad shorter rows at the end."""
+    """Stack rows of different lengths into an int64 tensor, and pad shorter rows at the end."""
     tensors = [torch.as_tensor(row, dtype=torch.int64) for row in rows]
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)

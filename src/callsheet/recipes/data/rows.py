@@ -20,7 +20,7 @@ from callsheet.errors import ConfigError, did_you_mean
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _SPLITS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
-"""For each split, the prefixes of the names of files that hold it, such as `train`."""
+"""For each split of a dataset, the prefixes of its file names, such as `valid` for `validation`."""
 
 Row = Mapping[str, Any]
 Transform = Callable[["Row", str], Any]
@@ -72,7 +72,7 @@ class Rows:
         return self._dataset(files, columns)
 
     def _of_folder(self) -> list[str]:
-        """Return the files of JSON lines in the folder `path`; if files are named after splits, only those of the chosen split."""
+        """Return the JSON-lines files in the folder `path`. If their names begin with splits' names, return only the chosen split's files."""
         folder = Path(self.path)
         if not folder.is_dir() or (folder / "metadata.jsonl").exists() or (folder / "dataset_info.json").exists():
             return []
@@ -128,7 +128,7 @@ class Table(Sequence[Row]):
         return (self[index] for index in range(len(self)))
 
     def places(self) -> Iterator[tuple[str, Row]]:
-        """Yield each row with its place, such as `train.jsonl:17`, for messages."""
+        """Yield each row with its place, such as `train.jsonl:17`, for error messages."""
         return ((self.place(index), self[index]) for index in range(len(self)))
 
 
@@ -209,7 +209,7 @@ class Stream(IterableDataset[Any]):
         return iter(self._source)
 
     def places(self) -> Iterator[tuple[str, Row]]:
-        """Yield each row with its place, such as `train.jsonl:17`, for messages."""
+        """Yield each row with its place, such as `train.jsonl:17`, for error messages."""
         return ((f"{self._path}, row {number}", row) for number, row in enumerate(self._source, 1))
 
 
@@ -249,7 +249,7 @@ def reject(place: str, why: str) -> NoReturn:
 
 
 def check_columns(place: str, there: Collection[str], wanted: Collection[str]) -> None:
-    """Raise ConfigError unless all columns in `wanted` are in `there`, the columns that exist.
+    """Raise ConfigError unless each column in `wanted` is one of `there`, the existing columns.
 
     Raises:
         ConfigError: a column is missing; the message names the closest existing one.

@@ -64,7 +64,7 @@ class TextRows:
 class TextSets:
     """Datasets of token windows, by name. Rows are tokenized at the start and kept in memory, unless they are streamed.
 
-    They take four bytes per token.
+    In memory, a token takes four bytes.
     """
 
     def __init__(self, rows: Mapping[str, Table | Stream], column: str, tokenizer: Any, length: int) -> None:

@@ -14,18 +14,17 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-"""The byte tokenizer's chat template, for contents in parts: text, or an image's token."""
+"""The processor's chat template. The content of a message is a list of parts: texts and images. An image becomes the image token."""
 
 
 def byte_processor(image_size: int, patch_size: int) -> Any:
     """Return a `LlavaProcessor` for square images of `image_size` pixels, cut into patches of `patch_size`.
 
-    It fits a vision tower that is shaped like CLIP's.
+    The processor fits a vision tower that is shaped like CLIP's.
     """
     import transformers
 
-    # Choose the class that uses Pillow. Newer versions of transformers give it the suffix `Pil`; there, the class with the plain
-    # name uses torchvision.
+    # Choose the class that uses Pillow. In newer versions of transformers, the class with the plain name uses torchvision instead.
     images = getattr(transformers, "CLIPImageProcessorPil", None) or transformers.CLIPImageProcessor
     square = {"height": image_size, "width": image_size}
     return transformers.LlavaProcessor(

@@ -17,7 +17,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-"""The chat template.
+"""The chat template of the byte tokenizer.
 
 The token of a role precedes each message. The end token follows the assistant's messages, and is a target with them.
 """

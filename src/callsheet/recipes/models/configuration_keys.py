@@ -27,7 +27,7 @@ def check_made(given: Mapping[str, Any], config: Any, place: str = "model.config
 
 
 def check_changed(given: Mapping[str, Any], config: Any, place: str = "model.config") -> None:
-    """Raise ConfigError if values are to override keys that a transformers configuration does not have.
+    """Raise ConfigError if `given`, which overrides values of a transformers configuration, has keys that the configuration lacks.
 
     Raises:
         ConfigError: a key is unknown to the configuration or to its part.
@@ -52,9 +52,9 @@ def _declared(kind: Any) -> set[str]:
 
 
 def _read(kind: Any) -> set[Any]:
-    """Return all constants in the class's constructors, among which are the keys that they read from `**kwargs`.
+    """Return all constants in the code of a class's constructors. They include the keys that the constructors read from `**kwargs`.
 
-    Older versions' names of keys are read in this way.
+    Constructors read the names that keys had in older versions in this way.
     """
     from transformers import PreTrainedConfig
 

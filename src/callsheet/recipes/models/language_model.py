@@ -27,7 +27,7 @@ CLASSIFIES = "ForSequenceClassification"
 """The suffix of the class names of transformers models with a classification head."""
 
 _HUB_SECONDS = 10.0
-"""How many seconds the hub may take to answer before only copies on this machine are used."""
+"""How many seconds to wait for an answer of the Hugging Face hub. After that, only copies on this machine are used."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -190,7 +190,7 @@ class LanguageModel:
 
 
 def _is_of_new_head(name: str, model: Any) -> bool:
-    """Return whether the missing weight `name` belongs to a new classification head or its pooler, so that it may be missing."""
+    """Return whether the missing weight `name` belongs to a new classification head or its pooler, which start from random weights."""
     if not type(model).__name__.endswith(CLASSIFIES) or any(CLASSIFIES in kind for kind in model.config.architectures or ()):
         return False
     return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
@@ -242,7 +242,7 @@ def _hub_answers() -> bool:
 
 
 def _copy_of(name: str, revision: str | None) -> str:
-    """Return the folder of a model that was downloaded earlier. Raise OSError if there is none."""
+    """Return the folder of a model that was downloaded earlier. Raise OSError if there is no such folder."""
     from huggingface_hub import snapshot_download
 
     return snapshot_download(name, revision=revision, local_files_only=True)
@@ -250,7 +250,7 @@ def _copy_of(name: str, revision: str | None) -> str:
 
 @contextmanager
 def _quiet_hub() -> Iterator[None]:
-    """While the `with` block runs, suppress the hub client's log lines about retries. An error of the last retry is raised."""
+    """While the `with` block runs, suppress the hub client's log lines about retries. If the last retry fails, its error is still raised."""
     hub = logging.getLogger("huggingface_hub")
     level = hub.level
     hub.setLevel(logging.ERROR)

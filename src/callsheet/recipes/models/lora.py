@@ -22,9 +22,9 @@ ALL_LINEAR = "all-linear"
 
 _HARMLESS_WARNINGS = (
     "fan_in_fan_out is set to",  # peft has adapted this option to the type of the layer, as it should
-    "`is_gradient_checkpointing` is deprecated",  # peft uses an old name of transformers
+    "`is_gradient_checkpointing` is deprecated",  # peft uses a deprecated attribute of transformers
 )
-"""The beginnings of warnings of peft that say nothing to the user."""
+"""The beginnings of those warnings of peft that are irrelevant to the user, and are suppressed."""
 
 
 @dataclass
@@ -119,7 +119,7 @@ class Lora:
 
     def _write(self, model: Any, whole: dict[str, Tensor], path: str | Path, processor: Any) -> None:
         peft = extras.load("peft", extra="hf", wanted_by="lora")
-        # Take the class that transformers defines, because FSDP has put a class of its own before it.
+        # Find the class that transformers defines, because FSDP changes the model's class to a subclass of it.
         kind = next(kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
         with _without_harmless_warnings(), torch.device("meta"):
             twin = peft.get_peft_model(kind(copy.deepcopy(model.config)), self._config())
@@ -171,9 +171,9 @@ def _frozen(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _leave_out_frozen(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Remove the frozen weights from the model's state dict, because they need not be in checkpoints.
+    """Remove the frozen weights from the model's state dict. They can be loaded from their source instead of a checkpoint.
 
-    They can be loaded again from their source. Without them, a checkpoint is a hundredth of the model's size.
+    Without them, a checkpoint is a hundredth of the model's size.
     """
     for name in _frozen(model):
         state.pop(prefix + name, None)

@@ -26,12 +26,17 @@ TOWERS = {
     "projector": ("multi_modal_projector", "connector", "aligner", "visual.merger", "mm_projector", "embed_vision", "qformer"),
     "language_model": ("language_model", "text_model"),
 }
-"""The words that `freeze` accepts, and for each the names of these modules in a model or in its attribute `model`."""
+"""The words that `freeze` accepts, such as `projector`, and the names of the modules that each word stands for.
+
+The modules are attributes of the model, or of its attribute `model`.
+"""
 
 
 @dataclass
 class VisionLanguageModel(LanguageModel):
-    """A model, its processor, and the source of the weights. These are read only from safetensors; no code is run.
+    """A vision-language model, its processor, and the source of its weights.
+
+    Weights are read only from safetensors; no code from a repository is run.
 
     Without `path` and `config` the model is a Llava: a vision tower like CLIP's, a projector of two layers, and a Llama.
     The arguments that are not described here are those of `LanguageModel`.
@@ -177,7 +182,7 @@ def image_token_id(owner: Any) -> int | None:
 
 
 def check_images(model: Any, batch: Mapping[str, Any]) -> None:
-    """Check with one row that the vision tower's number of output vectors is the processor's number of image tokens.
+    """Check with one row that the vision tower returns as many vectors as the processor inserts image tokens.
 
     Parameters of the tower that do not affect these vectors, such as layers after `vision_feature_layer`, are frozen. They would
     get no gradient, which DistributedDataParallel does not support.
@@ -237,7 +242,7 @@ def _freeze_unused(model: nn.Module, vectors: list[Tensor]) -> None:
 
 
 def _places(model: nn.Module, word: str, *, needed: bool = True) -> list[str]:
-    """Return where the part of the model that `word` names, such as `vision_tower`, is: the prefixes of its parameters' names."""
+    """Return the prefixes of the parameter names in one part of the model. `word` names the part, such as `vision_tower`."""
     modules = {name for name, _ in model.named_modules()}
     found = [f"{name}." for owner in ("model.", "") for alias in TOWERS[word] if (name := owner + alias) in modules]
     if not found and needed:

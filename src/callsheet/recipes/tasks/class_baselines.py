@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class ByteCounts:
-    """Counts of rows and of bytes for each class, from which the two baselines are computed.
+    """Counts of rows and of bytes for each class, from which the baselines (the most frequent class, and naive Bayes) are computed.
 
     Args:
         classes: the number of classes.

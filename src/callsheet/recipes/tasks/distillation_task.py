@@ -13,7 +13,7 @@ from callsheet.trainer.tasks import IGNORED_LABEL, Losses
 
 
 class DistillationTask(CausalTask):
-    """A task with the loss `mix * ce_loss + (1 - mix) * kd_loss`, from the labels and from a teacher's logits.
+    """A task with the loss `mix * ce_loss + (1 - mix) * kd_loss`, computed from the labels and a teacher's logits.
 
     All three are means over the labelled tokens (Hinton, Vinyals and Dean 2015).
 

@@ -20,7 +20,7 @@ def log_continuations(
 ) -> list[tuple[str, str]]:
     """Let the model continue the prompts. Log and return each prompt with its continuation.
 
-    With sharded weights, every rank must call this.
+    If the weights are sharded, every rank must call this function.
 
     If the model's outputs are NaN or infinite, log a warning and return nothing.
 
@@ -53,7 +53,7 @@ def continuations(
     seed: int = 0,
     batch_size: int = 8,
 ) -> list[tuple[str, str]]:
-    """Let the model continue the prompts, like `log_continuations`, but only return the results.
+    """Let the model continue the prompts, like `log_continuations`, but do not log the results.
 
     Raises:
         NonFiniteError: the model's outputs are NaN or infinite.

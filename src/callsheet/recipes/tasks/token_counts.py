@@ -49,7 +49,7 @@ class TokenCounts:
 
 
 def _pairs(examples: Examples) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return each target token, and the token before it.
+    """Return two arrays: the token before each target token, and the target tokens.
 
     There always is a token before, because the first token of an example is never a target.
     """

@@ -1,4 +1,4 @@
-"""The time of each part of a step in each run or group: the whole step, its spans, and the callbacks."""
+"""The times of a step and of its parts (spans and callbacks), for each run and each group of runs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from callsheet.report.run_folder import RunFolder
 _STEP = ("fetch", "train_step")
 _FETCH = ("fetch", SPANS["fetch"].start_event, SPANS["fetch"].end_event)
 _CHANGED, _NOTICEABLE = 0.05, 0.005
-"""A part has noticeably changed if the change is more than the first fraction of its baseline, and more than the second of the step."""
+"""A change of a part's time is noticeable if it exceeds these fractions of the part's baseline and of the whole step."""
 _CLEAR = 1.5
-"""A span is clearly slower if each of its timed steps in one run takes this many times as long as any in the other run.
+"""A span is clearly slower in one run if its shortest time there exceeds this factor times its longest time in the other run.
 
 A few timed steps are then enough, but only if the whole step, which is measured in the whole run, is slower too: another program on
 the machine may have slowed all steps of a timing window.
@@ -27,7 +27,7 @@ the machine may have slowed all steps of a timing window.
 
 Kind = Literal["step", "span", "callback"]
 Key = tuple[Kind, str]
-"""The kind and the name of a part. The part of the kind `step` is `step_seconds`."""
+"""The kind and the name of a part of a step. The whole step has the kind `step` and the name `step_seconds`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +111,7 @@ def _timed_steps(window: Window) -> list[dict[str, float]]:
     """
     names = _spans_of_a_step()
     steps: dict[int, dict[str, float]] = {}
-    # Seconds of each span while the batch of the next step is fetched. Slices of this fetch have the number of the previous step,
-    # because the next step has not begun yet.
+    # The seconds of each span in the fetch before a step. The slices of this fetch have the number of the previous step.
     fetched: dict[str, float] = {}
     for each in window.slices:
         if not each.callback and each.name in names:
@@ -225,7 +224,7 @@ def _calls_differ(one: Mapping[str, Calls], other: Mapping[str, Calls]) -> bool:
 
 
 def _callbacks(found: Sequence[Anatomy]) -> list[Key]:
-    """Return the callbacks in these runs as pairs of kind and name, the one that takes the most time first."""
+    """Return the keys (kind and name) of the callbacks in these runs, sorted by their time, the longest time first."""
     most: dict[Key, float] = {}
     for each in found:
         for name, part in each.parts.items():

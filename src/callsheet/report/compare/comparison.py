@@ -16,7 +16,7 @@ from callsheet.report.run_folder import RunFolder
 SEED = "seed"
 _PROBLEMS_OF_ONE = 20
 _IN_NAMES = ("settings", "callbacks")
-"""The groups of settings whose values can name a group of runs."""
+"""The groups of settings by which runs can be grouped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Comparison:
 
     @property
     def metrics(self) -> list[str]:
-        """The names of the metrics that at least one run has: first losses, then evaluations, then the others by name."""
+        """The names of the metrics that at least one run has: first losses, then evaluations, then the other metrics by name."""
         names = dict.fromkeys(name for each in self.runs for name in each.values)
         return sorted(
             names, key=lambda name: ("/" not in name, not name.endswith("/loss"), not name.startswith("validation/"), name)
@@ -102,7 +102,7 @@ class Comparison:
         return [[each.once("anatomy", anatomy_of) for each in self.members(group)] for group in self.groups]
 
     def problems(self) -> list[dict[str, Any]]:
-        """Return the problems of all runs, the most serious first, each with the indices of its runs, and the details."""
+        """Return the problems of all runs, the most serious first. Each problem has a list of run indices and details."""
         found: dict[tuple[str, str], list[tuple[int, str]]] = {}
         for place, each in enumerate(self.runs):
             for problem in each.once("problems", problems)[:_PROBLEMS_OF_ONE]:
@@ -234,7 +234,7 @@ def _groups(names: Sequence[str], given: Sequence[Mapping[str, Mapping[str, str]
 
 
 def _last_part(setting: str) -> str:
-    """Return the last part of a setting's dotted name, which is used as the name of a group."""
+    """Return the last part of a setting's dotted name, such as `lr` for `optimizer.lr`. It is used in the names of groups."""
     return setting.rpartition(".")[2]
 
 

@@ -54,7 +54,7 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of checking a condition for one run or group: whether it fails, and a line of text that says so."""
+    """The result of checking a condition for one run or group: whether the condition fails, and a line of text with the result."""
 
     condition: Condition
     fails: bool

@@ -20,7 +20,7 @@ from callsheet.report.run_folder import RunFolder, image_bytes
 _SCRIPTS = ("dom.js", "tables.js", "frame.js", "charts.js", "compared_curves.js", "compared_parts.js", "live.js", "compare.js")
 
 _PAGE_BYTES = 10_000_000
-"""The maximum size of a page's images. All other parts of a page are limited by the numbers below, for any number of runs."""
+"""The size of a page, in bytes, up to which images are added. The constants below limit all other parts of a page."""
 _POINTS, _POINTS_OF_ONE, _AXIS_POINTS, _AXIS_POINTS_OF_ONE = 150_000, 1_000, 24_000, 1_000
 _DIGITS = 6
 _VALUE_ROWS, _SETTINGS_LENGTH = 4_000, 600_000
@@ -60,8 +60,7 @@ def data(comparison: Comparison, metrics: Sequence[str] = ()) -> dict[str, Any]:
             "images": _images(runs),
         }
     )
-    # JSON has no NaN or infinity, so `plain` replaces them. Curves and axes contain neither and are large, so they are added
-    # without calling `plain`.
+    # `plain` replaces NaN and infinity, which JSON does not have. Curves and axes are large and contain neither, so `plain` is not called.
     return content | {"axes": [_axis(each, len(runs)) for each in runs], "curves": curves}
 
 
@@ -185,7 +184,7 @@ def _curve(each: Compared, name: str, most: int) -> dict[str, Any]:
 
 
 def _values(comparison: Comparison, metrics: Sequence[str]) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows of the table of values, and how many are left out to limit the page's size. Rows of losses stay."""
+    """Return the rows of the table of values, and how many are left out to limit the page's size. Rows of losses are left out last."""
     rows = [row for row in comparison.rows() if not metrics or row["metric"] in metrics]
     kept = {id(row) for row in sorted(rows, key=_is_minor)[:_VALUE_ROWS]}
     found = []

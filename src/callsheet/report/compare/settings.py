@@ -1,4 +1,4 @@
-"""Reads the settings of a run as a flat mapping, and finds those that differ between runs."""
+"""Reads the settings of a run as a flat mapping, and finds the settings that differ between runs."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ def settings(run: RunFolder) -> dict[str, dict[str, str]]:
         for name in ("callbacks", "loggers")
         if isinstance(source.get(name), list)
     ]
-    # Settings that were recorded from objects such as the optimizer replace the values that the user gave, because the run used
-    # the recorded ones.
+    # Values that were recorded from objects, such as the optimizer, replace the user's values, because the run used the recorded values.
     values = {**dict(_flat(given)), **{key: value for key, value in _flat(recorded) if value}}
     named = {key: value for key, value in values.items() if key.split(".")[-1] not in _OF_THE_RUN_ITSELF}
     environment = run.environment
@@ -61,7 +60,7 @@ def settings(run: RunFolder) -> dict[str, dict[str, str]]:
 
 
 def differences(runs: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, dict[str, list[str]]]:
-    """Return the settings that differ between the runs, by group and name, each with the runs' values in order (or "").
+    """Return the settings that differ between the runs, by group and name, with the value of each run (empty if the run does not have the setting).
 
     A run that did not record a group, such as its packages, is left out of the comparison of that group only.
 
@@ -117,6 +116,6 @@ def _text(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     if len(text) <= _LONGEST:
         return text
-    # Long texts are truncated. If two of them begin with the same text, their digests differ.
+    # Truncate a long text. The digest shows whether two texts that begin in the same way are equal.
     digest = hashlib.blake2s(text.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
     return f"{text[:_LONGEST]} ... ({len(text):,} characters, digest {digest})"

@@ -16,7 +16,7 @@ from callsheet.report.lines import number
 from callsheet.report.run_folder import RunFolder
 
 STEP_SECONDS = "step_seconds"
-"""The mean time of a step: training time by steps, without evaluations and checkpoints."""
+"""The name of a metric: the mean time of a step, without evaluations and checkpoints."""
 
 _LOWER_IS_BETTER = (
     "loss", "perplexity", "error", "bits_per_byte", "seconds", "bytes", "memory", "wer", "cer", "mse", "mae", "rmse",

@@ -26,7 +26,7 @@ KINDS = {
     "lightning": lightning,
     "huggingface": huggingface,
 }
-"""The kinds of sources. Each module has `find`, `read` and `LOOKS_FOR`."""
+"""The kinds of sources, by name. The module of each kind has `find`, `read` and `LOOKS_FOR`."""
 
 
 def import_runs(
@@ -63,7 +63,7 @@ def import_runs(
 def importing(
     given: Sequence[str | os.PathLike[str]], to: Path, *, kind: str | None, name: str | None, rename: Mapping[str, str]
 ) -> Iterator[Imported]:
-    """Import one run after the other, and yield each when its folder is complete. The arguments are those of `import_runs`."""
+    """Import one run after the other, and yield a summary of each run when its folder is complete. The arguments are those of `import_runs`."""
     _check(kind, name, rename, to)
     sources = [(source, _kind_of(source, each, kind)) for each in given for source in [Source.at(each)]]
     if name is not None and len(sources) > 1:

@@ -75,7 +75,7 @@ def _name(name: str) -> str:
 
 
 def _newest(files: list[Path], run: ImportedRun) -> dict[str, Any] | None:
-    """Return the state with the most steps: that in the last readable checkpoint, or that in the output folder itself."""
+    """Return the state of the last readable checkpoint or of the output folder itself, whichever has more steps."""
     numbered = sorted(files, key=_number, reverse=True)  # newest checkpoint first, and the file in the output folder last
     found: list[dict[str, Any]] = []
     for path in numbered:
@@ -102,6 +102,6 @@ def _output_folder(path: Path) -> Path:
 
 
 def _number(path: Path) -> int:
-    """Return the number of the checkpoint folder that contains the file; -1 if it is in no such folder."""
+    """Return the number of the checkpoint folder that contains the file; -1 if the file is in no such folder."""
     found = _CHECKPOINT.fullmatch(path.parent.name)
     return int(found[1]) if found else -1

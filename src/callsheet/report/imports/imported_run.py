@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 MOST_VALUES = 20_000_000
-"""How many values of metrics one run may have; further ones are left out."""
+"""How many values of metrics one run may have; further values are left out."""
 
 _LARGEST_STEP = 2**53  # the largest step that `callsheet.report.records` accepts
 _LATEST = 1e11  # a larger number does not count as a Unix time in seconds
@@ -41,7 +41,7 @@ class ImportedImage:
 
 
 class Metrics:
-    """The values of a run's metrics, in compact arrays. They may be added in any order."""
+    """The values of a run's metrics, in compact arrays. The values may be added in any order."""
 
     def __init__(self) -> None:
         self._columns: dict[str, tuple[array[int], array[float], array[float]]] = {}  # the steps, values and times of each metric
@@ -60,7 +60,7 @@ class Metrics:
         return list(self._columns)
 
     def add(self, name: str, step: Any, value: float, time: float = math.nan) -> None:
-        """Add a value of a metric. It is only counted if its step is not a whole number or there are too many values already."""
+        """Add a value of a metric. If the step is not a whole number, or there are too many values, only count the value as left out."""
         whole = as_step(step)
         if whole is None:
             self.left_out["values with a step that is not a whole number"] += 1
@@ -162,7 +162,7 @@ class ImportedRun:
     warnings: list[str] = field(default_factory=list)
 
     def add_image(self, name: str, step: int, time: float, png: bytes) -> None:
-        """Add an image. It is only counted if it is not a PNG or there are too many images already."""
+        """Add an image. If the image is not a PNG, or there are too many images, only count the image as left out."""
         if not png.startswith(_PNG):
             self.left_out["images that are not PNG"] += 1
         elif len(png) > _LARGEST_IMAGE or len(self.images) >= _MOST_IMAGES or self._image_bytes() + len(png) > _MOST_IMAGE_BYTES:
@@ -171,7 +171,7 @@ class ImportedRun:
             self.images.append(ImportedImage(name, step, time, png))
 
     def add_row(self, values: Mapping[str, Any], step: Any, time: float = math.nan) -> None:
-        """Add the numbers in `values` as metrics. Numbers in nested mappings get dotted names. Other values are only counted."""
+        """Add the numbers in `values` as metrics. Numbers in nested mappings get dotted names. Other values are only counted as left out."""
         for name, value in values.items():
             if (found := as_number(value)) is not None:
                 self.metrics.add(name, step, found, time)

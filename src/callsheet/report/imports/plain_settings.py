@@ -40,7 +40,7 @@ def _plain(value: Any, left: list[int], depth: int) -> Any:
 
 
 def parsed_text(text: str) -> Any:
-    """Return `text` as a number, boolean or None if Python would read it as one, otherwise unchanged."""
+    """Convert texts such as `1e-3`, `True` and `None` to numbers, booleans and None. Return any other text unchanged."""
     if text in (known := {"True": True, "true": True, "False": False, "false": False, "None": None}):
         return known[text]
     for kind in (int, float):
@@ -52,7 +52,7 @@ def parsed_text(text: str) -> Any:
 
 
 def yaml_settings(folder: Path, name: str, *, extra: str) -> dict[str, Any]:
-    """Return the mapping in a YAML file of `folder`; empty if there is no such file. Tags of values are ignored.
+    """Return the mapping in a YAML file of `folder`; empty if there is no such file. YAML tags are ignored.
 
     Raises:
         MissingPackage: PyYAML is not installed.

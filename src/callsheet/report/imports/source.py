@@ -11,7 +11,7 @@ from callsheet.errors import ConfigError
 from callsheet.report.lines import inside
 
 EVENTS = "events.out.tfevents."
-"""What the name of a TensorBoard event file begins with or has in it."""
+"""A text that the name of every TensorBoard event file contains."""
 
 _MOST_ENTRIES = 1_000_000
 _INTERESTING = re.compile(

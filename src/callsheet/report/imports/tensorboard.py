@@ -27,7 +27,7 @@ _SPLITS = {
     "val": "validation/",
     "eval": "validation/",
 }
-"""Folders that Keras and TensorFlow make inside a run's folder, and the prefix that their metrics get."""
+"""Folders that Keras and TensorFlow make inside a run's folder, and the prefix that the metrics in each folder get."""
 
 
 def find(source: Source) -> list[Path]:
@@ -108,7 +108,7 @@ class _EventReader:
         self._not_parsed: type[Exception] = load("google.protobuf.message").DecodeError
 
     def read_folder(self, run: ImportedRun, source: Source, folder: Path, prefix: str) -> None:
-        """Add the events of the files in `folder`, but not in its subfolders, to the run, in the order of the files' names."""
+        """Add the events of the files directly in `folder` to the run, in the order of the files' names."""
         part = ImportedRun(run.name, run.key)
         plugins: dict[str, str] = {}  # each tag's plugin, which TensorBoard may write only with the tag's first value
         for path in source.files:
@@ -162,8 +162,7 @@ class _EventReader:
     def _add(self, run: ImportedRun, event: Any, prefix: str, plugins: dict[str, str]) -> None:
         what = event.WhichOneof("what")
         if what == "session_log":
-            # A start event means that the run was resumed at this step. So the values that it has of this step and of later ones
-            # are obsolete.
+            # A start event means that the run was resumed at this step, so older values of this and later steps are obsolete.
             if event.session_log.status == self._start and event.step > 0:
                 run.metrics.drop_from(event.step)
                 run.images = [image for image in run.images if image.step < event.step]

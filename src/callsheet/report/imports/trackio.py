@@ -1,4 +1,4 @@
-"""Reads Trackio's SQLite databases, of which each project has one."""
+"""Reads Trackio's SQLite databases. Each Trackio project has one database."""
 
 from __future__ import annotations
 

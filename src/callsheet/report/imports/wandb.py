@@ -28,7 +28,7 @@ def find(source: Source) -> list[Path]:
 
 
 def read(source: Source) -> Iterator[ImportedRun]:
-    """Yield W&B's runs. The logs of a run and of its resumes are combined to one run.
+    """Yield W&B's runs. The logs of a run and of its resumes are combined into one run.
 
     Raises:
         MissingPackage: wandb is not installed.

@@ -61,7 +61,7 @@ class Imported:
 class Origin:
     """Where an imported run comes from: the tool, the path of the source, and the run's key in the source.
 
-    The marker file of its folder has it, so that the run can be imported again.
+    The marker file of the run's folder contains the origin, so that the run can be imported again.
     """
 
     kind: str
@@ -117,7 +117,7 @@ def _cut(name: str) -> str:
 
 
 def _target(to: Path, origin: Origin, name: str, *, is_fixed: bool, taken: set[str]) -> Path:
-    """Return the folder to write: that of an earlier import of the same run, or a new one."""
+    """Return the folder to write: the folder of an earlier import of the same run, or a new folder."""
     number = 1
     while True:
         target = to / (name if number == 1 else f"{name}-{number}")
@@ -254,7 +254,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def renamed(run: ImportedRun, names: Mapping[str, str]) -> Iterator[str]:
-    """Rename metrics of the run, and yield the old names that it has. An old name that ends with `/` is a prefix.
+    """Rename metrics of the run, and yield those old names that match a metric. An old name that ends with `/` is a prefix.
 
     Raises:
         ConfigError: two metrics would get the same name.
