@@ -20,7 +20,7 @@ from callsheet.loggers.support.tracker import flat
 
 
 def guest(tracker: Any, *, name: str = "", phase: Phase = "report", strict: bool = True) -> Callback:
-    """Wrap a tracker of Accelerate as a logger of callsheet, and return this logger: `guest(TensorBoardTracker("run", "logs"))`.
+    """Return a logger of callsheet that wraps a tracker of Accelerate: `guest(TensorBoardTracker("run", "logs"))`.
 
     The tracker may also be of a class of your own. It is started at the run's start and finished at the run's end. It receives
     the settings and every metrics record, and also images and tables, if it has methods for them.

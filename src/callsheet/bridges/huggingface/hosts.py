@@ -43,7 +43,7 @@ def host(
     runs_folder: str | os.PathLike[str] | None = None,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> HuggingFaceHost:
-    """Wrap the callbacks in one `transformers.TrainerCallback`, for `Trainer(callbacks=[host([...])])`.
+    """Return one `transformers.TrainerCallback` that wraps the callbacks, for `Trainer(callbacks=[host([...])])`.
 
     A run is one call of `trainer.train()`. The host observes steps by the Trainer's own events, microbatches in its
     `training_step`, the loss in `backward`, and evaluations in `evaluate` and `prediction_step`. `ctx.batch`, `ctx.microbatch`

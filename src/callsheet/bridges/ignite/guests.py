@@ -56,7 +56,7 @@ def guest(
     phase: Phase = "measure",
     strict: bool = True,
 ) -> Callback:
-    """Wrap Ignite's handlers in one callsheet callback: `guest(Timer())`, `guest(TerminateOnNan(), Events.ITERATION_COMPLETED)`.
+    """Return one callsheet callback that wraps Ignite's handlers: `guest(Timer())`, `guest(TerminateOnNan(), Events.ITERATION_COMPLETED)`.
 
     To use several handlers in one callback, or handlers whose `attach` takes more arguments, attach them to a `GuestEngine` as to
     a trainer, and pass this engine. If a handler has a `state_dict`, callsheet's checkpoints contain its state.

@@ -56,7 +56,7 @@ def host(
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
     strict: bool = True,
 ) -> IgniteHost:
-    """Wrap the callbacks in one Ignite handler: `host([...], model=model, optimizer=optimizer).attach(trainer)`.
+    """Return one Ignite handler that wraps the callbacks: `host([...], model=model, optimizer=optimizer).attach(trainer)`.
 
     A run is one call of `trainer.run()`. The host observes steps and epochs by the engine's events, and forward pass, loss and
     optimizer step with PyTorch hooks. If a callback requests a stop, the host calls `trainer.terminate()`. If an evaluator runs

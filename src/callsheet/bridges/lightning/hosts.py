@@ -55,7 +55,7 @@ def host(
     runs_folder: str | os.PathLike[str] | None = None,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> LightningHost:
-    """Wrap the callbacks in one `lightning.pytorch.Callback`, for `Trainer(callbacks=[host([...])])`.
+    """Return one `lightning.pytorch.Callback` that wraps the callbacks, for `Trainer(callbacks=[host([...])])`.
 
     A run is one call of `trainer.fit`, `validate`, `test` or `predict`. Its folder is `trainer.log_dir`. A metrics record is made
     every `log_every_n_steps` steps. It contains the values that the LightningModule logs, as `lightning/<name>`. If a callback

@@ -78,7 +78,7 @@ def host(
     allow_pickle: bool = False,
     strict: bool = True,
 ) -> UltralyticsHost:
-    """Wrap the callbacks in a host for an Ultralytics model: `host([...]).attach(model)`, and then `model.train(...)`.
+    """Return a host that runs the callbacks in an Ultralytics model: `host([...]).attach(model)`, and then `model.train(...)`.
 
     A run is one call of `model.train`. A step is one step of the optimizer, which uses `nbs / batch` batches. Ultralytics'
     validation after an epoch is an evaluation of the dataset `validation`; its validation of `best.pt` after training is an
