@@ -69,7 +69,7 @@ def keys_of_recipe(recipe: str) -> list[str]:
     inherited = {field.name for field in fields(base)}
     lines = table(keys_of(config, [field.name for field in fields(config) if field.name not in inherited]))
     names = config.may_change - base.may_change
-    return [*lines, "", f"May change when a run is resumed: {_listed(names, config)}."] if names else lines
+    return [*lines, "", f"You can change these keys when you resume a run: {_listed(names, config)}."] if names else lines
 
 
 def keys_of(config: type, names: Iterable[str] | None = None, prefix: str = "") -> Iterator[Key]:

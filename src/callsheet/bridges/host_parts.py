@@ -88,7 +88,7 @@ class HostEvaluation:
         return {"undone": asdict(self.undone) if self.undone is not None else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the due evaluation that `state_dict` returned."""
+        """Restore the evaluation that was due but not done when `state_dict` was called, if there was one."""
         self.undone = DueEvaluation.from_state(state["undone"]) if state["undone"] is not None else None
 
 

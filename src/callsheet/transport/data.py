@@ -132,7 +132,7 @@ class Encoder:
         return self._pickle(value, at)
 
     def pickle(self) -> bytes:
-        """Return one pickle of all objects that plain data cannot express. A common pickle keeps shared objects shared.
+        """Pickle all objects that plain data cannot express, and return the bytes. One pickle preserves references between the objects.
 
         The result is empty if there is nothing to pickle.
         """

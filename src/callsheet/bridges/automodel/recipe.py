@@ -217,7 +217,7 @@ class RecipeFacade(Facade):
 
     @property
     def step_scheduler(self) -> StepScheduler:
-        """The progress of training."""
+        """The recipe's step scheduler, which counts the steps and epochs."""
         return self._step_scheduler
 
     @property

@@ -348,7 +348,7 @@ class HookedRun(Run):
         write_checkpoint(folder, {"state": self.state.state_dict()}, local, saved_info, overwrite=True)
 
     def _load(self, context: TrainingContext) -> CheckpointInfo | None:
-        """Load the callbacks' states from the checkpoint from which training resumes: the one with the same number of samples."""
+        """Load the callbacks' states from the checkpoint that was saved after as many samples as InstructLab has trained on so far."""
         if not context.total_samples:
             return None
         folder = Path(context.output_dir) / "hf_format"
