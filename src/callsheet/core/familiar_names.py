@@ -94,7 +94,7 @@ EVENTS: Mapping[str, str] = {
 """For event names of Hugging Face, Lightning, Keras, torchtnt, Megatron Bridge, AutoModel, InstructLab and Ultralytics: callsheet's events."""
 
 CALLBACK_METHODS = ("state_key", "setup", "set_model", "set_params", "run_event")
-"""What Lightning, Keras and Composer look up first in a callback of theirs, besides events."""
+"""The attributes that Lightning, Keras and Composer look up first in a callback, besides the methods for events."""
 
 FIELDS: Mapping[str, str] = {
     "batch_idx": "step",
