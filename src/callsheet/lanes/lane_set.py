@@ -61,10 +61,10 @@ class LaneSet:
 
         The counts are kept until another run begins.
         """
-        # For each lane that was too slow for a checkpoint, the number of items that it had processed. Until this number grows, checkpoints
-        # do not wait for the lane.
+        # For each lane that was too slow for a checkpoint, the number of items that it had processed by then.
+        # Checkpoints do not wait for such a lane until its number of processed items has grown.
         self._behind: dict[Registration, int] = {}
-        # For each lane that was too slow for a metrics record, the number of items that it had processed.
+        # For each lane that was too slow for a metrics record, the number of items that it had processed by then.
         self._slow: dict[Registration, int] = {}
         self._until = inf  # the value of `time.monotonic()` at which the process will be killed
         self._state_calls, self._ready_calls = StateCalls(), StateCalls()
