@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("callsheet")
 
-_ENDING_EVENTS = frozenset({Event.RUN_END, Event.EXCEPTION})  # a disabled callback still receives these events
+_ENDING_EVENTS = frozenset({Event.RUN_END, Event.EXCEPTION})  # a disabled callback still receives `on_run_end` and `on_exception`
 _ALWAYS_CALLED = frozenset({"report", "restore"})  # phases whose handlers are called even after another handler failed
 
 

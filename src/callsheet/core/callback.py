@@ -139,7 +139,7 @@ class Callback(Hooks):
         """Handle every event. `ctx.event` is the name of the event."""
 
     def share_with(self, others: Sequence[Callback]) -> None:
-        """Share state with callbacks that were added before this one, so that work that they have in common is done once.
+        """Share state with callbacks that were added earlier, so that work which several callbacks have in common is done only once.
 
         The manager calls this when it adds the callback, unless the callback has a lane.
 
@@ -259,7 +259,7 @@ def marks(function: Any) -> Marks:
 
 
 def one_of(what: str, word: str, words: tuple[W, ...]) -> W:
-    """Return `word` if it is one of the valid `words`; otherwise raise a `ConfigError` that suggests the most similar one."""
+    """Return `word` if it is one of the valid `words`; otherwise raise a `ConfigError` that suggests the most similar word."""
     if word not in words:
         raise ConfigError(f"unknown {what} {word!r}{did_you_mean(str(word), words)} (one of {', '.join(words)})")
     return words[words.index(word)]
@@ -271,7 +271,7 @@ def _mark(changes: Callable[[], dict[str, Any]]) -> Callable[[F], F]:
             made = changes()
         except ConfigError as error:
             raise RegistrationError(f"{error} ({function.__qualname__}, {where(function)})") from None
-        function.__callsheet__ = marks(function)._replace(**made)  # type: ignore[attr-defined]  # a function accepts new attributes
+        function.__callsheet__ = marks(function)._replace(**made)  # type: ignore[attr-defined]  # functions accept new attributes
         return function
 
     return decorate

@@ -37,7 +37,7 @@ Loggable = Mapping[Any, Any]
 
 
 NO_VALUES: Any = None
-"""The default of the argument `values` of `log`, which is required. With a default, `log(loss=1)` raises an error with a hint."""
+"""The default of the required argument `values` of `log`, so that a wrong call such as `log(loss=1)` raises an error with a hint."""
 
 
 class Accumulator(Protocol):
@@ -68,7 +68,7 @@ def check_logged(values: Any, misplaced: tuple[Any, ...], misnamed: Mapping[str,
 
 
 class Context:
-    """The fields that callbacks read, and the methods with which they log and make requests.
+    """The fields that callbacks read, and the methods with which callbacks log values and make requests.
 
     The fields are those of `callsheet.core.lifecycle.FIELDS`, which defines what each field means and when it is available. Other
     attributes are for the loop that owns the context.
@@ -359,7 +359,7 @@ class Context:
         """
         if self.kept:
             for name, keeps in _CLOSED_BY.get(event, ()):
-                if not (keeps and name in self.kept):  # a field in `keep_fields` stays until `Field.kept_until`
+                if not (keeps and name in self.kept):  # a field in `keep_fields` stays available until `Field.kept_until`
                     setattr(self, name, None)
                     delattr(self, name)
         else:
@@ -434,7 +434,7 @@ def _not_available(name: str, event: str | None) -> str:
 _CLOSED_BY: dict[str, tuple[tuple[str, bool], ...]] = {}
 for _field in FIELDS.values():
     for _event in {*(closes for _, closes in _field.windows), *filter(None, [_field.kept_until])}:
-        _keeps = _event == _field.windows[0][1]  # whether a field in `keep_fields` stays after this event
+        _keeps = _event == _field.windows[0][1]  # whether a field in `keep_fields` stays available after `_event`
         _CLOSED_BY[_event] = (*_CLOSED_BY.get(_event, ()), (_field.name, _keeps))
 
 

@@ -87,7 +87,7 @@ class Control:
         self.in_gate = False  # True while the manager calls a handler that runs on some ranks only
 
     def stop(self, why: str, *, replicated: bool = False, resumable: bool = False) -> None:
-        """Request that training ends after the current step, epoch or round, with outcome `stopped`.
+        """Request that training ends after the current step, epoch or round (group of epochs), with the outcome `stopped`.
 
         Args:
             why: completes the sentence "stopped by <callback>: ...", which becomes `ctx.run.outcome_reason`.
@@ -100,7 +100,7 @@ class Control:
         self._ask(Request("stop", why, _asker(), resumable=resumable), replicated)
 
     def save(self, why: str, *, kind: str = "requested", by: str = "", metric: str = "", replicated: bool = False) -> None:
-        """Request a checkpoint after the current step, epoch or round.
+        """Request a checkpoint after the current step, epoch or round (group of epochs).
 
         Args:
             why: the reason, for messages.
@@ -117,7 +117,7 @@ class Control:
         self._ask(Request("save", why, by or _asker(), kind, metric), replicated)
 
     def evaluate(self, why: str, *, replicated: bool = False) -> None:
-        """Request that all evaluation datasets are evaluated after the current step, epoch or round.
+        """Request that all evaluation datasets are evaluated after the current step, epoch or round (group of epochs).
 
         Args:
             why: the reason, for messages.
@@ -173,7 +173,7 @@ class Control:
 
     @property
     def evaluate_requested(self) -> Request | None:
-        """The evaluation request that the loop will carry out after the current step, epoch or round, or None."""
+        """The evaluation request that the loop will carry out at the next boundary (end of a step, epoch or round), or None."""
         return self._evaluate
 
     def supports(self, request: Request) -> bool:
@@ -254,13 +254,13 @@ class Control:
         return taken
 
     def agree(self, request: Request) -> None:
-        """Accept a request that all ranks know about. The loop carries out the request after the current step, epoch or round.
+        """Accept a request that all ranks know about. The loop carries out the request at the next boundary (end of a step, epoch or round).
 
         Args:
             request: the request.
         """
         if request.what == "stop":
-            self._stop = self._stop or request  # the first stop request is kept
+            self._stop = self._stop or request  # keep the first stop request
         elif request.what == "evaluate":
             self._evaluate = self._evaluate or request
         elif request.what == "switch off":
@@ -314,7 +314,7 @@ def _asker() -> str:
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if isinstance(
             first, Hooks
-        ):  # `Hooks` is the base class of `Callback`, which cannot be imported here because of a circular import
+        ):  # test for `Hooks`, the base class of `Callback`, because importing `Callback` here would be circular
             return getattr(first, "name", "") or type(first).__name__
         frame = frame.f_back  # type: ignore[assignment]  # the outermost frame has no caller, which ends the loop
     return asking.f_code.co_qualname

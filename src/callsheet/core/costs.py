@@ -1,4 +1,4 @@
-"""The time that callbacks take, and a timeline of a few steps.
+"""Measures the time that callbacks take, and records timelines of a few steps.
 
 Events inside a step are fired many times a second, so they are timed only in *windows*: groups of a few consecutive steps, from
 time to time. In a window the manager dispatches from a second table, in which each handler is timed and the start and end of
@@ -30,7 +30,7 @@ MODES = ("sampled", "all", "off")
 
 WINDOW_STEPS = 4
 _FIRST_STEP = 2  # the first steps are not timed, since they include memory allocation and compilation
-_STEPS_PER_TIMED_STEP = 16  # on average, at most one of this number of steps is timed
+_STEPS_PER_TIMED_STEP = 16  # on average, at most one in `_STEPS_PER_TIMED_STEP` steps is timed
 # The pause between two timing windows: `_MAX_PAUSE_SECONDS`, or `_PAUSE_SHARE` of the run's time so far if that is less.
 _MAX_PAUSE_SECONDS, _PAUSE_SHARE = 1.0, 0.25
 # Costs are published next when the run's time reaches `_PUBLISH_GROWTH` times the time of the last publication, plus `_PUBLISH_SECONDS`.
@@ -264,7 +264,7 @@ class Costs:
         return self.mode == "all" or (self.mode == "sampled" and (in_window or event not in PATH_EVENTS))
 
     def timed(self, handler: Handler, entry: HandlerEntry) -> Handler:
-        """Return a function that calls `handler` and adds the time that it took to the costs."""
+        """Return a function that calls `handler` and adds the time of the call to the costs."""
         label, event = entry.registration.label, entry.event
         cell = self._cells.setdefault((entry.registration.number, label, event), _Cell(label, event))
 

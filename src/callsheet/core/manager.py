@@ -405,7 +405,7 @@ class CallbackManager:
         self.process_lane_messages(ctx)
 
     def close(self) -> None:
-        """End the callbacks' threads and processes, and forget the run's ranks and loops. May be called twice.
+        """End the callbacks' threads and processes, and forget the run's ranks and spans. May be called twice.
 
         Afterwards the manager may serve another run.
 

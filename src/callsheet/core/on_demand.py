@@ -31,7 +31,9 @@ def attributes(package: str, modules: Mapping[str, str], subpackages: Collection
         if name in modules:
             with needed_by(f"{package}.{name}"):
                 found = getattr(importlib.import_module(modules[name]), name)
-            setattr(sys.modules[package], name, found)  # stored, so that `__getattr__` is called only once for each name
+            setattr(
+                sys.modules[package], name, found
+            )  # store the attribute in the package, so that `__getattr__` is called only once for it
             return found
         if name in subpackages:
             return importlib.import_module(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from callsheet.errors import ConfigError, did_you_mean
 
 RankGate = str | Collection[int]
-"""Selects ranks: `"all"`, `"zero"` (the first process of all), `"local_zero"` (the first of each machine), or a set of ranks."""
+"""Selects ranks: `"all"`, `"zero"` (the first process of all), `"local_zero"` (the first process of each machine), or a set of ranks."""
 
 GATES = ("all", "zero", "local_zero")
 

@@ -27,7 +27,7 @@ FAILURES_ALLOWED = 3
 """How many failures in a row disable an isolated callback."""
 
 NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR})
-"""Error numbers of errors with a file or folder that trying again does not solve."""
+"""The `errno` values of file errors that would occur again in every further attempt."""
 
 
 def wrapped(entry: HandlerEntry, checking: bool, in_lane: Callable[[HandlerEntry], Handler], timed: Timed | None) -> Handler:

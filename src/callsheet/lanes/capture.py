@@ -55,7 +55,7 @@ class DeviceNumbers:
 
     def __init__(self) -> None:
         self.names: set[str] = set()
-        """The names of the fields that any lane reads."""
+        """The names of the fields that at least one lane reads at this event."""
         self._tensors: list[
             tuple[Any, int | None]
         ] = []  # the copied tensors and their versions, so that a changed tensor is copied again

@@ -88,7 +88,7 @@ class LaneSet:
         }
 
     def in_process(self, callback: Callback) -> Callback:
-        """Return the callback wrapped in a `Process` if its lane is `process`; otherwise return it unchanged.
+        """Return the callback wrapped in a `Process`, which runs the callback in a separate process.
 
         If the callback was added before, return the `Process` that was made for it at that time.
         """
@@ -220,7 +220,7 @@ class LaneSet:
                 each.end()
             join(lanes)
         self._inbox.log_lost()
-        self._inbox = Inbox()  # messages that callbacks send after this belong to no run
+        self._inbox = Inbox()  # messages that callbacks send from now on belong to no run
         self._lanes, self._enqueuers, self._behind, self._slow = {}, {}, {}, {}
 
     # --- saving and loading the callbacks' states ---

@@ -29,7 +29,7 @@ _LOOK_SECONDS = 0.1  # time between two checks of a queue; each thread that wake
 _IDLE_LOOK_SECONDS = 0.4  # the longest time between two checks by the dispatcher thread, while all lanes are idle
 _WAIT_SECONDS = 0.002  # time between two checks of a lane while the training thread waits for the lane
 _BUSY_SHARE = 0.02  # a lane whose thread computes for more than this fraction of the time causes a warning
-_BUSY_AFTER_SECONDS = 5.0  # how long after the last check a lane's processor time is checked again
+_BUSY_AFTER_SECONDS = 5.0  # the time after which a lane's processor time is checked again
 _BUSY_SECONDS = 0.5  # a lane that has used this much processor time since the last check is checked earlier
 _BLOCKED_SECONDS = 0.5  # how long training must have waited for a full queue before a warning
 _LOOK_EVERY = 64  # in a lane that is never empty, the number of items between two checks of its processor time
@@ -151,7 +151,7 @@ class Lane:
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
-        """Accept no more items, and end the thread after the current item. Items in the queue are dropped; call `drain` first to keep them."""
+        """Accept no more items, and end the thread after the current item. Waiting items are dropped; to process them, call `drain` first."""
         with _starting:
             self.is_inert, self.room = True, 0
         self.items.clear()

@@ -120,7 +120,7 @@ class LaneControl:
 
     @property
     def evaluate_requested(self) -> Request | None:
-        """The request for an evaluation after the current step, epoch or round; see `Control.evaluate_requested`."""
+        """The request for an evaluation that the loop will carry out; see `Control.evaluate_requested`."""
         return self._control.evaluate_requested
 
     @property

@@ -90,7 +90,7 @@ class Agreement:
         self.look(step)
 
     def agree(self, step: int) -> None:
-        """Wait for the message that is being exchanged and for one more, so that all ranks know all requests.
+        """Wait for the message that is being exchanged and for one more message, so that all ranks know all requests.
 
         All ranks must call this at the same point.
         """

@@ -1,4 +1,4 @@
-"""Boundaries: the ends of steps, epochs and rounds, where requests are carried out.
+"""Boundaries: the ends of steps, epochs and rounds (groups of epochs), where the requests of callbacks are carried out.
 
 At a boundary, the ranks agree on requests, `on_log` is fired, evaluations run, and checkpoints are saved.
 """
@@ -32,7 +32,7 @@ _COUNTED_AT_RECORDS = frozenset({TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.SECON
 
 
 class Boundaries:
-    """Carries out what is due after a step, an epoch or a round: logging, evaluations, checkpoints and requests.
+    """Carries out what is due after a step, an epoch or a round (group of epochs): logging, evaluations, checkpoints and requests.
 
     Every decision is based on values that all ranks share, so all ranks decide the same. A rank may come to a boundary at which
     nothing is due; it then does nothing.
@@ -75,7 +75,7 @@ class Boundaries:
         ctx = self._ctx
         step, longest = ctx.state.timestamp.batch, ctx.state.max_duration
         self._next_due = 0
-        if self._evaluation.due(ctx, is_over=False):  # an evaluation that was due when the run ended runs after the first step
+        if self._evaluation.due(ctx, is_over=False):  # an evaluation left from before a resume runs after the first step
             return step + 1
         if self._checkpoints.is_writing and self._is_alone:  # with several ranks, `Agreement` checks whether the save is durable
             return step + 1
@@ -236,7 +236,7 @@ class Boundaries:
         return results
 
     def save(self, requests: tuple[Request, ...] = (), path: str | None = None, *, waits: bool = False) -> CheckpointInfo | None:
-        """Save a checkpoint for these requests. An empty tuple means that the user called `Trainer.save_checkpoint`.
+        """Save a checkpoint for these requests. If there are no requests, the user has called `Trainer.save_checkpoint`.
 
         Return None if another framework's loop saves the checkpoint later.
         """

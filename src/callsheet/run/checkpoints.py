@@ -1,4 +1,4 @@
-"""Save and load the run's checkpoints, fire their events, and choose the checkpoint to resume from."""
+"""Save and load the run's checkpoints, fire the events for checkpoints, and choose the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Checkpoints:
         grace: float,
     ) -> None:
         self.shared: dict[str, Stateful] = {}
-        """The parts of a checkpoint that are the same on all ranks, or sharded over them. They are loaded in this order."""
+        """The parts of a checkpoint that are the same on all ranks, or sharded over the ranks. They are loaded in this order."""
         self.local: dict[str, Stateful] = {}
         """The parts of a checkpoint that belong to one rank, such as its random states. They are loaded after the shared parts."""
         self.optional: set[str] = set()
@@ -337,7 +337,7 @@ class Checkpoints:
             self._writer.close()
 
     def _fire_published(self, info: CheckpointInfo) -> None:
-        self._guard.check()  # handlers may delete checkpoints in the folder, so raise first if another run has taken it over
+        self._guard.check()  # handlers may delete checkpoints, so raise an error first if another run has taken over the folder
         self._guard.mark()
         is_in_folder = info.path.rpartition("/")[0] == self.folder
         if not info.is_finite:
@@ -437,7 +437,7 @@ class Checkpoints:
         return {
             "max_duration": str(self._ctx.state.max_duration),
             # Save only a digest, because settings may contain secrets.
-            # Remove the addresses of objects from the text before, because addresses differ between processes.
+            # Remove the addresses of objects from the text, because addresses differ between processes.
             "settings": hashlib.blake2s(re.sub(r" at 0x[0-9a-f]+", "", repr(made)).encode(), digest_size=8).hexdigest(),
         }
 

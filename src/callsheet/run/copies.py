@@ -42,7 +42,7 @@ def without_additions(*things: Any) -> Iterator[None]:
         yield
     finally:
         for attributes, name, value, without in changed:
-            if attributes.get(name, _ABSENT) is without:  # if something else has set the attribute meanwhile, leave it as it is
+            if attributes.get(name, _ABSENT) is without:  # if other code has set the attribute meanwhile, keep the new value
                 attributes[name] = value
 
 

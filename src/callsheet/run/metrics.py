@@ -22,7 +22,7 @@ OVER: tuple[Over, ...] = get_args(Over)
 ACROSS: tuple[Across, ...] = get_args(Across)
 
 _FOLD = 256  # sum the values of a name when there are this many, because a loop that never makes a record would fill the memory
-_CUDA_GRAPHS = "torch._inductor.cudagraph_trees"  # torch imports this module when it records the first CUDA graph
+_CUDA_GRAPHS = "torch._inductor.cudagraph_trees"  # the module that torch imports when it records the first CUDA graph
 
 
 Schema = dict[str, tuple[Over, Across]]
@@ -299,7 +299,7 @@ def _digest(schema: Schema) -> int:
 
 
 def _merged(known: Schema, schemas: Sequence[Schema]) -> Schema:
-    """Return all metric names with their options: first the known names, then the new ones in the order of ranks."""
+    """Return all metric names with their options: first the known names, then the new names in the order of ranks."""
     merged, first = dict(known), dict[str, int]()
     for rank, schema in enumerate(schemas):
         for name, how in schema.items():

@@ -113,7 +113,7 @@ class ProcessGroups:
         self.saving: Any = None
         """The gloo group over which the ranks save checkpoints; None if there is one rank."""
         self.at_step: Callable[[], int] = lambda: 0
-        """A function that returns the current step, for error messages. The Trainer or a host sets it."""
+        """A function that returns the current step, for error messages. The Trainer or a host sets this attribute."""
         self._is_ours = False  # whether this object made the program's process group
         self._answer_seconds = min(ANSWER_SECONDS, timeout / 4)
         self._presence: _Presence | None = None
@@ -272,7 +272,7 @@ class ProcessGroups:
         return named_ranks(ranks, self._machines)
 
     def close(self) -> None:
-        """Destroy the groups that this object made. This may be called twice, and is not a collective."""
+        """Destroy the groups that this object made. This method may be called twice, and is not a collective."""
         if self._presence is not None:
             self._presence.end()
             self._presence = None

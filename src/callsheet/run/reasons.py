@@ -35,7 +35,7 @@ def one_line(text: str, *, at_most: int = _LONGEST) -> str:
 
 
 def without_credentials(text: str) -> str:
-    """Return `text` with `...` in place of what looks like a credential.
+    """Return `text` with `...` in place of each part that looks like a credential.
 
     The removed text is a private key in PEM form, the login in a URL, the value after a name such as `token=`, and any word with the
     prefix of a well-known kind of token.

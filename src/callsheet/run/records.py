@@ -150,5 +150,5 @@ class Records:
         self.metrics.load_state_dict(state["metrics"])
         self.train_loss, self._others = self.metrics.series("train/loss", "mean", "mean"), {}
         self._passed, self.learning_rate = state["passed"], state["learning_rate"]
-        # Earlier versions of callsheet saved this step under the key `told_at`.
+        # Earlier versions of callsheet saved the step of the last record under the key `told_at`.
         self._recorded_step = state["recorded_step"] if "recorded_step" in state else state["told_at"]

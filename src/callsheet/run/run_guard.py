@@ -1,4 +1,4 @@
-"""Allows only one run to write to a run's folder: rank 0 holds a lock, and all ranks learn whether it was acquired."""
+"""Allows only one run to write to a run's folder: rank 0 holds a lock, and all ranks learn whether rank 0 has acquired the lock."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class RunGuard:
         return ""
 
     def check(self, *, acquires: bool = False) -> None:
-        """On rank 0, raise an error if the lock of the run's folder was lost. Call this before writing.
+        """On rank 0, raise an error if the lock of the run's folder was lost. Call this method before each write.
 
         With `acquires`, first acquire the lock if this run has not.
 

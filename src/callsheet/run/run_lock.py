@@ -383,7 +383,7 @@ class _Ownership:
         self._remove()
 
     def end(self, *, removes: bool) -> None:
-        """Stop the heartbeat, and remove the lock file if `removes`."""
+        """Stop the heartbeat, and remove the lock file if `removes` is True."""
         self._is_over.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(HEARTBEAT_SECONDS)

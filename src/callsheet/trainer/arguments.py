@@ -196,7 +196,7 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
     Raises:
         ConfigError: the model does not support gradient checkpointing.
     """
-    # transformers has two names for this method, a new one and an old one; use the one that the model has.
+    # transformers has an old and a new name for the method that enables gradient checkpointing; use the name that the model has.
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     name = next((name for name in names if hasattr(model, name)), None)
     if name is None:
@@ -240,13 +240,13 @@ def positive(name: str, value: Any, kind: type[int] | type[float]) -> Any:
 
 
 def named_loaders(loaders: Loader | Mapping[str, Loader] | None) -> dict[str, Loader]:
-    """Return the evaluation dataloaders by name. If only one is given, its name is `validation`."""
+    """Return the evaluation dataloaders by name. A single dataloader gets the name `validation`."""
     named = loaders if isinstance(loaders, Mapping) else {"validation": loaders}
     return {name: loader for name, loader in named.items() if loader is not None}
 
 
 def checked_optimizer(given: Any, model: nn.Module) -> Optimizer:
-    """Return the optimizer. If a factory is given, call it with the trainable parameters.
+    """Return the given optimizer or, if a function is given, the optimizer that the function makes from the trainable parameters.
 
     Raise ConfigError if the optimizer cannot be used.
     """
@@ -275,7 +275,10 @@ def checked_optimizer(given: Any, model: nn.Module) -> Optimizer:
 
 
 def checked_scheduler(given: Any, optimizer: Optimizer | None) -> LRScheduler:
-    """Return the scheduler. If a factory is given, call it with the optimizer. Raise ConfigError if the result cannot be used."""
+    """Return the given scheduler or, if a function is given, the scheduler that the function makes for the optimizer.
+
+    Raise ConfigError if the scheduler cannot be used.
+    """
     if optimizer is None:
         raise ConfigError("a scheduler needs an optimizer; pass both to the Trainer")
     scheduler = given

@@ -50,7 +50,7 @@ class TrainBatches:
         self._argument = ""
         self._sharing: Sharing | None = None
         self._epoch: Iterator[Any] | None = None  # the remaining batches of the current epoch
-        self._resumed: Mapping[str, Any] | None = None  # the state from a checkpoint, until the saved epoch has been continued
+        self._resumed: Mapping[str, Any] | None = None  # the state that a checkpoint stored; None once the epoch is continued
         self.taken = 0
         """How many batches of the current epoch this rank has trained on, including fillers. The training loop counts them."""
 
@@ -109,7 +109,7 @@ class TrainBatches:
         return self._epoch
 
     def end_epoch(self) -> None:
-        """End the epoch. After this, a checkpoint stores no position within an epoch."""
+        """End the epoch. Afterwards, a checkpoint stores no position within an epoch."""
         self._epoch = None
         self.taken = 0
 
@@ -149,7 +149,7 @@ class TrainBatches:
             self.seed,
             argument=self._argument,
             shard=self._shard,
-            # If a single process resumes a run of several ranks, it continues their order, so it does not count as alone.
+            # A single process that resumes a run of several ranks continues the order of those ranks, so it does not count as alone.
             alone=world.size == 1 and way in (None, "own"),
             count_samples=self._count_samples,
         )

@@ -32,7 +32,7 @@ from callsheet.trainer.tasks import Task
 
 @dataclass
 class Evaluator:
-    """One named dataset to evaluate, and how often.
+    """A dataset to evaluate, and how often to evaluate it.
 
     Args:
         dataloader: an iterable of batches, or a function that returns one.
@@ -45,7 +45,7 @@ class Evaluator:
 
 
 def named_evaluators(given: Loader | Evaluator | Mapping[str, Loader | Evaluator] | None) -> dict[str, Evaluator]:
-    """Return the evaluators by name. If only one is given, its name is `validation`."""
+    """Return the evaluators by name. A single evaluator gets the name `validation`."""
     named = given if isinstance(given, Mapping) else {"validation": given}
     for name in named:
         if not isinstance(name, str) or not name or "/" in name:
@@ -160,7 +160,7 @@ class Evaluation:
             schedule.load_state_dict(self._resumed[name])
 
     def made(self, loader: Loader, argument: str) -> Iterable[Any]:
-        """Return this rank's part of the dataloader. If a factory is given, call it. This is a collective.
+        """Return this rank's part of the dataloader, which may be given as a function that makes it. This is a collective.
 
         Raises:
             ConfigError: the dataloader cannot be iterated over, is known to be empty, or cannot be divided among the ranks.
@@ -177,7 +177,7 @@ class Evaluation:
         return shared(whole, self._world, seed=0, argument=argument, shard=self._shard)  # the seed is the same in every run
 
     def due(self, ctx: Context, is_over: bool) -> list[str]:
-        """Return the names of the evaluators that are due after the current step, epoch or round.
+        """Return the names of the evaluators that are due at the current boundary (the end of a step, epoch or round).
 
         A request makes all of them due. Without a request, those are due whose interval is complete, and those that were still
         due in the checkpoint of a resumed run.
@@ -325,7 +325,7 @@ class Evaluation:
         return losses, found | metrics.result()
 
     def _run_batches(self, loader: Iterable[Any], step: Span, forward: Span, then: Callable[[bool], None]) -> None:
-        """Run the model on every batch of this rank's part, or stop at a signal. All ranks make the same number of steps."""
+        """Run the model on every batch of this rank's data, or stop early at a signal. All ranks make the same number of steps."""
         ctx, end, casting = self.ctx, SPANS[step.name].end_event, self._precision.casting
         batches = iter(loader)
         with torch.no_grad():

@@ -66,7 +66,7 @@ class Task:
         )
 
     def counts(self, batch: Any) -> tuple[int, int]:
-        """Return how many samples and how many tokens a batch holds. By default, this calls `counts_of`.
+        """Return how many samples and how many tokens a batch holds. By default, this method calls `counts_of`.
 
         Args:
             batch: a batch of the dataloader. Only this rank's samples and tokens are counted.

@@ -477,7 +477,7 @@ class Trainer:
         """
         with self._run.lifetime, self._doing("save_checkpoint"):
             info = self._run.boundaries.save(path=os.fspath(path) if path is not None else None, waits=True)
-            assert info is not None  # only in another framework's loop, which saves later, is the result None
+            assert info is not None  # the result is None only in another framework's loop, which saves later
             return info
 
     def export(self, path: str | os.PathLike[str], *, processor: Any = None) -> None:

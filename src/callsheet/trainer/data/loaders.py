@@ -58,7 +58,7 @@ _OPTIONS = (
 
 
 def made(loader: Loader, argument: str, *, may_be_empty: bool = False) -> Iterable[Any]:
-    """Return the dataloader. If a factory is given, call it.
+    """Return the given dataloader or, if a function is given, the dataloader that the function makes.
 
     Raises:
         ConfigError: the dataloader cannot be iterated over repeatedly, or is known to be empty.

@@ -342,7 +342,7 @@ class _OwnBatches(SharedBatches):
         return self._first if self.is_filler else batch
 
     def _any_has(self, has: bool) -> bool:
-        """Return whether any rank still has a batch. `has` says whether this rank has one."""
+        """Return whether any rank still has a batch. `has` says whether this rank has a batch."""
         if not self._is_agreed:
             return self._agree(has)
         if self._length is not None:

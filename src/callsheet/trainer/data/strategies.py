@@ -1,4 +1,4 @@
-"""The interface of the three strategies (`own`, `split`, `dealt`) to divide the data among the ranks."""
+"""The interface of the three strategies (`own`, `split`, `dealt`) for dividing the data among the ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SharedBatches(Iterator[Any]):
 
 
 class Sharing(Protocol):
-    """The interface of a strategy to divide the batches of one dataloader among the ranks."""
+    """The interface of a strategy for dividing the batches of one dataloader among the ranks."""
 
     way: str
 
