@@ -1,4 +1,4 @@
-"""`Background(callback)`: a callback on its own thread."""
+"""`Background(callback)`: a wrapper that runs a callback on a separate thread."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from callsheet.core.lane_options import LaneOptions
 from callsheet.errors import NotACallbackError
 
 END_SECONDS = 5.0
-"""How many seconds a callback's process has to exit after it was told to end; after that it is killed."""
+"""How many seconds a callback's process has to exit after it was asked to end. Then the process is killed."""
 
 
 class Background(Callback):
-    """Run a callback on its own thread. It receives all events in order, as snapshots, and training does not wait for it.
+    """Run a callback on a separate thread. The callback receives all events in order, as snapshots, while training continues.
 
     The callback keeps its name, state, phase, ranks and intervals. Its errors are isolated. Its `async def` methods run one after
     the other, each to its end. A snapshot holds the fields that `snapshot_fields` names, or, if it is empty, all fields that can
@@ -43,7 +43,7 @@ class Background(Callback):
 
     lane: Lane = "background"
     patience: float = inf
-    """Seconds that a caller of `state_dict` and `load_state_dict` waits for the wrapped callback. The manager sets it."""
+    """Seconds that `state_dict` and `load_state_dict` wait for the wrapped callback. The callback manager sets this attribute."""
 
     def __init__(self, callback: Callback, *, queue: int = 1024, overflow: str = "block", deadline: float = 10.0) -> None:
         if not isinstance(callback, Callback) or isinstance(callback, Background):
@@ -60,7 +60,7 @@ class Background(Callback):
 
     @property
     def name(self) -> str:
-        """The wrapped callback's name. Setting it renames the wrapped callback."""
+        """The wrapped callback's name. Setting this attribute renames the wrapped callback."""
         return label_of(self.callback)
 
     @name.setter

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("callsheet")
 
-_ENDING_EVENTS = frozenset({Event.RUN_END, Event.EXCEPTION})  # a disabled callback still receives these events
+_ENDING_EVENTS = frozenset({Event.RUN_END, Event.EXCEPTION})  # a disabled callback still receives `on_run_end` and `on_exception`
 _ALWAYS_CALLED = frozenset({"report", "restore"})  # phases whose handlers are called even after another handler failed
 
 
@@ -29,7 +29,7 @@ _ALWAYS_CALLED = frozenset({"report", "restore"})  # phases whose handlers are c
 class Registration:
     """A callback or function that was added to the manager, with its failures and muted events in the current run.
 
-    `thing` is the function or the callback, in its `Background` if it has one.
+    `thing` is the function or the callback, with its `Background` wrapper if there is one.
     """
 
     thing: Callback | Handler
@@ -47,7 +47,7 @@ class Registration:
 
     @property
     def callback(self) -> Callback | None:
-        """The callback, without its `Background`; None for a function."""
+        """The registered callback, without its `Background` wrapper; None if a function is registered."""
         return inner(self.thing) if isinstance(self.thing, Callback) else None
 
     @property
@@ -56,15 +56,15 @@ class Registration:
         return not isinstance(self.thing, Callback) or self.thing.lane == "inline"
 
     def matches(self, what: object) -> bool:
-        """Return whether `what` is this callback, with or without its `Background`, its class, or this function."""
+        """Return whether `what` is the registered function, the registered callback (or the one inside `Background`), or its class."""
         if isinstance(what, type):
             return self.callback is not None and isinstance(self.callback, what)
         if isinstance(what, Callback):
             return what is self.thing or what is self.callback
-        return self.thing == what  # not `is`, because each read of a bound method makes a new object
+        return self.thing == what  # compared by `==` and not `is`, because each read of a bound method makes a new object
 
     def logger_method(self, name: str) -> Callable[..., Any] | None:
-        """Return the callback's method of this name, such as `log_table`; None if it has none, or only that of `Logger`."""
+        """Return the callback's method `name`, such as `log_table`; None if it does not exist or is the empty method of `Logger`."""
         method: Callable[..., Any] | None = getattr(self.callback, name, None)
         return None if getattr(method, "does_nothing", False) else method
 
@@ -83,7 +83,7 @@ class Registration:
         return (self.is_off and event not in _ENDING_EVENTS) or event in self.muted
 
     def switch_off(self, failures: int) -> None:
-        """Disable the callback for this run; only `on_exception` and `on_run_end` still fire."""
+        """Disable the callback for this run. A disabled callback receives only `on_exception` and `on_run_end`."""
         if not self.is_off:
             self.is_off = True
             logger.error("Callback %s is switched off after %d failures in a row", self.label, failures)
@@ -111,11 +111,11 @@ class HandlerEntry:
 
     @property
     def order(self) -> int:
-        """The sort key among the handlers of one event. Within a phase, handlers stay in the order of registration."""
+        """The sort key of this handler among the handlers of one event. Within a phase, handlers stay in the order of registration."""
         return PHASES.index(self.phase)
 
     def reset(self) -> None:
-        """Forget at which intervals the event was fired in the previous run."""
+        """Forget which intervals (such as "every 100 batches") were complete in the previous run."""
         self.previous, self.added_at, self.was_end = None, None, False
 
 
@@ -131,23 +131,23 @@ class CompositeHandler(ABC):
 
     @abstractmethod
     def parts(self, entry: HandlerEntry, earlier: Sequence[HandlerEntry]) -> Iterable[HandlerEntry]:
-        """Return one table entry for each part. These take the place of `entry`, which is this handler's own row.
+        """Return one call-sheet entry for each part of this handler. The returned entries replace `entry`, the row of the whole handler.
 
         `earlier` are the entries of the handlers that are called before `entry`.
         """
 
 
 Call = tuple[Handler, HandlerEntry]
-"""A function to call, and its row of the call sheet."""
+"""A function to call, and the row of the call sheet to which it belongs."""
 
 More = tuple[Handler, Handler | None, Handler | None, "More | None"]
-"""Up to three handlers, and those after them."""
+"""Up to three handlers to call, and a tuple of the same form with the handlers after these three."""
 
 CompiledEvent = tuple[Handler | None, Handler | None, More | None, Event, tuple[Call, ...]]
-"""A compiled event: its first and second handler, the others in groups of three, its name, and all calls in order.
+"""A compiled event: its first and second handler, its other handlers in groups of three, the event, and all calls in order.
 
-The first three items are None if there is no such handler. It is a plain tuple because every dispatch unpacks it. Handlers are
-called one by one and in groups because a loop over a few elements costs more (`benchmarks/dispatch.py`).
+The first three items are None if there is no such handler. A compiled event is a plain tuple because every dispatch unpacks it.
+Handlers are called one by one and in groups because a loop over a few elements costs more (`benchmarks/dispatch.py`).
 """
 
 
@@ -207,7 +207,7 @@ def compiled(
     in_lane: Callable[[HandlerEntry], Handler],
     timed: Timed | None = None,
 ) -> CompiledEvent:
-    """Compile the table entries of one event to the functions that are called for it on this rank.
+    """Compile the call-sheet entries of one event to the functions that are called for this event on this rank.
 
     Args:
         event: the event's name.

@@ -1,4 +1,4 @@
-"""The base class of callbacks: methods named after events, and class attributes that say how they are called."""
+"""The base class of callbacks: methods named after events, and class attributes that say how these methods are called."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LANES: tuple[Lane, ...] = get_args(Lane)
 ERROR_POLICIES: tuple[OnError, ...] = get_args(OnError)
 
 foreign_hints: list[Callable[[object], str]] = []
-"""Functions that look at an object that is not a callback and return a hint for the error message.
+"""Functions that take an object that is not a callback, and return a hint for the error message.
 
 `import callsheet` adds a function that recognises callbacks of other frameworks, which `core` must not import.
 """
@@ -42,14 +42,14 @@ def _parameters_of(kind: type[Callback]) -> Mapping[str, Parameter]:
 
 
 def _familiar_arguments(parameters: Mapping[str, Parameter]) -> dict[str, str]:
-    """Return, for arguments of other frameworks' callbacks, which of these parameters to use instead."""
+    """Return, for names of arguments of other frameworks' callbacks, which of the `parameters` to use instead, such as `keep=...`."""
     from callsheet.core.familiar_names import CALLBACK_ARGUMENTS
 
     return {name: f"{meant}=..." for name, meant in CALLBACK_ARGUMENTS.items() if meant in parameters}
 
 
 class Callback(Hooks):
-    """The base of all callbacks: override the methods of the events that you want to handle; each receives the context.
+    """The base class of all callbacks. Override the methods of the events that you want to handle; each method receives the context.
 
     A class overrides either these methods or `on_event`, which handles every event. The options are class attributes, and an instance may
     have its own. They are checked when the callback is added, not when an event is fired.
@@ -63,7 +63,7 @@ class Callback(Hooks):
     name: str = ""
     """The callback's name in messages and tables, and the key of its saved state; if empty, the name of its class."""
     phase: Phase = "measure"
-    """When its handlers are called, relative to other callbacks' handlers of the same event: one of `PHASES`.
+    """When the callback's handlers are called, relative to other callbacks' handlers of the same event: one of `PHASES`.
 
     `change` and `decide` are for callbacks that act on training.
     """
@@ -78,25 +78,28 @@ class Callback(Hooks):
     for an inline callback, `isolate` for one in a lane.
     """
     collective: bool = False
-    """Whether the callback calls collectives (torch.distributed), or must do the same on all ranks. It must run inline and on every rank."""
+    """Whether the callback calls collectives (torch.distributed), or must do the same on all ranks.
+
+    If so, it must run inline and on every rank.
+    """
     draws_random: bool = False
     """Whether the callback draws random numbers.
 
     If so, the random states are restored after each handler, so that training is not affected.
     """
     keep_fields: tuple[str, ...] = ()
-    """Fields of the context to keep after their usual window. Only `outputs` can be kept: until `on_train_step_end`."""
+    """Fields of the context that stay available after their usual window. Only `outputs` can be kept, until `on_train_step_end`."""
     snapshot_fields: tuple[str, ...] = ()
-    """The context fields that the callback receives if it runs in a lane. If empty, all fields that need no copy."""
+    """The context fields that the callback receives if it runs in a lane. If empty, it receives all fields that need no copy."""
     requests: tuple[str, ...] = ()
     """The requests that the callback may make, such as `stop`.
 
-    A host that supports none of them rejects the callback when it is attached.
+    A host that supports none of these requests rejects the callback when it is attached.
     """
     required_fields: tuple[str, ...] = ()
     """Fields without which the callback cannot work, such as `model`.
 
-    A host that never provides one of them rejects the callback when it is attached.
+    A host that never provides one of these fields rejects the callback when it is attached.
     """
     writes_to_run_folder: bool = False
     """Whether the callback writes files to `ctx.run.folder`.
@@ -109,9 +112,10 @@ class Callback(Hooks):
     If no callback does, a run that was stopped or preempted logs the reason as a warning.
     """
     weights_in_state: str = ""
-    """The key of `state_dict` under which weights of the model are saved, if there are any.
+    """The key of `state_dict` under which the callback saves weights of the model; empty if it saves none.
 
-    If they are not finite, the checkpoint is marked like one whose model is not. Buffers for copying them are allocated ahead.
+    If these weights are not finite, the checkpoint is marked like one whose model is not finite. Buffers for copying the weights are
+    allocated ahead.
     """
     transport_ignore: tuple[str, ...] = ()
     """Attributes that each process creates for itself. They may differ between processes; see `callsheet.transport`."""
@@ -125,7 +129,7 @@ class Callback(Hooks):
         if (args or kwargs) and cls.__init__ is object.__init__:
             raise TypeError(f"{cls.__name__}() takes no arguments")
         if args or kwargs:
-            parameters = _parameters_of(cls)  # type: ignore[arg-type]  # classes are hashable
+            parameters = _parameters_of(cls)  # type: ignore[arg-type]  # `@cache` needs hashable arguments, and classes are hashable
             check_arguments(cls.__name__, parameters, (cls, *args), kwargs, lambda: _familiar_arguments(parameters))
         self = super().__new__(cls)
         self._arguments = (args, kwargs)
@@ -135,7 +139,7 @@ class Callback(Hooks):
         """Handle every event. `ctx.event` is the name of the event."""
 
     def share_with(self, others: Sequence[Callback]) -> None:
-        """Share state with callbacks that were added before this one, so that work that they have in common is done once.
+        """Share state with callbacks that were added earlier, so that work which several callbacks have in common is done only once.
 
         The manager calls this when it adds the callback, unless the callback has a lane.
 
@@ -152,11 +156,10 @@ class Callback(Hooks):
 
     if not TYPE_CHECKING:  # hide `__getattr__` from type checkers, so that they reject unknown attributes
 
-        def __getattr__(self, name: str) -> Any:  # Python calls this only if there is no such attribute
+        def __getattr__(self, name: str) -> Any:  # Python calls `__getattr__` only if there is no attribute `name`
             from callsheet.core import familiar_names
 
-            # If the class has an attribute of this name, it is a property that raised an AttributeError. The last line raises
-            # that error again.
+            # If the class has this attribute, it is a property that raised an AttributeError; the last line raises that error again.
             is_foreign = name in familiar_names.EVENTS or name in familiar_names.CALLBACK_METHODS
             if is_foreign and not hasattr(type(self), name):
                 raise AttributeError(
@@ -164,11 +167,11 @@ class Callback(Hooks):
                     f"a host, such as callsheet.bridges.huggingface.host([{type(self).__name__}(...)]), or callsheet.bridges.lightning.host",
                     name=name,
                 )
-            return object.__getattribute__(self, name)  # raise Python's own error
+            return object.__getattribute__(self, name)  # raises Python's usual AttributeError
 
 
 def label_of(callback: Callback) -> str:
-    """Return the callback's name in tables, errors and checkpoints: its `name`, or the name of its class if that is empty."""
+    """Return the callback's name in tables, errors and checkpoints: its `name`, or the name of its class if `name` is empty."""
     return callback.name or type(callback).__name__
 
 
@@ -256,7 +259,7 @@ def marks(function: Any) -> Marks:
 
 
 def one_of(what: str, word: str, words: tuple[W, ...]) -> W:
-    """Return `word` if it is one of the valid `words`; otherwise raise a `ConfigError` that suggests the most similar one."""
+    """Return `word` if it is one of the valid `words`; otherwise raise a `ConfigError` that suggests the most similar word."""
     if word not in words:
         raise ConfigError(f"unknown {what} {word!r}{did_you_mean(str(word), words)} (one of {', '.join(words)})")
     return words[words.index(word)]
@@ -268,7 +271,7 @@ def _mark(changes: Callable[[], dict[str, Any]]) -> Callable[[F], F]:
             made = changes()
         except ConfigError as error:
             raise RegistrationError(f"{error} ({function.__qualname__}, {where(function)})") from None
-        function.__callsheet__ = marks(function)._replace(**made)  # type: ignore[attr-defined]  # a function accepts new attributes
+        function.__callsheet__ = marks(function)._replace(**made)  # type: ignore[attr-defined]  # functions accept new attributes
         return function
 
     return decorate
@@ -286,7 +289,7 @@ _GATE = _gated("zero", lambda: None).__code__
 
 
 def ungated(handler: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function inside the wrapper of `rank_zero_only` or `local_rank_zero_only`.
+    """Return the function that `rank_zero_only` or `local_rank_zero_only` has wrapped. Return any other handler unchanged.
 
     The call sheet checks the rank once, when it is compiled, so the wrapper's check at each call is not needed.
     """

@@ -1,4 +1,4 @@
-"""The argument `callbacks` of a loop, which is a manager, callbacks or None."""
+"""Converts the argument `callbacks` of a training loop (a manager, one or several callbacks, or None) to a `CallbackManager`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from callsheet.core.manager import CallbackManager
 
 
 def manager_of(callbacks: CallbackManager | Callback | Iterable[Callback] | None) -> CallbackManager:
-    """Return the argument `callbacks` of a loop as a manager, which is empty for None. Raises what `CallbackManager.add` raises."""
+    """Return the argument `callbacks` of a loop as a manager (an empty manager for None). Raise the same errors as `CallbackManager.add`."""
     return callbacks if isinstance(callbacks, CallbackManager) else CallbackManager(callbacks if callbacks is not None else ())
 
 

@@ -1,7 +1,8 @@
 """The context: the object that every handler receives.
 
-Each loop (training, evaluation, test, prediction) has one, which it reuses for every event. Reading a field outside its window
-raises `FieldNotAvailable` instead of returning an old value. Reading an available field costs no more than reading any attribute.
+Each loop (training, evaluation, test, prediction) has one context, which it reuses for every event. Reading a field outside its
+window raises `FieldNotAvailable` instead of returning an old value. Reading an available field costs no more than reading any
+attribute.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 
 
 Over = Literal["last", "mean", "sum"]
-"""How several values that are logged under one name before one log boundary are combined."""
+"""How several values that are logged under one name are combined to one value in the next metrics record."""
 Across = Literal["mean", "sum", "max", "same"]
-"""How the values that the ranks log under one name are combined."""
+"""How the values that several ranks log under one name are combined to one value."""
 
 Loggable = Mapping[Any, Any]
 """Values that can be logged: a number for each name, or a one-dimensional tensor for a tuple of names.
@@ -36,14 +37,14 @@ Loggable = Mapping[Any, Any]
 
 
 NO_VALUES: Any = None
-"""The default of the values to log, which must be given. It lets `log(loss=1)` raise an error with a hint, and not one of Python."""
+"""The default of the required argument `values` of `log`, so that a wrong call such as `log(loss=1)` raises an error with a hint."""
 
 
 class Accumulator(Protocol):
     """Collects logged values, from which the next metrics record is made; see `callsheet.run.metrics`."""
 
     def log(self, values: Loggable, *, over: Over, across: Across, weight: Any) -> None:
-        """Add values; see `Context.log`."""
+        """Add logged values for the next metrics record; see `Context.log`."""
 
     def latest(self, family: str) -> dict[str, Any]:
         """Return the last logged value of each metric named `<family>/<name>`; see `Context.logged`."""
@@ -67,7 +68,7 @@ def check_logged(values: Any, misplaced: tuple[Any, ...], misnamed: Mapping[str,
 
 
 class Context:
-    """The fields that callbacks read, and the methods with which they log and make requests.
+    """The fields that callbacks read, and the methods with which callbacks log values and make requests.
 
     The fields are those of `callsheet.core.lifecycle.FIELDS`, which defines what each field means and when it is available. Other
     attributes are for the loop that owns the context.
@@ -145,7 +146,7 @@ class Context:
         self._accumulator = accumulator
         self._loggers = loggers
         self.excuse: Callable[[str], None] | None = None
-        """In another framework's loop: a function that logs that a handler was skipped because a field is missing.
+        """A function that logs that a handler was skipped because a field is missing. It is set only in another framework's loop.
 
         If None, reading a missing field raises an error.
         """
@@ -153,18 +154,18 @@ class Context:
         self.loss_is_new = False
         """Whether the loop makes new tensors for each step's loss and gradient norm, and never writes to them again.
 
-        A snapshot of these alone then need not copy them.
+        If so, a snapshot need not copy these tensors.
         """
         self.muting: Callable[[Context, Callback, tuple[str, ...], bool, int | None], None] | None = None
-        """The function that `mute` and `unmute` call. The manager sets it."""
+        """The function that `mute` and `unmute` call. The callback manager sets this attribute."""
         self.dispatcher: Dispatcher | None = None
-        """The object that fires the events, normally the manager, which sets it."""
+        """The object that fires the events: normally the callback manager, which sets this attribute."""
 
     @property
     def event(self) -> Event | None:
         """The event that is being fired, or None.
 
-        It is read from the dispatcher, because writing a field of the context at every event would make each event slower.
+        The event is read from the dispatcher, because writing a field of the context at every event would make each event slower.
         """
         return self.dispatcher.current if self.dispatcher is not None else None
 
@@ -203,7 +204,7 @@ class Context:
     ) -> None:
         """Log numbers for the next metrics record. Tensors stay on their device until that record is made.
 
-        A tensor is not copied: the record holds its value at the boundary.
+        A tensor is not copied: the record holds the value that the tensor has when the record is made.
 
         At `on_log`, values with `across="same"` are added to `ctx.record`, the record that is being made, so handlers that are
         called later, such as the loggers, read them.
@@ -223,7 +224,7 @@ class Context:
         """
         if (
             misplaced or misnamed or type(values) is not dict
-        ):  # a dict is not checked, since a call here would make each `log` slower
+        ):  # the common case, one dict, is not checked, because the call of `check_logged` would make each `log` slower
             check_logged(values, misplaced, misnamed)
         if across == "same" and self.event == Event.LOG:
             self.record = replace(self.record, values={**self.record.values, **_floats(values)})
@@ -282,14 +283,14 @@ class Context:
         self._to_loggers("log_file", name=name, path=Path(path))
 
     def mute(self, callback: Callback, *events: str, until: int | None = None) -> None:
-        """Stop calling the callback's handlers for these events, from the next event to the run's end, so that they cost nothing.
+        """Stop calling the callback's handlers for these events, from the next event to the run's end. Muted handlers cost no time.
 
         Use it for handlers that are needed only at some steps: `ctx.mute(self, "on_forward_end")`.
 
         Args:
             callback: the callback whose handlers are muted.
             events: the names of the events.
-            until: the step at whose beginning they are unmuted. If that step is only a few steps away, or the loop does not report
+            until: the step at whose beginning the handlers are unmuted. If that step is only a few steps away, or the loop does not report
                 the ends of its steps, the call has no effect; so check `ctx.step` in the handler as well.
 
         Raises:
@@ -301,7 +302,7 @@ class Context:
             self.muting(self, callback, events, True, until)
 
     def unmute(self, callback: Callback, *events: str) -> None:
-        """Call handlers again that `mute` has muted.
+        """Call the callback's handlers for these events again, after `mute` has stopped calling them.
 
         Args:
             callback: the callback whose handlers are unmuted.
@@ -358,7 +359,7 @@ class Context:
         """
         if self.kept:
             for name, keeps in _CLOSED_BY.get(event, ()):
-                if not (keeps and name in self.kept):  # a field in `keep_fields` stays until `Field.kept_until`
+                if not (keeps and name in self.kept):  # a field in `keep_fields` stays available until `Field.kept_until`
                     setattr(self, name, None)
                     delattr(self, name)
         else:
@@ -384,15 +385,15 @@ class Context:
 
     if not TYPE_CHECKING:  # hide `__getattr__` from type checkers, so that they reject unknown attributes
 
-        def __getattr__(self, name: str) -> Any:  # Python calls this only if the attribute has no value
+        def __getattr__(self, name: str) -> Any:  # Python calls `__getattr__` only if the attribute has no value
             if name in FIELDS:
                 raise FieldNotAvailable(_not_available(name, self.event), name=name)
-            # `name=` keeps Python from adding a suggestion of its own to the message.
+            # `name=` keeps Python from adding another suggestion to the message.
             raise AttributeError(f"the context has no field {name!r}{_field_hint(name)}", name=name)
 
 
 def _field_hint(name: str) -> str:
-    from callsheet.core import familiar_names  # imported here, because only error messages need it
+    from callsheet.core import familiar_names  # imported here, because only error messages need this module
 
     meant = familiar_names.FIELDS.get(name)
     return f"; did you mean {meant!r}?" if meant else did_you_mean(name, FIELDS)
@@ -412,7 +413,7 @@ def _floats(values: Loggable) -> dict[str, float]:
 def _new_state() -> TrainState:
     """Return the training state of a new run.
 
-    Its module is imported only here, because its dataclasses would slow down `import callsheet`.
+    The module `run_state` is imported only here, because its dataclasses would slow down `import callsheet`.
     """
     from callsheet.core.run_state import TrainState
 
@@ -420,7 +421,7 @@ def _new_state() -> TrainState:
 
 
 _READS: dict[str, Callable[[Context], Any]] = {name: vars(Context)[name].__get__ for name in FIELDS}
-"""For each field, the function that reads its slot. It bypasses `Context.__getattr__` and the error message that it formats."""
+"""For each field, the function that reads its slot. It bypasses `Context.__getattr__`, which would format an error message."""
 
 
 def _not_available(name: str, event: str | None) -> str:
@@ -433,12 +434,12 @@ def _not_available(name: str, event: str | None) -> str:
 _CLOSED_BY: dict[str, tuple[tuple[str, bool], ...]] = {}
 for _field in FIELDS.values():
     for _event in {*(closes for _, closes in _field.windows), *filter(None, [_field.kept_until])}:
-        _keeps = _event == _field.windows[0][1]  # whether a field in `keep_fields` stays at this event
+        _keeps = _event == _field.windows[0][1]  # whether a field in `keep_fields` stays available after `_event`
         _CLOSED_BY[_event] = (*_CLOSED_BY.get(_event, ()), (_field.name, _keeps))
 
 
 def _deleter(names: Iterable[str]) -> Callable[[Context], None]:
-    """Compile a function that deletes these fields of a context.
+    """Compile a function that deletes the fields `names` of a context.
 
     The function runs at every step, and several times in every step of a host. A loop over the names would take twice as long
     (`benchmarks/results/shortcuts.md`).

@@ -1,4 +1,4 @@
-"""The requests that callbacks make to the loop.
+"""The requests that callbacks make to the training loop, such as to stop or to save a checkpoint.
 
 A request stays until the loop has carried it out; a later callback cannot cancel it. The loop carries requests out at its
 boundaries, never in the middle of a step.
@@ -26,7 +26,7 @@ REQUESTS = ("stop", "save", "evaluate", "set_gradient_accumulation", "load")
 SAVE_KINDS = ("requested", "periodic", "best", "final", "preempt")
 """The kinds of checkpoints, the least important first.
 
-If several are requested at one boundary, only one checkpoint is written, of the kind that comes last in this list.
+If several kinds are requested at one boundary, only one checkpoint is written, of the kind that comes last in this list.
 """
 
 
@@ -50,10 +50,10 @@ class Request(NamedTuple):
 
 
 class Control:
-    """The requests of a run: `stop`, `save`, `evaluate`, and, if the loop supports them, `set_gradient_accumulation` and `load`.
+    """The methods with which callbacks make requests to the loop: `stop`, `save`, `evaluate`, `set_gradient_accumulation` and `load`.
 
-    An unsupported request raises `RequestRejected` at once. In the loop of another framework it is ignored instead, and an error is
-    logged once for each callback, so that training continues.
+    An unsupported request raises `RequestRejected` at once. In the loop of another framework, an unsupported request is ignored
+    instead, and an error is logged once for each callback, so that training continues.
 
     Args:
         able: the names of the requests that the loop supports. The attribute `able` may change during the run.
@@ -70,7 +70,7 @@ class Control:
     def __init__(self, able: Iterable[str] = ("stop", "save", "evaluate"), *, is_shared: bool = False, host: str = "") -> None:
         self.able = set(able)
         self.host = host
-        self.hints: Mapping[str, str] = {}  # by the name of an unsupported request, what to do about it
+        self.hints: Mapping[str, str] = {}  # for each unsupported request by name, what the user can do instead
         self._logged: set[tuple[str, str]] = set()
         self.is_shared = is_shared
         self.local_requests: list[Request] = []
@@ -81,13 +81,13 @@ class Control:
         self.accumulation: int | None = None
         self.load_path: str | None = None
         self.switched_off: list[Request] = []
-        """The callbacks that all ranks have agreed to disable, as requests. Used by the manager."""
-        self.is_boundary_requested = False  # True if a callback in a lane has made a request since the loop last looked
-        self.is_rescheduled = False  # True if `CallbackManager.next_step` has changed since the loop read it
+        """The callbacks that all ranks have agreed to disable, each as a `Request`. The callback manager disables them."""
+        self.is_boundary_requested = False  # True if a callback in a lane has made a request that the loop has not read yet
+        self.is_rescheduled = False  # True if `CallbackManager.next_step` has changed since the loop last read it
         self.in_gate = False  # True while the manager calls a handler that runs on some ranks only
 
     def stop(self, why: str, *, replicated: bool = False, resumable: bool = False) -> None:
-        """Request that training ends after the current step, epoch or round, with outcome `stopped`.
+        """Request that training ends after the current step, epoch or round (group of epochs), with the outcome `stopped`.
 
         Args:
             why: completes the sentence "stopped by <callback>: ...", which becomes `ctx.run.outcome_reason`.
@@ -100,7 +100,7 @@ class Control:
         self._ask(Request("stop", why, _asker(), resumable=resumable), replicated)
 
     def save(self, why: str, *, kind: str = "requested", by: str = "", metric: str = "", replicated: bool = False) -> None:
-        """Request a checkpoint after the current step, epoch or round.
+        """Request a checkpoint after the current step, epoch or round (group of epochs).
 
         Args:
             why: the reason, for messages.
@@ -117,7 +117,7 @@ class Control:
         self._ask(Request("save", why, by or _asker(), kind, metric), replicated)
 
     def evaluate(self, why: str, *, replicated: bool = False) -> None:
-        """Request that all evaluation datasets are evaluated after the current step, epoch or round.
+        """Request that all evaluation datasets are evaluated after the current step, epoch or round (group of epochs).
 
         Args:
             why: the reason, for messages.
@@ -129,7 +129,7 @@ class Control:
         self._ask(Request("evaluate", why, _asker()), replicated)
 
     def set_gradient_accumulation(self, batches: int) -> None:
-        """Accumulate gradients over several batches, from the next step on. Every rank must call it.
+        """Accumulate gradients over several batches, from the next step on. Every rank must call this method.
 
         Args:
             batches: the number of batches for one optimizer step.
@@ -145,7 +145,7 @@ class Control:
             self.accumulation = batches
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Load a checkpoint instead of the one that the loop found. Call this at `on_checkpoint_load_start`.
+        """Load a checkpoint instead of the one that the loop found. Call this method at `on_checkpoint_load_start`.
 
         Args:
             path: the path or URL of the checkpoint's folder.
@@ -173,11 +173,11 @@ class Control:
 
     @property
     def evaluate_requested(self) -> Request | None:
-        """The evaluation request that the loop will carry out after the current step, epoch or round, or None."""
+        """The evaluation request that the loop will carry out at the next boundary (end of a step, epoch or round), or None."""
         return self._evaluate
 
     def supports(self, request: Request) -> bool:
-        """Return whether the loop supports the request. In another framework's loop, log an error if it is not supported.
+        """Return whether the loop supports the request. In another framework's loop, log an error if the request is not supported.
 
         Args:
             request: the request.
@@ -196,7 +196,7 @@ class Control:
         return True
 
     def ask(self, request: Request) -> None:
-        """Add a request that only this rank has made. It takes effect as soon as all ranks know about it.
+        """Add a request that only this rank has made. The request takes effect as soon as all ranks know about it.
 
         Args:
             request: the request.
@@ -219,7 +219,7 @@ class Control:
         self.ask(Request("switch off", f"{failures} failures in a row", callback, kind=str(number)))
 
     def done(self, what: str) -> None:
-        """Remove the pending requests of one kind. The loop calls this after carrying them out.
+        """Remove the pending requests of one kind. The loop calls this method after it has carried out these requests.
 
         Args:
             what: `save`, `evaluate` or `stop`.
@@ -240,7 +240,7 @@ class Control:
     def look_again(self) -> None:
         """Set `pending` to True if any request is left, otherwise to False. Called by the loop."""
         self.pending = bool(self._saves) or self._evaluate is not None or self._stop is not None
-        # Read these flags last: another thread may set them at any time, and `pending` must then become True.
+        # Read these two flags last: a callback's thread may set a flag at any time, and `pending` must then become True.
         if self.is_boundary_requested or self.is_rescheduled:
             self.pending = True
 
@@ -254,13 +254,13 @@ class Control:
         return taken
 
     def agree(self, request: Request) -> None:
-        """Accept a request that all ranks know about. The loop carries it out after the current step, epoch or round.
+        """Accept a request that all ranks know about. The loop carries out the request at the next boundary (end of a step, epoch or round).
 
         Args:
             request: the request.
         """
         if request.what == "stop":
-            self._stop = self._stop or request  # the first stop request is kept
+            self._stop = self._stop or request  # keep the first stop request
         elif request.what == "evaluate":
             self._evaluate = self._evaluate or request
         elif request.what == "switch off":
@@ -302,7 +302,7 @@ class Control:
 
 
 def _asker() -> str:
-    """Return the name of the callback that made the request, or the qualified name of the function that did.
+    """Return the name of the callback that is making a request or, if a function makes the request, the function's qualified name.
 
     The name is found in the frames of the call stack: requests are rare, and recording the callback at every event would cost
     more. The search ends at the frame that dispatched the event. Frames further up are not read, because reading `f_locals` of a
@@ -312,9 +312,11 @@ def _asker() -> str:
     while frame is not None and frame.f_code.co_filename not in _DISPATCH:
         code = frame.f_code
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if isinstance(first, Hooks):  # `first` is a callback; an import of `Callback` here would be circular
+        if isinstance(
+            first, Hooks
+        ):  # test for `Hooks`, the base class of `Callback`, because importing `Callback` here would be circular
             return getattr(first, "name", "") or type(first).__name__
-        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
+        frame = frame.f_back  # type: ignore[assignment]  # the outermost frame has no caller, which ends the loop
     return asking.f_code.co_qualname
 
 

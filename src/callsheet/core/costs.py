@@ -1,4 +1,4 @@
-"""The time that callbacks take, and a timeline of a few steps.
+"""Measures the time that callbacks take, and records timelines of a few steps.
 
 Events inside a step are fired many times a second, so they are timed only in *windows*: groups of a few consecutive steps, from
 time to time. In a window the manager dispatches from a second table, in which each handler is timed and the start and end of
@@ -30,21 +30,23 @@ MODES = ("sampled", "all", "off")
 
 WINDOW_STEPS = 4
 _FIRST_STEP = 2  # the first steps are not timed, since they include memory allocation and compilation
-_STEPS_PER_TIMED_STEP = 16  # at most one step in this many is timed
-# The pause between two timing windows takes this many seconds, or this fraction of the run's time so far if that is less.
+_STEPS_PER_TIMED_STEP = 16  # on average, at most one in `_STEPS_PER_TIMED_STEP` steps is timed
+# The pause between two timing windows: `_MAX_PAUSE_SECONDS`, or `_PAUSE_SHARE` of the run's time so far if that is less.
 _MAX_PAUSE_SECONDS, _PAUSE_SHARE = 1.0, 0.25
-# Costs are published again when the run's time reaches that of the last publication times this factor, plus these seconds.
+# Costs are published next when the run's time reaches `_PUBLISH_GROWTH` times the time of the last publication, plus `_PUBLISH_SECONDS`.
 _PUBLISH_GROWTH, _PUBLISH_SECONDS = (1.1, 2.0)
-_MAX_SLICES = 20_000  # keep at most this many timed slices of one timing window, since a long evaluation may have more
-_MIN_WARN_STEPS = 20  # a warning during the run requires at least this many timed steps
-# At the end of a short run, fewer timed steps are enough for a warning if a callback takes at least this fraction of a step's
-# time and at least this many seconds per step.
+_MAX_SLICES = 20_000  # the maximum number of timed slices to keep of one timing window, since a long evaluation may have more
+_MIN_WARN_STEPS = 20  # how many timed steps a warning about a slow callback requires during the run
+# At the end of a short run, warn about a callback only if it exceeds both limits: this fraction of a step, and these seconds per step.
 _CLEAR_SHARE, _CLEAR_SECONDS = 0.25, 10e-3
-_MIN_WARN_SECONDS = 50e-6  # a callback that takes less time per step than this causes no warning
+_MIN_WARN_SECONDS = 50e-6  # a callback that takes fewer seconds per step than this limit causes no warning
 
 _STEP = ("fetch", "train_step")
 """The names of the spans that make up one training step."""
-_STEP_PARTS = (*_STEP, "on_checkpoint_due")  # `on_checkpoint_due` is fired after the step, but its handlers count as step time
+_STEP_PARTS = (
+    *_STEP,
+    "on_checkpoint_due",
+)  # `on_checkpoint_due` is fired after the step, but its time counts as part of the step
 
 
 def _path_events() -> frozenset[str]:
@@ -53,7 +55,7 @@ def _path_events() -> frozenset[str]:
     These are the events of the spans in a step, and `on_checkpoint_due`, which is fired after each step.
     """
     spans = [*_STEP, "eval_step", "test_step", "predict_step"]
-    for name in spans:  # this loop also visits the names that are appended to `spans` in its body
+    for name in spans:  # the loop also visits the names that its body appends to `spans`
         spans += [inner for inner in names_in(SPANS[name].order) if inner in SPANS and inner not in spans]
     return frozenset(
         {event for name in spans for event in (SPANS[name].start_event, SPANS[name].end_event)} | {"on_checkpoint_due"}
@@ -146,7 +148,7 @@ class CostReport(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """When a span, or the call of one callback at an event, began, and how long it took. `callback` is empty for a span.
+    """The start and the duration of a span, or of one callback's call at an event. `callback` is empty for a span.
 
     Times are in seconds from the start of the window. A slice whose times lie within those of another is nested in it.
     """
@@ -177,7 +179,7 @@ class Window(NamedTuple):
 
 
 class _Cell:
-    """The total time that one handler has taken, updated at each call."""
+    """The total time that one handler has taken, updated at each call of the handler."""
 
     __slots__ = ("callback", "calls", "event", "seconds", "window_seconds", "worst")
 
@@ -232,10 +234,10 @@ class Costs:
         self._latest: Window | None = None
         self._publish_at = 0.0
         self.next_step = sys.maxsize
-        """The step after which a timing window begins or ends next."""
+        """The step after which the next timing window begins, or after which the open one ends."""
 
     def advance(self, step: int, *, is_needed: bool) -> bool:
-        """Begin or end a timing window if that is due. Return whether one has begun or ended.
+        """Begin or end a timing window if that is due. Return whether a timing window has begun or ended.
 
         Args:
             step: the number of completed steps. The first call decides after which step the first timing window begins.
@@ -258,11 +260,11 @@ class Costs:
         return self._open is not None
 
     def wraps(self, event: str, *, in_window: bool) -> bool:
-        """Return whether handlers of `event` are timed. It may depend on whether a timing window is open (`in_window`)."""
+        """Return whether handlers of `event` are timed. This may depend on whether a timing window is open (`in_window`)."""
         return self.mode == "all" or (self.mode == "sampled" and (in_window or event not in PATH_EVENTS))
 
     def timed(self, handler: Handler, entry: HandlerEntry) -> Handler:
-        """Return a function that calls `handler` and adds the time that it took to the costs."""
+        """Return a function that calls `handler` and adds the time of the call to the costs."""
         label, event = entry.registration.label, entry.event
         cell = self._cells.setdefault((entry.registration.number, label, event), _Cell(label, event))
 
@@ -321,7 +323,7 @@ class Costs:
         return True
 
     def take_window(self) -> Window | None:
-        """Return the timing window that ended last, or None if it was already returned."""
+        """Return the timing window that ended last, or None if an earlier call has already returned it."""
         latest, self._latest = self._latest, None
         return latest
 

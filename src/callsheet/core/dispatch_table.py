@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class DispatchTable:
-    """The callbacks and the table entries of their handlers (the call sheet), and the functions compiled from them for this rank.
+    """The callbacks, the table entries of their handlers (the call sheet), and the functions that are compiled from the entries.
 
     There are two compiled tables: the plain one, and one of timed handlers, which is used inside a timing window.
 
@@ -32,14 +32,14 @@ class DispatchTable:
     def __init__(self, costs: Costs, *, checking: bool) -> None:
         self.costs = costs
         self.registrations: list[Registration] = []
-        """The callbacks and functions, in the order in which they were added. The list is replaced when it changes."""
+        """The callbacks and functions, in the order in which they were added. Each change creates a new list."""
         self.entries: dict[str, list[HandlerEntry]] = {event: [] for event in EVENTS}
         """The handlers of each event, in the order of calls."""
         self.has_listeners = HasListeners()
         self.active: dict[str, CompiledEvent] = {}
-        """The table that is read when an event is fired: a copy of the plain table, or of the timed one inside a timing window.
+        """The table that is read when an event is fired: a copy of the plain table or, inside a timing window, of the timed table.
 
-        It is changed in place. An event that is missing in it is compiled when it is first fired.
+        The table is changed in place. An event that is missing in it is compiled when it is first fired.
         """
         self.ranks: Ranks | None = None
         """The rank and world size of this process in the current run."""
@@ -62,7 +62,7 @@ class DispatchTable:
         self.changed()
 
     def lane_set(self) -> LaneSet:
-        """Return the lanes of the callbacks. They are imported and made when the first callback has a lane."""
+        """Return the lanes of the callbacks. The first call imports the module `lane_set` and creates the `LaneSet`."""
         if self.lanes is None:
             from callsheet.lanes.lane_set import LaneSet
 
@@ -77,7 +77,7 @@ class DispatchTable:
         self.changed()
 
     def spans(self, ctx: Context, dispatcher: Dispatcher) -> Spans:
-        """Return a context manager for each span, which fires the span's events on `ctx` with the handlers in this table."""
+        """Return the spans of a loop: context managers that fire each span's events on `ctx`, with the handlers in this table."""
         spans = Spans(ctx, dispatcher)
         self._spans.append(spans)
         self.compile()
@@ -93,13 +93,13 @@ class DispatchTable:
         self.compile()
 
     def close(self) -> None:
-        """Forget the ranks, loops and compiled events of the run that has ended."""
+        """Delete the ranks, the spans and the compiled events of the run that has ended."""
         self._spans = []
         self.ranks = None
         self._forget()
 
     def lookup(self, event: str) -> CompiledEvent:
-        """Return the compiled event: the handlers to call on this rank. This works both outside and inside a run."""
+        """Return the compiled event: the handlers to call on this rank. Works both outside and inside a run."""
         if not self.active:
             self.compile()
         return self.active[event]
@@ -125,7 +125,7 @@ class DispatchTable:
         self.use_window(events)
 
     def use_window(self, events: Iterable[str] = EVENTS) -> None:
-        """Call the timed handlers from now on if steps are being timed (a timing window is open), otherwise the plain ones."""
+        """Use the table of timed handlers from now on if a timing window is open (steps are being timed), otherwise the plain table."""
         if self.costs.is_window and not self._timed:
             self._timed = self._table({}, EVENTS, in_window=True)
         self.active.update(self._timed if self.costs.is_window else self._plain)

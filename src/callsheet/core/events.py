@@ -1,4 +1,4 @@
-"""The events of the lifecycle as an enumeration. Each member equals its name as a string."""
+"""The events of the lifecycle as an enumeration. Each member equals the event's name, such as `"on_log"`, as a string."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from callsheet.errors import UnknownEventError, did_you_mean
 
 
 class Event(StrEnum):
-    """The name of an event. Each member equals its string: `Event.TRAIN_STEP_END == "on_train_step_end"`."""
+    """The names of the events. Each member equals a string: `Event.TRAIN_STEP_END == "on_train_step_end"`."""
 
     # generated: events
     RUN_START = "on_run_start"
@@ -76,10 +76,10 @@ _EVENTS = {event.value: event for event in Event}
 
 
 def as_event(name: str) -> Event:
-    """Return the event called `name`.
+    """Return the member of `Event` for an event's name, such as `"on_log"`.
 
     Raises:
-        UnknownEventError: there is no such event; the message names the nearest.
+        UnknownEventError: there is no such event; the message suggests a similar name.
     """
     try:
         return _EVENTS[name]
@@ -89,7 +89,7 @@ def as_event(name: str) -> Event:
 
 def event_hint(name: str) -> str:
     """Return `; did you mean 'on_x'?` for a name that is misspelled or from another framework; empty if no event is similar."""
-    from callsheet.core import familiar_names  # imported here, because only error messages need it
+    from callsheet.core import familiar_names  # imported here, because only error messages need this module
 
     meant = familiar_names.EVENTS.get(name)
     return f"; did you mean {meant!r}?" if meant else did_you_mean(name, EVENTS)

@@ -38,7 +38,7 @@ FAMILIAR: Mapping[str, str] = {
     "WandbCallback": "WandBLogger",
     "WandbLogger": "WandBLogger",
 }
-"""For class names of Lightning, the Hugging Face Trainer, Keras, Ignite, torchtnt and Composer: callsheet's equivalents."""
+"""Maps class names of Lightning, the Hugging Face Trainer, Keras, Ignite, torchtnt and Composer to callsheet's equivalent classes."""
 
 EVENTS: Mapping[str, str] = {
     "on_after_backward": "on_backward_end",
@@ -91,10 +91,10 @@ EVENTS: Mapping[str, str] = {
     "on_val_end": "on_eval_all_end",
     "on_val_start": "on_eval_all_start",
 }
-"""For event names of Hugging Face, Lightning, Keras, torchtnt, Megatron Bridge, AutoModel, InstructLab and Ultralytics: callsheet's events."""
+"""Maps event names of Hugging Face, Lightning, Keras, torchtnt, Megatron Bridge, AutoModel, InstructLab and Ultralytics to callsheet's events."""
 
 CALLBACK_METHODS = ("state_key", "setup", "set_model", "set_params", "run_event")
-"""What Lightning, Keras and Composer look up first in a callback of theirs, besides events."""
+"""The attributes that Lightning, Keras and Composer look up first in a callback, besides the methods for events."""
 
 FIELDS: Mapping[str, str] = {
     "batch_idx": "step",
@@ -113,7 +113,7 @@ FIELDS: Mapping[str, str] = {
     "train_loss": "loss",
     "val_loss": "eval_results",
 }
-"""For names of the values that other frameworks pass to callbacks: the fields of callsheet's context."""
+"""Maps names of the values that other frameworks pass to callbacks to the fields of callsheet's context."""
 
 TRAINER_ARGUMENTS: Mapping[str, str] = {
     "accelerator": "device='cuda', or device='cpu'",
@@ -170,7 +170,7 @@ TRAINER_ARGUMENTS: Mapping[str, str] = {
     "val_loader": "eval_dataloader",
     "weight_decay": "an optimizer: optimizer=lambda params: torch.optim.AdamW(params, weight_decay=0.1)",
 }
-"""For arguments of other frameworks' trainers: what to write for callsheet's Trainer instead."""
+"""Maps arguments of other frameworks' trainers to the text that says which argument of callsheet's Trainer to use instead."""
 
 CALLBACK_ARGUMENTS: Mapping[str, str] = {
     "early_stopping_patience": "patience",
@@ -187,4 +187,4 @@ CALLBACK_ARGUMENTS: Mapping[str, str] = {
     "save_top_k": "keep",
     "save_total_limit": "keep",
 }
-"""For arguments of other frameworks' callbacks: the arguments of callsheet's callbacks."""
+"""Maps arguments of other frameworks' callbacks to the arguments of callsheet's callbacks."""

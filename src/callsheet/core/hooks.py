@@ -1,4 +1,4 @@
-"""One empty method for every event. `Callback` inherits them, so that editors can complete their names.
+"""One empty method for every event. `Callback` inherits these methods, so that editors can complete the names of the events.
 
 A handler returns None. An `async def` handler returns an awaitable, which its lane awaits.
 """

@@ -1,4 +1,4 @@
-"""The lifecycle: the one table of a run's events, their order, and the context fields that are available at each.
+"""The lifecycle: the one table of a run's events, the order of the events, and the context fields that are available at each event.
 
 No other file lists event names or fields by hand. The `Callback` methods, `Event`, the spans, the docs' tables, the bridges' maps and the
 tests' oracles are generated from this table (`make generate`) or checked against it.
@@ -18,9 +18,9 @@ VERSION = "1.0"  # the major number changes if an event, field or order is remov
 
 
 class Span(NamedTuple):
-    """A named part of a run. `start` and `end` say when its two events are fired.
+    """A named part of a run. `start` and `end` say when the span's start event and end event are fired.
 
-    `order` is a regular expression over the spans and points that may occur inside.
+    `order` is a regular expression over the names of the spans and points that may occur inside the span.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Span(NamedTuple):
 
 
 class Point(NamedTuple):
-    """An event that belongs to no span. `fired` says when it is fired."""
+    """A single event that neither starts nor ends a span. `fired` says when the event is fired."""
 
     name: str
     fired: str
@@ -51,8 +51,8 @@ class Field(NamedTuple):
 
     `windows` are pairs of events, both included, between which the field is available; no pairs mean that it is always available.
     `kind` says how the values on different ranks are related: `replicated` (the same on all), `local`, `reduced` (computed over
-    the ranks) or `agreed` (agreed by the ranks). `writable` names the events at which a callback may replace it. `kept_until` is
-    the end of the window if a callback names the field in `keep_fields`.
+    the ranks) or `agreed` (agreed by the ranks). `writable` names the events at which a callback may replace the field's value.
+    `kept_until` is the end of the window if a callback names the field in `keep_fields`.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Field(NamedTuple):
 
 _SAVE = "(on_checkpoint_due checkpoint_save?)?"
 BOUNDARY = f"(on_log? (eval_all on_log?)? {_SAVE} | on_log? {_SAVE} eval_all on_log? {_SAVE})"
-"""What may occur after a step, an epoch or a round. The metrics record comes first.
+"""The spans and events that may occur after a step, an epoch or a round, as a regular expression. `on_log` comes first.
 
 A checkpoint is saved after the evaluation, so that "best" includes its result. A checkpoint for resuming may also be saved before
 the evaluation, so that it exists even if the evaluation fails.
@@ -212,7 +212,7 @@ POINTS: dict[str, Point] = {
 }
 
 ANYWHERE = frozenset({"on_checkpoint_published", "on_preempt", "on_exception"})
-"""Events without a span that may occur inside any span."""
+"""The single events (events that neither start nor end a span) that may occur inside any span."""
 
 _STEP_ENDS = {"eval": "on_eval_step_end", "test": "on_test_step_end", "predict": "on_predict_step_end"}
 _EVALUATION = tuple((f"on_{loop}_step_start", end) for loop, end in _STEP_ENDS.items())
@@ -383,7 +383,7 @@ FIELDS: dict[str, Field] = {
 
 
 def names_in(order: str) -> list[str]:
-    """Return the names of the spans and single events in an `order`. Each name is returned once, at its first place."""
+    """Return the names of spans and single events in the regular expression `order`. Each name is returned once, at its first place."""
     return list(dict.fromkeys(re.findall(r"[a-z_]+", order)))
 
 
@@ -414,7 +414,7 @@ EVENTS: tuple[str, ...] = canonical_order()
 
 
 def events_within(*spans: str) -> tuple[str, ...]:
-    """Return the events of these spans and of everything inside them, in the order in which they occur in a run."""
+    """Return the events of these spans and of all spans inside them, in the order in which the events occur in a run."""
     found: set[str] = set()
     for name in spans:
         if name in POINTS:
@@ -425,7 +425,7 @@ def events_within(*spans: str) -> tuple[str, ...]:
 
 
 SPAN_OF: dict[str, str] = {event: s.name for s in SPANS.values() for event in (s.start_event, s.end_event)}
-"""For each start or end event, the name of its span. Points have no span."""
+"""For each start event or end event, the name of its span. Events that neither start nor end a span are left out."""
 
 
 def description(event: str) -> str:

@@ -68,9 +68,11 @@ class CallbackManager:
         self.costs = Costs(costs, warn_share)
         self._table = DispatchTable(self.costs, checking=checking)
         self.has_listeners = self._table.has_listeners
-        self._active = self._table.active  # a second reference to the same dict, which makes `fire` faster
+        self._active = self._table.active  # a second reference to the dict of `_table`, which makes `fire` faster
         self._muting = Muting(self._table)
-        self._numbers = count()  # numbers callbacks and functions as they are added, which is the same on all ranks
+        self._numbers = (
+            count()
+        )  # numbers the callbacks and functions as they are added, in an order that is the same on all ranks
         self._ctx: weakref.ref[Context] | None = None  # the context of the run in progress
         self._is_over = False  # True from the end of a run until another run begins
         self.add(callbacks)
@@ -225,7 +227,7 @@ class CallbackManager:
         """Return the table of all handlers of all ranks, which can be printed."""
         return CallSheet(tuple(chain.from_iterable(self._table.entries.values())))
 
-    # --- dispatch ---
+    # --- firing events ---
 
     def fire(self, event: str, ctx: Context) -> None:
         """Call all handlers of an event, in order.
@@ -243,7 +245,7 @@ class CallbackManager:
             first, second, more, named, calls = self._active[event]
         except KeyError:
             first, second, more, named, calls = self._table.lookup(as_event(event))
-            ctx.dispatcher = self  # set here too, because a context need not have been passed to `open`
+            ctx.dispatcher = self  # `open` sets the dispatcher as well, but a context need not have been passed to `open`
             self._is_over = False
         if first is not None:
             outer, self.current = self.current, named
@@ -303,7 +305,7 @@ class CallbackManager:
         self._table.open(ctx.run.ranks)
 
     def notify_loggers(self, method: str, ctx: Context, /, **payload: Any) -> None:
-        """Call a logger method, such as `log_table`, on every callback that has it. Errors are logged and do not end the run.
+        """Call a logger method, such as `log_table`, on every callback that has this method. Errors are logged and do not end the run.
 
         Tables, images and files reach the loggers this way.
 
@@ -327,11 +329,11 @@ class CallbackManager:
 
     @property
     def next_step(self) -> int:
-        """The step after which the loop must call `between_steps`. It may have changed if `control.pending` is set."""
+        """The step after which the loop must call `between_steps`. This step may have changed if `control.pending` is set."""
         return int(min(self.costs.next_step, self._muting.next_step))
 
     def between_steps(self, step: int) -> None:
-        """Start or stop timing the handlers, and call muted handlers again, if this is due.
+        """Start or stop timing the handlers, and unmute muted handlers, if this is due after `step`.
 
         The loop calls this before the first step, and after each step that `next_step` names.
 
@@ -355,13 +357,15 @@ class CallbackManager:
     # --- callbacks in lanes (threads and processes) ---
 
     def process_lane_messages(self, ctx: Context) -> None:
-        """Carry out what callbacks in other threads and processes have sent: logged values and requests.
+        """Log the values and add the requests that callbacks in other threads and processes have sent.
 
         Also disable the callbacks that failed too often, once all ranks agree on this.
 
         The loop calls this at each boundary.
         """
-        ctx.control.is_boundary_requested = False  # cleared before the messages are read, so that a later message sets it again
+        ctx.control.is_boundary_requested = (
+            False  # cleared before the messages are read, so that a later message sets the flag again
+        )
         if self._table.lanes is not None:
             self._table.lanes.process_messages(ctx)
         while ctx.control.switched_off:
@@ -381,7 +385,7 @@ class CallbackManager:
         self.process_lane_messages(ctx)
 
     def limit_lane_waits(self, seconds: float) -> None:
-        """Limit how long a checkpoint waits for callbacks in other threads, because this process will be killed.
+        """Limit how long a checkpoint waits for callbacks in other threads, because this process will soon be killed.
 
         The loop calls this when it receives a signal.
 
@@ -401,7 +405,7 @@ class CallbackManager:
         self.process_lane_messages(ctx)
 
     def close(self) -> None:
-        """End the callbacks' threads and processes, and forget the run's ranks and loops. May be called twice.
+        """End the callbacks' threads and processes, and forget the run's ranks and spans. May be called twice.
 
         Afterwards the manager may serve another run.
 
@@ -451,7 +455,7 @@ class CallbackManager:
         load_states(self._table.registrations, self._table.lanes, state.get("callbacks", {}), state.get("missing", {}))
         self.user_state.update(state.get("user_state", {}))
 
-    # --- what the methods above share ---
+    # --- private methods that the methods above share ---
 
     def _enter(self, registrations: list[Registration], entries: list[HandlerEntry]) -> None:
         """Add callbacks and the table entries of their handlers. If one of them is invalid in the current run, add none."""

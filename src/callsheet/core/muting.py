@@ -22,12 +22,12 @@ class Muting:
 
     def __init__(self, table: DispatchTable) -> None:
         self._table = table
-        # Each callback that is muted until a certain step: this step, the callback, and the events at which it is muted.
+        # For each callback that is muted until a certain step: this step, the callback, and the muted events.
         self._wakes: list[tuple[int, Registration, frozenset[str]]] = []
 
     @property
     def next_step(self) -> float:
-        """The step after which `unmute_due` must be called; infinite if no callback is muted until a step."""
+        """The step after which `unmute_due` must be called; infinite if no callback is muted until a certain step."""
         return min((step - 1 for step, _, _ in self._wakes), default=inf)
 
     def reset(self) -> None:
@@ -39,15 +39,15 @@ class Muting:
         self._wakes = [wake for wake in self._wakes if wake[1] not in registrations]
 
     def mute(self, ctx: Context, callback: Callback, events: tuple[str, ...], is_muted: bool, until: int | None) -> None:
-        """Mute (`is_muted`) or unmute the callback for these events. With `until`, it is muted only until that step.
+        """Mute (`is_muted`) or unmute the callback for these events. With `until`, the callback is muted only until that step.
 
         Raises:
             UnknownEventError: no such event.
             RegistrationError: the callback is not on the call sheet.
         """
         changed = frozenset(as_event(event).value for event in events)
-        # The loop unmutes handlers only once `costs` has begun, so before that they might stay muted. This check comes before the
-        # slow search for the registration, because a callback may call `ctx.mute` at every step.
+        # Before `costs` has begun, the loop does not unmute handlers, so a handler that is muted until a step might stay muted.
+        # This check comes before the slow search for the registration, because a callback may call `ctx.mute` at every step.
         if until is not None and not (self._table.costs.has_begun and until >= ctx.step + _MIN_MUTED_STEPS):
             return
         registration = next((each for each in self._table.registrations if each.thing is callback), None)
@@ -73,7 +73,7 @@ class Muting:
         return frozenset[str]().union(*(events for _, each, events in self._wakes if each is registration))
 
     def _forget_wakes(self, registration: Registration, events: frozenset[str]) -> None:
-        """Forget until which step the callback was muted for these events. A new call of `mute` or `unmute` decides this instead."""
+        """Forget until which step the callback was muted for these events, because a new call of `mute` or `unmute` now decides this."""
         left = [(step, each, named - events if each is registration else named) for step, each, named in self._wakes]
         self._wakes = [wake for wake in left if wake[2]]
 

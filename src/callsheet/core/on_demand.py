@@ -31,15 +31,19 @@ def attributes(package: str, modules: Mapping[str, str], subpackages: Collection
         if name in modules:
             with needed_by(f"{package}.{name}"):
                 found = getattr(importlib.import_module(modules[name]), name)
-            setattr(sys.modules[package], name, found)  # stored, so that `__getattr__` is called only once for each name
+            setattr(
+                sys.modules[package], name, found
+            )  # store the attribute in the package, so that `__getattr__` is called only once for it
             return found
         if name in subpackages:
-            return importlib.import_module(f"{package}.{name}")  # this also stores the module as an attribute of the package
+            return importlib.import_module(
+                f"{package}.{name}"
+            )  # importing a submodule also stores it as an attribute of the package
         hint = _hint(package, name)
         if hint and _is_import_from(sys._getframe(1)):
             # In a `from package import name` statement, Python would replace the message of an AttributeError by its own.
             raise ImportError(f"cannot import name {name!r} from {package!r}; {hint}", name=package)
-        # Without `name`, Python would add a suggestion of its own to the traceback.
+        # Without the argument `name`, Python would add another suggestion to the traceback.
         raise AttributeError(f"module {package!r} has no attribute {name!r}{f'; {hint}' if hint else ''}", name=name)
 
     return get

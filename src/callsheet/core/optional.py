@@ -41,7 +41,7 @@ A module that only one class needs is not listed here; that class names it when 
 """
 
 _INSTALLED_BY = {module: f"'callsheet[{extra}]'" for extra, modules in _EXTRAS.items() for module in modules} | {
-    "accelerate": "accelerate",  # from here on: the frameworks for which callsheet has a bridge
+    "accelerate": "accelerate",  # the following entries are frameworks for which callsheet has a bridge
     "ignite": "pytorch-ignite",
     "keras": "keras",
     "lightning": "lightning",
@@ -49,7 +49,7 @@ _INSTALLED_BY = {module: f"'callsheet[{extra}]'" for extra, modules in _EXTRAS.i
     "torchtnt": "torchtnt",
     "composer": "mosaicml",
     "ultralytics": "ultralytics",
-    "axolotl": "axolotl",  # from here on: packages that callsheet's plugins need
+    "axolotl": "axolotl",  # the following entries are packages that callsheet's plugins need
     "pydantic": "pydantic",
     "swift": "ms-swift",
 }
@@ -72,7 +72,7 @@ def load(module: str, *, extra: str, wanted_by: str) -> Any:
             return found
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != top:
-            raise  # the package is installed, and one of its own imports is missing
+            raise  # the package is installed, but another module that it imports is missing
     finally:
         random.setstate(drawn)  # some packages draw random numbers when imported (rich does), which must not change training
     raise _missing(top, f"'callsheet[{extra}]'", wanted_by)
@@ -89,7 +89,7 @@ def need(*modules: str, extra: str, wanted_by: str) -> None:
 
 @contextmanager
 def needed_by(name: str) -> Iterator[None]:
-    """While the `with` block runs, convert an import error of an optional package to MissingPackage, with the hint for `name`.
+    """While the `with` block runs, convert an import error of an optional package to MissingPackage, whose message contains `name`.
 
     In nested blocks the outermost `name` is used. An import error of a module that callsheet does not use itself is raised
     unchanged.

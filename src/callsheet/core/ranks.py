@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from callsheet.errors import ConfigError, did_you_mean
 
 RankGate = str | Collection[int]
-"""Selects ranks: `"all"`, `"zero"` (the first process of all), `"local_zero"` (the first of each machine), or a set of ranks."""
+"""Selects ranks: `"all"`, `"zero"` (the first process of all), `"local_zero"` (the first process of each machine), or a set of ranks."""
 
 GATES = ("all", "zero", "local_zero")
 
@@ -75,10 +75,10 @@ def gather(value: Any) -> list[Any]:
 
 
 def check_gate(gate: object) -> str | frozenset[int]:
-    """Return `gate`, which says on which ranks a handler is called, if it is valid. Return a set of ranks as a frozenset.
+    """Return a valid rank gate, which says on which ranks a handler is called, with a set of ranks converted to a frozenset.
 
     Raises:
-        ConfigError: it is neither `"all"`, `"zero"`, `"local_zero"` nor a non-empty set of ranks.
+        ConfigError: the gate is neither `"all"`, `"zero"`, `"local_zero"` nor a non-empty set of ranks.
     """
     if isinstance(gate, str):
         if gate in GATES:

@@ -41,7 +41,10 @@ _NO_EVENTS = frozenset({"on_event", "on_error"})
 
 
 class RegisterOptions(TypedDict, total=False):
-    """The options with which a function is registered as a handler. None means that its decorators apply, then `Callback`'s default."""
+    """The options with which a function is registered as a handler of an event.
+
+    For an option that is None, the function's decorators apply, or otherwise the default of `Callback`.
+    """
 
     every: str | int | Time | Interval | None
     phase: Phase | None
@@ -65,7 +68,7 @@ def check_callback(callback: object) -> Callback:
     """Return `callback` if it is a valid instance of `Callback`.
 
     Raises:
-        NotACallbackError: it is a class, or not a callback at all.
+        NotACallbackError: the argument is a class, or not a callback at all.
         UnknownEventError: a method's name begins with `on_`, but there is no such event.
         RegistrationError: an option or a method is invalid.
     """
@@ -120,7 +123,7 @@ def check_callback(callback: object) -> Callback:
 
 
 def handlers_of(callback: Callback) -> dict[str, Callable[..., Any]]:
-    """Return the handlers of a checked callback by event. If it overrides `on_event`, that method handles all events."""
+    """Return the handlers of a checked callback by event. If the callback overrides `on_event`, that method handles all events."""
     events = {event: handler for event in EVENTS if not is_inherited(handler := getattr(callback, event), event)}
     for event, handler in events.items():
         if not callable(handler):
@@ -144,7 +147,7 @@ def handlers_of(callback: Callback) -> dict[str, Callable[..., Any]]:
 
 
 def is_inherited(handler: object, name: str) -> bool:
-    """Return whether `handler` is the empty method of the base class, so that it need not be called."""
+    """Return whether `handler` is the empty method of the base class `Callback`, which need not be called."""
     return getattr(handler, "__func__", None) is getattr(Callback, name)
 
 
@@ -174,14 +177,14 @@ def resolve_options(owner: Any, handler: Callable[..., Any], label: str, given: 
 
 
 def entries_of(callback: Callback, registration: Registration) -> list[HandlerEntry]:
-    """Return the table entries of a checked callback's handlers. Raises the same errors as `handlers_of` and `resolve_options`."""
+    """Return the call-sheet entries of a checked callback's handlers. Raise the same errors as `handlers_of` and `resolve_options`."""
     return [_entry(event, handler, registration, callback, {}) for event, handler in handlers_of(inner(callback)).items()]
 
 
 def entries_of_function(
     event: str, function: Callable[..., Any], registration: Registration, options: RegisterOptions
 ) -> list[HandlerEntry]:
-    """Return the table entries of a function for an event, or for every event if `event` is `"*"`.
+    """Return the call-sheet entries of a function for one event, or for every event if `event` is `"*"`.
 
     Raises:
         UnknownEventError: no such event.
@@ -206,7 +209,7 @@ def entries_of_function(
 def _entry(
     event: str, handler: Callable[..., Any], registration: Registration, owner: Any, given: Mapping[str, Any]
 ) -> HandlerEntry:
-    """Return the table entry of a handler. Each option comes from `given`, else from a decorator, else from the callback `owner`."""
+    """Return the call-sheet entry of a handler. Each option comes from `given`, else from a decorator, else from the callback `owner`."""
     options = resolve_options(owner, handler, registration.label, given)
     return HandlerEntry(event, ungated(handler), registration, **options._asdict())
 

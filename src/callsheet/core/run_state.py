@@ -75,7 +75,7 @@ class RunInfo:
         self._lost[0] = is_lost
 
     def may_write(self, path: str | os.PathLike[str]) -> bool:
-        """Return whether this process may still write to a path. Call this before each write.
+        """Return whether this process may still write to a path. Call this method before each write.
 
         Args:
             path: the file or folder to be written.
@@ -89,12 +89,12 @@ class RunInfo:
 
     @property
     def rank(self) -> int:
-        """The number of this process among all, from 0."""
+        """The number of this process among all processes of the run, from 0."""
         return self.ranks.rank
 
     @property
     def local_rank(self) -> int:
-        """The number of this process among those of its machine, from 0."""
+        """The number of this process among the processes of the run on this machine, from 0."""
         return self.ranks.local_rank
 
     @property
@@ -109,12 +109,12 @@ class RunInfo:
 
     @property
     def is_world_process_zero(self) -> bool:
-        """Whether this is the first process of all."""
+        """Whether this process has rank 0 among all processes of the run."""
         return self.ranks.rank == 0
 
     @property
     def is_local_process_zero(self) -> bool:
-        """Whether this is the first process of its machine."""
+        """Whether this process has local rank 0, so that it is the first process of the run on this machine."""
         return self.ranks.local_rank == 0
 
 
@@ -159,7 +159,7 @@ class TrainState:
     def __init__(
         self,
         max_duration: Time | None = None,
-        timestamp: Timestamp = Timestamp(),  # noqa: B008  # sharing the default is safe, since it is immutable
+        timestamp: Timestamp = Timestamp(),  # noqa: B008  # sharing one default is safe, since a Timestamp is immutable
         previous_timestamp: Timestamp = Timestamp(),  # noqa: B008
         baseline: Timestamp = Timestamp(),  # noqa: B008
         epoch_batches: int | None = None,
@@ -228,7 +228,7 @@ class MetricsRecord:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """One checkpoint.
+    """The facts about one checkpoint, such as its path, step, kind and losses.
 
     Attributes:
         path: the path or URL of its folder.

@@ -1,6 +1,6 @@
 """Spans (named parts of a run, such as `epoch`): context managers that fire the start and end event of a span.
 
-They let the code of a loop show the order of the lifecycle.
+With spans, the code of a loop shows the order of the lifecycle.
 
     with spans.train_step:
         ...
@@ -62,7 +62,7 @@ class Span:
         outer, dispatcher.current = dispatcher.current, event
         handler = first
         try:
-            first(ctx)  # type: ignore[misc]  # `link` sets only events that have a handler
+            first(ctx)  # type: ignore[misc]  # `link` stores only compiled events that have a handler
             if second is not None:
                 handler = second
                 second(ctx)
@@ -92,7 +92,7 @@ for _span in SPANS.values():
 
 
 class Spans:
-    """A context manager for each span of a run, as an attribute of the same name. It fires the span's start and end events."""
+    """A context manager for each span of a run, as an attribute with the span's name, which fires the span's start and end events."""
 
     __slots__ = ("ctx", "links", *SPANS)
 
@@ -131,7 +131,7 @@ class Spans:
         self.ctx = ctx
         ctx.dispatcher = dispatcher
         self.links = 0
-        """How many times `link` was called, so that a loop can detect a change."""
+        """How many times `link` was called. A loop compares this number with an earlier one to detect that handlers have changed."""
         for name in SPANS:
             setattr(self, name, Span(name, ctx, dispatcher))
 
@@ -145,7 +145,7 @@ class Spans:
 
 
 class HasListeners:
-    """A boolean attribute for each event, named after it: whether the event has a handler.
+    """A boolean attribute for each event, with the event's name: whether the event has a handler.
 
     `if has_listeners.on_log:` costs no more than reading a flag.
     """

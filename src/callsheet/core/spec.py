@@ -147,7 +147,7 @@ def import_path(path: str) -> Any:
         except ModuleNotFoundError as error:
             if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
                 continue
-            raise  # the module exists, and one of its own imports is missing
+            raise  # the module exists, but another module that it imports is missing
         for depth, part in enumerate(parts[cut:], cut):
             if not hasattr(found, part):
                 raise ConfigError(f"{'.'.join(parts[:depth])} has no {part!r}{did_you_mean(part, dir(found))} (in {path!r})")

@@ -33,7 +33,7 @@ def state_of(callback: Callback, copied: Callable[[dict[str, Any]], dict[str, An
 def states_of(
     registrations: Iterable[Registration], lanes: LaneSet | None, copied: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Return, by callback name, the states of all callbacks that have one, and the reasons why states are missing.
+    """Return two dicts by callback name: the states of all callbacks that have a state, and the reasons why states are missing.
 
     `copied` is called to copy the state of a callback that is isolated or has a lane. Its errors are logged like those of the
     callback.
@@ -110,7 +110,7 @@ def _may_fail(registration: Registration) -> bool:
 
 
 def _started(calls: Mapping[Registration, Callable[[], T]], lanes: LaneSet | None) -> Mapping[Registration, Callable[[], T]]:
-    """Start the calls for callbacks in lanes. Return all calls, with functions that wait for the results in place of these."""
+    """Start the calls for callbacks in lanes, and return `calls` with a function that waits for the result in place of each of them."""
     return calls if lanes is None else lanes.state_calls(calls)
 
 

@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 class TimeUnit(StrEnum):
-    """The unit of a time. Its value is the suffix in a string: `"10ba"` is ten batches.
+    """The unit of a time. The value of a member is the suffix of the unit in a string: `"10ba"` is ten batches.
 
     Rounds, epochs, batches, samples and tokens are whole numbers; `dur` (a fraction of `max_duration`) and `sec` are floats. The
-    units and their suffixes are Composer's.
+    units and their suffixes are those of the framework Composer.
     """
 
     ROUND = "iter"
@@ -32,10 +32,12 @@ class TimeUnit(StrEnum):
 
 _FRACTIONAL = frozenset({TimeUnit.DURATION, TimeUnit.SECOND})
 _WHOLE = ", and only dur and sec take fractions; give whole ones, as in '10ba'"
-_SPELLED_OUT = {unit.name.lower(): unit for unit in TimeUnit} | {"step": TimeUnit.BATCH}  # for hints: "10steps" means "10ba"
+_SPELLED_OUT = {unit.name.lower(): unit for unit in TimeUnit} | {
+    "step": TimeUnit.BATCH
+}  # for hints: the error for "10steps" suggests "ba"
 
-# Both patterns also match some invalid numbers, which int() and float() reject afterwards.
-# The patterns are strings, so that `re` compiles them at the first use and not at import.
+# The patterns `_COUNT` and `_CLOCK` also match some invalid numbers, which int() and float() reject afterwards.
+# The patterns are strings, so that `re` compiles each pattern at its first use and not when this module is imported.
 _COUNT = r"([+-]?[\d._]+(?:e[+-]?\d+)?)\s*([a-z]*)"
 _CLOCK = r"(?:([\d._]+)\s*h)?\s*(?:([\d._]+)\s*m)?\s*(?:([\d._]+)\s*s)?"
 _LOOSE = re.ASCII | re.IGNORECASE
@@ -64,7 +66,7 @@ def _number(digits: str, unit: TimeUnit, text: str) -> float:
 
 
 def _read(text: str) -> tuple[float, TimeUnit]:
-    """Return the number and the unit of a text such as `"10ba"`, `"0.5dur"` or `"1h30m"`. Raises ConfigError if it is invalid."""
+    """Return the number and the unit of a text such as `"10ba"`, `"0.5dur"` or `"1h30m"`. Raise ConfigError if the text is invalid."""
     bare = text.strip()
     if bare and (clock := re.fullmatch(_CLOCK, bare, _LOOSE)):
         hours, minutes, seconds = (_number(part or "0", TimeUnit.SECOND, text) for part in clock.groups())
@@ -93,11 +95,11 @@ class Time:
 
     Args:
         value: a string with a unit, or a finite number. Only the units `dur` and `sec` take fractions.
-        unit: the unit of a number, a `TimeUnit` or its suffix, such as `"ba"`. A string must have none beside it.
+        unit: the unit of a number, a `TimeUnit` or its suffix, such as `"ba"`. Must be None if `value` is a string.
 
     Raises:
         ConfigError: the time is invalid; the message has a hint.
-        MixedUnitsError: two times of different units are combined with anything but `==`.
+        MixedUnitsError: two times of different units are compared or combined with an operator other than `==`.
 
     Examples:
         >>> Time("7ba") / 2
@@ -132,7 +134,7 @@ class Time:
 
         Args:
             value: a Time, a string such as `"10ba"`, or a whole number.
-            default: the unit of a whole number without a unit, also if it is text; None: such a number is invalid.
+            default: the unit of a whole number without a unit, such as `10` or `"10"`; None: a number without a unit is invalid.
 
         Raises:
             ConfigError: the value is a bool or no valid time, or it has no unit and there is no default.
@@ -151,7 +153,7 @@ class Time:
         if isinstance(other, str):
             other = Time(other)
         if not isinstance(other, Time):
-            return NotImplemented  # type: ignore[no-any-return]  # Python then tries the operator of `other`
+            return NotImplemented  # type: ignore[no-any-return]  # NotImplemented makes Python try the operator of `other`
         if other.unit is not self.unit:
             raise MixedUnitsError(f"{self} and {other}: {self.unit.value!r} and {other.unit.value!r} do not mix; use one unit")
         return how(self.value, other.value)
@@ -213,16 +215,16 @@ class Time:
         return f'Time("{self}")'
 
 
-# The position of each unit's counter in a timestamp, whose first six fields have the same order as the units.
+# The position of each unit's counter in a `Timestamp`. The first six fields of a `Timestamp` have the same order as the units.
 _COUNTED = [unit for unit in TimeUnit if unit is not TimeUnit.DURATION]
 _SLOT: dict[TimeUnit, int] = {unit: slot for slot, unit in enumerate(_COUNTED)}
 
 
 class Timestamp(NamedTuple):
-    """The progress of a run: what is complete, counted over all ranks.
+    """The progress of a run: the numbers of completed rounds, epochs, batches, samples and tokens over all ranks, and the seconds of training.
 
-    It is immutable. Comparing it with a Time or a string compares the counter of that unit: `timestamp >= "10ba"`. Two timestamps
-    can be equal, but ordering them raises TypeError, because their counters may disagree on the order.
+    A timestamp is immutable. Comparing it with a Time or a string compares the counter of that time's unit: `timestamp >= "10ba"`.
+    Two timestamps can be equal, but ordering them raises TypeError, because their counters may disagree on the order.
 
     Attributes:
         round: the number of completed rounds.
@@ -253,24 +255,24 @@ class Timestamp(NamedTuple):
 
     def next_batch(self) -> Timestamp:
         """Return the timestamp after one more batch."""
-        # `_replace` would take twice as long, and `tuple.__new__` is faster than calling the class.
+        # `tuple.__new__` is faster than calling the class `Timestamp`, and takes half as long as `_replace`.
         rounds, epoch, batch, sample, token, seconds, nth_epoch, nth_batch, nth_sample, nth_token, since = self
         after = rounds, epoch, batch + 1, sample, token, seconds, nth_epoch, nth_batch + 1, nth_sample, nth_token, since
         return tuple.__new__(Timestamp, after)
 
     def next_epoch(self) -> Timestamp:
-        """Return the timestamp after one more epoch; the counters within an epoch start from 0."""
+        """Return the timestamp after one more epoch. The counters of the current epoch, such as `batch_in_epoch`, are set to 0."""
         fresh = self._replace(batch_in_epoch=0, sample_in_epoch=0, token_in_epoch=0, seconds_in_epoch=0.0)
         return fresh._replace(epoch=self.epoch + 1, epoch_in_round=self.epoch_in_round + 1)
 
     def next_round(self) -> Timestamp:
-        """Return the timestamp after one more round; `epoch_in_round` starts from 0."""
+        """Return the timestamp after one more round (group of epochs); `epoch_in_round` is set to 0."""
         return self._replace(round=self.round + 1, epoch_in_round=0)
 
     def with_counts(self, *, samples: int = 0, tokens: int = 0, seconds: float = 0.0) -> Timestamp:
-        """Return the timestamp with more samples, tokens and seconds of training.
+        """Return a copy of this timestamp, with these samples, tokens and seconds of training added to its counters.
 
-        They are added both to the totals and to the counters within the epoch.
+        They are added both to the counters of the run and to the counters of the current epoch.
 
         Args:
             samples: the number of further samples, counted over all ranks.
@@ -313,7 +315,7 @@ class Timestamp(NamedTuple):
         time = Time.parse(other)
         return how(self.count(time.unit), time.value)
 
-    def __lt__(self, other: Time | str) -> bool:  # type: ignore[override]  # a tuple would compare rounds first
+    def __lt__(self, other: Time | str) -> bool:  # type: ignore[override]  # the `<` of a tuple would compare the rounds first
         return self._against(other, lambda a, b: a < b)
 
     def __le__(self, other: Time | str) -> bool:  # type: ignore[override]
@@ -325,7 +327,7 @@ class Timestamp(NamedTuple):
     def __ge__(self, other: Time | str) -> bool:  # type: ignore[override]
         return self._against(other, lambda a, b: a >= b)
 
-    def __add__(self, other: Time | str) -> Time:  # type: ignore[override]  # a tuple would concatenate
+    def __add__(self, other: Time | str) -> Time:  # type: ignore[override]  # the `+` of a tuple would concatenate
         """Return `timestamp + other`, such as `timestamp + "100ba"`: the progress in the unit of `other`, plus `other`."""
         return self._moved(other, 1)
 
@@ -346,7 +348,7 @@ class Timestamp(NamedTuple):
         return self.get(time.unit) + time * sign
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain JSON data."""
+        """Return the fields of the timestamp as plain JSON data."""
         return self._asdict()
 
     @classmethod
@@ -363,7 +365,7 @@ class Timestamp(NamedTuple):
         if odd:
             raise ConfigError(f"no saved timestamp: missing or unknown {', '.join(sorted(map(str, odd)))}")
         for name, zero in cls._field_defaults.items():
-            value, kinds = data[name], {int, type(zero)}  # a float may be an int here, because JSON may write 5.0 as 5
+            value, kinds = data[name], {int, type(zero)}  # accept an int for a float field, because JSON may write 5.0 as 5
             if type(value) not in kinds or not 0 <= value < math.inf:  # `isinstance` would accept a bool, which is not a count
                 raise ConfigError(f"no saved timestamp: {name} is {value!r}; it needs {type(zero).__name__}, from 0 up")
         return cls(**data)
@@ -376,7 +378,7 @@ class Interval:
     For example: `Interval("100ba")`, `Interval(100)`, `Interval("0.1dur", at_end=True)`.
 
     Args:
-        every: the time between two such points.
+        every: the time between two points.
         default: the unit of a whole number without a unit.
         at_end: whether the interval is also due when training reaches `max_duration`.
 
@@ -396,7 +398,7 @@ class Interval:
 
     @classmethod
     def of(cls, argument: str, given: str | int | Time) -> Interval:
-        """Return the value of a user's argument as an Interval. If it is invalid, the error names the argument.
+        """Return the value of a user's argument as an Interval. If the value is invalid, the error names the argument.
 
         Args:
             argument: the name of the argument, for the error message.
@@ -433,7 +435,7 @@ class Interval:
     def is_due(
         self, previous: Timestamp, now: Timestamp, previous_elapsed: float | None = None, elapsed: float | None = None
     ) -> bool:
-        """Return whether an interval was completed since `previous`, or, with `at_end`, whether training has reached its end.
+        """Return True if an interval was completed since `previous`, or if `at_end` is set and training reached its end since `previous`.
 
         Args:
             previous: the timestamp of the previous check.
@@ -454,9 +456,9 @@ class Interval:
 
 
 def elapsed_fraction(timestamp: Timestamp, max_duration: Time | None) -> float | None:
-    """Return the completed fraction of `max_duration`. It is 1.0 when `max_duration` is reached, and more after it.
+    """Return the completed fraction of `max_duration`: 1.0 when `max_duration` is reached, and more than 1.0 afterwards.
 
-    None if there is no `max_duration`.
+    Return None if there is no `max_duration`.
 
     Raises ConfigError for a `max_duration` that is in `dur`, which would be a fraction of itself, or not above 0.
     """

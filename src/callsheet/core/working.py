@@ -40,7 +40,7 @@ def _show(what: str, is_done: threading.Event) -> None:
         is_shown = False
         while not is_done.wait(pause):
             seconds = time.monotonic() - began
-            # On a terminal, the cursor returns to the start of the line, so that other output overwrites the line.
+            # On a terminal, the cursor returns to the start of the status line, so that other output overwrites it.
             stream.write(f"\r{what}: {seconds:.0f} s\x1b[K\r" if is_terminal else f"{what}: {seconds:.0f} s so far\n")
             stream.flush()
             is_shown, pause = True, _TERMINAL_SECONDS if is_terminal else _NEXT_SECONDS

@@ -1,4 +1,4 @@
-"""Wrappers of a handler: they check its interval and rank, log its errors instead of raising them, and check the random state."""
+"""Wrappers of handlers. They check the interval and the rank, log errors instead of raising them, and check the random state."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ logger = logging.getLogger("callsheet")
 
 Handler = Callable[["Context"], Any]
 Timed = Callable[[Handler, "HandlerEntry"], Handler]
-"""A function that wraps a handler in one that also measures the handler's time."""
+"""A function that wraps a handler in another function, which also measures the handler's time."""
 
 FAILURES_ALLOWED = 3
 """How many failures in a row disable an isolated callback."""
 
 NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR})
-"""Errors of a file or folder that trying again does not solve."""
+"""The `errno` values of file errors that would occur again in every further attempt."""
 
 
 def wrapped(entry: HandlerEntry, checking: bool, in_lane: Callable[[HandlerEntry], Handler], timed: Timed | None) -> Handler:
@@ -78,7 +78,7 @@ def _first_index(every: Interval, since: Timestamp, ctx: Context) -> int:
 
 
 def in_gate(handler: Handler, ctx: Context) -> None:
-    """Call a handler that runs only on some ranks. While it runs, requests and collectives that need all ranks are rejected."""
+    """Call a handler that runs only on some ranks. During the call, requests and collectives that need all ranks are rejected."""
     outer, ctx.control.in_gate = ctx.control.in_gate, True
     try:
         handler(ctx)
@@ -165,7 +165,7 @@ def failed(registration: Registration, event: str, ctx: Context, error: Exceptio
     )
     if registration.failures_in_a_row == FAILURES_ALLOWED:
         if ctx.control.is_shared:
-            # All ranks must disable the callback at the same step, so the control sends this to the other ranks.
+            # All ranks must disable the callback at the same step, so `ctx.control` sends the request to the other ranks.
             ctx.control.switch_off(registration.label, registration.number, registration.failures_in_a_row)
         else:
             registration.switch_off(registration.failures_in_a_row)

@@ -32,16 +32,16 @@ _OF_STATE = ("timestamp", "previous_timestamp", "course")
 They need no copy, because they are replaced and never changed in place.
 """
 _NEW_FIELDS = frozenset({"loss", "grad_norm"})
-"""Fields that need no copy in a loop that makes new tensors for them in each step: see `Context.loss_is_new`."""
+"""Fields that a snapshot need not copy if the loop makes new tensors for these fields in each step: see `Context.loss_is_new`."""
 _STILL_FIELDS = frozenset({"step_skipped", "boundary", "eval_name", "standalone", "span", "exception"})
 _PLAIN = frozenset({int, float, str, bool, type(None), Event})
 _UNAVAILABLE = object()
 _BEFORE_FIELDS = 4 + len(_OF_STATE)
 
 Values = tuple[Any, ...] | list[Any]
-"""What was captured for one event: the function that delivers it, the snapshot class, and the fields.
+"""The captured values of one event: the function that delivers the event, the snapshot class, and the values of the fields.
 
-It is a list if it holds copies, otherwise a tuple.
+They are in a list if they include copies, otherwise in a tuple.
 """
 
 Deliver = Callable[[Values], None]
@@ -55,12 +55,14 @@ class DeviceNumbers:
 
     def __init__(self) -> None:
         self.names: set[str] = set()
-        """The names of the fields that any lane reads."""
-        self._tensors: list[tuple[Any, int | None]] = []  # tensors and their versions: a changed tensor is copied again
+        """The names of the fields that at least one lane reads at this event."""
+        self._tensors: list[
+            tuple[Any, int | None]
+        ] = []  # the copied tensors and their versions, so that a changed tensor is copied again
         self._copies: dict[int, Any] = {}
 
     def of(self, ctx: Context) -> dict[int, Any]:
-        """Return CPU copies of the scalar tensors in the available fields, by the `id` of each original.
+        """Return CPU copies of the scalar tensors in the available fields, by the `id` of the original tensor.
 
         For a scalar on an accelerator, the copy is a `Pending`.
         """
@@ -111,7 +113,7 @@ def _copies(tensors: list[Any]) -> list[Any]:
 
 
 class SnapshotCapture:
-    """Captures the context's fields when one event is fired. A lane later builds its callback's snapshot from them.
+    """Captures the context's fields when one event is fired. A lane later builds its callback's snapshot from the captured values.
 
     Args:
         event: the event's name; None outside events.
@@ -124,7 +126,7 @@ class SnapshotCapture:
     def __init__(self, event: str | None, needs: tuple[str, ...], by: str, inbox: Inbox, numbers: DeviceNumbers) -> None:
         available = fields_available(event) if event is not None else ()
         self._event = as_event(event) if event is not None else None
-        self._is_last = self._event is Event.RUN_END  # only at this event is the run's outcome known
+        self._is_last = self._event is Event.RUN_END  # the run's outcome is known only at `on_run_end`
         self._by, self._inbox, self._numbers = by, inbox, numbers
         wanted = [
             name
@@ -134,7 +136,7 @@ class SnapshotCapture:
         self._names = tuple(name for name in wanted if name in available or name in ALWAYS)
         self._changing = tuple(place for place, name in enumerate(self._names, _BEFORE_FIELDS) if name not in _STILL_FIELDS)
         numbers.names.update(name for name in self._names if name not in _STILL_FIELDS)
-        self._state: TrainState | None = None  # the run's state for which `_kind` was made; None before that
+        self._state: TrainState | None = None  # the `TrainState` for which the class `_kind` was made; None before that
         self._kind: type[Snapshot] = Snapshot
         new = tuple(place for place, name in enumerate(self._names, _BEFORE_FIELDS) if name in _NEW_FIELDS)
         self._functions = _compiled_functions(self._names, self._changing, new)
@@ -163,7 +165,7 @@ class SnapshotCapture:
         answered: Callable[[Any], None],
         fails: Callable[[Snapshot, BaseException], None],
     ) -> Deliver:
-        """Return a function for the lane's thread: it builds a snapshot from the captured fields and calls the handler with it.
+        """Return a function for the lane's thread, which builds a snapshot from the captured values and calls the handler with the snapshot.
 
         Args:
             event: the event or logger method; nothing is delivered if the callback is disabled or muted for it.
@@ -176,7 +178,7 @@ class SnapshotCapture:
         return deliver
 
     def take(self, deliver: Deliver, ctx: Context) -> Values:
-        """Capture the fields, and copy values that may change later. The training thread calls this."""
+        """Capture the fields, and copy values that may change later. The training thread calls this method."""
         always = [getattr(ctx.state, name) for name in _OF_STATE]
         fields = [getattr(ctx, name) if ctx.has(name) else _UNAVAILABLE for name in self._names]
         values = [deliver, self.snapshot_class_for(ctx)[0], ctx.step, ctx.epoch, *always, *fields]
@@ -186,7 +188,7 @@ class SnapshotCapture:
         return values
 
     def arrived(self, values: Values) -> Values:
-        """Return the captured values, with every `Pending` scalar replaced by its tensor. This waits for the copies."""
+        """Wait for the copies from the device, and return the captured values with every `Pending` scalar replaced by its tensor."""
         return (*values[:_BEFORE_FIELDS], *map(_arrived, values[_BEFORE_FIELDS:]))
 
     def drop_unavailable(self, made: Snapshot) -> None:
@@ -196,7 +198,7 @@ class SnapshotCapture:
                 delattr(made, name)
 
     def snapshot_class_for(self, ctx: Context) -> tuple[type[Snapshot], TrainState | None]:
-        """Return the snapshot class for this run, and the `TrainState` for which it stays valid, or None if it is used once.
+        """Return the snapshot class for this run, and the `TrainState` for which the class stays valid (None: use the class once).
 
         The class is valid as long as `ctx.state` is that object.
         """
@@ -316,7 +318,7 @@ def copied(value: Any, scalars: Mapping[int, Any]) -> Any:
 
 
 def _arrived(value: Any) -> Any:
-    """Return `value` with every `Pending` scalar replaced by its tensor. This waits for the copies from the device."""
+    """Wait for the copies from the device, and return `value` with every `Pending` scalar replaced by its tensor."""
     if type(value) is Pending:
         return value.read()
     if isinstance(value, Mapping):

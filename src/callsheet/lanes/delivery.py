@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class LaneExit(Exception):
     """Replaces SystemExit, or another error that would end the program, if a callback in another thread raised it.
 
-    It is not raised, but logged and counted as a failure of the callback.
+    A `LaneExit` is not raised, but logged and counted as a failure of the callback.
     """
 
 
@@ -46,14 +46,14 @@ class CallbackLane:
             self._process.begin()
 
     def end(self) -> None:
-        """End the callback's thread, and its process if it has one; a busy one is killed. `join` waits for the process."""
+        """End the callback's thread and, if there is one, its process. A busy process is killed. Call `join` to wait for the process."""
         is_busy = not self.lane.is_idle
         close([self.lane])
         if self._process is not None:
             self._process.end(at_once=is_busy)
 
     def join(self, seconds: float) -> None:
-        """Wait until the callback's process, if it has one, has exited. Kill it after `seconds`. Call `end` first."""
+        """Wait until the callback's process, if there is one, has exited. Kill the process after `seconds`. Call `end` before."""
         if self._process is not None:
             self._process.join(seconds)
 
@@ -72,8 +72,7 @@ class CallbackLane:
         import asyncio
 
         if self._runner is None:
-            # Use one event loop for all events of a callback, because its network clients work only in the loop that created
-            # them.
+            # Use one event loop for all events of a callback, because a network client works only in the loop that created it.
             self._runner = asyncio.Runner()
 
         async def awaited() -> None:
@@ -122,7 +121,7 @@ class LaneDelivery:
     def of_line(cls, entry: HandlerEntry, lane: CallbackLane, numbers: DeviceNumbers) -> Callable[[Context], None]:
         """Return a function that puts the event into the lane's queue.
 
-        The training thread calls it in place of the handler, which runs in another thread or process.
+        The training thread calls the function in place of the handler, which runs in another thread or process.
         """
         capture = SnapshotCapture(entry.event, lane.needs, entry.registration.label, lane.inbox, numbers)
         made = cls(str(entry.event), entry.event, entry.registration, lane, lane.bound(entry.handler), capture)
@@ -144,7 +143,7 @@ class LaneDelivery:
     def put(self, ctx: Context) -> None:
         """Put the event into the queue of the callback's thread.
 
-        The training thread calls this if a value must be copied or the callback may be disabled or muted.
+        The training thread calls this method if a value must be copied or the callback may be disabled or muted.
         """
         if self._member.is_off and self._member.is_silent_at(self._event):
             return
@@ -156,9 +155,9 @@ class LaneDelivery:
             self._lane.lane.put(values)
 
     def _fails(self, ctx: Snapshot, error: BaseException) -> None:
-        """Put the event into the queue of the callback's thread.
+        """Log the error of a handler, and count it as a failure of the callback.
 
-        This runs on the lane's thread. It also handles errors that would end a program, such as SystemExit.
+        This method is called on the lane's thread. It also handles errors that would end a program, such as SystemExit.
         """
         failed(self._member, self._event, ctx, error if isinstance(error, Exception) else as_failure(error))
 

@@ -36,9 +36,9 @@ T = TypeVar("T")
 _BEFORE_THE_END = 0.8  # the events before `on_run_end` must be handled within this fraction of a lane's deadline
 _BEFORE_LOGGERS_END = 0.9  # after this fraction of a lane's deadline, the loggers' `on_run_end` no longer waits for the lane
 _SETTLE_SECONDS = 0.2  # how long the last metrics record waits for values that callbacks in lanes log
-_STATE_SECONDS = 1.0  # deadline for the state of a callback whose lane has hung before
-_MIN_STATE_SECONDS = 0.1  # `state_dict` may always take this long, even if a signal leaves no time
-_GRACE_SHARE = 1 / 3  # after a signal, lanes may delay a checkpoint for this fraction of the time left
+_STATE_SECONDS = 1.0  # how long `state_dict` may take for a callback whose lane has hung before
+_MIN_STATE_SECONDS = 0.1  # `state_dict` may always take this long, even if a preemption signal leaves no time
+_GRACE_SHARE = 1 / 3  # after a preemption signal, lanes may delay a checkpoint for this fraction of the time left
 _LOGGER_METHODS = ("log_table", "log_images", "log_file", "log_hyperparameters")
 
 
@@ -55,17 +55,18 @@ class LaneSet:
         self._lanes: dict[Registration, CallbackLane] = {}
         self._enqueuers: dict[HandlerEntry, Handler] = {}
         self._numbers_of = {event: DeviceNumbers() for event in EVENTS}
-        self._dropped: dict[Registration, int] = {}  # by callback, the number of events that its ended lanes have dropped
+        self._dropped: dict[Registration, int] = {}  # for each callback, the number of events that its ended lanes have dropped
         self.undelivered: dict[Registration, int] = {}
         """How many events each callback's lane had not delivered when the run ended.
 
         The counts are kept until another run begins.
         """
-        # For each lane that hung when its state was read, the number of items that it had processed by then. No later call waits
-        # for the lane until it has processed more. `_slow` holds the same for lanes that were too slow for a metrics record.
+        # For each lane that was too slow for a checkpoint, the number of items that it had processed by then.
+        # Checkpoints do not wait for such a lane until its number of processed items has grown.
         self._behind: dict[Registration, int] = {}
+        # For each lane that was too slow for a metrics record, the number of items that it had processed by then.
         self._slow: dict[Registration, int] = {}
-        self._until = inf  # the time on `time.monotonic()` at which the process will be killed
+        self._until = inf  # the value of `time.monotonic()` at which the process will be killed
         self._state_calls, self._ready_calls = StateCalls(), StateCalls()
 
     def __iter__(self) -> Iterator[CallbackLane]:
@@ -81,13 +82,13 @@ class LaneSet:
         self.undelivered, self._dropped, self._until = {}, {}, inf
 
     def forget(self, registrations: list[Registration]) -> None:
-        """Forget the handlers of callbacks that were removed. Their threads still handle the events that are in their queues."""
+        """Forget the handlers of callbacks that were removed. The callbacks' threads still handle the events in their queues."""
         self._enqueuers = {
             entry: enqueue for entry, enqueue in self._enqueuers.items() if entry.registration not in registrations
         }
 
     def in_process(self, callback: Callback) -> Callback:
-        """Return the callback wrapped in a `Process` if its lane is `process`; otherwise return it unchanged.
+        """Return the callback wrapped in a `Process`, which runs the callback in a separate process.
 
         If the callback was added before, return the `Process` that was made for it at that time.
         """
@@ -102,7 +103,7 @@ class LaneSet:
     def enqueuer(self, entry: HandlerEntry) -> Handler:
         """Return the function that the training thread calls in place of a handler that runs in another thread or process.
 
-        It puts the event into the lane's queue.
+        The function puts the event into the lane's queue.
         """
         if entry not in self._enqueuers:
             self._enqueuers[entry] = LaneDelivery.of_line(entry, self._lane_of(entry.registration), self._numbers_of[entry.event])
@@ -126,9 +127,9 @@ class LaneSet:
     def _left_lane(self, registration: Registration) -> CallbackLane | None:
         """Return the lane (thread or process) that a callback had before it was removed, if the same callback is now added again.
 
-        Return None if there is none.
+        Return None if there is no such lane.
 
-        Its queued events are then delivered before new ones.
+        The events in the queue of the returned lane are delivered before new events.
         """
         for old, lane in self._lanes.items():
             if not self._is_registered(old) and _is_same(old, registration):
@@ -143,7 +144,7 @@ class LaneSet:
                     and isinstance(registration.thing, Callback)
                     and keeps_state(registration.thing)
                 ):
-                    # The current state may be in the process of the old lane, so move it before that process ends.
+                    # The current state may be in the process of the old lane, so move the state before that process ends.
                     self._move_state(old, old.thing, registration, registration.thing)
                 self._dropped[old] = lane.lane.dropped
                 lane.end()
@@ -152,7 +153,7 @@ class LaneSet:
         return None
 
     def with_drain(self, run_end: CompiledEvent) -> CompiledEvent:
-        """Return the compiled `on_run_end` with one more handler before the loggers, which waits for callbacks in lanes.
+        """Return the compiled `on_run_end` with one more handler, which is called before the loggers and waits for callbacks in lanes.
 
         The loggers close their files at `on_run_end`, so what the lanes log must arrive before that.
         """
@@ -219,13 +220,13 @@ class LaneSet:
                 each.end()
             join(lanes)
         self._inbox.log_lost()
-        self._inbox = Inbox()  # messages that callbacks send after this belong to no run
+        self._inbox = Inbox()  # messages that callbacks send from now on belong to no run
         self._lanes, self._enqueuers, self._behind, self._slow = {}, {}, {}, {}
 
     # --- saving and loading the callbacks' states ---
 
     def state_calls(self, calls: Mapping[Registration, Callable[[], T]]) -> dict[Registration, Callable[[], T]]:
-        """Start calls of `state_dict` or `load_state_dict` for callbacks in lanes, each call on a thread of its own.
+        """Start calls of `state_dict` or `load_state_dict` for callbacks in lanes, each call on a separate thread.
 
         Return all `calls`, with those of callbacks in lanes replaced by functions that wait for the results.
         """
@@ -293,7 +294,7 @@ class LaneSet:
 
 
 def _is_same(one: Registration, other: Registration) -> bool:
-    """Return whether both are the same function or the same callback. A `Background` around a callback is ignored."""
+    """Return whether two registrations have the same function or the same callback, without regard to `Background` wrappers."""
     return one.thing == other.thing if one.callback is None else one.callback is other.callback
 
 

@@ -1,4 +1,4 @@
-"""`Process(callback)`: a callback in its own process, for code that holds Python's interpreter lock (GIL) or may crash."""
+"""`Process(callback)`: runs a callback in a separate process, for code that holds Python's interpreter lock (GIL) or may crash."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from callsheet.lanes.snapshot import Snapshot
 logger = logging.getLogger("callsheet")
 
 _START_SECONDS = 120.0  # time for a process to import the callback's module and build the callback, before it is killed
-_ANSWER_SECONDS = 1.0  # time for an idle process to answer, before it is killed
+_ANSWER_SECONDS = 1.0  # how long an idle process may take to answer, before it is killed
 
 _started: weakref.WeakSet[Process] = weakref.WeakSet()  # the callbacks whose processes this process has started
 
 
 class ProcessDied(CallsheetError, RuntimeError):
-    """The process of a callback died. A new one is started for the next event, with the last known state of the callback."""
+    """The process of a callback died. For the next event, a new process is started with the last known state of the callback."""
 
 
 class RemoteError(CallsheetError, RuntimeError):
@@ -39,9 +39,9 @@ class RemoteError(CallsheetError, RuntimeError):
 
 
 class Process(Background):
-    """Run a callback in its own process, so that it can neither slow down nor crash training.
+    """Run a callback in a separate process, so that the callback can neither slow down nor crash training.
 
-    It works like `Background`; the lane's thread sends the snapshots to the process. The process builds the callback again from
+    `Process` works like `Background`; the lane's thread sends the snapshots to the process. The process builds the callback again from
     the constructor's arguments and the state; attributes that were set otherwise are not sent. The process starts at the first
     event, ends with this process, and ignores Ctrl-C.
 
@@ -79,23 +79,23 @@ class Process(Background):
         self._child: subprocess.Popen[bytes] | None = None
         self._ending: subprocess.Popen[bytes] | None = None  # the child process that was asked to end
         self._connection: Connection | None = None
-        self._theirs: socket.socket | None = None  # the child's end of the connection, until the child has it
+        self._theirs: socket.socket | None = None  # the child's end of the connection, until the child process has started
         self._state: Mapping[str, Any] | None = None  # the last known state of the callback
 
     def call(self, method: str, snapshot: Snapshot, payload: Mapping[str, Any]) -> None:
-        """Call a method of the callback in its process, and wait for it. Called on the callback's thread.
+        """Call a method of the callback in the callback's process, and wait for the method's end. Called on the lane's thread.
 
         Args:
             method: the name of the method, such as `on_log`.
             snapshot: the fields that the method receives in place of the context. What the callback logs and requests goes back
-                through it.
+                through the snapshot.
             payload: the other arguments of the method, by name.
         """
         fields = {name: _sendable(getattr(snapshot, name)) for name in FIELDS if name != "control" and snapshot.has(name)}
         self._ask(("call", method, fields, dict(payload), snapshot.control_values()), snapshot)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the state of the callback's copy in its own process.
+        """Return the state of the copy of the callback that runs in the callback's process.
 
         If the process does not answer within its deadline, return the last known state.
         """
@@ -107,7 +107,7 @@ class Process(Background):
         return self._state if self._state is not None else self.callback.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state into both copies of the callback: the one in this process, and the one in the callback's own process."""
+        """Load the state into both copies of the callback: the copy in this process, and the copy in the callback's process."""
         self._state = state
         self.callback.load_state_dict(state)
         if self._child is not None:
@@ -124,10 +124,10 @@ class Process(Background):
         return child.pid if child is not None else None
 
     def end(self, *, at_once: bool = False) -> None:
-        """End the callback's process, without waiting for its exit, for which `join` waits.
+        """End the callback's process without waiting for its exit. Call `join` afterwards to wait for the exit.
 
         Args:
-            at_once: whether to kill the process. Otherwise the connection to it is closed, after which it ends by itself.
+            at_once: whether to kill the process. Otherwise the connection is closed, after which the process ends by itself.
         """
         self._is_over = True
         self._ending, self._child = self._child, None
@@ -137,7 +137,7 @@ class Process(Background):
             self._ending.kill()  # leave the connection open: by reading from it, the lane's thread notices the end of the process
 
     def join(self, seconds: float) -> None:
-        """Wait for the callback's process to exit after `end` was called, and kill it if it does not.
+        """Wait for the callback's process to exit after `end` was called, and kill the process if it does not exit in time.
 
         Args:
             seconds: how long to wait before the process is killed.
@@ -156,8 +156,7 @@ class Process(Background):
         connection, self._connection = self._connection, None
         if connection is not None:
             with contextlib.suppress(OSError), socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as line:
-                # Use `shutdown`, which ends the connection for all processes. With `close`, a process that was forked meanwhile
-                # could keep it open.
+                # `shutdown` ends the connection for all processes; after `close`, a forked process could still keep the connection open.
                 line.shutdown(socket.SHUT_RDWR)
             connection.close()
 
@@ -227,7 +226,7 @@ class Process(Background):
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
                 stdin=subprocess.DEVNULL,
-                process_group=0,  # a process group of its own, so that Ctrl-C reaches only the run's process
+                process_group=0,  # a new process group, so that Ctrl-C reaches only the run's process
             )
         self._theirs = None
         if self._is_over:  # `end` was called while the process was being started
@@ -274,7 +273,7 @@ def _sendable(value: Any) -> Any:
 class _Packed:
     """An exception in a form that can be pickled.
 
-    It is unpickled as itself if possible. Otherwise it becomes a RuntimeError that has its class's name, its text and its notes.
+    The exception is unpickled as itself if possible. Otherwise it becomes a RuntimeError that has its class's name, its text and its notes.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -295,7 +294,7 @@ def _unpacked(pickled: bytes, name: str, text: str, notes: tuple[str, ...]) -> B
         made = pickle.loads(pickled)
         if isinstance(made, BaseException):
             return made
-    except Exception:  # the class may raise anything here; the RuntimeError below replaces the exception
+    except Exception:  # the class of the exception may raise any error; a RuntimeError then replaces the exception
         pass
     error: RuntimeError = type(name, (RuntimeError,), {})(text)
     for note in notes:

@@ -1,6 +1,6 @@
-"""The program that runs in a callback's own process: `python -m callsheet.lanes.process_worker FD`.
+"""The program of the process in which a callback runs: `python -m callsheet.lanes.process_worker FD`.
 
-It unpickles what it receives. That is safe, because only the run's process and this one can use the pair of sockets.
+The program unpickles what it receives. That is safe, because only the run's process and this process can use the pair of sockets.
 """
 
 from __future__ import annotations

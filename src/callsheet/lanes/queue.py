@@ -24,13 +24,13 @@ from callsheet.errors import text_of
 
 logger = logging.getLogger("callsheet")
 
-_starting = threading.RLock()  # held while a lane's thread is started
-_LOOK_SECONDS = 0.1  # time between checks of a queue; each thread that wakes up delays the training thread by about 0.2 ms
-_IDLE_LOOK_SECONDS = 0.4  # the longest time between the dispatcher's checks, while all lanes are idle
-_WAIT_SECONDS = 0.002  # time between checks of a lane while the training thread waits for it
-_BUSY_SHARE = 0.02  # a lane that computes for a larger fraction of the time causes a warning
-_BUSY_AFTER_SECONDS = 5.0  # how old a lane must be before a warning that it computes too much
-_BUSY_SECONDS = 0.5  # a lane that has used this much processor time is checked even if it is younger
+_starting = threading.RLock()  # this lock is held while a lane's thread is started
+_LOOK_SECONDS = 0.1  # time between two checks of a queue; each thread that wakes up delays the training thread by about 0.2 ms
+_IDLE_LOOK_SECONDS = 0.4  # the longest time between two checks by the dispatcher thread, while all lanes are idle
+_WAIT_SECONDS = 0.002  # time between two checks of a lane while the training thread waits for the lane
+_BUSY_SHARE = 0.02  # a lane whose thread computes for more than this fraction of the time causes a warning
+_BUSY_AFTER_SECONDS = 5.0  # the time after which a lane's processor time is checked again
+_BUSY_SECONDS = 0.5  # a lane that has used this much processor time since the last check is checked earlier
 _BLOCKED_SECONDS = 0.5  # how long training must have waited for a full queue before a warning
 _LOOK_EVERY = 64  # in a lane that is never empty, the number of items between two checks of its processor time
 
@@ -38,7 +38,7 @@ _LOOK_EVERY = 64  # in a lane that is never empty, the number of items between t
 class Undelivered(NamedTuple):
     """The items that a lane (a queue with a thread) had not delivered at its deadline.
 
-    `in_hand` says whether it was still working on an item, or stuck.
+    `in_hand` says whether the lane was still working on an item, or stuck.
     """
 
     lane: str
@@ -51,7 +51,7 @@ class Undelivered(NamedTuple):
 
 
 class Lane:
-    """One queue and its thread. Items are processed one at a time, in the order in which they were put.
+    """One queue and its thread, which processes the items one at a time, in the order in which they were put into the queue.
 
     Args:
         name: the callback's name, for messages.
@@ -81,8 +81,7 @@ class Lane:
         self.done = 0
         """How many items were processed so far."""
         self.is_inert = False
-        """Whether the lane accepts no more items, because it was closed or belongs to the process from which this one was forked.
-        """
+        """Whether the lane accepts no more items, because it was closed or belongs to the parent of this forked process."""
         self.waited = 0.0
         """How many seconds the end of the run has waited for this lane."""
         self.looks_itself = False
@@ -91,12 +90,12 @@ class Lane:
         The lane's thread does so as long as it finds items.
         """
         self._limit = self.options.queue
-        # From this queue length on, `put` calls `look`. It is 0 until the thread has started, then half of the limit.
+        # The queue length from which `put` calls `look`: 0 until the lane's thread has started, then half of the queue's limit.
         self._looked_from = 0
         self.items: deque[Any] = deque()
-        """The items in the queue. With `overflow="latest"`, each is wrapped in a `_Waiting`."""
+        """The items in the queue. With `overflow="latest"`, each item is wrapped in a `_Waiting`."""
         self.room = 0
-        """As long as the queue is shorter than this, callers may use `items.append`, which is faster than `put`."""
+        """As long as the queue is shorter than `room`, callers may use `items.append`, which is faster than `put`."""
         self._forgets_kinds = self.options.overflow == "latest"
         self._run = run if not self._forgets_kinds else lambda waiting: (run or waiting.item[0])(waiting.item)
         self._kind = kind
@@ -106,12 +105,12 @@ class Lane:
         self._has_given_up = False  # True if `put` no longer waits for room in a full queue
         self._has_warned_busy = False
         self._blocked = 0.0  # seconds that training has waited for room in the queue
-        self._blocked_since = inf  # when training first waited for room; inf if it has not waited
+        self._blocked_since = inf  # when training first waited for room in the queue; inf if training has not waited
         self._has_warned_blocked = False
         self._looked_at = time.monotonic(), 0.0  # the wall clock and the thread's processor time at the last check
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
-        self._helping = threading.Lock()  # held by a caller that processes the items itself, because the lane has no thread
+        self._helping = threading.Lock()  # this lock is held by a caller that processes the items, because the lane has no thread
         _dispatcher.take(self)
 
     def put(self, item: Any) -> None:
@@ -121,9 +120,9 @@ class Lane:
         """
         waiting = len(self.items)
         if waiting >= self._looked_from:
-            if self._thread is None:  # start the thread now, because none can start while the interpreter shuts down
+            if self._thread is None:  # start the lane's thread now, because no thread can start later, during shutdown
                 self._begin()
-            self.look()  # wake the thread now: the queue may overflow before the dispatcher's next check
+            self.look()  # wake the lane's thread now: the queue may overflow before the dispatcher's next check
             if waiting >= self._limit and not self._make_room(item):
                 return
         if not self.is_inert:
@@ -152,14 +151,14 @@ class Lane:
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
-        """Accept no more items, and end the thread after the current item. To keep waiting items, call `drain` before."""
+        """Accept no more items, and end the thread after the current item. Waiting items are dropped; to process them, call `drain` first."""
         with _starting:
             self.is_inert, self.room = True, 0
         self.items.clear()
         self._wake.set()
 
     def look(self) -> None:
-        """Wake the queue's thread if it sleeps and there are items. The dispatcher thread and waiting callers call this."""
+        """Wake the queue's thread if the thread sleeps and the queue has items. The dispatcher and waiting callers call this method."""
         if not self.items or self._in_hand:
             return
         if self._thread is None and not self._begin():
@@ -168,7 +167,7 @@ class Lane:
 
     def _begin(self) -> bool:
         """Start the queue's thread if it has not been started. Return False if no thread can be started."""
-        with _starting:  # several threads (of the dispatcher, `put` and `drain`) may get here at once
+        with _starting:  # several threads (of the dispatcher, `put` and `drain`) may call this at once
             if self._thread is None and not self.is_inert:
                 thread = threading.Thread(target=self._work, name=f"callsheet-lane-{self.name}", daemon=True)
                 try:
@@ -249,7 +248,7 @@ class Lane:
     def _forget(self, waiting: _Waiting) -> None:
         try:
             self.items.remove(waiting)
-        except (ValueError, IndexError):  # the lane's thread has meanwhile taken this item or another one
+        except (ValueError, IndexError):  # the lane's thread has meanwhile removed this item or another one
             return
         self.dropped += 1
 
@@ -265,7 +264,7 @@ class Lane:
 
     def _run_waiting_items(self) -> None:
         items, popleft, run = self.items, self.items.popleft, self._run
-        self._in_hand = True  # set before the item leaves the queue, so that `left` counts it at any time
+        self._in_hand = True  # set before the item leaves the queue, so that `left` counts the item at any time
         while items:
             for _ in range(_LOOK_EVERY):
                 try:
@@ -284,7 +283,7 @@ class Lane:
         self._in_hand = False
 
     def _warn_if_busy(self) -> None:
-        """Warn once if the lane's thread computes so much that it slows training: only one thread at a time runs Python code."""
+        """Warn once if the lane's thread computes so much that it slows training, because only one thread at a time runs Python code."""
         if self._has_warned_busy:
             return
         (began, used), now = self._looked_at, (time.monotonic(), time.thread_time())
@@ -306,7 +305,7 @@ class Lane:
 
 
 class _Waiting:
-    """One item in a queue. It is equal only to itself, so that `remove` does not remove an equal item instead."""
+    """A wrapper around one item in a queue, equal only to itself, so that `remove` does not remove another item that is equal."""
 
     __slots__ = ("item",)
 
@@ -350,7 +349,7 @@ class _Dispatcher:
         global _starting
         _starting = threading.RLock()
         lanes = list(self._lanes)
-        self.__init__()  # type: ignore[misc]  # resets everything
+        self.__init__()  # type: ignore[misc]  # `__init__` resets all attributes
         for lane in lanes:
             lane.is_inert, lane.room = True, 0
             lane.items.clear()
@@ -381,7 +380,7 @@ if hasattr(os, "register_at_fork"):
 def drain(
     lanes: Iterable[Lane], deadline: float | Callable[[Lane], float] | None = None, *, share: float = 1.0
 ) -> list[Undelivered]:
-    """Wait until the lanes' threads have processed all items. Return the items that were left at the deadlines.
+    """Wait until the lanes' threads have processed all items. Return which lanes had items left at their deadlines.
 
     Args:
         lanes: all are waited for at the same time.

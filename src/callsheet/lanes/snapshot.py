@@ -57,7 +57,7 @@ class Inbox:
         self._messages: deque[LaneMessage] = deque()
 
     def put(self, message: LaneMessage) -> None:
-        """Add a message. Any thread may call this."""
+        """Add a message. Any thread may call this method."""
         self._messages.append(message)
 
     def empty(self, ctx: Context) -> None:
@@ -82,7 +82,7 @@ class Inbox:
 
 
 class LaneControl:
-    """The `ctx.control` of a callback in a lane (another thread or process), through which it makes requests to the loop.
+    """The `ctx.control` of a callback in a lane (another thread or process), through which the callback makes requests to the loop.
 
     The requests are those of this rank alone, and take effect after the training thread has read them.
 
@@ -120,7 +120,7 @@ class LaneControl:
 
     @property
     def evaluate_requested(self) -> Request | None:
-        """The request for an evaluation after the current step, epoch or round; see `Control.evaluate_requested`."""
+        """The request for an evaluation that the loop will carry out; see `Control.evaluate_requested`."""
         return self._control.evaluate_requested
 
     @property
@@ -194,7 +194,9 @@ class LaneControl:
                 f"control.{request.what}(replicated=True) does not work in a lane, where ranks are at different steps; leave replicated out"
             )
         if not self._control.host:
-            self._control.supports(request)  # raise now if unsupported; in a host, the training thread logs this error instead
+            self._control.supports(
+                request
+            )  # raise an error if unsupported; in another framework's loop, the training thread logs it
         self.inbox.put(LaneMessage("ask", {"request": request}, self.by))
         self.request_boundary()
 
@@ -209,17 +211,17 @@ def control_of(values: Mapping[str, Any]) -> Control:
 
 
 class Snapshot(Context):
-    """A context that does not change. Values logged on it appear in the next record; its requests act after a later step.
+    """A context that does not change. Logged values become part of the next metrics record; requests act after a later step.
 
     Raises:
-        FieldNotAvailable: on reading a field that it does not hold; the message says how to get it.
+        FieldNotAvailable: on reading a field that the snapshot does not hold; the message says how to get the field.
     """
 
     __slots__ = ("_lane", "event")
 
     event: Event | None
     _lane: LaneControl
-    """The same object as `control`, typed as a `LaneControl`. Messages to the run go through it."""
+    """The same object as `control`, typed as a `LaneControl`. All messages to the run go through this object."""
 
     @classmethod
     def of_run(cls, control: LaneControl, event: Event | None, run: RunInfo | None) -> type[Snapshot]:
@@ -289,7 +291,7 @@ _SAME = frozenset({"control", "event", "run"})
 def snapshot_of(fields: Mapping[str, Any], control: LaneControl) -> Snapshot:
     """Return a snapshot with these values as its fields."""
     made = Snapshot.__new__(Snapshot)
-    made.control = control  # type: ignore[assignment]  # a LaneControl has only the part of the control that a lane may use
+    made.control = control  # type: ignore[assignment]  # a LaneControl has only the part of `Control` that a lane may use
     made._lane = control
     for name, value in fields.items():
         setattr(made, name, value)

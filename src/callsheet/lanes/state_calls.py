@@ -26,9 +26,9 @@ class StateCalls:
     def start(
         self, calls: Mapping[Registration, Callable[[], T]], deadline: Callable[[Registration], float]
     ) -> dict[Registration, Callable[[], T]]:
-        """Start the calls. Return for each callback a function that waits for its result, or raises what the call raised.
+        """Start the calls. Return for each callback a function that waits for the result of its call, or raises the call's error.
 
-        That function raises TimeoutError `deadline` seconds after the start, or at once if an earlier call for the callback has
+        The function raises TimeoutError `deadline` seconds after the start, or at once if an earlier call for the callback has
         still not returned.
         """
         waits: dict[Registration, Callable[[], T]] = {}
@@ -52,7 +52,7 @@ def _still_running() -> Any:
 
 
 class _Attempt(threading.Thread):
-    """One call, on a daemon thread. If the call hangs, a daemon thread does not keep the program alive."""
+    """One call on a daemon thread, which does not keep the program alive if the call hangs."""
 
     def __init__(self, label: str, call: Callable[[], Any]) -> None:
         super().__init__(name=f"callsheet-state-{label}", daemon=True)
@@ -74,8 +74,6 @@ class _Attempt(threading.Thread):
         """Return the result of the call, or raise the error of the call.
 
         Wait at most until `seconds` after `since`, then raise TimeoutError.
-
-        Raises the error of the call, or TimeoutError.
         """
         self.join(max(0.0, since + seconds - time.monotonic()))
         if self.is_alive():

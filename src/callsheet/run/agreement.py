@@ -1,4 +1,4 @@
-"""Agreement: if one rank makes a request, all ranks learn of it and carry it out at the same step, without waiting."""
+"""Agreement: if one rank makes a request, all ranks learn of the request and carry it out at the same step, without waiting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from callsheet.run.process_groups import Pending, ProcessGroups
 from callsheet.run.signals import SignalWatch
 
 PERIOD_SECONDS = 0.25
-"""About how many seconds pass between two messages. The value is converted to steps.
+"""About how many seconds pass between two messages to the other ranks. The value is converted to a number of steps.
 
 A longer time delays requests. A shorter one slows the steps: where the ranks compute on all cores, a message takes up to a
 millisecond.
@@ -90,7 +90,7 @@ class Agreement:
         self.look(step)
 
     def agree(self, step: int) -> None:
-        """Wait for the message that is being exchanged and for one more, so that all ranks know all requests.
+        """Wait for the message that is being exchanged and for one more message, so that all ranks know all requests.
 
         All ranks must call this at the same point.
         """
@@ -103,9 +103,7 @@ class Agreement:
         self.change_pace()
 
     def change_pace(self) -> None:
-        """Exchange a message at every step for now, because the next steps may be much slower than those that were measured.
-
-        This is for steps that may be much slower than those from which the interval was chosen.
+        """Exchange a message at every step for now, because the next steps may be much slower than the steps measured so far.
 
         All ranks must call this at the same point.
         """

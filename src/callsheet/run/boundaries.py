@@ -1,4 +1,4 @@
-"""Boundaries: the ends of steps, epochs and rounds, where requests are carried out.
+"""Boundaries: the ends of steps, epochs and rounds (groups of epochs), where the requests of callbacks are carried out.
 
 At a boundary, the ranks agree on requests, `on_log` is fired, evaluations run, and checkpoints are saved.
 """
@@ -32,7 +32,7 @@ _COUNTED_AT_RECORDS = frozenset({TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.SECON
 
 
 class Boundaries:
-    """Carries out what is due after a step, an epoch or a round: logging, evaluations, checkpoints and requests.
+    """Carries out what is due after a step, an epoch or a round (group of epochs): logging, evaluations, checkpoints and requests.
 
     Every decision is based on values that all ranks share, so all ranks decide the same. A rank may come to a boundary at which
     nothing is due; it then does nothing.
@@ -75,7 +75,7 @@ class Boundaries:
         ctx = self._ctx
         step, longest = ctx.state.timestamp.batch, ctx.state.max_duration
         self._next_due = 0
-        if self._evaluation.due(ctx, is_over=False):  # this evaluation was due when the run ended, so it follows the first step
+        if self._evaluation.due(ctx, is_over=False):  # an evaluation left from before a resume runs after the first step
             return step + 1
         if self._checkpoints.is_writing and self._is_alone:  # with several ranks, `Agreement` checks whether the save is durable
             return step + 1
@@ -124,7 +124,7 @@ class Boundaries:
         logs = records.are_due(ctx)
         if logs or boundary != "step" or self.is_over or self._due():
             records.tally.update_timestamp(ctx.state)
-        if self.is_over:  # this record may be the last, so it must include what callbacks in other threads are logging
+        if self.is_over:  # the next record may be the last, so wait for values that callbacks in other threads are logging
             self._manager.flush_lanes(ctx)
         if logs or self.is_over or self._due():  # call `_due` again, because the updated counts may have reached `max_duration`
             records.fire_log(ctx)
@@ -132,7 +132,7 @@ class Boundaries:
         return self._end(boundary)
 
     def finish_undone(self, boundary: str) -> bool:
-        """After a resume, run the evaluation that was still due when the checkpoint was saved, and save what is due after it.
+        """After a resume, run the evaluation that was still due when the checkpoint was saved, then save a checkpoint if one is due.
 
         Do nothing if the evaluation belongs to the end of another `boundary`, which is `step`, `epoch` or `round`.
 
@@ -154,10 +154,10 @@ class Boundaries:
         self.fire_checkpoint_due(boundary)
         if boundary == "step" and ctx.step >= self._manager.next_step:
             self._manager.between_steps(ctx.step)
-        return is_over  # if the handlers above requested a stop, it takes effect at the end of the next step or epoch
+        return is_over  # a stop that was requested at `on_checkpoint_due` takes effect at the next boundary
 
     def leave_evaluation(self) -> bool:
-        """Carry out what handlers requested during an evaluation that the loop has run between two epochs.
+        """Carry out the requests that handlers have made during an evaluation between two epochs.
 
         Return whether training is over after that. This is a collective.
         """
@@ -169,7 +169,7 @@ class Boundaries:
         return is_over
 
     def fire_checkpoint_due(self, boundary: str) -> None:
-        """Fire `on_checkpoint_due`, at which callbacks request checkpoints, and save one if it was requested."""
+        """Fire `on_checkpoint_due`, at which callbacks request checkpoints, and save a checkpoint if one was requested."""
         if self._manager.has_listeners.on_checkpoint_due:
             self._ctx.boundary = boundary
             self._manager.fire(Event.CHECKPOINT_DUE, self._ctx)
@@ -196,7 +196,7 @@ class Boundaries:
         finish_deletions()
 
     def begin(self) -> None:
-        """Begin training. If a callback had stopped the run before its resume, stop again, unless settings have changed.
+        """Begin training. If a callback stopped the run before it was resumed, stop the run again, unless settings have changed.
 
         Raises:
             CheckpointError: callbacks request regular checkpoints, and they cannot be written.
@@ -221,7 +221,7 @@ class Boundaries:
             )
 
     def conclude(self) -> None:
-        """After training, set the run's outcome, unless a signal has already set it."""
+        """After training, set the run's outcome, unless a preemption signal has already set the outcome."""
         if self.is_preempted:
             return
         stop = self._checkpoints.stopped_by = self._ctx.control.stop_requested
@@ -230,13 +230,13 @@ class Boundaries:
             self._lifetime.reasons[Outcome.STOPPED] = stop_reason(stop)
 
     def evaluate(self, loaders: Mapping[str, Any], *, standalone: bool) -> dict[str, dict[str, float]]:
-        """Evaluate the datasets in `loaders`, and fire `on_log` with what was logged during the evaluation."""
+        """Evaluate the datasets in `loaders`, and fire `on_log` with the values that were logged during the evaluation."""
         results = self._evaluation.evaluate(loaders, standalone=standalone)
         self._records.fire_evaluation(self._ctx, self._evaluation.take())
         return results
 
     def save(self, requests: tuple[Request, ...] = (), path: str | None = None, *, waits: bool = False) -> CheckpointInfo | None:
-        """Save a checkpoint for these requests. An empty tuple means that the user called `Trainer.save_checkpoint`.
+        """Save a checkpoint for these requests. If there are no requests, the user has called `Trainer.save_checkpoint`.
 
         Return None if another framework's loop saves the checkpoint later.
         """
@@ -247,7 +247,7 @@ class Boundaries:
     def _is_unread(self) -> bool:
         """Return whether no callback reads the metrics record that is due now, so that it need not be made.
 
-        It is not skipped if a request is pending, a checkpoint is being written, or training is over.
+        The record is not skipped if a request is pending, a checkpoint is being written, or training is over.
         """
         return not (self._records.are_read or self._ctx.control.pending or self._checkpoints.is_writing or self.is_over)
 
@@ -264,7 +264,7 @@ class Boundaries:
         return self._evaluation.due(ctx, is_over)
 
     def _plan(self, boundary: str) -> bool:
-        """Record which evaluations are due, so that checkpoints contain this until the evaluations are done.
+        """Store which evaluations are due in a `DueEvaluation`, which checkpoints contain until the evaluations are done.
 
         Return whether to run the evaluations now.
         """
@@ -288,7 +288,7 @@ class Boundaries:
         undone = self._evaluation.undone
         assert undone is not None
         self.evaluate({name: self._evaluation.loaders[name] for name in undone.names}, standalone=False)
-        # If a signal has ended the evaluation early, it is not done: a resumed run repeats it.
+        # If a preemption signal has ended the evaluation early, do not record it as done, so that a resumed run repeats it.
         if self._agreement.signal is None or not self._evaluation.ends_at_signal:
             self._evaluation.done(self._ctx, undone.names)
 
@@ -298,12 +298,12 @@ class Boundaries:
         self.save(requests, waits=self.is_preempted)
 
     def _preempt(self) -> None:
-        """If a signal came, fire `on_preempt` once and request a checkpoint."""
+        """If a preemption signal has arrived, fire `on_preempt` once and request a checkpoint."""
         received = self._agreement.signal
         if received is None or self.is_preempted:
             return
         self.is_preempted = True
-        self._manager.limit_lane_waits(self._agreement.seconds_left)  # the launcher kills all ranks, also those without a signal
+        self._manager.limit_lane_waits(self._agreement.seconds_left)  # the launcher also kills ranks that received no signal
         is_ctrl_c = received is signal.SIGINT
         outcome = self._lifetime.outcome = Outcome.INTERRUPTED if is_ctrl_c else Outcome.PREEMPTED
         self._lifetime.reasons[outcome] = f"signal {received.name}{' (Ctrl-C)' if is_ctrl_c else ''}"

@@ -1,4 +1,4 @@
-"""Save and load the run's checkpoints, fire their events, and choose the checkpoint to resume from."""
+"""Save and load the run's checkpoints, fire the events for checkpoints, and choose the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ _OPTIMIZER_STATE = re.compile(r"optimizer\.state\.state\.(\d+)\.")
 
 
 class Typed:
-    """Saves and loads the state of an optimizer or scheduler, and checks that the same class loads it.
+    """Saves and loads the state of an optimizer or scheduler, and checks that the class that loads a state has also saved it.
 
-    Without the name, the state of another class would be loaded, and an error would appear only later.
+    Without this check, the state of another class would be loaded, and an error would appear only later.
 
     Args:
         part: the optimizer or scheduler.
@@ -128,11 +128,11 @@ class Checkpoints:
         grace: float,
     ) -> None:
         self.shared: dict[str, Stateful] = {}
-        """The parts of a checkpoint that are the same on all ranks, or sharded over them. They are loaded in this order."""
+        """The parts of a checkpoint that are the same on all ranks, or sharded over the ranks. They are loaded in this order."""
         self.local: dict[str, Stateful] = {}
-        """The parts of a checkpoint that each rank has for itself. They are loaded after the shared parts."""
+        """The parts of a checkpoint that belong to one rank, such as its random states. They are loaded after the shared parts."""
         self.optional: set[str] = set()
-        """The names of parts that keep their state if the checkpoint does not hold one: earlier versions did not save them."""
+        """The names of parts that keep their state if a checkpoint does not contain them, because an earlier version has saved it."""
         self.begun = 0
         """How many background saves this rank has begun."""
         self.stopped_by: Request | None = None
@@ -153,7 +153,7 @@ class Checkpoints:
         self._stop: Mapping[str, Any] | None = None  # the stop request in the checkpoint from which `resume="auto"` continued
         self._abandoned: list[str] = []  # unfinished checkpoints of earlier processes, kept until this run has written one
         self._prepare_at = sys.maxsize if self._writer is None else 0  # the step at which to try to allocate the writer's buffers
-        self._prepare_again = 1  # after this many steps, the attempt is repeated; the number doubles each time
+        self._prepare_again = 1  # after this many steps, the allocation is tried again; the number doubles each time
         self._tensors: dict[str, Tensor] | None = None  # the model's tensors, while a checkpoint is loaded
 
     @property
@@ -238,8 +238,7 @@ class Checkpoints:
             check_owner = partial(self._guard.check, acquires=path is None)
             parameters = frozenset(name for name, _ in ctx.model.named_parameters(remove_duplicate=False))
             is_good = partial(_is_good, parameters, self._prefixes_of_weights())
-            # If a checkpoint exists at this path, it was written before a resume and is obsolete. With `overwrite`, it is removed
-            # once the new one is committed.
+            # A checkpoint that exists at this path is from before a resume. `overwrite` removes it once the new one is committed.
             if self._writer is None or waits:
                 seal = write_checkpoint(
                     info.path,
@@ -299,7 +298,7 @@ class Checkpoints:
         return [callback for callback in map(inner, self._manager.callbacks) if callback.weights_in_state]
 
     def _prefixes_of_weights(self) -> tuple[str, ...]:
-        """Return the prefixes of the names of weights in a checkpoint: the model's, and those of callbacks that save weights."""
+        """Return the prefixes of the names of weights in a checkpoint: of the model's weights, and of weights that callbacks save."""
         others = [f"callbacks.callbacks.{label_of(each)}.{each.weights_in_state}." for each in self._callbacks_with_weights()]
         return ("model.", *others)
 
@@ -320,7 +319,7 @@ class Checkpoints:
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the background save is durable on all ranks, and publish it.
+        """Wait until the background save is durable on all ranks, and fire `on_checkpoint_published`.
 
         Raises:
             CheckpointError: the save failed, on any rank.
@@ -338,7 +337,7 @@ class Checkpoints:
             self._writer.close()
 
     def _fire_published(self, info: CheckpointInfo) -> None:
-        self._guard.check()  # handlers may delete checkpoints in the folder, so raise first if another run has taken it over
+        self._guard.check()  # handlers may delete checkpoints, so raise an error first if another run has taken over the folder
         self._guard.mark()
         is_in_folder = info.path.rpartition("/")[0] == self.folder
         if not info.is_finite:
@@ -383,9 +382,9 @@ class Checkpoints:
         ctx.close("on_checkpoint_load_end")
 
     def _restore_newest(self, candidates: list[str]) -> CheckpointInfo | None:
-        """Restore the first of `candidates` that is valid on all ranks, and log why the candidates before it are not.
+        """Restore the first checkpoint of `candidates` that is valid on all ranks. Log why the checkpoints before it are not valid.
 
-        Raise CheckpointError if none is valid.
+        Raise CheckpointError if there are candidates and none of them is valid.
         """
         rejected: list[str] = []
         for path in candidates:
@@ -427,18 +426,18 @@ class Checkpoints:
     def _stop_conditions(self, by: str) -> dict[str, str]:
         """Return the settings that decide whether a resumed run may continue after the callback `by` has stopped it.
 
-        Training continues only if at least one of them has changed.
+        Training continues only if at least one of these settings has changed.
         """
         made = [
-            # Include the signature, because it has the defaults, which a user may change in the class.
+            # Include the signature, because it contains the default values, which a user may change in the class.
             (type(each).__qualname__, str(inspect.signature(type(each).__init__)), each._arguments)
             for each in self._manager.callbacks
             if label_of(each) == by
         ]
         return {
             "max_duration": str(self._ctx.state.max_duration),
-            # Save only a digest, because settings may hold secrets. Remove the addresses of objects first, because they differ
-            # between processes.
+            # Save only a digest, because settings may contain secrets.
+            # Remove the addresses of objects from the text, because addresses differ between processes.
             "settings": hashlib.blake2s(re.sub(r" at 0x[0-9a-f]+", "", repr(made)).encode(), digest_size=8).hexdigest(),
         }
 
@@ -532,7 +531,7 @@ class Checkpoints:
                 ) from error
 
     def _plain(self, user_state: dict[str, Any]) -> dict[str, Any]:
-        """Return the entries of `user_state` that a checkpoint can hold. Warn once about each entry that it cannot hold."""
+        """Return the entries of `user_state` that a checkpoint can hold. Warn once about each other entry."""
         plain: dict[str, Any] = {}
         for name, value in user_state.items():
             try:

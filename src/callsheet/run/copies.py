@@ -1,7 +1,7 @@
-"""Adds hooks and attributes to the user's objects such that copies of the objects do not contain them.
+"""Adds hooks and attributes to the user's objects in such a way that copies of the objects do not contain these additions.
 
 Hosts and callbacks register hooks on the model, and hosts replace some methods of other objects. A copy or pickle of such an
-object, as made by `torch.save(model)` or `copy.deepcopy(model)`, must not contain these. So a function is registered for the
+object, as made by `torch.save(model)` or `copy.deepcopy(model)`, must not contain these additions. So a function is registered for the
 object's class that `copy` and `pickle` call; it takes the additions out of the object while its state is read. The object itself
 keeps its class, its attributes and the containers of its hooks, because a script may copy or trace these in its own way.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 _ABSENT: Any = object()
 _BEFORE = "_callsheet_before"
-"""The attribute of a function that replaces another: the value that the replaced attribute had before, or `_ABSENT`."""
+"""The name of the attribute in which a replacing function stores the value that it has replaced (`_ABSENT` if there was none)."""
 
 _reducers: dict[type, Any] = copyreg.dispatch_table
 _deepcopiers: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
@@ -42,7 +42,7 @@ def without_additions(*things: Any) -> Iterator[None]:
         yield
     finally:
         for attributes, name, value, without in changed:
-            if attributes.get(name, _ABSENT) is without:  # if something else has set the attribute meanwhile, leave it as it is
+            if attributes.get(name, _ABSENT) is without:  # if other code has set the attribute meanwhile, keep the new value
                 attributes[name] = value
 
 
@@ -65,7 +65,7 @@ def _set(attributes: dict[str, Any], name: str, value: Any) -> None:
 class _Reducer:
     """Reduces the objects of a class for `copy` and `pickle`, without the hooks and attributes that callsheet added.
 
-    It is in `copyreg.dispatch_table` as long as an object of the class has additions. A class that defines `__deepcopy__` has an entry
+    The reducer is in `copyreg.dispatch_table` as long as an object of the class has additions. A class that defines `__deepcopy__` has an entry
     in the table of `copy.deepcopy` too, which would otherwise call that method on the object as it is.
     """
 
@@ -79,7 +79,7 @@ class _Reducer:
 
     def __call__(self, thing: Any) -> Any:
         with without_additions(thing):
-            # Protocol 2 is the lowest one that `copy`, `pickle` and `torch.save` use, and its result is valid in the higher ones.
+            # Protocol 2 is the lowest one that `copy`, `pickle` and `torch.save` use, and its result is valid in higher protocols.
             made = self._before(thing) if self._before is not None else thing.__reduce_ex__(2)
             return _detached(made, vars(thing))
 
@@ -151,8 +151,8 @@ def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
         if now is value:
             _set(attributes, name, before)
             return
-        # If another library has replaced the attribute since, leave its value in place, because it may still call our function.
-        # If a later replacement of ours is in place, make it restore what was there before this one.
+        # If another library has replaced the attribute since, leave the new value in place, because it may still call our function.
+        # If a later replacement by callsheet is in place, make it restore the value from before this replacement.
         while isinstance(now, FunctionType) and _BEFORE in vars(now):
             if vars(now)[_BEFORE] is value:
                 setattr(now, _BEFORE, before)

@@ -10,7 +10,7 @@ def publish_costs(manager: CallbackManager, ctx: Context, *, is_last: bool = Fal
     """Send the time of the callbacks and the latest timeline to the loggers, if this is due. Called after each metrics record.
 
     Args:
-        manager: the manager that has measured them.
+        manager: the manager that has measured the times.
         ctx: the context of the training loop.
         is_last: whether the run ends; the costs are then sent even if they are not due.
     """

@@ -31,7 +31,7 @@ class Lifetime:
     `on_exception`, ends the run, and is raised unchanged.
 
     Raises:
-        RunEndedError: on entering it after the run has ended.
+        RunEndedError: on entering the block after the run has ended.
     """
 
     def __init__(self, manager: CallbackManager, ctx: Context) -> None:
@@ -129,7 +129,7 @@ class Lifetime:
             return
         span, ctx = take_noted_span(error) or ("run", self._ctx)
         ctx.exception, ctx.span = error, span
-        if isinstance(error, RunLockLostError):  # only rank 0 holds the lock; the other ranks learn here that it is lost
+        if isinstance(error, RunLockLostError):  # only rank 0 holds the lock; other ranks learn from this error that it is lost
             ctx.run.has_lost_folder = True
         outcome = Outcome.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Outcome.FAILED
         if outcome is Outcome.FAILED:
@@ -144,7 +144,7 @@ class Lifetime:
         ctx.close_all()
 
     def _log_early_end(self, outcome: Outcome) -> None:
-        """Log why training ended early, unless a callback shows it or this process has not trained."""
+        """Log why training ended early, unless a callback shows the reason or this process has not trained."""
         run, state = self._ctx.run, self._ctx.state
         is_shown = any(inner(each).shows_outcome for each in self._manager.callbacks)
         has_trained = state.timestamp.batch > state.baseline.batch

@@ -47,5 +47,5 @@ class LogRanks:
             handler.removeFilter(self._is_error)
         self._handlers = []
 
-    def _is_error(self, record: logging.LogRecord) -> bool:  # each run has its own bound method, so `end` removes only its filter
+    def _is_error(self, record: logging.LogRecord) -> bool:  # a bound method of this object, so `end` removes only this filter
         return record.levelno >= logging.ERROR

@@ -21,8 +21,8 @@ from callsheet.errors import ConfigError
 OVER: tuple[Over, ...] = get_args(Over)
 ACROSS: tuple[Across, ...] = get_args(Across)
 
-_FOLD = 256  # whenever there are this many values, sum them, because a loop that never makes a record would fill the memory
-_CUDA_GRAPHS = "torch._inductor.cudagraph_trees"  # torch imports this module when it records the first CUDA graph
+_FOLD = 256  # sum the values of a name when there are this many, because a loop that never makes a record would fill the memory
+_CUDA_GRAPHS = "torch._inductor.cudagraph_trees"  # the module that torch imports when it records the first CUDA graph
 
 
 Schema = dict[str, tuple[Over, Across]]
@@ -131,7 +131,7 @@ class MetricLog:
             series.add(value, weight)
 
     def series(self, names: Names, over: Over, across: Across) -> Series:
-        """Return the series of a metric, so that a loop can add to it at every step without looking up the name.
+        """Return the series of a metric, so that a loop can add a value to the series at every step without looking up the name.
 
         Args:
             names: one name, or a tuple of names for a one-dimensional tensor with a number for each.
@@ -145,7 +145,7 @@ class MetricLog:
         if series is None:
             one_of("over", over, OVER)
             one_of("across", across, ACROSS)
-            if names in self._how:  # this name was logged in one tensor with others so far: give it a series of its own
+            if names in self._how:  # this name was logged in one tensor with others so far: split that tensor's series
                 self._split(next(key for key in self._series if isinstance(key, tuple) and names in key))
                 return self.series(names, over, across)
             self._how |= dict.fromkeys((names,) if isinstance(names, str) else names, (over, across))
@@ -161,7 +161,7 @@ class MetricLog:
     def _log_vector(self, names: tuple[str, ...], vector: Any, over: Over, across: Across, weight: Any) -> None:
         if names in self._series or self._how.keys().isdisjoint(names):
             self.series(names, over, across).add(vector, weight)
-        else:  # some names were logged alone, or in another tensor, so log each value by itself
+        else:  # some names were logged alone, or in another tensor, so log each value separately
             for name, value in zip(names, vector.unbind(), strict=True):
                 self.series(name, over, across).add(value, weight)
 
@@ -197,7 +197,7 @@ class MetricLog:
             ConfigError: ranks logged one name in different ways.
         """
         keys = [key for key, series in self._series.items() if series.values]
-        numbers = [number for key in keys for number in self._series[key].result()]  # total, weight, total, weight, and so on
+        numbers = [number for key in keys for number in self._series[key].result()]  # alternately a total and its weight
         self.clear()
         _fetch(numbers)
         totals: dict[str, tuple[float, float]] = {}
@@ -269,9 +269,9 @@ _BY_MAX = ("max", "same")
 
 
 def _sum_slots(total: tuple[float, float] | None, across: Across) -> tuple[float, float]:
-    """Return what this rank contributes to two sums over the ranks: that of a metric's values, and that of their weights.
+    """Return what this rank contributes to two sums over the ranks: the sum of a metric's values, and the sum of the weights.
 
-    With `across="sum"`, the contribution is the mean of the rank's own values.
+    With `across="sum"`, the contribution is the mean of this rank's values.
     """
     if total is None or not total[1]:
         return 0.0, 0.0
@@ -279,7 +279,7 @@ def _sum_slots(total: tuple[float, float] | None, across: Across) -> tuple[float
 
 
 def _max_slots(total: tuple[float, float] | None) -> tuple[float, float]:
-    """Return what this rank contributes to the maximum of a metric over all ranks: its value, and a code (0: no value, 1: a number, 2: NaN).
+    """Return what this rank contributes to the maximum of a metric over all ranks: a value, and a code (0: no value, 1: a number, 2: NaN).
 
     The code is needed because a maximum would lose a NaN.
     """
@@ -299,7 +299,7 @@ def _digest(schema: Schema) -> int:
 
 
 def _merged(known: Schema, schemas: Sequence[Schema]) -> Schema:
-    """Return all metric names with their options: first the known names, then the new ones in the order of ranks."""
+    """Return all metric names with their options: first the known names, then the new names in the order of ranks."""
     merged, first = dict(known), dict[str, int]()
     for rank, schema in enumerate(schemas):
         for name, how in schema.items():
@@ -333,7 +333,7 @@ def scalar(name: str, value: Any) -> Any:
             raise ConfigError(
                 f"the metric {name!r} is a tensor of shape {tuple(value.shape)}, not a scalar; log its mean, or what you mean"
             )
-        return lasting(value)  # detach a tensor, or it may keep its autograd graph in memory until the record is made
+        return lasting(value)  # detach the tensor, because it could keep its autograd graph in memory until the record is made
     try:
         if isinstance(value, str):
             raise TypeError

@@ -1,6 +1,6 @@
 """Protocols for the evaluation and the checkpoints of a run: the methods that `Boundaries` calls.
 
-They are implemented by the Trainer, and by hosts, which pass requests on to their framework.
+The Trainer implements these protocols, and so do hosts, which pass requests on to their framework.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from callsheet.core.time import Interval
 
 @dataclass
 class DueEvaluation:
-    """An evaluation that is due at the end of a step, epoch or round, after `step`, and not done yet.
+    """An evaluation that is due at the end of a step, epoch or round, and that has not been done yet.
 
-    `boundary` is `"step"`, `"epoch"` or `"round"`; `names` are the names of the datasets.
+    `step` is the number of the last step; `boundary` is `"step"`, `"epoch"` or `"round"`; `names` are the names of the datasets.
 
     `is_checkpoint_due_fired` is True once `on_checkpoint_due` has been fired before this evaluation. Checkpoints store these
     fields under their names.
@@ -32,12 +32,12 @@ class DueEvaluation:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
-        """Return the evaluation that a checkpoint stores. Earlier versions of callsheet named the last field `is_told`."""
+        """Return the `DueEvaluation` that a checkpoint stores. Earlier versions of callsheet named the last field `is_told`."""
         return cls(**{("is_checkpoint_due_fired" if name == "is_told" else name): value for name, value in state.items()})
 
 
 class EvaluationSchedule(Protocol):
-    """How often one dataset is evaluated. `every` is None if it is evaluated only on request."""
+    """How often one dataset is evaluated. `every` is None if the dataset is evaluated only on request."""
 
     every: Interval | None
 
@@ -53,11 +53,11 @@ class EvaluationPart(Protocol):
 
     @property
     def is_resumed(self) -> bool:
-        """Whether checkpoints contain an evaluation that is due but not done, so that a resumed run carries it out."""
+        """Whether checkpoints store an evaluation that is due but not done, so that a resumed run carries out this evaluation."""
 
     @property
     def ends_at_signal(self) -> bool:
-        """Whether a preemption signal ends a running evaluation early. A resumed run then repeats it."""
+        """Whether a preemption signal ends a running evaluation early. A resumed run then repeats the evaluation."""
 
     @property
     def loaders(self) -> Mapping[str, Any]:
@@ -71,7 +71,7 @@ class EvaluationPart(Protocol):
         """Return the names of the datasets that are due for evaluation now."""
 
     def evaluate(self, loaders: Mapping[str, Any], *, standalone: bool) -> dict[str, dict[str, float]]:
-        """Evaluate these dataloaders, and return the losses and metrics by dataset name."""
+        """Evaluate the model on these dataloaders, and return the losses and metrics by dataset name."""
 
     def take(self) -> dict[str, float]:
         """Return the values that were logged during the evaluation."""
@@ -87,7 +87,7 @@ class Stateful(Protocol):
         """Return the state, as plain data and tensors."""
 
     def load_state_dict(self, state: Any, /) -> Any:
-        """Load what `state_dict` returned."""
+        """Load the state that `state_dict` returned."""
 
 
 class CheckpointsPart(Protocol):
@@ -119,7 +119,7 @@ class CheckpointsPart(Protocol):
         val_losses: Mapping[str, float],
         waits: bool,
     ) -> CheckpointInfo | None:
-        """Save a checkpoint for these requests. Without requests, the user called `Trainer.save_checkpoint`.
+        """Save a checkpoint for these requests. If there are no requests, the user has called `Trainer.save_checkpoint`.
 
         Return None if another framework's loop saves the checkpoint later.
         """
@@ -140,14 +140,14 @@ class CheckpointsPart(Protocol):
         """After training step `step`, allocate the buffers that the first background save needs."""
 
     def publish(self, durable: int) -> None:
-        """Fire `on_checkpoint_published` for the background save, if every rank has finished it.
+        """Fire `on_checkpoint_published` for the background save, if every rank has finished this save.
 
         Args:
             durable: the number of background saves that every rank has finished so far.
         """
 
     def finish(self) -> None:
-        """Wait until the background save is complete, and publish it."""
+        """Wait until the background save is complete, and fire `on_checkpoint_published`."""
 
     def earlier_stop(self) -> Request | None:
         """Return the request that stopped the run before it was resumed, or None if training may continue."""

@@ -40,7 +40,7 @@ class LateAfterSignal(DistributedError):
 
 
 class HostGaveUp(DistributedError):
-    """Another rank left the run, because its host could not follow the framework's loop. That rank trains on without callsheet."""
+    """Another rank left the run, because its host could not follow the framework's loop. On that rank, training continues without callsheet."""
 
 
 class Pending:
@@ -53,14 +53,14 @@ class Pending:
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait` would return at once. This never waits."""
+        """Whether `wait` would return at once, because the reduction is complete."""
         # FakeWork, which torch's fake backend for tests returns, never reports that it is completed.
         return self._work is None or bool(self._work.is_completed()) or type(self._work).__name__ == "FakeWork"
 
     def wait(self, deadline: Callable[[], float] | None = None) -> list[float]:
-        """Wait for the result and return it.
+        """Wait for the result of the reduction and return the result.
 
-        `deadline()` returns a time of `time.monotonic()`; it may become earlier while this waits.
+        `deadline()` returns a time of `time.monotonic()`; this time may become earlier while this method waits.
 
         Raises:
             LateAfterSignal: the deadline has passed.
@@ -78,7 +78,7 @@ class Pending:
                 try:
                     work.wait()
                 finally:
-                    del work  # as long as this object exists, it keeps the group's connections open
+                    del work  # as long as the `Work` object exists, it keeps the group's connections open
         reduced: list[float] = self._payload.tolist()
         return reduced
 
@@ -113,7 +113,7 @@ class ProcessGroups:
         self.saving: Any = None
         """The gloo group over which the ranks save checkpoints; None if there is one rank."""
         self.at_step: Callable[[], int] = lambda: 0
-        """A function that returns the current step, for error messages. The Trainer or a host sets it."""
+        """A function that returns the current step, for error messages. The Trainer or a host sets this attribute."""
         self._is_ours = False  # whether this object made the program's process group
         self._answer_seconds = min(ANSWER_SECONDS, timeout / 4)
         self._presence: _Presence | None = None
@@ -140,12 +140,12 @@ class ProcessGroups:
         mine = (os.urandom(8).hex(), socket.gethostname())
         each = [mine] * self.size if is_fake else self.gather(mine)
         self._machines = [machine for _, machine in each]
-        run_id = each[0][0]  # the id that rank 0 has drawn
+        run_id = each[0][0]  # the random id that rank 0 has generated
         self._notes = _Notes(f"callsheet/{run_id}", self.rank, self._answer_seconds)
         self._presence = _Presence(self._notes, min(LOOK_SECONDS, self._answer_seconds / 4))
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Return the sums over the ranks, element by element. They are the same on all ranks, bit by bit."""
+        """Return the sums over the ranks, element by element. The sums are the same on all ranks, bit by bit."""
         return self._begin(values, distributed.ReduceOp.SUM).wait()
 
     def max(self, values: Sequence[float]) -> list[float]:
@@ -171,7 +171,7 @@ class ProcessGroups:
         return values
 
     def of_rank_zero(self, value: Any) -> Any:
-        """Return the `value` of rank 0 on all ranks. It is sent as a pickle."""
+        """Return the `value` of rank 0 on all ranks. The value is sent as a pickle."""
         if self.size == 1:
             return value
         values = [value]
@@ -180,7 +180,7 @@ class ProcessGroups:
         return values[0]
 
     def say(self, step: int, error: BaseException) -> None:
-        """Write to the rendezvous store why this rank ends the run, so that the other ranks can report it.
+        """Write to the rendezvous store why this rank ends the run, so that the other ranks can report the reason.
 
         After a `HostError`, the framework's training continues on this rank. The other ranks' collectives then raise `HostGaveUp`.
         """
@@ -191,9 +191,9 @@ class ProcessGroups:
             self._notes.leave(kind, f"at step {step}: {type(cause).__name__}: {first}")
 
     def lost(self, error: BaseException, what: str = "") -> DistributedError:
-        """Return the error to raise after a collective has failed with `error`. It names the ranks at fault.
+        """Return the error to raise after a collective has failed with `error`. Its message names the ranks at fault.
 
-        It is a `HostGaveUp` if a rank has left the run because its host could not follow the framework's loop. Otherwise, `what`
+        The error is a `HostGaveUp` if a rank has left the run because its host could not follow the framework's loop. Otherwise, `what`
         says in its message which operation failed.
         """
         traceback.clear_frames(error.__traceback__)  # the variables of the frames would keep the failed group's connections open
@@ -272,7 +272,7 @@ class ProcessGroups:
         return named_ranks(ranks, self._machines)
 
     def close(self) -> None:
-        """Destroy the groups that this object made. This may be called twice, and is not a collective."""
+        """Destroy the groups that this object made. This method may be called twice, and is not a collective."""
         if self._presence is not None:
             self._presence.end()
             self._presence = None
@@ -289,7 +289,7 @@ class ProcessGroups:
 
     @contextlib.contextmanager
     def _collective(self, what: str) -> Iterator[None]:
-        """While the `with` block runs, convert the error of a failed collective to one that names the missing rank."""
+        """While the `with` block runs, convert the error of a failed collective to an error that names the missing rank."""
         try:
             yield
         except RuntimeError as error:
@@ -316,7 +316,7 @@ class _Notes:
     def __init__(self, prefix: str, rank: int, seconds: float) -> None:
         self._prefix, self._rank, self._seconds = prefix, rank, seconds
         self.is_silent = not prefix
-        """Whether the store has failed to answer before, so that it is not asked again."""
+        """Whether the store has failed to answer an earlier call, so that no further call is made."""
         self._has_left = False
         self._kinds: set[str] = set()
 
@@ -336,7 +336,7 @@ class _Notes:
             raise
 
     def leave(self, kind: str, word: str) -> None:
-        """Write to the rendezvous store why this rank ends. Only the first call has an effect, as it is closest to the cause.
+        """Write to the rendezvous store why this rank ends. Only the first call has an effect, because it is closest to the cause.
 
         Errors of the store are ignored: this rank is ending in any case, and must report its own error.
         """
@@ -384,7 +384,7 @@ class _Notes:
 
 
 class _Presence:
-    """A thread that answers other ranks that this rank still runs. They ask after a collective has failed.
+    """A thread that tells other ranks that this rank still runs, if they ask after a collective has failed.
 
     A thread is needed because the main thread may be blocked then.
     """
@@ -405,7 +405,7 @@ class _Presence:
 
     def end(self) -> None:
         self._is_over.set()
-        if not self._notes.is_silent:  # if the store no longer answers, the thread may be blocked for ever, so do not wait
+        if not self._notes.is_silent:  # if the store no longer answers, the thread may be blocked for ever, so do not wait for it
             self._thread.join(LOOK_SECONDS)
 
 

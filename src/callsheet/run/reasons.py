@@ -13,12 +13,12 @@ _URL = re.compile(r"\b(https?://)(?:[^\s/@'\"]*@)?([^\s/?#'\"<>]+)[^\s'\"<>)]*")
 _LOGIN = re.compile(r"(\b\w+://)[^\s/@'\"]+@")
 _SECRET = re.compile(
     r"(?i)\b([\w-]*(?:password|passwd|passphrase|secret|token(?!iz)|(?:api|access|private)[_-]?key|credential|authorization)[\w-]*|pwd?)"
-    r"([\"']?[^\S\n]*[=:][^\S\n]*)(?:bearer\s+|basic\s+)?[^\s,;)]+"  # name, sign and secret must be on one line
+    r"([\"']?[^\S\n]*[=:][^\S\n]*)(?:bearer\s+|basic\s+)?[^\s,;)]+"  # the name, the sign `=` or `:`, and the secret must be on one line
 )
 _KEY_BLOCK = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
 
 _OF_TEXT = re.compile(r"(?i)tokens(_per_\w+)?$|(?:pad|eos|bos|unk|mask|cls|sep)_token$|token_ids?$")
-"""Names of options about the tokens of a text."""
+"""Names of options about the tokens of a text, such as `pad_token`, which are not credentials."""
 
 _TOKEN = re.compile(r"\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|pk-|xox[abeprs]-|AKIA|ASIA|AIza|eyJ)[\w.-]{12,}")
 
@@ -35,7 +35,7 @@ def one_line(text: str, *, at_most: int = _LONGEST) -> str:
 
 
 def without_credentials(text: str) -> str:
-    """Return `text` with `...` in place of what looks like a credential.
+    """Return `text` with `...` in place of each part that looks like a credential.
 
     The removed text is a private key in PEM form, the login in a URL, the value after a name such as `token=`, and any word with the
     prefix of a well-known kind of token.
@@ -46,13 +46,13 @@ def without_credentials(text: str) -> str:
 def is_secret(name: str) -> bool:
     """Return whether an option or a field of this name holds a credential, such as `api_key`.
 
-    A number of tokens, such as `max_new_tokens`, is none, and neither is the id of a special token.
+    A number of tokens, such as `max_new_tokens`, is not a credential, and neither is the id of a special token.
     """
     return not _OF_TEXT.search(name) and without_credentials(f"{name}=x").endswith("=...")
 
 
 def without_secrets(values: Any) -> Any:
-    """Return settings with `...` in place of credentials, both values whose key is a name such as `api_key` and parts of texts.
+    """Return settings with `...` in place of credentials: values with a key such as `api_key`, and credentials inside texts.
 
     Mappings, lists and tuples become new dicts and lists; everything else that is no text stays as it is.
     """

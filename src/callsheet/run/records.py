@@ -1,4 +1,4 @@
-"""Metrics records: every few steps, `on_log` receives what was logged since the last record."""
+"""Metrics records: every few steps, `on_log` receives the values that were logged since the last record."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Records:
         self.metrics = MetricLog(world if world.size > 1 else None)
         self.train_loss = self.metrics.series("train/loss", "mean", "mean")
         """The losses of the steps since the last record."""
-        self._others: dict[str, Series] = {}  # the series of the other losses, by name
+        self._others: dict[str, Series] = {}  # the series of the losses other than `train/loss`, by name
         self.tally = Tally(world)
         self.learning_rate: Any = None
-        """The learning rate of the last step. None if it has not been set since the last record was discarded."""
+        """The learning rate of the last step. None if no step has set it since the last record was discarded."""
         self.last_loss: Tensor | None = None
         """The mean loss of the last step on this rank. The loss of the step is the mean of this value over the ranks."""
         self.every = every
@@ -38,14 +38,14 @@ class Records:
         self._device = device
         self._world = world
         self._process: Any = None
-        if device.type != "cuda":  # each run has its own `Process`: after a fork, an earlier one describes the parent process
+        if device.type != "cuda":  # make a new `Process` for each run, because after a fork an older one describes the parent
             self._process = load("psutil", extra="train", wanted_by="Trainer").Process()
         self._passed = 0  # the number of log intervals that had passed when the last record was made
         self._recorded_step = 0  # the step of the last record
 
     @property
     def are_read(self) -> bool:
-        """Whether any callback listens to `on_log`, on any rank."""
+        """Whether a callback may listen to `on_log`. With several ranks this is always True, because other ranks' callbacks may listen."""
         return self._world.size > 1 or self._has_listeners.on_log
 
     def add(self, losses: dict[str, Tensor], scale: Any = None, *, moved: bool = True) -> None:
@@ -78,7 +78,7 @@ class Records:
         return self.every.index(ctx.state.timestamp) > self._passed
 
     def fire_log(self, ctx: Context) -> None:
-        """Fire `on_log` with what was logged since the last record, if anything was logged.
+        """Fire `on_log` with the values that were logged since the last record, if there are any.
 
         `tally.update_timestamp` must have been called before. This is a collective.
         """
@@ -88,7 +88,7 @@ class Records:
             self.tally.since_record()
             self.metrics.clear()  # nothing reads the values, so discard them instead of waiting for the device
             return
-        # If no rank has logged anything since the last record, and that was made at this step, make no second one.
+        # If the last record was made at this step, and no rank has logged anything since then, make no second record.
         if self._recorded_step == ctx.step and not self._world.max([bool(self.metrics)])[0]:
             return
         self._recorded_step = ctx.step
@@ -102,7 +102,7 @@ class Records:
         self._fire(ctx, self.metrics.take(), samples / seconds if seconds else 0.0, tokens / seconds if seconds else 0.0)
 
     def fire_evaluation(self, ctx: Context, values: dict[str, float]) -> None:
-        """Fire `on_log` with what was logged during an evaluation, if anything was logged."""
+        """Fire `on_log` with the values that were logged during an evaluation, if there are any."""
         if values:
             self._fire(ctx, values, 0.0, 0.0)
 
@@ -138,7 +138,7 @@ class Records:
         return int(self._process.memory_info().rss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was logged and is not part of a metrics record yet."""
+        """Return the logged values that are not part of a metrics record yet, and when the last record was made."""
         return {
             "metrics": self.metrics.state_dict(),
             "passed": self._passed,
@@ -150,5 +150,5 @@ class Records:
         self.metrics.load_state_dict(state["metrics"])
         self.train_loss, self._others = self.metrics.series("train/loss", "mean", "mean"), {}
         self._passed, self.learning_rate = state["passed"], state["learning_rate"]
-        # Earlier versions of callsheet saved this step under the key `told_at`.
+        # Earlier versions of callsheet saved the step of the last record under the key `told_at`.
         self._recorded_step = state["recorded_step"] if "recorded_step" in state else state["told_at"]

@@ -1,4 +1,4 @@
-"""Allows only one run to write to a run's folder: rank 0 holds a lock, and all ranks learn whether it was acquired."""
+"""Allows only one run to write to a run's folder: rank 0 holds a lock, and all ranks learn whether rank 0 has acquired the lock."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class RunGuard:
         self._run = run
         self._timeout = timeout
         self._has_begun = False
-        self._is_unguarded = False  # whether no lock can be created
-        self._is_unwritable = False  # whether the folder is not writable either
+        self._is_unguarded = False  # True if the lock's file cannot be created
+        self._is_unwritable = False  # True if the run's folder is not writable
 
         def request_boundary() -> None:  # the lock's thread calls this when the lock is lost; the loop reacts after its next step
             run.has_lost_folder = control.is_boundary_requested = control.pending = True
@@ -50,7 +50,7 @@ class RunGuard:
             self._lock = RunLock(run.folder, is_busy=is_busy, on_loss=request_boundary)
 
     def acquire(self) -> None:
-        """Acquire the lock before anything is written. This is a collective.
+        """Acquire the lock of the run's folder before anything is written to the folder. This is a collective.
 
         Raises:
             RunInUseError: on all ranks: another process trains in the run's folder, and has not ended in time.
@@ -83,7 +83,7 @@ class RunGuard:
         return ""
 
     def check(self, *, acquires: bool = False) -> None:
-        """On rank 0, raise an error if the lock of the run's folder was lost. Call this before writing.
+        """On rank 0, raise an error if the lock of the run's folder was lost. Call this method before each write.
 
         With `acquires`, first acquire the lock if this run has not.
 
@@ -115,7 +115,7 @@ class RunGuard:
         self.mark()
 
     def mark(self) -> None:
-        """Write the marker file to the run's folder and hold its lock, if training has begun and the folder exists."""
+        """Acquire the lock of the run's folder and write the marker file, if training has begun and the folder exists."""
         folder = self._run.folder
         if self._lock is None or folder is None or not self._has_begun or self._is_unwritable or not folder.is_dir():
             return
@@ -150,7 +150,7 @@ class RunGuard:
 
 
 def why_not_writable(folder: Path) -> str:
-    """Return why this process may not create files in `folder`; an empty string if it may.
+    """Return why this process may not create files in `folder`, or an empty string if it may create files there.
 
     If the folder does not exist, the answer is that for the folder above it.
     """

@@ -56,20 +56,20 @@ LOCK_TIMEOUT_SECONDS = 30.0
 HEARTBEAT_SECONDS = 10.0
 """The interval at which the owner of a lock writes that it is alive."""
 STALE_SECONDS = 60.0
-"""After how many seconds without a new heartbeat a claim of another machine's process is ignored."""
+"""After this many seconds without a new heartbeat, the claim of a process on another machine is ignored."""
 
 _POLL_SECONDS = 0.1
 _SECOND_LOOK_SECONDS = 0.5
 _RECORD_BYTES = 1024
 
-_registry = threading.RLock()  # guards `_held`
+_registry = threading.RLock()  # this lock protects `_held`
 _held: dict[str, RunLock] = {}  # the locks of this process, by path
 _tokens: set[str] = set()  # the tokens of the claims that this process has written
 
 
 @dataclass(frozen=True)
 class Claim:
-    """The content of a lock file: which process claims the run's folder, since when, and its last heartbeat by its own clock."""
+    """The content of a lock file: which process claims the run's folder, since when, and the time of the process's last heartbeat."""
 
     token: str
     machine: str
@@ -88,7 +88,7 @@ class Claim:
     def is_alive(self) -> bool:
         """Whether the process of this claim is known to run.
 
-        That is so if it runs on this machine, or if it has recently written a heartbeat by this machine's clock.
+        That is so if the process runs on this machine, or if it has recently written a heartbeat by this machine's clock.
         """
         if self.machine_id == machine_id():
             return not self.is_of_dead_process
@@ -102,13 +102,13 @@ class Claim:
         """
         if self.machine_id != machine_id():
             return False
-        if self.pid == os.getpid():  # an unknown token is of an earlier process with this pid, or from before `exec`
+        if self.pid == os.getpid():  # an unknown token is from an earlier process with the same pid, or from before `exec`
             return self.token not in _tokens
         return process_started(self.pid) != self.process_started
 
 
 def claim_of(folder: str | os.PathLike[str]) -> Claim | None:
-    """Return the claim that holds the lock of the run in `folder`; None if there is none or it cannot be read.
+    """Return the claim that holds the lock of the run in `folder`; None if there is no claim or the claim cannot be read.
 
     A claim is the content of a lock file. This function writes nothing.
     """
@@ -177,7 +177,7 @@ class RunLock:
         """Wait for the lock, at most `timeout` seconds.
 
         Raises:
-            RunInUseError: another process, or another run of this one, trains in this folder.
+            RunInUseError: another process, or another run of this process, trains in this folder.
             OSError: no file can be created beside the run's folder.
         """
         deadline = time.monotonic() + timeout
@@ -233,7 +233,7 @@ class RunLock:
         """Raise an error if another run has taken over the folder. If this run never acquired the lock, do nothing.
 
         Raises:
-            RunLockLostError: this process was suspended or disconnected for too long, and another one trains in the folder.
+            RunLockLostError: this process was suspended or disconnected for too long, and another process trains in the folder.
         """
         if os.getpid() != self._pid:
             return
@@ -321,7 +321,7 @@ class RunLock:
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that owns a lock. `claim` is None if it cannot be read yet."""
+    """The process that owns a lock. `claim` is None if the lock file cannot be read yet."""
 
     claim: Claim | None
     is_in_this_process: bool = False
@@ -352,7 +352,7 @@ class _Ownership:
         record = json.dumps({**asdict(self.claim), "beat": time.time()}).encode()
         os.lseek(self._descriptor, 0, os.SEEK_SET)
         os.write(self._descriptor, record.ljust(_RECORD_BYTES - 1) + b"\n")
-        os.fsync(self._descriptor)  # make the new heartbeat visible to other machines
+        os.fsync(self._descriptor)  # `fsync` makes the new heartbeat visible to other machines
 
     def start(self) -> None:
         """Start the thread that writes heartbeats."""
@@ -366,11 +366,11 @@ class _Ownership:
         """
         if self._is_in_place():
             return True
-        time.sleep(_SECOND_LOOK_SECONDS)  # the other process may also only wait for the lock, and withdraw its claim: look again
+        time.sleep(_SECOND_LOOK_SECONDS)  # a process that only waits for the lock may withdraw its claim, so look again
         return self._is_in_place()
 
     def successor(self) -> Claim | None:
-        """Return the claim of the process that took over the run's folder from this one."""
+        """Return the claim of the process that took over the run's folder from this process."""
         try:
             claims = _claims(self._path)
         except OSError:
@@ -383,11 +383,11 @@ class _Ownership:
         self._remove()
 
     def end(self, *, removes: bool) -> None:
-        """Stop the heartbeat, and remove the lock file if `removes`."""
+        """Stop the heartbeat, and remove the lock file if `removes` is True."""
         self._is_over.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(HEARTBEAT_SECONDS)
-            if self._thread.is_alive():  # the thread hangs in the file system and still uses the descriptor, so do not close it
+            if self._thread.is_alive():  # the thread hangs in the file system and still uses the descriptor: do not close it
                 return
         os.close(self._descriptor)
         with contextlib.suppress(OSError):
@@ -398,7 +398,7 @@ class _Ownership:
         _tokens.discard(self.claim.token)
         with contextlib.suppress(FileNotFoundError):
             self._file.unlink()
-        with contextlib.suppress(OSError):  # while another process waits for the lock, the folder is not empty
+        with contextlib.suppress(OSError):  # `rmdir` fails if the folder is not empty, because another process waits for the lock
             self._path.rmdir()
             for folder in reversed(self._created):
                 folder.rmdir()
@@ -442,7 +442,7 @@ if hasattr(os, "register_at_fork"):
 
 @functools.cache
 def machine_id() -> str:
-    """Return an id of the machine, or of the container if it has its own process ids.
+    """Return an id of this machine or, if this process runs in a container with separate process ids, of the container.
 
     The host name is not enough, because containers may have the same name.
     """
@@ -483,7 +483,7 @@ def _new_claim() -> Claim:
 
 
 def _created(path: Path, folders: list[Path]) -> int | None:
-    """Create a lock file and the folders above it, and return its descriptor. Return None if the file already exists."""
+    """Create a lock file and the folders above it, and return the file's descriptor. Return None if the file already exists."""
     for _ in range(100):
         missing = path.parent
         new: list[Path] = []
@@ -507,7 +507,7 @@ def _created(path: Path, folders: list[Path]) -> int | None:
 def _claims(path: Path) -> dict[int, bytes]:
     """Return the content of every lock file in a folder, by its number."""
     with contextlib.suppress(OSError):
-        os.utime(path)  # on NFS, this makes the machine read the folder again instead of from its cache
+        os.utime(path)  # on NFS, `utime` makes the machine read the folder from the server and not from its cache
     found: dict[int, bytes] = {}
     try:
         names = os.listdir(path)

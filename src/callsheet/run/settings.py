@@ -55,7 +55,7 @@ def settings_of(
     for name, describe in parts.items():
         try:
             described = describe()
-        except Exception as error:  # the user's objects may raise any error, and settings are only recorded
+        except Exception as error:  # the user's objects may raise any error, which must not end the run
             verb = "are" if name.endswith("s") else "is"
             logger.warning("The run's %s cannot be described, and %s not recorded with its settings: %s", name, verb, error)
             continue
@@ -127,7 +127,7 @@ def _optimizer(optimizer: Any) -> dict[str, Any]:
 def _group(group: Mapping[str, Any]) -> dict[str, Any]:
     options = {name: value for name, value in group.items() if name not in ("params", "param_names", "initial_lr")}
     if "initial_lr" in group:
-        options["lr"] = group["initial_lr"]  # the scheduler may already have changed `lr`, so record the initial one
+        options["lr"] = group["initial_lr"]  # the scheduler may already have changed `lr`, so record the initial rate
     return {name: plain(value.item() if hasattr(value, "item") else value) for name, value in options.items()}
 
 

@@ -26,12 +26,12 @@ _active: list[SignalWatch] = []  # the watches whose `with` blocks are running, 
 class SignalWatch:
     """A context manager that records signals.
 
-    It also calls the handlers that were set before, and restores them when the block ends.
+    The context manager also calls the handlers that were set before, and restores them when the block ends.
 
     Ctrl-C after another signal, or after another Ctrl-C, raises KeyboardInterrupt at once.
 
     `received` is the first signal, or None; `arrived_at` is its time in seconds of `time.monotonic()`. Python allows signal
-    handlers only in the main thread; in another thread, entering this does nothing. In a forked child, the handlers that were set
+    handlers only in the main thread; in another thread, entering the block does nothing. In a forked child, the handlers that were set
     before are restored.
 
     Args:
@@ -59,7 +59,7 @@ class SignalWatch:
         if self._signals and threading.current_thread() is threading.main_thread() and not self._earlier:
             for number in self._signals:
                 if number is signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
-                    continue  # a background process ignores SIGINT: leave it so, because Ctrl-C should not end the process
+                    continue  # a background process ignores SIGINT: do not change this, because Ctrl-C should not end it
                 self._earlier[number] = signal.signal(number, self._note)
             self._clock = _Clock(self)
             _active.append(self)
@@ -72,14 +72,14 @@ class SignalWatch:
             self._clock = None
 
     def saw(self, number: int) -> None:
-        """Record when a signal arrived, whether or not its handler has run yet. The thread `_Clock` calls this."""
+        """Record when a signal arrived, whether or not its handler has run yet. The thread of `_Clock` calls this."""
         if number in self._signals and self.arrived_at is None:
             self.arrived_at = time.monotonic()
 
     def after_fork(self) -> None:
         """In a forked child, restore the signal handlers that were set before this watch.
 
-        The thread that notes the time exists only in the parent.
+        The thread that records the time exists only in the parent.
         """
         self._put_back()
         if self._clock is not None:
@@ -106,7 +106,7 @@ class SignalWatch:
 
 
 class _Clock:
-    """A thread that notes when a signal arrives. It reads signal numbers from a file descriptor.
+    """A thread that records when a signal arrives, by reading signal numbers from a file descriptor.
 
     The interpreter writes each number to the descriptor as soon as the signal arrives.
     """
@@ -115,7 +115,7 @@ class _Clock:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         earlier = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        if earlier != -1:  # other code, such as an asyncio loop, has set a file descriptor before: keep that one
+        if earlier != -1:  # other code, such as an asyncio loop, has set a file descriptor before: keep that descriptor
             signal.set_wakeup_fd(earlier)
         self._thread = threading.Thread(target=self._run, args=(watch,), name="callsheet-signals", daemon=True)
         self._thread.start()
@@ -123,12 +123,12 @@ class _Clock:
     def _run(self, watch: SignalWatch) -> None:
         while True:
             for number in os.read(self._read, 64):
-                if number == 0:  # no signal has the number 0: `close` sends it to end this thread
+                if number == 0:  # no signal has the number 0: `close` sends 0 to end this thread
                     return
                 watch.saw(number)
 
     def close(self) -> None:
-        """End the thread by sending a message through the pipe. Closing the pipe would not end it, because a forked child may hold the pipe open."""
+        """End the thread by sending a message through the pipe. Closing the pipe is not enough, because a forked child may hold the pipe open."""
         os.write(self._write, b"\0")
         self._thread.join()
         self.close_descriptors()
@@ -136,7 +136,7 @@ class _Clock:
     def close_descriptors(self) -> None:
         """Close the file descriptors of the pipe."""
         current = signal.set_wakeup_fd(-1)
-        if current not in (-1, self._write):  # other code has set its own file descriptor since: keep that one
+        if current not in (-1, self._write):  # other code has set another file descriptor since: keep that descriptor
             signal.set_wakeup_fd(current)
         os.close(self._write)
         os.close(self._read)

@@ -1,4 +1,4 @@
-"""The rendezvous store of the ranks.
+"""The rendezvous store, a key-value store through which the ranks find each other.
 
 Its keys belong to one attempt to run (torchrun may restart the ranks), and every wait for it has a time limit.
 """
@@ -26,7 +26,7 @@ T = TypeVar("T")
 POLL_SECONDS = 0.01
 _LINGER_SECONDS = 0.5  # rank 0 waits up to this time, so that the other ranks can read its message
 
-_meetings = count()  # numbers the stores that this process opens; all ranks open the same ones, so they agree on the numbers
+_meetings = count()  # numbers the stores that this process opens; all ranks open the same stores, so they agree on the numbers
 
 
 def within(seconds: float, act: Callable[[], T]) -> T:
@@ -119,7 +119,7 @@ def _connected(where: tuple[str, int], ranks: Ranks, deadline: float) -> Any:
 
 
 def _agree(store: Any, ranks: Ranks, deadline: float, timeout: float) -> str:
-    """Agree with the other ranks on a new random name, which is the prefix of their keys in the store, and return it.
+    """Agree with the other ranks on a new random name, the prefix of the ranks' keys in the store, and return the name.
 
     Each rank writes a new random word. Rank 0 announces the list of all words. Each rank accepts a list that contains its own
     word, and rank 0 confirms a list that all ranks have accepted. No rank accepts the word of a dead rank, so such words delay

@@ -65,7 +65,7 @@ class Tally:
         return self._record[2] + self._seconds + running
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts that are not in the timestamp yet, and those that are not in a metrics record yet.
+        """Return the counts that are not in the timestamp yet, and the counts that are not in a metrics record yet.
 
         The first are samples, tokens and seconds since the last call of `update_timestamp`, added up over all ranks. The second
         were added to the timestamp since the last metrics record. This is a collective.
@@ -75,7 +75,7 @@ class Tally:
         return {"samples": int(samples), "tokens": int(tokens), "seconds": seconds, "record": list(self._record)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned. Rank 0 gets the counts of all ranks, so a run may resume with more or fewer ranks."""
+        """Load the counts that `state_dict` returned. Rank 0 gets the counts of all ranks, so a run may resume with more or fewer ranks."""
         is_counted = self._world.rank == 0
         self.samples, self.tokens = (state["samples"], state["tokens"]) if is_counted else (0, 0)
         self._seconds = state["seconds"] if is_counted else 0.0

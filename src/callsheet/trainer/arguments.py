@@ -180,7 +180,7 @@ def _check_usable(device: torch.device) -> None:
         here = torch.cuda.device_count()
         if device.index is not None and device.index >= here:
             raise ConfigError(f"device='{device}': this machine has {here} CUDA devices, the first is cuda:0; give one of them")
-        return  # do not use CUDA to check it: CUDA must not be initialized before the rank's own device is set
+        return  # do not use CUDA for this check: CUDA must not be initialized before the rank's device is set
     try:
         torch.empty(0, device=device)
     except Exception as error:  # the class of the error depends on the device: AssertionError, RuntimeError, NotImplementedError
@@ -194,9 +194,9 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
     """Make the model recompute activations in its backward pass.
 
     Raises:
-        ConfigError: the model does not support it.
+        ConfigError: the model does not support gradient checkpointing.
     """
-    # transformers has two names for this method, a new one and an old one; use the one that the model has.
+    # transformers has an old and a new name for the method that enables gradient checkpointing; use the name that the model has.
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     name = next((name for name in names if hasattr(model, name)), None)
     if name is None:
@@ -212,7 +212,7 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
 
 
 def check_numbers(arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError if one of the Trainer's arguments that must be numbers is none, or is out of its range."""
+    """Raise ConfigError if one of the Trainer's numeric arguments is not a number, or is out of its range."""
     for name in ("microbatch_size", "gradient_accumulation_steps", "epochs_per_round"):
         positive(name, arguments[name], int)
     for name in ("clip_grad_norm", "grace_seconds", "timeout_seconds"):
@@ -228,7 +228,7 @@ def check_numbers(arguments: Mapping[str, Any]) -> None:
 
 
 def positive(name: str, value: Any, kind: type[int] | type[float]) -> Any:
-    """Return `value`. Raise ConfigError if it is neither None nor a number above zero.
+    """Return `value`. Raise ConfigError if `value` is neither None nor a number above zero.
 
     If `kind` is int, the number must be whole.
     """
@@ -240,13 +240,13 @@ def positive(name: str, value: Any, kind: type[int] | type[float]) -> Any:
 
 
 def named_loaders(loaders: Loader | Mapping[str, Loader] | None) -> dict[str, Loader]:
-    """Return the evaluation dataloaders by name. If only one is given, its name is `validation`."""
+    """Return the evaluation dataloaders by name. A single dataloader gets the name `validation`."""
     named = loaders if isinstance(loaders, Mapping) else {"validation": loaders}
     return {name: loader for name, loader in named.items() if loader is not None}
 
 
 def checked_optimizer(given: Any, model: nn.Module) -> Optimizer:
-    """Return the optimizer. If a factory is given, call it with the trainable parameters.
+    """Return the given optimizer or, if a function is given, the optimizer that the function makes from the trainable parameters.
 
     Raise ConfigError if the optimizer cannot be used.
     """
@@ -275,7 +275,10 @@ def checked_optimizer(given: Any, model: nn.Module) -> Optimizer:
 
 
 def checked_scheduler(given: Any, optimizer: Optimizer | None) -> LRScheduler:
-    """Return the scheduler. If a factory is given, call it with the optimizer. Raise ConfigError if the result cannot be used."""
+    """Return the given scheduler or, if a function is given, the scheduler that the function makes for the optimizer.
+
+    Raise ConfigError if the scheduler cannot be used.
+    """
     if optimizer is None:
         raise ConfigError("a scheduler needs an optimizer; pass both to the Trainer")
     scheduler = given

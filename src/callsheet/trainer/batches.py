@@ -19,7 +19,7 @@ from callsheet.trainer.data.strategies import CountSamples
 
 
 class TrainBatches:
-    """The training batches, epoch by epoch, and the run's position in them.
+    """The training batches, epoch by epoch, and the run's position in the data.
 
     With the position, a resumed run gets the same batches as a run without interruption.
 
@@ -50,7 +50,7 @@ class TrainBatches:
         self._argument = ""
         self._sharing: Sharing | None = None
         self._epoch: Iterator[Any] | None = None  # the remaining batches of the current epoch
-        self._resumed: Mapping[str, Any] | None = None  # the state from a checkpoint, until the saved epoch has been continued
+        self._resumed: Mapping[str, Any] | None = None  # the state that a checkpoint stored; None once the epoch is continued
         self.taken = 0
         """How many batches of the current epoch this rank has trained on, including fillers. The training loop counts them."""
 
@@ -68,11 +68,11 @@ class TrainBatches:
         """Set the dataloader, or call the factory that returns it. This is a collective.
 
         Raises:
-            ConfigError: it cannot be iterated over repeatedly, is empty, or cannot be shared between the ranks; or the checkpoint
+            ConfigError: the dataloader cannot be iterated over repeatedly, is empty, or cannot be shared between the ranks; or the checkpoint
                 to resume was saved in the middle of an epoch that this number of ranks cannot continue.
         """
         several = self._world.size > 1
-        # If one of several ranks has no data, it must not raise alone: all ranks check this together later.
+        # A rank without data must not raise an error alone, because all ranks check this together later.
         self._loader = made(loader, argument, may_be_empty=several)
         self._argument = argument
         self._choose()
@@ -109,13 +109,13 @@ class TrainBatches:
         return self._epoch
 
     def end_epoch(self) -> None:
-        """End the epoch. After this, a checkpoint stores no position within an epoch."""
+        """End the epoch. Afterwards, a checkpoint stores no position within an epoch."""
         self._epoch = None
         self.taken = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's random states and its position in the epoch, as plain data and tensors."""
-        if self._resumed is not None:  # no batch was drawn since the state was loaded, so it is still correct
+        if self._resumed is not None:  # no batch was drawn since the state was loaded, so this state is still correct
             return dict(self._resumed)
         is_inside = self._epoch is not None and self._sharing is not None
         return {
@@ -128,7 +128,7 @@ class TrainBatches:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned. When the next epoch begins, training continues at the saved position.
+        """Load the state that `state_dict` returned. When the next epoch begins, training continues at the saved position.
 
         The random states are restored after the data has been opened.
 
@@ -149,7 +149,7 @@ class TrainBatches:
             self.seed,
             argument=self._argument,
             shard=self._shard,
-            # If a single process resumes a run of several ranks, it continues their order, so it does not count as alone.
+            # A single process that resumes a run of several ranks continues the order of those ranks, so it does not count as alone.
             alone=world.size == 1 and way in (None, "own"),
             count_samples=self._count_samples,
         )

@@ -32,7 +32,7 @@ from callsheet.trainer.tasks import Task
 
 @dataclass
 class Evaluator:
-    """One named dataset to evaluate, and how often.
+    """A dataset to evaluate, and how often to evaluate it.
 
     Args:
         dataloader: an iterable of batches, or a function that returns one.
@@ -45,7 +45,7 @@ class Evaluator:
 
 
 def named_evaluators(given: Loader | Evaluator | Mapping[str, Loader | Evaluator] | None) -> dict[str, Evaluator]:
-    """Return the evaluators by name. If only one is given, its name is `validation`."""
+    """Return the evaluators by name. A single evaluator gets the name `validation`."""
     named = given if isinstance(given, Mapping) else {"validation": given}
     for name in named:
         if not isinstance(name, str) or not name or "/" in name:
@@ -88,7 +88,7 @@ class Schedule:
 
 
 class Evaluation:
-    """Runs the model over data without training it, and fires the events on a context of its own.
+    """Runs the model over data without training it, and fires the events of evaluations on a separate context.
 
     Mean losses are weighted by the task's weights, which are the samples or labels of all ranks; batches do not count equally.
     Afterwards the random states and the modules' modes are restored, so evaluation does not affect training. A signal ends an
@@ -100,7 +100,7 @@ class Evaluation:
     """
 
     is_resumed = True
-    """Whether checkpoints store an evaluation that is due but not done, so that a resumed run carries it out. Always True."""
+    """Whether checkpoints store an evaluation that is due but not done, so that a resumed run carries out this evaluation. Always True."""
     ends_at_signal = True
 
     def __init__(
@@ -126,7 +126,7 @@ class Evaluation:
         self.undone: DueEvaluation | None = None
         """The evaluation that is due at the current boundary and not done yet.
 
-        Checkpoints store it, and a resumed run begins with it.
+        Checkpoints store this evaluation, and a resumed run begins with it.
         """
         self._logged: dict[str, float] = {}
         self._every = every
@@ -138,7 +138,7 @@ class Evaluation:
         self._agreement = agreement
         self._precision = precision
         self._shard = shard
-        # Whether a signal may end the running evaluation early. False if the user called the evaluation directly.
+        # Whether a preemption signal may end the running evaluation early. False if the user called the evaluation directly.
         self._may_be_interrupted = False
         self._resumed: Mapping[str, Mapping[str, int]] = {}
         self._resumed_generators: Mapping[str, list[Any]] = {}
@@ -160,7 +160,7 @@ class Evaluation:
             schedule.load_state_dict(self._resumed[name])
 
     def made(self, loader: Loader, argument: str) -> Iterable[Any]:
-        """Return this rank's part of the dataloader. If a factory is given, call it. This is a collective.
+        """Return this rank's part of the dataloader, which may be given as a function that makes it. This is a collective.
 
         Raises:
             ConfigError: the dataloader cannot be iterated over, is known to be empty, or cannot be divided among the ranks.
@@ -174,10 +174,10 @@ class Evaluation:
         """
         if self._world.size == 1 and not getattr(whole, "persistent_workers", False):
             return whole
-        return shared(whole, self._world, seed=0, argument=argument, shard=self._shard)  # the same seed in every run
+        return shared(whole, self._world, seed=0, argument=argument, shard=self._shard)  # the seed is the same in every run
 
     def due(self, ctx: Context, is_over: bool) -> list[str]:
-        """Return the names of the evaluators that are due after the current step, epoch or round.
+        """Return the names of the evaluators that are due at the current boundary (the end of a step, epoch or round).
 
         A request makes all of them due. Without a request, those are due whose interval is complete, and those that were still
         due in the checkpoint of a resumed run.
@@ -212,7 +212,7 @@ class Evaluation:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned. `add` loads the schedule and random states of each evaluator that is added later."""
+        """Load the state that `state_dict` returned. `add` loads the schedule and random states of each evaluator that is added later."""
         self._resumed = state["schedules"]
         self.results = {name: dict(result) for name, result in state["results"].items()}
         self.undone = DueEvaluation.from_state(state["undone"]) if state["undone"] is not None else None
@@ -221,7 +221,7 @@ class Evaluation:
     def evaluate(self, loaders: Mapping[str, Iterable[Any]], *, standalone: bool) -> dict[str, dict[str, float]]:
         """Evaluate every dataset in `loaders`.
 
-        Return its losses and metrics by the dataset's name; they are also logged as `<dataset>/<name>`.
+        Return the losses and metrics of each dataset by the dataset's name; they are also logged as `<dataset>/<name>`.
 
         Metrics that a callback logs during the evaluation under a name `<dataset>/<metric>` are added to the results.
         """
@@ -241,7 +241,7 @@ class Evaluation:
                     if self._is_interrupted:
                         break
                 if self._is_interrupted:
-                    results = {}  # a signal ended the evaluation early: discard the results, because a resume repeats it
+                    results = {}  # a signal ended the evaluation early: a resume repeats it, so discard the results
                     self.metrics.take()
                 else:
                     self._take_logged_into(results)
@@ -264,7 +264,7 @@ class Evaluation:
                 results[dataset].setdefault(metric, value)
 
     def test(self, loader: Iterable[Any]) -> dict[str, float]:
-        """Return the mean losses and metrics over a test set. They are also logged as `test/<name>`."""
+        """Return the mean losses and metrics over a test set. These values are also logged as `test/<name>`."""
         self._may_be_interrupted = False
         with self._not_training():
             with self._spans.test:
@@ -325,7 +325,7 @@ class Evaluation:
         return losses, found | metrics.result()
 
     def _run_batches(self, loader: Iterable[Any], step: Span, forward: Span, then: Callable[[bool], None]) -> None:
-        """Run the model on every batch of this rank's part, or stop at a signal. All ranks make the same number of steps."""
+        """Run the model on every batch of this rank's data, or stop early at a signal. All ranks make the same number of steps."""
         ctx, end, casting = self.ctx, SPANS[step.name].end_event, self._precision.casting
         batches = iter(loader)
         with torch.no_grad():
@@ -343,7 +343,7 @@ class Evaluation:
 
     @contextmanager
     def _not_training(self) -> Iterator[None]:
-        """While the `with` block runs, set the model to evaluation mode and update the context.
+        """While the `with` block runs, set the model to evaluation mode, and give the evaluation's context the current step and epoch.
 
         At the end, even after an exception, restore the modes of the modules and the random states.
         """
@@ -357,7 +357,7 @@ class Evaluation:
         self._agreement.change_pace()
         try:
             yield
-            if not self._may_be_interrupted:  # the user called this evaluation: finish the exchange with the other ranks now
+            if not self._may_be_interrupted:  # the user called this evaluation: let the ranks agree on requests now
                 self._agreement.agree(self.ctx.step)
         finally:
             for module, training in modes:

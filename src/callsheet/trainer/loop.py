@@ -1,4 +1,4 @@
-"""The training loop. For each part of the run it enters a span, such as `with spans.epoch:`, which fires the part's events."""
+"""The training loop. For each part of the run, the loop enters a span, such as `with spans.epoch:`, which fires the part's events."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class TrainLoop:
             self._records.tally.stop()
 
     def _epoch(self) -> bool:
-        """Train the current epoch, or the rest of it, until its data or training ends. Return whether the data ended."""
+        """Train on the remaining batches of the current epoch, until the data or training ends. Return whether the data has ended."""
         ctx, spans, module, task, optimizer = self._ctx, self._spans, self._model.module, self._task, self._optimizer
         state, records, control, boundaries, signals = ctx.state, self._records, ctx.control, self._boundaries, self._signals
         precision, batches, size, listens = self._precision, self._batches, self._microbatch_size, self._has_listeners
@@ -154,10 +154,9 @@ class TrainLoop:
                                 means = added(means, ctx.loss, losses, share)
                         del ctx.microbatch, ctx.loss
                     ctx.loss = means["loss"]
-                    # Keep the graph of a single loss until the next loss, as a plain loop does, because this makes allocating the
-                    # next graph faster.
+                    # Keep the graph of a single loss until the next loss exists, because this makes allocating the next graph faster.
                     if type(losses) is not Tensor:
-                        del losses  # a loss that had no backward pass still holds its graph, so free it
+                        del losses  # losses that had no backward pass still hold their autograd graphs, so free them
                     precision.unscale(optimizer)
                 with spans.clip_gradients:
                     ctx.grad_norm = None
@@ -165,9 +164,9 @@ class TrainLoop:
                         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
                         ctx.grad_norm = clip_gradients(parameters, self._clip_grad_norm)
                         records.metrics.log({"train/grad_norm": ctx.grad_norm}, over="mean", across="same")
-                rate: Any = optimizer.param_groups[0].get("lr")  # None if the optimizer has no learning rate
+                rate: Any = optimizer.param_groups[0].get("lr")  # the learning rate is None if the optimizer has none
                 if isinstance(rate, Tensor):
-                    rate = rate.clone()  # the scheduler changes a tensor in place, so copy the learning rate
+                    rate = rate.clone()  # copy a learning rate that is a tensor, because the scheduler changes it in place
                 ctx.learning_rate = records.learning_rate = rate
                 with spans.optimizer_step:
                     ctx.step_skipped = not precision.step(optimizer)
@@ -180,7 +179,7 @@ class TrainLoop:
                     records.tally.count(*plan.counts(task))
                     records.add(means, plan.scale, moved=not ctx.step_skipped)
                 state.previous_timestamp, state.timestamp = state.timestamp, state.timestamp.next_batch()
-                # The number of tokens is needed only at the last step before a metrics record.
+                # The number of label tokens is needed only in a step after which a metrics record is made.
                 if ctx.step >= next_boundary and listens.on_log and records.are_due(ctx):
                     labels = task.label_tokens(ctx.batch) if plan is None else plan.label_tokens(task)
                     if labels is not None:

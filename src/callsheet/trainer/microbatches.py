@@ -1,4 +1,4 @@
-"""Microbatches: splits a batch, and weights the parts so that their mean loss equals that of the whole batch."""
+"""Splits a batch into microbatches, and weights them so that their mean loss equals the mean loss of the whole batch."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class MicrobatchPlan:
         lacking = 0
         if same_number and size is not None:
             lacking = int(world.max([len(pieces)])[0]) - len(pieces)
-            pieces += pieces[-1:] * lacking  # if this rank has fewer microbatches than another, repeat its last one as a filler
+            pieces += pieces[-1:] * lacking  # if another rank has more microbatches, repeat the last microbatch as a filler
         if len(pieces) == 1 and not is_shared:
             self.parts: list[tuple[Any, Any, Any]] = [(given.batch, part, None) for given, part in pieces]
             return
@@ -136,7 +136,7 @@ class MicrobatchPlan:
 
     @property
     def scale(self) -> Any:
-        """The factor for this rank's loss which makes the average of the ranks' gradients the gradient of the global mean loss."""
+        """The factor for this rank's loss with which the average of the ranks' gradients is the gradient of the global mean loss."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -150,7 +150,7 @@ class MicrobatchPlan:
         return sum(samples for samples, _ in counted), sum(tokens for _, tokens in counted)
 
     def label_tokens(self, task: Task) -> Any:
-        """Return over how many label tokens this rank's losses are means; None if the task does not count them."""
+        """Return the number of label tokens over which this rank's losses are means; None if the task does not count label tokens."""
         counted = [task.label_tokens(given.batch) for given in self._fetched if not given.is_filler]
         return None if any(count is None for count in counted) else sum(counted)
 
@@ -166,7 +166,7 @@ class MicrobatchPlan:
 
 def _share(weight: Any, total: Any, parts: int) -> Any:
     if isinstance(total, Tensor):
-        # A step without labels has no mean loss. With a share of 0, it does not change the model.
+        # A step without labels has no mean loss. With a share of 0, the step does not change the model.
         return torch.where(total > 0, weight / total, 0.0)
     return weight / total if total else 1 / parts
 
@@ -175,7 +175,7 @@ def trained_on(losses: Losses) -> Tensor:
     """Return the loss on which to call `backward`: the task's only loss or, if there are several, the one that is named `loss`.
 
     Raises:
-        ConfigError: no loss is called `loss`, or it is not a scalar tensor.
+        ConfigError: no loss is called `loss`, or the loss is not a scalar tensor.
     """
     loss = losses.get("loss") if isinstance(losses, Mapping) else losses
     if isinstance(loss, Tensor) and not loss.dim():

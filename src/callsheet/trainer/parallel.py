@@ -71,7 +71,7 @@ class Parallel:
         if self.kind == "single" and world.size > 1:
             raise ConfigError(f"parallel='single' among {world.size} ranks: each would train its own model; use 'ddp' or 'fsdp'")
         if self.kind != "single" and world.size == 1:
-            return "single"  # one rank has nothing to distribute, but the same script must run there too
+            return "single"  # with one rank there is nothing to distribute, but the same script must run
         if self.shard_size is not None and (self.shard_size < 1 or world.size % self.shard_size):
             raise ConfigError(
                 f"shard_size={self.shard_size} does not divide the {world.size} ranks; give a divisor, or None for all ranks"
@@ -159,7 +159,7 @@ class ParallelModel:
         if self.kind == "ddp":
             self._wrapped.require_backward_grad_sync = meet
         elif self.kind == "fsdp":
-            # `fully_shard` has changed the model's class to an FSDPModule, which has this method.
+            # `fully_shard` has changed the model's class to an FSDPModule, which has the following method.
             self._wrapped.set_requires_gradient_sync(meet)
 
 
@@ -198,9 +198,9 @@ def _same_on_all_ranks(model: nn.Module) -> None:
 
 
 def _share_statistics(model: nn.Module) -> None:
-    """Broadcast running statistics, such as those of BatchNorm, from rank 0 at every forward pass, because FSDP does not.
+    """Broadcast running statistics, such as those of BatchNorm, from rank 0 at every forward pass.
 
-    DistributedDataParallel does this too, but `fully_shard` does not synchronize buffers.
+    DistributedDataParallel does this too, but FSDP's `fully_shard` does not synchronize buffers.
     """
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
     buffers = [buffer for norm in norms for buffer in norm.buffers()]
@@ -243,7 +243,7 @@ def _blocks(model: nn.Module, names: tuple[str, ...] | None) -> list[nn.Module]:
 
 
 def _is_closed(block: nn.Module, uses: Counter[int]) -> bool:
-    """Return whether FSDP can shard the block as a unit, because it shares no parameters with the rest of the model.
+    """Return whether the block shares no parameters with the rest of the model, so that FSDP can shard the block as a unit.
 
     Shared parameters are gathered with the root module.
     """

@@ -34,7 +34,7 @@ class Precision:
     def __init__(self, name: PrecisionName, device: torch.device) -> None:
         self.name = one_of("precision", name, PRECISIONS)
         self.casts = name in _TYPES
-        """Whether the forward pass runs under autocast. This is not needed if a sharded model casts its parameters itself."""
+        """Whether the forward pass runs under autocast. Autocast is not needed if a sharded model casts its parameters itself."""
         self._device = device
         self.scaler: Any = torch.amp.GradScaler(device.type) if name == "fp16" else None
         self._stepped = False
@@ -47,12 +47,12 @@ class Precision:
 
     @property
     def casting(self) -> AbstractContextManager[Any]:
-        """The context manager under which the forward pass runs: autocast, or one without effect."""
+        """The context manager under which the forward pass runs: autocast, or a context manager without effect."""
         return torch.autocast(self._device.type, self.type) if self.casts else _NO_CAST
 
     @property
     def casting_loss(self) -> AbstractContextManager[Any]:
-        """The context manager under which the loss is computed: autocast, or one without effect.
+        """The context manager under which the loss is computed: autocast, or a context manager without effect.
 
         Autocast is used for a sharded model too, because the outputs have a low precision and losses need a higher one.
         """
@@ -63,16 +63,16 @@ class Precision:
         return self.scaler.scale(loss) if self.scaler is not None else loss
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divide the complete gradients by the loss scale, so that clipping uses their true values."""
+        """Divide the complete gradients by the loss scale, so that clipping uses the gradients' true values."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> bool:
-        """Step the optimizer, unless gradients overflowed. Return whether it stepped; all ranks return the same."""
+        """Step the optimizer, unless gradients overflowed. Return whether the optimizer stepped; all ranks return the same value."""
         if self.scaler is None:
             optimizer.step()
             return True
-        # The gradient scaler does not report whether the optimizer stepped, so a hook notes it.
+        # The gradient scaler does not report whether the optimizer stepped, so a hook records each step.
         if self._hooked is not optimizer:
             optimizer.register_step_post_hook(self._note_step)
             self._hooked = optimizer
@@ -86,7 +86,7 @@ class Precision:
         return {"precision": self.name, "scaler": self.scaler.state_dict() if self.scaler is not None else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned. A run may continue in another precision; it then gets a new scale."""
+        """Load the state that `state_dict` returned. A run that continues in another precision starts with a new loss scale."""
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
 

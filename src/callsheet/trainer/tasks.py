@@ -17,7 +17,7 @@ IGNORED_LABEL = -100
 
 
 class Task:
-    """The base of all tasks: override `forward` and `loss`, and other methods if their defaults do not fit.
+    """The base class of all tasks. Override `forward` and `loss`, and other methods if their defaults do not fit.
 
     `metrics` are torchmetrics by name. They are computed over each evaluated dataset and all ranks, and logged as
     `<dataset>/<name>`. `frozen_models` are additional models that the task calls, such as a teacher. The Trainer moves them to
@@ -52,7 +52,7 @@ class Task:
         raise NotImplementedError(f"{type(self).__name__} does not define a loss; override loss()")
 
     def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
-        """Return the predictions and targets with which the metrics are updated. A task without metrics need not override this.
+        """Return the predictions and targets with which the metrics are updated. A task without metrics need not override this method.
 
         Args:
             outputs: what `forward` returned.
@@ -66,7 +66,7 @@ class Task:
         )
 
     def counts(self, batch: Any) -> tuple[int, int]:
-        """Return how many samples and how many tokens a batch holds. By default, this calls `counts_of`.
+        """Return how many samples and how many tokens a batch holds. By default, this method calls `counts_of`.
 
         Args:
             batch: a batch of the dataloader. Only this rank's samples and tokens are counted.
@@ -76,7 +76,7 @@ class Task:
     def weight(self, batch: Any) -> Any:
         """Return the weight of a batch in a mean over all ranks: a number, or a scalar tensor on the device.
 
-        By default it is the number of samples, or 1 if that cannot be read from the batch. If a task overrides this method, the
+        By default, the weight is the number of samples, or 1 if this number cannot be read from the batch. If a task overrides this method, the
         ranks exchange their weights at every step.
 
         Args:
@@ -162,7 +162,7 @@ class SupervisedTask(Task):
 
 
 class HuggingFaceTask(Task):
-    """A task whose batches are dictionaries of the model's arguments, with `labels`; the loss is the model's own.
+    """A task whose batches are dictionaries of the model's arguments, with `labels`; the model itself computes the loss.
 
     Hugging Face models average over labelled tokens or, if the labels have one dimension, over samples. Means over microbatches
     and evaluation batches use the same weights, so they equal the mean over all their samples.
@@ -184,14 +184,14 @@ class HuggingFaceTask(Task):
         return model(**batch)
 
     def loss(self, outputs: Any, batch: Any) -> Losses:
-        """Return `outputs.loss`. Raise ConfigError if the model returned none."""
+        """Return `outputs.loss`. Raise ConfigError if the model returned no loss."""
         loss = getattr(outputs, "loss", None)
         if not isinstance(loss, Tensor):
             raise ConfigError(
                 f"the model returned no loss; the batch needs `labels` (it has {', '.join(map(str, batch))}), or give the Trainer a task with a loss"
             )
         if loss.dim() == 0 and isinstance(weight := self.weight(batch), Tensor):
-            return torch.where(weight > 0, loss, 0.0)  # if there are no labels, the model's own mean is NaN
+            return torch.where(weight > 0, loss, 0.0)  # if there are no labels, the mean loss that the model computes is NaN
         return loss
 
     def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
@@ -250,7 +250,7 @@ class ForwardStepTask(Task):
         self._loss_function: Callable[[Any], Any] | None = None
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """Call `forward_step` and return its outputs. Store the loss function that it returned, for `loss`."""
+        """Call `forward_step` and return its outputs. Store the loss function that it also returns, which `loss` will call."""
         given = self.forward_step(model, batch)
         if not (isinstance(given, tuple) and len(given) == 2 and callable(given[1])):
             raise ConfigError(
@@ -260,9 +260,9 @@ class ForwardStepTask(Task):
         return outputs
 
     def loss(self, outputs: Any, batch: Any) -> Losses:
-        # The function may hold the batch and the graph, so do not keep it.
+        # The loss function may hold the batch and the autograd graph, so do not keep the function.
         loss_function, self._loss_function = self._loss_function, None
-        assert loss_function is not None  # `forward` runs before this method and has set it
+        assert loss_function is not None  # `forward` runs before this method and has set the loss function
         given = loss_function(outputs)
         if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
             return {**given[1], "loss": given[0]}

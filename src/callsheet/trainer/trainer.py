@@ -224,7 +224,7 @@ class Trainer:
             world.close()
             raise
         self.run = run_info(name, runs_folder, checkpoints_folder, ranks, self.device, config)
-        the_task = self.task  # if the lambda below referred to `self`, it would keep the trainer alive
+        the_task = self.task  # a lambda that refers to `self` would keep the trainer alive
         self._batches = TrainBatches(world, data_seed, shard=shard_data, count_samples=lambda batch: the_task.counts(batch)[0])
         self._loop: TrainLoop | None = None
         self._run = run = Run(
@@ -287,7 +287,7 @@ class Trainer:
                     epochs_per_round=self.epochs_per_round,
                 )
             if seed is not None and world.size > 1:
-                # Every rank gets its own seed, since ranks must draw different numbers, for example in dropout.
+                # Every rank gets a different seed, since ranks must draw different numbers, for example in dropout.
                 seed_all(seed + world.rank)
             run.load(*self._parts(), resume, {name: arguments[name] for name in _RECORDED})
             self.ctx.optimizer, self.ctx.scheduler = self.optimizer, self.scheduler
@@ -330,9 +330,9 @@ class Trainer:
 
     @property
     def earlier_stop(self) -> Request | None:
-        """The stop request with which a callback ended this run before its resume with `resume="auto"`; None without one.
+        """The request with which a callback stopped this run before `resume="auto"` resumed it; None if there is no such request.
 
-        With such a request, `fit` takes no further steps. It is None if `fit` continues training.
+        With such a request, `fit` takes no further steps. The value is None if `fit` continues training.
         """
         return self._run.checkpoints.earlier_stop()
 
@@ -379,13 +379,13 @@ class Trainer:
                 raise KeyboardInterrupt
 
     def _warn_of_long_intervals(self) -> None:
-        """Warn of intervals that are longer than the run, so that they never take effect.
+        """Warn of intervals that are longer than the run and therefore take effect only at the run's end.
 
         This is not an error, so that a trial of ten steps needs no other intervals.
         """
         longest = self.state.max_duration
         named = [(f"the interval of {name!r}", schedule.every) for name, schedule in self._evaluation.schedules.items()]
-        if str(self._run.records.every.every) != LOG_INTERVAL:  # the user did not choose the default, so do not warn of it
+        if str(self._run.records.every.every) != LOG_INTERVAL:  # do not warn of the default, which the user has not chosen
             named.append(("log_interval", self._run.records.every))
         for name, every in named:
             if (
@@ -463,7 +463,7 @@ class Trainer:
     # --- checkpoints ---
 
     def save_checkpoint(self, path: str | os.PathLike[str] | None = None) -> CheckpointInfo:
-        """Write a checkpoint, and wait until it is durable. Every rank must call this.
+        """Write a checkpoint, and wait until it is durable. Every rank must call this method.
 
         Args:
             path: the path or URL of the checkpoint's folder; None: a folder in the run's folder for checkpoints.
@@ -477,11 +477,11 @@ class Trainer:
         """
         with self._run.lifetime, self._doing("save_checkpoint"):
             info = self._run.boundaries.save(path=os.fspath(path) if path is not None else None, waits=True)
-            assert info is not None  # only a host returns None, because the other framework saves later
+            assert info is not None  # the result is None only in another framework's loop, which saves later
             return info
 
     def export(self, path: str | os.PathLike[str], *, processor: Any = None) -> None:
-        """Write the model's full (not sharded) weights to `path`. Every rank must call this.
+        """Write the model's full (not sharded) weights to `path`. Every rank must call this method.
 
         A Hugging Face model is written as a folder, any other model as a safetensors file.
 
@@ -496,7 +496,7 @@ class Trainer:
                 export_weights(self.model, path, group=self._run.world.saving, overwrite=True)
 
     def _parts(self) -> tuple[dict[str, Stateful], dict[str, Stateful]]:
-        """Return the parts of a checkpoint by name: those that are the same on all ranks, and those that differ."""
+        """Return the parts of a checkpoint by name: the parts that are the same on all ranks, and the parts that differ."""
         shared: dict[str, Stateful | None] = {
             "state": self.state,
             "model": self._parallel,
@@ -517,10 +517,10 @@ class Trainer:
     # --- ending the run ---
 
     def close(self) -> None:
-        """End the run if it has not ended. This can be called twice.
+        """End the run if it has not ended. This method can be called twice.
 
         Raises:
-            RequestRejected: a callback called it. A callback can use `ctx.control.stop(why)`, which ends training at the next
+            RequestRejected: a callback called this method. A callback can use `ctx.control.stop(why)`, which ends training at the next
                 boundary.
         """
         with self._doing("close"):
@@ -543,9 +543,9 @@ class Trainer:
 
     @contextmanager
     def _doing(self, activity: str) -> Iterator[None]:
-        """Mark an activity, such as `fit`, as running while the `with` block runs, so that no second one starts.
+        """Mark an activity, such as `fit`, as running while the `with` block runs, so that no second activity starts.
 
-        Raise `RequestRejected` if another activity is running, and explain errors that leave this one.
+        Raise `RequestRejected` if another activity is running, and add explanations to errors that leave the block.
         """
         if self._activity:
             ask = {
@@ -566,7 +566,7 @@ class Trainer:
             self._activity = ""
 
     def _explain(self, error: BaseException) -> DistributedError | None:
-        """Add notes to an error that say what probably caused it.
+        """Add notes to `error` which say what probably caused the error.
 
         Also leave a message for the other ranks, which will miss this rank.
 

@@ -1,4 +1,4 @@
-"""The data of a run: the batches of each rank.
+"""The data of a run: which rank gets which batches.
 
 All ranks get equally many batches, and each rank knows how many samples of its batches count.
 

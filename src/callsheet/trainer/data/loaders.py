@@ -58,7 +58,7 @@ _OPTIONS = (
 
 
 def made(loader: Loader, argument: str, *, may_be_empty: bool = False) -> Iterable[Any]:
-    """Return the dataloader. If a factory is given, call it.
+    """Return the given dataloader or, if a function is given, the dataloader that the function makes.
 
     Raises:
         ConfigError: the dataloader cannot be iterated over repeatedly, or is known to be empty.
@@ -102,12 +102,12 @@ def samplers(loader: Any) -> list[Any]:
 
 
 def datasets(loader: Any) -> list[Any]:
-    """Return the loader's dataset, and all datasets inside it, such as the one that a Subset wraps."""
+    """Return the loader's dataset, and all datasets inside it, such as the dataset that a Subset wraps."""
     return chain_of(loader)[1:]
 
 
 def chain_of(dataset: Any) -> list[Any]:
-    """Return the dataset, and all datasets inside it, such as the one that a Subset wraps."""
+    """Return the dataset, and all datasets inside it, such as the dataset that a Subset wraps."""
     found = [dataset]
     while (dataset := getattr(dataset, "dataset", None)) is not None and all(dataset is not one for one in found):
         found.append(dataset)
@@ -115,7 +115,7 @@ def chain_of(dataset: Any) -> list[Any]:
 
 
 def generators(*owners: Any) -> list[torch.Generator]:
-    """Return the torch generators in the attributes of these objects, each once."""
+    """Return the torch generators in the attribute `generator` of these objects, each generator once."""
     found = [getattr(owner, "generator", None) for owner in owners]
     return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
 
@@ -161,7 +161,7 @@ def restore_random_state_of(loader: Any, state: Mapping[str, Any]) -> None:
 
 
 def restore_samplers(loader: Any, state: Mapping[str, Any], argument: str) -> bool:
-    """Restore the states of samplers that `random_state_of` returned. Return whether there are any.
+    """Restore the states of samplers that `random_state_of` returned. Return whether there are samplers with a state.
 
     Warn of a sampler or iterable that has no state, although training has changed it: its batches may differ from those of a run
     without interruption.
@@ -237,7 +237,7 @@ def attributes(owners: Iterable[Any]) -> dict[str, int]:
 
 
 class _Digest:
-    """A file that keeps only the checksum of what is written. It raises OverflowError after `_MOST` bytes."""
+    """A file that keeps only the checksum of the bytes written to it. Writing more than `_MOST` bytes raises OverflowError."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -253,7 +253,7 @@ class _Digest:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a tensor or array as only its type, shape and first numbers, because pickling all of it may take long.
+    """Pickles a tensor or array as only its type, shape and first numbers, because pickling all numbers may take long.
 
     The numbers of a tensor on a device are left out, because reading them would wait for the device.
     """

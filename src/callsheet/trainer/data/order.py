@@ -12,7 +12,7 @@ from callsheet.trainer.data.loaders import drop
 
 
 class Order:
-    """Takes the place of a DataLoader's sampler or batch sampler, and iterates over the original one once per epoch.
+    """Takes the place of a DataLoader's sampler or batch sampler, and iterates over the original sampler once per epoch.
 
     A DataLoader with workers calls `iter` of its sampler twice for its first epoch, and once for later epochs. With an `Order`,
     `begin` calls `iter` once per epoch, so that a resumed run draws the same numbers from the sampler.
@@ -48,11 +48,11 @@ class Order:
         self._drawn = self._noted(source) if self._is_checked else source
 
     def skip(self, count: int, epoch: int | None) -> None:
-        """Draw and discard `count` batches of indices without loading samples. Raise ConfigError if the epoch has fewer."""
+        """Draw and discard `count` batches of indices without loading samples. Raise ConfigError if the epoch has fewer batches."""
         drop(self._drawn, count, epoch)
 
     def place(self, taken: int) -> dict[str, Any] | None:
-        """Return checksums of the batches of indices that were drawn in advance, preceded by that of the last batch trained on.
+        """Return the checksums of the last batch of indices trained on, and of the batches of indices that were drawn after it.
 
         `is_at` uses them to check that a resumed run draws the same batches.
         """
@@ -60,9 +60,9 @@ class Order:
         return {"first": first, "checksums": list(self._checksums[first:])} if self._is_checked else None
 
     def is_at(self, place: Mapping[str, Any] | None) -> bool:
-        """Return whether this epoch's batches equal those from before the resume, according to the checksums from `place`.
+        """Return whether this epoch's batches equal the batches from before the resume, according to the checksums from `place`.
 
-        Only batches that both have drawn are compared.
+        Only batches that were drawn both before and after the resume are compared.
         """
         if place is None or not self._is_checked:
             return True

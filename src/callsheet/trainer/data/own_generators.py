@@ -11,7 +11,7 @@ import torch
 
 
 def own_generators(owners: Iterable[Any]) -> list[Any]:
-    """Return the random generators of Python, NumPy and torch in the attributes of these objects, each once."""
+    """Return the random generators of Python, NumPy and torch in the attributes of these objects, each generator once."""
     numpy: Any = sys.modules.get("numpy")
     kinds: tuple[Any, ...] = (torch.Generator, random.Random)
     if numpy is not None:
@@ -32,7 +32,7 @@ def restore_generators(generators: Sequence[Any], states: Sequence[Any]) -> None
             generator.setstate(state)
         elif hasattr(generator, "bit_generator"):
             generator.bit_generator.state = state
-        else:  # a torch.Generator and NumPy's RandomState both have this method
+        else:  # a torch.Generator and NumPy's RandomState both have `set_state`
             generator.set_state(state)
 
 

@@ -41,11 +41,11 @@ _NAMES = {"python": "Python's random state", "numpy": "NumPy's random state", "t
 
 
 class PreshardedData:
-    """The strategy `own`: each rank uses its own dataloader. Parts of it may be replaced, to repeat an epoch after a resume.
+    """The strategy `own`: each rank uses its own dataloader, with wrapped parts if these are needed to repeat an epoch after a resume.
 
     A dataloader with `state_dict` and `load_state_dict` saves its position within an epoch. For any other dataloader, a resumed
     run restores the random states of the epoch's start, draws the batches that were already trained on, and discards them. If the
-    dataset of a DataLoader is a `SeededDataset`, they are skipped instead.
+    dataset of a DataLoader is a `SeededDataset`, these batches are skipped instead.
 
     Persistent workers keep their random states from one epoch to the next. A DataLoader uses the random state of the training
     process only when it starts its workers. So if workers are persistent, the dataset is wrapped in a `SeededDataset` or a
@@ -54,7 +54,7 @@ class PreshardedData:
 
     Args:
         seed: the seed of augmentation in persistent workers.
-        sets_epoch: whether to call `set_epoch` of the user's samplers and datasets. A loop written by hand calls it itself.
+        sets_epoch: whether to call `set_epoch` of the user's samplers and datasets. A hand-written loop calls `set_epoch` itself.
     """
 
     way = "own"
@@ -82,14 +82,14 @@ class PreshardedData:
         has_states = restore_samplers(self._given, start, self._argument)
         self._warn_of_workers(is_new_epoch=True)
         if epoch is not None and epoch > 1 and self._loader is not self._given and hasattr(self._loader, "state_dict"):
-            # Start the persistent workers now, because this draws random numbers. An uninterrupted run drew them in its first
-            # epoch, and not in this one.
+            # Start the persistent workers now, because starting them draws random numbers.
+            # An uninterrupted run drew these numbers in its first epoch, and not in the epoch that begins now.
             iter(self._loader)
             restore_random_state_of(self._given, start)
         return self._shared_out(self._open(epoch, start if has_states else None), 0)
 
     def resume(self, epoch: int, taken: int, place: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
-        """Return the remaining batches of an epoch. The docstring of the class says how."""
+        """After a resume, return the remaining batches of an epoch. The class docstring says how the position is reached."""
         loader, start = self._given, place["at_start"]
         restore_random_state_of(loader, start)
         if place["has_ended"]:  # when the state was saved, this rank had no batches left in the epoch, but other ranks had
@@ -112,7 +112,7 @@ class PreshardedData:
         return self._shared_out(batches, taken)
 
     def place(self, taken: int) -> dict[str, Any]:
-        """Return the position in the epoch: the random states of its start, and the dataloader's own state if it has one."""
+        """Return the position in the epoch: the random states at the epoch's start, and the dataloader's state if there is one."""
         has_ended = self._shared is not None and self._shared.ended_after is not None and self._shared.ended_after <= taken
         keeps_place = hasattr(self._loader, "state_dict") and not has_ended
         return {
@@ -178,8 +178,7 @@ class PreshardedData:
         if self._order is not None:
             self._order.begin(partial(restore_random_state_of, self._given, restored) if restored is not None else None)
             if skipped:
-                # The loader draws a number for the seed of its workers. Draw one too, so that this generator gives the same
-                # order.
+                # Before the order, a loader draws a seed for its workers. Draw a number too, so that the generator gives the same order.
                 if self._loader.generator is self._given.generator:
                     torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
                 self._order.skip(skipped, epoch)
@@ -343,13 +342,13 @@ class _OwnBatches(SharedBatches):
         return self._first if self.is_filler else batch
 
     def _any_has(self, has: bool) -> bool:
-        """Return whether any rank still has a batch. `has` says whether this rank has one."""
+        """Return whether any rank still has a batch. `has` says whether this rank has a batch."""
         if not self._is_agreed:
             return self._agree(has)
         if self._length is not None:
             return True
         if self._answer is not None:
-            self._answer.wait()  # the reduction for the previous batch, which is complete by now
+            self._answer.wait()  # end the reduction for the previous batch, which is complete by now
         self._answer = answer = self._world.begin_max([has])
         if has:
             return True

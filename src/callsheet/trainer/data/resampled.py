@@ -89,7 +89,7 @@ class ResampledData:
         return self._opened()
 
     def place(self, taken: int) -> dict[str, Any]:
-        """Return the position in the epoch, for a checkpoint: how many samples were trained on, and a digest of their order."""
+        """Return the position in the epoch, for a checkpoint: how many samples were trained on, and a digest of the order."""
         return {"position": self._position(taken), "in_all": self.in_all, "order": digest(self._sampler.order)}
 
     def left(self, taken: int) -> int:

@@ -56,7 +56,7 @@ class RoundRobinData:
         return self._open(epoch, RandomStream(mixed(self._seed, epoch or 0)), 0)
 
     def resume(self, epoch: int, taken: int, place: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
-        """After a resume, return the remaining batches of an epoch, from the dataloader's own state or by drawing again.
+        """After a resume, load the dataloader's position or draw the earlier batches again, and return the epoch's remaining batches.
 
         Any number of ranks may have begun the epoch.
         """
@@ -72,7 +72,7 @@ class RoundRobinData:
         return batches
 
     def place(self, taken: int) -> dict[str, Any]:
-        """Return the position in the epoch: how many batches were drawn, the state of the dataloader, and its random states."""
+        """Return the position in the epoch: how many batches were drawn, the dataloader's state, and the random states of the iteration."""
         assert self._dealt is not None
         return {
             "drawn": self._dealt.drawn,

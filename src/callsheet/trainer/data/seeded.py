@@ -59,7 +59,7 @@ def cpu_random_state() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def seeded(number: int, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
-    """While the `with` block runs, seed all random states and these generators. Restore them afterwards."""
+    """Seed all random states and these generators with `number`. Restore their earlier states when the `with` block ends."""
     outer, before = cpu_random_state(), [generator.get_state() for generator in generators]
     seed_states(number)
     for generator in generators:
@@ -90,7 +90,7 @@ class RandomStream:
 
 
 class _Seeds:
-    """Seeds the random states of a wrapped dataset. It holds the seed, the dataset's own generators, and the epoch.
+    """Seeds the random states before a wrapped dataset loads samples, from a seed, the epoch and numbers such as an index.
 
     The epoch is shared with the workers.
     """
@@ -98,7 +98,7 @@ class _Seeds:
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
-        # Holds the epoch, and whether `note` was called. It is in shared memory, so that persistent workers see changes too.
+        # The epoch, and whether `note` was called, in a tensor in shared memory, so that persistent workers see changes too.
         self._shared = torch.zeros(2, dtype=torch.int64).share_memory_()
         self._epoch: int | None = None
         self._own: list[Any] | None = None
@@ -134,7 +134,7 @@ class _Seeds:
             seed_generators(self._own, number)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy wraps another dataset object and must look up the generators of that one, so leave out the present ones.
+        # A copy wraps another dataset object and must look up that object's generators, so leave out this object's generators.
         return vars(self) | {"_own": None, "_epoch": None}
 
 
@@ -204,7 +204,7 @@ class SeededDataset(Dataset[Any]):
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
-        if get_worker_info() is not None:  # a worker only loads samples, so there is nothing to restore
+        if get_worker_info() is not None:  # a worker only loads samples, so its random states need not be restored
             yield
             return
         outer = cpu_random_state()
@@ -219,7 +219,7 @@ class SeededDataset(Dataset[Any]):
         return getattr(self.dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # The dataset itself may need what a worker_init_fn stores, such as an open file, so set the attribute there.
+        # The dataset itself may need what a worker_init_fn stores, such as an open file, so set the attribute on the dataset.
         setattr(self.dataset, name, value)
 
 
@@ -261,7 +261,7 @@ class SeededStream(IterableDataset[Any]):
         return getattr(self.dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.dataset, name, value)  # the dataset itself may need the attribute, as in a SeededDataset
+        setattr(self.dataset, name, value)  # the wrapped dataset may need the attribute, as in a SeededDataset
 
 
 def _number(index: Any) -> int:

@@ -96,7 +96,7 @@ class ShareSampler:
         self.order, self.start = drawn_order(self._source, mixed(self._seed, epoch or 0)), start
 
     def shares(self) -> Iterator[Share]:
-        """Yield this rank's part of each global batch of the epoch, from its beginning."""
+        """Yield this rank's part of each global batch of the epoch, from the position that was passed to `begin`."""
         return self.split.shares(self.order, self.start)
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -107,7 +107,7 @@ class ShareSampler:
 
 
 def drawn_order(source: Any, seed: int) -> Sequence[Any]:
-    """Return the order that the sampler yields after all random states and its own generators have been seeded.
+    """Return the order that the sampler yields after all random states and the sampler's generators have been seeded.
 
     The states are restored afterwards.
     """

@@ -1,4 +1,4 @@
-"""The interface of the three strategies (`own`, `split`, `dealt`) to divide the data among the ranks."""
+"""The interface of the three strategies (`own`, `split`, `dealt`) for dividing the data among the ranks."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class SharedBatches(Iterator[Any]):
         self.samples_here: int | None = None
         """How many samples of the batch this rank counts, 0 for a filler. None if they must be counted in the batch itself."""
         self.samples_in_all: int | None = None
-        """How many samples are counted in the batches of all ranks together. None if a collective is needed to find out."""
+        """How many samples are counted in the batches of all ranks together. None if only a collective can find this number."""
         self.is_filler = False
-        """Whether the batch is a filler, which is not counted. A rank gets one if other ranks have one batch more."""
+        """Whether the batch is a filler, which is not counted. A rank gets a filler if other ranks have one more batch."""
 
     def __next__(self) -> Any:
         return next(self._batches)
 
 
 class Sharing(Protocol):
-    """The interface of a strategy to divide the batches of one dataloader among the ranks."""
+    """The interface of a strategy for dividing the batches of one dataloader among the ranks."""
 
     way: str
 
