@@ -136,7 +136,7 @@ class Spans:
             setattr(self, name, Span(name, ctx, dispatcher))
 
     def link(self, table: Mapping[str, CompiledEvent], events: Iterable[str]) -> None:
-        """Store the handlers that `table` now contains for these events in the spans that fire the events."""
+        """For each of these events, pass the handlers that `table` now contains to the spans that fire the event."""
         self.links += 1
         for event in events:
             compiled = table[event]

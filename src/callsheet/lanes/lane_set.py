@@ -37,7 +37,7 @@ _BEFORE_THE_END = 0.8  # the events before `on_run_end` must be handled within t
 _BEFORE_LOGGERS_END = 0.9  # after this fraction of a lane's deadline, the loggers' `on_run_end` no longer waits for the lane
 _SETTLE_SECONDS = 0.2  # how long the last metrics record waits for values that callbacks in lanes log
 _STATE_SECONDS = 1.0  # how long `state_dict` may take for a callback whose lane has hung before
-_MIN_STATE_SECONDS = 0.1  # `state_dict` may always take this long, even if a preemption signal leaves no time
+_MIN_STATE_SECONDS = 0.1  # `state_dict` is given at least this long, even if a preemption signal leaves no time
 _GRACE_SHARE = 1 / 3  # after a preemption signal, lanes may delay a checkpoint for this fraction of the time left
 _LOGGER_METHODS = ("log_table", "log_images", "log_file", "log_hyperparameters")
 

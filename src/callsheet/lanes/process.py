@@ -27,7 +27,7 @@ logger = logging.getLogger("callsheet")
 _START_SECONDS = 120.0  # time for a process to import the callback's module and build the callback, before it is killed
 _ANSWER_SECONDS = 1.0  # how long an idle process may take to answer, before it is killed
 
-_started: weakref.WeakSet[Process] = weakref.WeakSet()  # the callbacks whose processes this process has started
+_started: weakref.WeakSet[Process] = weakref.WeakSet()  # the `Process` callbacks whose child processes were started from here
 
 
 class ProcessDied(CallsheetError, RuntimeError):

@@ -167,7 +167,7 @@ class Lane:
 
     def _begin(self) -> bool:
         """Start the queue's thread if it has not been started. Return False if no thread can be started."""
-        with _starting:  # several threads (of the dispatcher, `put` and `drain`) may call this at once
+        with _starting:  # the dispatcher's thread, and threads that call `put` or `drain`, may get here at the same time
             if self._thread is None and not self.is_inert:
                 thread = threading.Thread(target=self._work, name=f"callsheet-lane-{self.name}", daemon=True)
                 try:

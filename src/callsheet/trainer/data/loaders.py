@@ -155,7 +155,7 @@ def restore_generators_of(loader: Any, states: Sequence[Any]) -> None:
 
 
 def restore_random_state_of(loader: Any, state: Mapping[str, Any]) -> None:
-    """Restore the random states that `random_state_of` returned. `restore_samplers` restores the states of samplers."""
+    """Restore the random states that `random_state_of` returned, except those of samplers, which `restore_samplers` restores."""
     restore_random_state(state["global"])
     restore_generators_of(loader, state["generators"])
 
