@@ -73,7 +73,7 @@ def check_version(package: str, internals: Iterable[str] = (), *, needed_by: str
 
 
 def check_versions(package: str = "", internals: Iterable[str] = (), needed_by: str = "") -> None:
-    """Check the installed version of torch and, if `package` is given, of the framework in this package; see `check_version`."""
+    """Check the installed version of torch, and also that of the framework's `package` if it is given. See `check_version`."""
     check_version("torch")
     if package:
         check_version(package, internals, needed_by=needed_by)

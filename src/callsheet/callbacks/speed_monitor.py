@@ -141,7 +141,7 @@ class SpeedMonitor(Callback):
         """Return the MFU: `rate` in FLOP/s as a fraction of the device's peak. Return None if the peak is not known."""
         precision = self._flops.precision if self._precision == "auto" else self._precision
         peak = self._peak_flops or peak_flops(self._device, precision)
-        # Peaks of CPUs are never known, so do not warn on a CPU.
+        # The peak FLOP/s of a CPU is never known, so do not warn about an unknown peak on a CPU.
         if peak is None and self._flops.is_done and not self._is_cpu:
             what = f"{self._device!r} in {precision or 'an unknown precision'}"
             self._log_once("MFU is not logged: the peak of %s is not known; give peak_flops=, in FLOP/s per device", what)

@@ -92,7 +92,7 @@ class AsyncWriter:
         return self._written is None or self._written.done()
 
     def result(self, timeout: float | None = None) -> Seal:
-        """Wait until the checkpoint that was begun last is written, and return its seal.
+        """Wait until the most recently started checkpoint is written, and return its `Seal`, the proof that it is complete.
 
         Args:
             timeout: how many seconds to wait at most; None: without a limit.

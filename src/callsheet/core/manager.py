@@ -333,7 +333,7 @@ class CallbackManager:
         return int(min(self.costs.next_step, self._muting.next_step))
 
     def between_steps(self, step: int) -> None:
-        """Start or stop timing the handlers, and unmute muted handlers, if this is due after `step`.
+        """Do what is due after `step`: start or stop timing the handlers, and call handlers again that were muted until this step.
 
         The loop calls this before the first step, and after each step that `next_step` names.
 

@@ -173,7 +173,7 @@ class MetricLog:
         self._series = apart
 
     def latest(self, family: str) -> dict[str, Any]:
-        """Return the last value of each metric of a family that was logged since the last `take`.
+        """For each metric whose name begins with `family/`, return the last value that was logged since the last `take`.
 
         Args:
             family: the part of the metrics' names before the first `/`, such as `train`.

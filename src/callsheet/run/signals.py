@@ -77,7 +77,7 @@ class SignalWatch:
             self.arrived_at = time.monotonic()
 
     def after_fork(self) -> None:
-        """In a forked child, restore the signal handlers that were set before this watch.
+        """In a forked child process, restore the signal handlers that were in place before this object installed its own.
 
         The thread that records the time exists only in the parent.
         """

@@ -230,7 +230,7 @@ class CallbackManager:
             ValueError: there is no such hook; or, if a callback overrides it, the context has no such field.
         """
         if hook_name not in _HOOKS:
-            # The messages of `fire` begin like those of InstructLab, because tests of InstructLab's users compare them.
+            # The error begins with the words of InstructLab's error, because tests that were written for InstructLab may check for them.
             raise ValueError(f"Unknown hook: '{hook_name}'. Valid hooks: {list(HOOK_NAMES)}{did_you_mean(hook_name, HOOK_NAMES)}")
         if self._is_closed or not (listeners := [each for each in self._callbacks if listens_to(each, hook_name)]):
             return
