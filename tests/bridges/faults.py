@@ -23,7 +23,7 @@ ALWAYS = {"epoch", "train_step", "forward", "optimizer_step", "eval"}
 
 
 def rate_of(seed: int) -> float:
-    """Return the share of the calls that are faulty: most runs with the lower rate have one or two faults, or none."""
+    """Return the share of the calls that are faulty: runs with the lower rate have a few faults, or none."""
     return 0.02 if seed % 2 else 0.15
 
 

@@ -39,7 +39,7 @@ class HostEvaluation:
         self.schedules: dict[str, Any] = {}
         self.results: dict[str, dict[str, float]] = {}
         self.undone: DueEvaluation | None = None
-        """The evaluation that is due between the last step and the next step, and that was not done yet. None: there is none."""
+        """The evaluation that is due between the last step and the next step, and that was not done yet, or None."""
         self._ctx = ctx
         self._evaluates = evaluates
         self._fire = fire

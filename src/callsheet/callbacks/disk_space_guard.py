@@ -56,7 +56,7 @@ class DiskSpaceGuard(Callback):
         self._has_warned = self._has_stopped = False
 
     def on_train_start(self, ctx: Context) -> None:
-        """Reset what an earlier call of `fit` stored, so that a stop can be requested again and the checkpoints' disk is found anew."""
+        """Reset what an earlier call of `fit` stored, so that a stop can be requested again and the checkpoints' disk is looked up again."""
         self._has_stopped, self._place = False, None
 
     def on_log(self, ctx: Context) -> None:

@@ -64,7 +64,7 @@ _COLUMNS = {
     "checkpoint": _plain_column("checkpoint", lambda row: row.best_checkpoint),
 }
 _SHORT = {"loss": f"last({LOSS})", "last": "last({})", "lowest": "lowest({})", "highest": "highest({})"}
-"""Short names of columns, and the columns that they stand for. `{}` is the metric that `--metric` names."""
+"""Short names of columns, and the column that each name selects. `{}` is the metric that `--metric` names."""
 COLUMNS = (*_COLUMNS, *_SHORT)
 DEFAULT = ("name", "outcome", "steps", "duration", "loss", "last", "lowest", "highest", "started", "device", "reason")
 _OF_METRIC = re.compile(r"(last|lowest|highest)\((.+)\)")

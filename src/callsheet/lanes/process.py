@@ -127,7 +127,7 @@ class Process(Background):
         """End the callback's process without waiting for its exit. Call `join` afterwards to wait for the exit.
 
         Args:
-            at_once: whether to kill the process. Otherwise the connection is closed, after which the process ends by itself.
+            at_once: whether to kill the process. Otherwise the connection is closed, after which the process exits.
         """
         self._is_over = True
         self._ending, self._child = self._child, None

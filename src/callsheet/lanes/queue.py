@@ -248,7 +248,7 @@ class Lane:
     def _forget(self, waiting: _Waiting) -> None:
         try:
             self.items.remove(waiting)
-        except (ValueError, IndexError):  # the lane's thread has meanwhile removed this item or another one
+        except (ValueError, IndexError):  # the lane's thread has removed this item or another one at the same time
             return
         self.dropped += 1
 

@@ -49,7 +49,7 @@ class InMemoryLogger(Logger):
         self.files: dict[str, Path] = {}
         """For each name of a logged file, the path that was logged last."""
         self.costs: CostReport | None = None
-        """The latest report of the time that each callback has taken so far; None if there is none yet."""
+        """The latest report of the time that each callback has taken so far, or None before the first report."""
 
     def history(self, name: str) -> tuple[list[int], list[float]]:
         """Return two lists for a metric: the steps at which it was logged, and its values.

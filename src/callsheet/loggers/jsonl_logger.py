@@ -228,7 +228,7 @@ class JSONLLogger(Logger):
     # --- state for checkpoints, and private methods ---
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the number of metrics records so far, which tells a resumed run which records are later than the checkpoint."""
+        """Return the number of metrics records so far, by which a resumed run finds the records that are later than the checkpoint."""
         return {"records": self._records}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -193,7 +193,7 @@ class RunReader:
         with self._lock:
             if any(lines.is_another() for lines in self._lines.values()):
                 self._begin()
-            # Take the state before reading. If lines are appended meanwhile, the next state differs, and the lines are read then.
+            # Take the state before reading. If lines are appended during the reading, the next state differs, and the lines are read then.
             state = self._state()
             self._add_new()
             return self._run(self._version(state))

@@ -42,7 +42,7 @@ def without_additions(*things: Any) -> Iterator[None]:
         yield
     finally:
         for attributes, name, value, without in changed:
-            if attributes.get(name, _ABSENT) is without:  # if other code has set the attribute meanwhile, keep the new value
+            if attributes.get(name, _ABSENT) is without:  # if other code has set the attribute since, keep the new value
                 attributes[name] = value
 
 

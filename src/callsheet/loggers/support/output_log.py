@@ -112,7 +112,7 @@ def _shown(line: str) -> str | None:
 # --- code of the separate process that copies output (see `DescriptorCapture`) ---
 
 DROP = b"\xff\xff\xff\xff"
-"""The message that tells the copying process to write nothing more to the log."""
+"""The message after which the copying process writes nothing more to the log."""
 END = b"\0\0\0\0"
 """The message that closes the log.
 

@@ -26,7 +26,7 @@ TOWERS = {
     "projector": ("multi_modal_projector", "connector", "aligner", "visual.merger", "mm_projector", "embed_vision", "qformer"),
     "language_model": ("language_model", "text_model"),
 }
-"""The words that `freeze` accepts, such as `projector`, and the names of the modules that each word stands for.
+"""The words that `freeze` accepts, such as `projector`, and the names of the modules that each word selects.
 
 The modules are attributes of the model, or of its attribute `model`.
 """

@@ -230,7 +230,7 @@ def _csv(comparison: Comparison, metrics: Sequence[str]) -> str:
     table = csv.writer(text, lineterminator="\n")
     table.writerow(columns)
     for row in rows:
-        # A mean of NaN or infinity is a result of a run, so write it as text. In the other columns, NaN stands for an unknown value.
+        # A mean of NaN or infinity is a result of a run, so write it as text. In the other columns, NaN means that the value is unknown.
         mean = row["mean"] if math.isfinite(row["mean"]) else str(row["mean"])
         table.writerow([_csv_cell({**row, "mean": mean}[column]) for column in columns])
     return text.getvalue().rstrip("\n")
