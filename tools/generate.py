@@ -193,7 +193,7 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
     "programs-built-on": built_on.markdown,
     **{f"matrix-{bridge}": partial(matrix.markdown_of, bridge) for bridge in matrix.frameworks()},
     "public-scripts": public_scripts,
-    **{f"figures-cuda-{name}": figures(f"cuda/{name}") for name in ("pretraining", "monitors", "trainer")},
+    **{f"figures-cuda-{name}": figures(f"cuda/{name}") for name in ("pretraining", "monitors", "trainer", "saving")},
     **{
         f"figures-{name}": figures(name)
         for name in (

@@ -139,7 +139,7 @@ def test_the_checker_complains_only_of_a_missed_target(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("benchmark", "more"),
+    ("name", "more"),
     [
         ("llama2_70b_lora", {}),
         ("flux1", {}),
@@ -175,11 +175,11 @@ def test_the_checker_complains_only_of_a_missed_target(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_other_benchmarks_of_the_rules(tmp_path: Path, benchmark: str, more: dict[str, Any]) -> None:
-    rises = {"mode": "max", "target": 0.8} if benchmark == "dlrmv4" else {}
+def test_other_benchmarks_of_the_rules(tmp_path: Path, name: str, more: dict[str, Any]) -> None:
+    rises = {"mode": "max", "target": 0.8} if name == "dlrmv4" else {}
     fit(
         tmp_path,
-        mlperf(benchmark=benchmark, hyperparameters=GIVEN | more, **rises),
+        mlperf(benchmark=name, hyperparameters=GIVEN | more, **rises),
         values=[0.6, 0.7, 0.85] if rises else LOSSES,
         max_duration="24ba",
     )

@@ -29,6 +29,7 @@ from callsheet.checkpoint.tensors import check_storable, local_part
 from callsheet.errors import CheckpointError
 
 Json = Any  # None, bool, int, finite float, str, and lists and string-keyed dicts of these
+Path = tuple["Path | None", object]  # of the enclosing container, and the key in it; text only if a tensor or an error needs it
 
 _DEEPEST = 100  # the maximum depth of a tree; a deeper tree is a mistake, and recursive JSON readers may fail to read it
 # NumPy dtypes whose bytes are plain values. Objects and records are not among them.
@@ -53,7 +54,7 @@ def flatten(tree: object) -> tuple[Json, dict[str, torch.Tensor]]:
         CheckpointError: the tree contains anything else, including subclasses of these, or contains itself.
     """
     flattening = _Flattening()
-    document = flattening.document(tree, "")
+    document = flattening.document(tree, None)
     return document, flattening.tensors
 
 
@@ -110,7 +111,7 @@ class _Flattening:
         self._names: dict[Hashable, str] = {}
         self._open: set[int] = set()
 
-    def document(self, value: Any, path: str) -> Json:
+    def document(self, value: Any, path: Path | None) -> Json:
         kind = type(value)
         if value is None or kind is bool or kind is str:
             return value
@@ -129,44 +130,44 @@ class _Flattening:
             dtype, data = value.dtype.str, base64.b64encode(value.tobytes()).decode()
             if _NUMBERS_AND_TIMES.fullmatch(dtype):
                 return {"$array": [dtype, list(value.shape), data]} if kind is numpy.ndarray else {"$scalar": [dtype, data]}
-            raise CheckpointError(f"{_at(path)}: a NumPy {value.dtype} is not plain data; give its .tolist()")
+            raise CheckpointError(f"{_at(_text_of(path))}: a NumPy {value.dtype} is not plain data; give its .tolist()")
         raise CheckpointError(
-            f"{_at(path)}: a {kind} is not plain data; a state may hold None, bool, int, float, str, bytes, tensors, "
+            f"{_at(_text_of(path))}: a {kind} is not plain data; a state may hold None, bool, int, float, str, bytes, tensors, "
             "NumPy arrays, and plain lists, tuples and dicts of them (not subclasses): turn it into one of these"
         )
 
-    def _container(self, value: Any, path: str) -> Json:
+    def _container(self, value: Any, path: Path | None) -> Json:
         if id(value) in self._open:
-            raise CheckpointError(f"{_at(path)}: the {type(value).__name__} contains itself; leave the inner reference out")
+            raise CheckpointError(f"{_at(_text_of(path))}: the {type(value).__name__} contains itself; leave the inner reference out")
         if len(self._open) == _DEEPEST:
-            raise CheckpointError(f"{_at(path)}: nested deeper than {_DEEPEST} levels; flatten the state")
+            raise CheckpointError(f"{_at(_text_of(path))}: nested deeper than {_DEEPEST} levels; flatten the state")
         self._open.add(id(value))
         document: Json
         if isinstance(value, list | tuple):
-            items = [self.document(item, _step(path, i)) for i, item in enumerate(value)]
+            items = [self.document(item, (path, i)) for i, item in enumerate(value)]
             document = items if isinstance(value, list) else {"$tuple": items}
         elif isinstance(value, Counter) or not all(type(key) is str and not key.startswith("$") for key in value):
-            pairs = [[self._key(key, path), self.document(item, _step(path, key))] for key, item in value.items()]
+            pairs = [[self._key(key, path), self.document(item, (path, key))] for key, item in value.items()]
             document = {"$counter" if isinstance(value, Counter) else "$dict": pairs}
         else:
-            document = {key: self.document(item, _step(path, key)) for key, item in value.items()}
+            document = {key: self.document(item, (path, key)) for key, item in value.items()}
         self._open.remove(id(value))
         return document
 
-    def _key(self, key: object, path: str) -> Json:
+    def _key(self, key: object, path: Path | None) -> Json:
         if not _is_key(key):
-            raise CheckpointError(f"{_at(path)}: a key of {type(key)} is not plain data; use strings or integers as keys")
+            raise CheckpointError(f"{_at(_text_of(path))}: a key of {type(key)} is not plain data; use strings or integers as keys")
         return self.document(key, path)
 
-    def _name(self, tensor: torch.Tensor, path: str) -> str:
+    def _name(self, tensor: torch.Tensor, path: Path | None) -> str:
         view = _view(tensor)
         if view not in self._names:
             # Lone surrogates are escaped, since UTF-8 cannot encode them.
-            name = path = path.encode(errors="backslashreplace").decode() or "tensor"
+            name = text = _text_of(path).encode(errors="backslashreplace").decode() or "tensor"
             nth = 1
             # The name may be taken: both tensors in {"a.b": t, "a": {"b": u}} have the path a.b. safetensors reserves `__metadata__`.
             while name in self.tensors or name == "__metadata__":
-                name = f"{path}#{(nth := nth + 1)}"
+                name = f"{text}#{(nth := nth + 1)}"
             self._names[view], self.tensors[name] = name, tensor
         return self._names[view]
 
@@ -260,6 +261,11 @@ def _reject(constant: str) -> None:
 def _step(path: str, key: object) -> str:
     name = key if isinstance(key, str) else repr(key)
     return f"{path}.{name}" if path else name
+
+
+def _text_of(path: Path | None) -> str:
+    """Return the path as text, such as `model.layers.0.weight`."""
+    return _step(_text_of(path[0]), path[1]) if path else ""
 
 
 def _at(path: str) -> str:
