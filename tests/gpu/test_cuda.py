@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 from callsheet import Callback, Context, Trainer
 from callsheet.callbacks import CheckpointSaver, LRMonitor, NaNMonitor, SpeedMonitor
 from callsheet.errors import MissingPackage
+from callsheet.loggers import JSONLLogger
 from callsheet.testing import Subject, run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -124,7 +126,8 @@ def curve(folder: Path, resume: str | None, until: str) -> list[str]:
         data,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
         max_duration=until,
-        callbacks=[CheckpointSaver(save_interval="7ba")],
+        callbacks=[CheckpointSaver(save_interval="7ba", keep=9), JSONLLogger()],
+        log_interval=f"{LOG_EVERY}ba",
         save_in_background=True,
         run_name="run",
         runs_folder=folder,
@@ -136,12 +139,28 @@ def curve(folder: Path, resume: str | None, until: str) -> list[str]:
     return losses
 
 
+def recorded(folder: Path) -> dict[int, str]:
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return {each["step"]: each["values"]["train/loss"].hex() for each in map(json.loads, lines) if "values" in each}
+
+
 def test_a_resumed_run_has_the_same_losses(tmp_path: Path) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     straight = curve(tmp_path / "straight", None, "30ba")
     first = curve(tmp_path / "broken", None, "17ba")
     second = curve(tmp_path / "broken", "auto", "30ba")
     assert first + second == straight
+
+
+def test_a_run_resumed_between_two_records_has_the_same_records(tmp_path: Path) -> None:
+    """The first losses of the next record are loaded from the checkpoint into host memory, and the others are on the device."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    curve(tmp_path / "straight", None, "30ba")
+    between = tmp_path / "straight" / "run" / "checkpoints" / "ep0-ba14"
+    curve(tmp_path / "resumed", str(between), "30ba")
+    expected = {step: loss for step, loss in recorded(tmp_path / "straight").items() if step > 14}
+    assert recorded(tmp_path / "resumed") == expected
+    assert expected.keys() == {20, 30}
 
 
 def test_an_out_of_memory_error_lists_remedies() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import callsheet
 from callsheet import Callback, Context
-from callsheet.callbacks import History, LRMonitor, NaNMonitor, SpeedMonitor
+from callsheet.callbacks import ActivationMonitor, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
 from callsheet.trainer import Task
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -103,6 +103,40 @@ def test_a_loop_written_by_hand(is_scaled: bool, tmp_path: Path) -> None:
         return hexes(losses)
 
     check_waits(loop)
+
+
+class InTwoParts(nn.Module):
+    """A model of which a part is in host memory, as with offloading."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 8).cuda()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.second(self.first(inputs).relu().cuda())
+        return outputs
+
+
+def test_a_model_and_values_on_two_devices(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = InTwoParts()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    history = History()
+    watching = [history, OptimizerMonitor(batch_log_interval=LOG_EVERY), ActivationMonitor(), NaNMonitor()]
+    with callsheet.attach(
+        model=model, optimizer=optimizer, callbacks=watching, log_interval=LOG_EVERY, runs_folder=tmp_path
+    ) as run:
+        for step, inputs in enumerate(run.steps([torch.randn(32, 64) for _ in range(STEPS)])):
+            loss = model(inputs).square().mean()
+            if step % 3 == 0:
+                loss = loss.cpu()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.log({"own": loss.detach().to("cpu" if step % 2 else "cuda")}, over="mean", weight=torch.ones(()))
+    assert len(history["train/loss"]) == STEPS / LOG_EVERY
+    assert history["own"] == pytest.approx(history["train/loss"])
+    assert all(each > 0 for each in history["l2_norm/grad/global"])
 
 
 def test_the_hugging_face_trainer(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from callsheet.core.callback import Callback, one_of
 from callsheet.core.context import Context
 from callsheet.errors import NonFiniteError
+from callsheet.run.devices import on_one_device
 
 logger = logging.getLogger("callsheet")
 
@@ -54,7 +55,7 @@ class NaNMonitor(Callback):
             self._first = ctx.step
         losses.append(ctx.loss)
         if len(losses) >= _FOLD:
-            self._folded.append(torch.stack(losses))
+            self._folded.append(torch.stack(on_one_device(losses)))
             losses.clear()
 
     def on_log(self, ctx: Context) -> None:
@@ -78,7 +79,8 @@ class NaNMonitor(Callback):
     def _check_losses(self, ctx: Context) -> None:
         if not self._losses and not self._folded:  # this rank, and therefore every rank, has had no losses since the last record
             return
-        losses = torch.cat([*self._folded, *([torch.stack(self._losses)] if self._losses else [])]).tolist()
+        recent = [torch.stack(on_one_device(self._losses))] if self._losses else []
+        losses = torch.cat(on_one_device([*self._folded, *recent])).tolist()
         bad = next(((self._first + i, loss) for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
         self._forget()
         if self._action == "warn":

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from callsheet.core.callback import Callback
 from callsheet.core.context import Context
 from callsheet.errors import ConfigError
+from callsheet.run.devices import on_one_device
 
 _REPORT_METHOD = "report_per_parameter_metrics"  # optimizer method that returns metrics; the name is Composer's
 
@@ -108,11 +109,11 @@ class OptimizerMonitor(Callback):
 
 @torch.no_grad()
 def _norms(tensors: list[Tensor]) -> tuple[list[int], Tensor]:
-    """Return the tensors' indices, grouped by kind of sharding, and the tensors' norms in the same order, in float32 or wider.
+    """Return the tensors' indices, grouped by device and kind of sharding, and their norms in the same order, in float32 or wider.
 
     The norms of each group are reduced together.
     """
-    by_layout: dict[Any, list[int]] = {}
+    groups: dict[Any, list[int]] = {}
     for place, tensor in enumerate(tensors):
         layout = None
         if isinstance(tensor, DTensor):
@@ -122,9 +123,9 @@ def _norms(tensors: list[Tensor]) -> tuple[list[int], Tensor]:
                 layout = (tensor.device_mesh, tensor.placements)
         elif tensor.layout is torch.sparse_coo:  # such as the gradient of an embedding; elements that are not stored are zero
             tensors[place] = tensor.coalesce().values()
-        by_layout.setdefault(layout, []).append(place)
+        groups.setdefault((tensor.device, layout), []).append(place)
     parts = []
-    for layout, places in by_layout.items():
+    for (_, layout), places in groups.items():
         here = [tensor.to_local() if isinstance(tensor := tensors[place], DTensor) else tensor for place in places]
         wide = reduce(torch.promote_types, {tensor.dtype for tensor in here}, torch.float32)
         norms = torch.stack(torch._foreach_norm(here, 2.0, dtype=wide))
@@ -136,5 +137,5 @@ def _norms(tensors: list[Tensor]) -> tuple[list[int], Tensor]:
                     distributed.all_reduce(squares, group=mesh.get_group(dimension))
             norms = squares.sqrt().to(wide)
         parts.append(norms)
-    order = [place for places in by_layout.values() for place in places]
-    return order, parts[0] if len(parts) == 1 else torch.cat(parts)
+    order = [place for places in groups.values() for place in places]
+    return order, parts[0] if len(parts) == 1 else torch.cat(on_one_device(parts))

@@ -138,7 +138,9 @@ class _Flattening:
 
     def _container(self, value: Any, path: Path | None) -> Json:
         if id(value) in self._open:
-            raise CheckpointError(f"{_at(_text_of(path))}: the {type(value).__name__} contains itself; leave the inner reference out")
+            raise CheckpointError(
+                f"{_at(_text_of(path))}: the {type(value).__name__} contains itself; leave the inner reference out"
+            )
         if len(self._open) == _DEEPEST:
             raise CheckpointError(f"{_at(_text_of(path))}: nested deeper than {_DEEPEST} levels; flatten the state")
         self._open.add(id(value))
@@ -156,7 +158,9 @@ class _Flattening:
 
     def _key(self, key: object, path: Path | None) -> Json:
         if not _is_key(key):
-            raise CheckpointError(f"{_at(_text_of(path))}: a key of {type(key)} is not plain data; use strings or integers as keys")
+            raise CheckpointError(
+                f"{_at(_text_of(path))}: a key of {type(key)} is not plain data; use strings or integers as keys"
+            )
         return self.document(key, path)
 
     def _name(self, tensor: torch.Tensor, path: Path | None) -> str:

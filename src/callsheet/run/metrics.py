@@ -17,6 +17,7 @@ from typing import Any, Protocol, get_args
 from callsheet.core.callback import one_of
 from callsheet.core.context import Across, Loggable, Over
 from callsheet.errors import ConfigError
+from callsheet.run.devices import on_one_device
 
 OVER: tuple[Over, ...] = get_args(Over)
 ACROSS: tuple[Across, ...] = get_args(Across)
@@ -73,7 +74,7 @@ class Series:
             values.append(value)
             self.unweighted += 1
         else:
-            values.append(_wider(value) * _wider(weight))
+            values.append(_product(value, weight))
             self.weights.append(weight)
         if len(values) >= _FOLD:
             self.values = [_total(values)]
@@ -379,12 +380,23 @@ def _total(values: list[Any]) -> Any:
 
     Tensors are stacked and summed at once, in a dtype wide enough for large counts and half precision.
     """
-    if len(values) > 1 and all(hasattr(value, "device") for value in values):
-        torch, wide = sys.modules["torch"], _wide(values[0].device)
-        if len({value.dtype for value in values}) > 1:
-            values = [value.to(wide) for value in values]
-        return torch.stack(values).to(wide).sum(0)
-    return _wider(values[0]) if len(values) == 1 else sum(map(_wider, values[1:]), start=_wider(values[0]))
+    tensors = [value for value in values if hasattr(value, "device")]
+    if len(tensors) < 2:
+        return _wider(values[0]) if len(values) == 1 else sum(map(_wider, values[1:]), start=_wider(values[0]))
+    tensors = on_one_device(tensors)
+    torch, wide = sys.modules["torch"], _wide(tensors[0].device)
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        tensors = [tensor.to(wide) for tensor in tensors]
+    total = torch.stack(tensors).to(wide).sum(0)
+    if len(tensors) == len(values):
+        return total
+    return total + sum(value for value in values if not hasattr(value, "device"))
+
+
+def _product(value: Any, weight: Any) -> Any:
+    if hasattr(value, "device") and hasattr(weight, "device"):
+        value, weight = on_one_device([value, weight])
+    return _wider(value) * _wider(weight)
 
 
 def _wider(value: Any) -> Any:

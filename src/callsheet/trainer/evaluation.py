@@ -19,6 +19,7 @@ from callsheet.core.spans import Span
 from callsheet.core.time import Interval, Time
 from callsheet.errors import ConfigError
 from callsheet.run.agreement import Agreement
+from callsheet.run.devices import on_one_device
 from callsheet.run.metrics import MetricLog
 from callsheet.run.parts import DueEvaluation
 from callsheet.run.process_groups import ProcessGroups
@@ -318,7 +319,9 @@ class Evaluation:
         if self._is_interrupted:
             return {}, {}
         total = torch.as_tensor(sum(weights), dtype=torch.float64, device=self._device)
-        summed = torch.stack([*totals.values(), total]).tolist() if totals else []  # copy all sums from the device at once
+        summed = (
+            torch.stack(on_one_device([*totals.values(), total])).tolist() if totals else []
+        )  # copy all sums from the device at once
         *sums, weight = self._world.sum(summed) if summed else [0.0]
         found = {name: value / weight if weight else float("nan") for name, value in zip(totals, sums, strict=True)}
         losses = {name: torch.tensor(value, device=self._device) for name, value in found.items()}

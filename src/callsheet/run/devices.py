@@ -1,0 +1,20 @@
+"""Tensors on different devices.
+
+A model may be split over several GPUs, or keep a part in host memory, and the values of a checkpoint are loaded into host memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def on_one_device(tensors: list[Any]) -> list[Any]:
+    """Return the tensors on one device, so that they can be stacked.
+
+    If they are on several devices, they are copied to the first of these that is not the host, so no device is waited for.
+    """
+    devices = dict.fromkeys(tensor.device for tensor in tensors)
+    if len(devices) < 2:
+        return tensors
+    target = next(device for device in devices if device.type != "cpu")
+    return [tensor.to(target, non_blocking=True) for tensor in tensors]
