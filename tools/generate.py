@@ -62,7 +62,7 @@ def event_table() -> list[str]:
     rows = [
         f"| `{event}` | {description(event)} | {', '.join(f'`{name}`' for name in fields_available(event))} |" for event in EVENTS
     ]
-    return ["| event | when it is fired | available fields, besides those of every event |", "| --- | --- | --- |", *rows]
+    return ["| event | when it is called | available fields, besides those of every event |", "| --- | --- | --- |", *rows]
 
 
 def field_table() -> list[str]:

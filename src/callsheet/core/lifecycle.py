@@ -18,7 +18,7 @@ VERSION = "1.0"  # the major number changes if an event, field or order is remov
 
 
 class Span(NamedTuple):
-    """A named part of a run. `start` and `end` say when the span's start event and end event are fired.
+    """A named part of a run. `start` and `end` are the docstrings of the events that open and close the span.
 
     `order` is a regular expression over the names of the spans and points that may occur inside the span.
     """
@@ -40,7 +40,7 @@ class Span(NamedTuple):
 
 
 class Point(NamedTuple):
-    """A single event that neither starts nor ends a span. `fired` says when the event is fired."""
+    """A single event that neither starts nor ends a span. `fired` is the docstring of the event."""
 
     name: str
     fired: str
@@ -80,114 +80,132 @@ SPANS: dict[str, Span] = {
     for span in (
         Span(
             "run",
-            "The first event, fired by the trainer's constructor: the run's name, folder and ranks are known.",
-            "The last event, fired exactly once however the run ends; `ctx.run.outcome` says how it ended, and `ctx.run.outcome_reason` why.",
+            "Called first, by the trainer's constructor. The run's name, folder and ranks are known.",
+            "Called last, and exactly once, however the run ends. `ctx.run.outcome` says how it ended, and `ctx.run.outcome_reason` why.",
             "checkpoint_load? data_init? (train | test | predict | eval_all | on_log | on_checkpoint_due | checkpoint_save)*",
         ),
         Span(
             "checkpoint_load",
-            "Before the loop looks for a checkpoint to load; a callback may name one with `ctx.control.load(path)`.",
-            "The checkpoint is loaded, except for the random states; `ctx.checkpoint` is None if there was none to load.",
+            "Called before the loop looks for a checkpoint to load. A callback may name one with `ctx.control.load(path)`.",
+            "Called when the checkpoint has been loaded, except for the random states. `ctx.checkpoint` is None if there was none to load.",
         ),
         Span(
             "data_init",
-            "Model and optimizer are ready, and the checkpoint is loaded; no data has been read yet.",
-            "The dataloaders exist.",
+            "Called when model and optimizer are ready and the checkpoint has been loaded. No data has been read yet.",
+            "Called when the dataloaders have been made.",
         ),
         Span(
             "train",
-            "Training begins; the model is in training mode.",
-            "Training has finished, was stopped, or was preempted; not fired when it failed.",
+            "Called when training begins. The model is in training mode.",
+            "Called when training has finished, was stopped, or was preempted, but not when it failed.",
             f"((round {BOUNDARY})* | {BOUNDARY} (round {BOUNDARY})*)",
         ),
         Span(
             "round",
-            "Before a round (a group of epochs); most runs have one round.",
-            "After the last epoch of a round, or when training stops within it.",
+            "Called before a round (a group of epochs). Most runs have one round.",
+            "Called after the last epoch of a round, or when training stops within the round.",
             f"((epoch {BOUNDARY})* | {BOUNDARY} (epoch {BOUNDARY})*)",
         ),
         Span(
             "epoch",
-            "Before an epoch (a pass over the training data); fired again when a run resumes in the middle of an epoch.",
-            "After an epoch (a pass over the training data), or when training stops within it.",
+            "Called before an epoch (a pass over the training data), and again when a run resumes in the middle of an epoch.",
+            "Called after an epoch (a pass over the training data), or when training stops within it.",
             f"((fetch+ train_step {BOUNDARY})* fetch* | {BOUNDARY} (fetch+ train_step {BOUNDARY})* fetch*)",
         ),
         Span(
             "fetch",
-            "Before the next batch is requested from the dataloader; a step may take several batches.",
-            "The batch is on the device and may be replaced; `ctx.batch` is None when the data has run out.",
+            "Called before the next batch is requested from the dataloader. A step may take several batches.",
+            "Called when the batch is on the device. It may be replaced. `ctx.batch` is None when the data has run out.",
         ),
         Span(
             "train_step",
-            "Before one optimizer step over one global batch.",
-            "The optimizer and the scheduler have stepped; gradients are still available, and zeroed afterwards.",
+            "Called before one optimizer step over one global batch.",
+            "Called when the optimizer and the scheduler have stepped. The gradients are still available, and are zeroed afterwards.",
             "forward_backward clip_gradients optimizer_step",
         ),
         Span(
             "forward_backward",
-            "Before the step's first microbatch.",
-            "After the step's last microbatch; gradients are complete and unscaled; `ctx.loss` is the step's mean loss.",
+            "Called before the step's first microbatch.",
+            "Called after the step's last microbatch. The gradients are complete and unscaled, and `ctx.loss` is the step's mean loss.",
             "microbatch+",
         ),
         Span(
             "microbatch",
-            "Before a microbatch's forward pass; `ctx.microbatch` may be replaced.",
-            "After the microbatch's backward pass.",
+            "Called before a microbatch's forward pass. `ctx.microbatch` may be replaced.",
+            "Called after the microbatch's backward pass.",
             "forward loss backward",
         ),
         Span(
-            "forward", "Before the model is called on a microbatch.", "The model has returned its outputs, which may be replaced."
+            "forward",
+            "Called before the model is called on a microbatch.",
+            "Called when the model has returned its outputs, which may be replaced.",
         ),
-        Span("loss", "Before the loss is computed.", "The microbatch's loss is computed and may be replaced."),
-        Span("backward", "Before the backward pass.", "The microbatch's gradients have been added to each parameter's `.grad`."),
+        Span(
+            "loss",
+            "Called before the loss is computed.",
+            "Called when the microbatch's loss has been computed. It may be replaced.",
+        ),
+        Span(
+            "backward",
+            "Called before the backward pass.",
+            "Called when the microbatch's gradients have been added to each parameter's `.grad`.",
+        ),
         Span(
             "clip_gradients",
-            "Before gradients are clipped; fired also if clipping is off.",
-            "Gradients are clipped; `ctx.grad_norm` is their total norm before clipping, or None if it was not computed.",
+            "Called before gradients are clipped, and also if clipping is off.",
+            "Called when gradients have been clipped. `ctx.grad_norm` is their total norm before clipping, or None if it was not computed.",
         ),
         Span(
             "optimizer_step",
-            "Before `optimizer.step()`; `ctx.learning_rate` is the rate that this step uses.",
-            "After `optimizer.step()` and before the scheduler steps; `ctx.step_skipped` says whether the step was skipped.",
+            "Called before `optimizer.step()`. `ctx.learning_rate` is the rate that this step uses.",
+            "Called after `optimizer.step()` and before the scheduler steps. `ctx.step_skipped` says whether the step was skipped.",
         ),
         Span(
             "eval_all",
-            "Before the evaluations that are due; the model is in evaluation mode.",
-            "After all evaluations that were due; the model is still in evaluation mode.",
+            "Called before the evaluations that are due. The model is in evaluation mode.",
+            "Called after all evaluations that were due. The model is still in evaluation mode.",
             "eval+",
         ),
         Span(
             "eval",
-            "Before one named dataset is evaluated.",
-            "After one named dataset is evaluated; its losses and metrics are aggregated.",
+            "Called before one named dataset is evaluated.",
+            "Called after one named dataset has been evaluated. Its losses and metrics are aggregated.",
             "eval_step*",
         ),
-        Span("eval_step", "Before an evaluation batch.", "After an evaluation batch.", "eval_forward"),
+        Span("eval_step", "Called before an evaluation batch.", "Called after an evaluation batch.", "eval_forward"),
         Span(
             "eval_forward",
-            "Before the model is called on an evaluation batch.",
-            "The model has returned its outputs, which may be replaced.",
+            "Called before the model is called on an evaluation batch.",
+            "Called when the model has returned its outputs, which may be replaced.",
         ),
         Span(
             "test",
-            "Before the first test batch; the model is in evaluation mode.",
-            "After the last test batch; the test losses are aggregated.",
+            "Called before the first test batch. The model is in evaluation mode.",
+            "Called after the last test batch. The test losses are aggregated.",
             "test_step*",
         ),
-        Span("test_step", "Before a test batch.", "After a test batch.", "test_forward"),
-        Span("test_forward", "Before the model is called on a test batch.", "The model has returned its outputs."),
+        Span("test_step", "Called before a test batch.", "Called after a test batch.", "test_forward"),
+        Span(
+            "test_forward",
+            "Called before the model is called on a test batch.",
+            "Called when the model has returned its outputs.",
+        ),
         Span(
             "predict",
-            "Before the first prediction batch; the model is in evaluation mode.",
-            "After the last prediction batch.",
+            "Called before the first prediction batch. The model is in evaluation mode.",
+            "Called after the last prediction batch.",
             "predict_step*",
         ),
-        Span("predict_step", "Before a prediction batch.", "After a prediction batch.", "predict_forward"),
-        Span("predict_forward", "Before the model is called on a prediction batch.", "The model has returned its outputs."),
+        Span("predict_step", "Called before a prediction batch.", "Called after a prediction batch.", "predict_forward"),
+        Span(
+            "predict_forward",
+            "Called before the model is called on a prediction batch.",
+            "Called when the model has returned its outputs.",
+        ),
         Span(
             "checkpoint_save",
-            "Before a checkpoint is written; its kind and path are known.",
-            "The checkpoint is written, or, if saving is asynchronous, copied to be written in the background.",
+            "Called before a checkpoint is written. Its kind and path are known.",
+            "Called when the checkpoint has been written or, if saves run in the background, copied, to be written later.",
         ),
     )
 }
@@ -197,16 +215,19 @@ POINTS: dict[str, Point] = {
     for point in (
         Point(
             "on_log",
-            "Every `log_interval`, and before and after an evaluation: `ctx.record` holds what was logged since the last `on_log`.",
+            "Called every `log_interval`, and before and after an evaluation. `ctx.record` holds what was logged since the last `on_log`.",
         ),
         Point(
             "on_checkpoint_due",
-            "After a step, epoch or round, and before an evaluation (`ctx.boundary` says which): callbacks may request a checkpoint.",
+            "Called after a step, epoch or round, and before an evaluation (`ctx.boundary` says which). Callbacks may request a checkpoint.",
         ),
-        Point("on_checkpoint_published", "A checkpoint is durable and visible, perhaps many steps after it was saved."),
-        Point("on_preempt", "A signal has preempted the run: a checkpoint is saved next, then the run ends."),
         Point(
-            "on_exception", "Fired once, when an exception leaves the trainer; `ctx.span` names the innermost span that was open."
+            "on_checkpoint_published", "Called when a checkpoint is durable and visible, perhaps many steps after it was saved."
+        ),
+        Point("on_preempt", "Called when a signal has preempted the run. A checkpoint is saved next, and then the run ends."),
+        Point(
+            "on_exception",
+            "Called once, when an exception leaves the trainer. `ctx.span` names the innermost span that was open.",
         ),
     )
 }
