@@ -16,8 +16,14 @@ pytestmark = pytest.mark.test_all
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 CACHE = ROOT / ".mypy_cache" / "of_the_wheel"
-LARGE = ("torch", "numpy")
-"""Packages whose types take mypy a minute to read. pyright reads them."""
+MYPY = """\
+[mypy]
+strict = true
+follow_imports = skip
+[mypy-callsheet.*]
+follow_imports = normal
+"""
+"""Only callsheet's types are read, because mypy needs minutes for those of the frameworks. pyright reads those as well."""
 # Only the installed wheel may be found.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
 USER_CODE, MISTAKES = HERE / "user_code.py", HERE / "mistakes.py"
@@ -49,7 +55,7 @@ def mypy_finds(interpreter: Path) -> dict[str, dict[int, str]]:
     """The errors that mypy finds, by file and line."""
     CACHE.mkdir(parents=True, exist_ok=True)
     config = CACHE / "mypy.ini"
-    config.write_text("[mypy]\nstrict = true\n" + "".join(f"[mypy-{name}.*]\nfollow_imports = skip\n" for name in LARGE))
+    config.write_text(MYPY)
     options: list[str | Path] = [
         "--config-file",
         config,
