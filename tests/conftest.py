@@ -26,9 +26,21 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
-    """Exclude all objects that exist now from garbage collection: many tests collect garbage, and each time would take a second."""
-    gc.freeze()
+    """End the time in which no garbage is collected."""
     gc.enable()
+
+
+number_of_modules = 0  # that were imported when objects were last excluded from garbage collection
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Exclude the objects of imported modules from garbage collection: many tests collect garbage, and each time would take a second."""
+    global number_of_modules
+    if len(sys.modules) >= number_of_modules + 100:
+        number_of_modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)  # after pytest-randomly

@@ -192,7 +192,7 @@ def measured(training: Training, result: Result) -> Result:
         is_same = same_weights(plain.weights(at), acting.weights(at))
         result = replace(
             result,
-            stops=acting.recorded()[0] == STOP_AT and is_same,
+            stops=STOP_AT <= acting.recorded()[0] <= STOP_AT + way.ranks - 1 and is_same,  # ranks agree while the next step runs
             saves=bool(acting.found(half)),
             keeps=any((folder / "callsheet").is_dir() for folder in acting.found(half)),
         )
@@ -224,7 +224,7 @@ class Training:
             (where / CALLBACKS).write_text(yaml.safe_dump(callbacks))
         try:
             done = subprocess.run(
-                [self.python, *self.way.command(run)],
+                [self.python, *self._torchrun(), *self.way.command(run)],
                 cwd=where,
                 env=self._environment(),
                 stdout=subprocess.PIPE,
@@ -247,6 +247,12 @@ class Training:
         new = [message for message in ran.messages if message not in known]
         return ran.rejection or own or "".join(new[-1:])
 
+    def _torchrun(self) -> list[str]:
+        """Return the arguments with which the interpreter starts the way's ranks, or none for a single process."""
+        if self.way.ranks == 1:
+            return []
+        return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.way.ranks)]
+
     def _environment(self) -> dict[str, str]:
         paths = [ROOT / "src", SCRIPTS, self.folder / "empty"]
         environment = os.environ | {
@@ -254,7 +260,7 @@ class Training:
             "HF_HOME": str(self.folder / "huggingface"), "AXOLOTL_DO_NOT_TRACK": "1", "DS_ACCELERATOR": "cpu",
             "TOKENIZERS_PARALLELISM": "false", "CALLSHEET_CALLBACKS": "", "TORCH_EXTENSIONS_DIR": str(self.folder.parent / "extensions"),
         }  # fmt: skip
-        if self.program.is_distributed:
+        if self.program.is_distributed and self.way.ranks == 1:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 port = free.getsockname()[1]

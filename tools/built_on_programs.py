@@ -55,7 +55,7 @@ class Way:
     """One way to train with a program and callsheet.
 
     `attached` is how callsheet gets into the training. `acts` is whether callbacks may stop the training and save. `asks` are expected
-    to be rejected. `options` are passed to the script in every run.
+    to be rejected. `options` are passed to the script in every run. With more than one of `ranks`, torchrun starts that many processes.
     """
 
     title: str
@@ -64,6 +64,7 @@ class Way:
     acts: bool = True
     asks: Mapping[str, Ask] = field(default_factory=dict)
     options: tuple[str, ...] = ()
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -206,6 +207,16 @@ PROGRAMS = (
         {"deepspeed": "0.19.8", "hjson": "3.1.0", "py-cpuinfo": "9.0.0", "ninja": "1.13.2", "msgpack": "1.2.4", "einops": "0.8.2"},
         (
             Way("DeepSpeed in the Hugging Face Trainer", "host", script("with_deepspeed_and_trainer.py"), asks=OF_DEEPSPEED),
+            *(
+                Way(
+                    f"DeepSpeed in the Hugging Face Trainer on two ranks, ZeRO stage {stage}",
+                    "host",
+                    script("with_deepspeed_and_trainer.py"),
+                    options=("--stage", str(stage)),
+                    ranks=2,
+                )
+                for stage in (1, 2)
+            ),
             Way("DeepSpeed in a loop with Accelerate", "host", script("with_deepspeed_and_accelerate.py")),
             Way("DeepSpeed in a loop with Accelerate", "exec", executed(script("with_deepspeed_and_accelerate.py"))),
             Way(
