@@ -192,7 +192,7 @@ def measured(training: Training, result: Result) -> Result:
         is_same = same_weights(plain.weights(at), acting.weights(at))
         result = replace(
             result,
-            stops=STOP_AT <= acting.recorded()[0] <= STOP_AT + way.ranks - 1 and is_same,  # ranks agree while the next step runs
+            stops=acting.has_stopped and is_same,
             saves=bool(acting.found(half)),
             keeps=any((folder / "callsheet").is_dir() for folder in acting.found(half)),
         )
@@ -238,7 +238,7 @@ class Training:
         except subprocess.TimeoutExpired:
             output, is_error = f"the training was not done after {SECONDS} seconds", True
         (where / "output.txt").write_text(output)
-        return Ran(where, output, is_error)
+        return Ran(where, output, is_error, self.way.ranks)
 
     def asked(self, name: str, ask: Ask, known: list[str]) -> str:
         """Return the message with which callsheet rejects something, or nothing if it does not."""
@@ -281,6 +281,7 @@ class Ran:
     folder: Path
     output: str
     is_error: bool
+    ranks: int
 
     @property
     def error(self) -> str:
@@ -328,6 +329,12 @@ class Ran:
         """Return the number of steps and the losses that the program itself has recorded."""
         state = json.loads(self.states()[-1].read_text())
         return state["global_step"], [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether the requested stop ended the training. Several ranks agree on it while they train on, so they stop some steps later."""
+        stopped, steps = any("stopped by Stops" in message for message in self.messages), self.recorded()[0]
+        return stopped and (steps == STOP_AT if self.ranks == 1 else steps > STOP_AT)
 
     def found(self, name: str) -> list[Path]:
         """Return the checkpoint of this name, in a list that is empty if there is none."""

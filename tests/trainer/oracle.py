@@ -27,7 +27,7 @@ SETTINGS = [
 HEAD = """# Runs that were killed and resumed
 
 Made by `make oracle`. Every row is one run that was restarted after each kill with `resume="auto"`. The losses of every rank are compared
-with those of an uninterrupted run: shuffled data with random augmentation, dropout, a scheduler, clipping, AdamW; {steps} steps.
+with those of an uninterrupted run. A run has {steps} steps, shuffled data with random augmentation, dropout, a scheduler, clipping and AdamW.
 *In a save*: killed when a rank opened a shard for writing, in the background thread if there is one. *One bit*: after each kill one
 bit of the newest sealed checkpoint was flipped.
 

@@ -165,7 +165,7 @@ class HostedRun(Run):
     def _connect_parts(
         self, evaluates: Evaluates | None, saves: Callable[[tuple[Request, ...]], None] | None, *, in_background: bool
     ) -> None:
-        """Connect the framework's evaluation to the run, and either the framework's checkpoints or callsheet's checkpoints."""
+        """Let the run evaluate with the framework, and save checkpoints with `saves` or, if that is None, in callsheet's format."""
         self.evaluation = HostEvaluation(self.ctx, evaluates, lambda results: self.eval.fire(results), is_resumed=saves is None)
         checkpoints: CheckpointsPart
         if saves is not None:

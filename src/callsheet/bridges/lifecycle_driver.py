@@ -178,7 +178,7 @@ class LifecycleDriver:
         lack_listeners = [all(part.span.starts is None and part.span.ends is None for part in group) for group in self._groups]
         # If a handler of a later event reads the outputs of the forward pass, observe the forward pass even without listeners.
         lack_listeners[_BACKWARD] &= "outputs" not in self._ctx.kept
-        # The start of a later span ends the backward pass, so observe the later spans if the backward pass has listeners.
+        # The backward pass counts as ended when the next span starts. So if it has listeners, observe the spans after it too.
         for later in _AFTER_BACKWARD:
             lack_listeners[later] &= lack_listeners[_BACKWARD]
         step = self._step

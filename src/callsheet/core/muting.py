@@ -62,7 +62,7 @@ class Muting:
         self._set(registration, registration.muted | changed if is_muted else registration.muted - changed)
 
     def unmute_due(self, step: int) -> None:
-        """Unmute the handlers that were muted until the step after `step`, so that they are called again."""
+        """Unmute, after `step`, the handlers that are to be called again from the next step on."""
         for wake in [each for each in self._wakes if each[0] <= step + 1]:
             self._wakes.remove(wake)
             _, registration, events = wake

@@ -76,7 +76,7 @@ class LoopFinder:
         self._scaler: Any = None
 
     def install(self) -> None:
-        """Wrap the functions of torch."""
+        """Wrap the functions of torch that a training loop calls, such as `Tensor.backward` and `Optimizer.zero_grad`."""
         self._restore_backward = self._wrap(Tensor, "backward", self._backward)
         self._wrap(DataLoader, "__iter__", self._iterate)
         self._replace("__next__", self._fetching(_BaseDataLoaderIter.__next__), _BaseDataLoaderIter)

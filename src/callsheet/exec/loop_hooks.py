@@ -38,7 +38,7 @@ class LoopForwardHooks:
 
 
 class LoopBackwardWatch(BackwardWatch):
-    """Notifies the loop when `backward` is called on a loss. If the model's calls are not observed, a loss also begins a step."""
+    """Notifies the loop when `backward` is called on a loss. If calls of the model are not observed, this also begins a step."""
 
     def __init__(self, loop: BareLoop, scaler: Any) -> None:
         super().__init__(loop.run.driver, loop.run.ctx, scaler)

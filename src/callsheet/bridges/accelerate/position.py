@@ -1,4 +1,4 @@
-"""The position in the data of a loop with an Accelerator, whose `save_state` writes the checkpoints."""
+"""The position of a loop with an Accelerator in its data. The checkpoints are written by `accelerator.save_state`."""
 
 from __future__ import annotations
 
