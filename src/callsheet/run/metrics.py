@@ -74,8 +74,10 @@ class Series:
             values.append(value)
             self.unweighted += 1
         else:
-            values.append(_product(value, weight))
             self.weights.append(weight)
+            if hasattr(weight, "device") and hasattr(value, "device"):
+                value, weight = on_one_device([value, weight])
+            values.append(_wider(value) * _wider(weight))
         if len(values) >= _FOLD:
             self.values = [_total(values)]
             self.weights = [_total(self.weights)] if self.weights else []
@@ -391,12 +393,6 @@ def _total(values: list[Any]) -> Any:
     if len(tensors) == len(values):
         return total
     return total + sum(value for value in values if not hasattr(value, "device"))
-
-
-def _product(value: Any, weight: Any) -> Any:
-    if hasattr(value, "device") and hasattr(weight, "device"):
-        value, weight = on_one_device([value, weight])
-    return _wider(value) * _wider(weight)
 
 
 def _wider(value: Any) -> Any:
