@@ -115,7 +115,7 @@ class PackagePieces:
 
 
 class Pieces(Table):
-    """A table of rows with `text` and `label`, made from triples of label, text and place."""
+    """A table with a text and a label in each row, made from `(label, text, place)` tuples."""
 
     def __init__(self, pieces: list[tuple[str, str, str]]) -> None:
         self._pieces = pieces

@@ -95,7 +95,7 @@ class Comparison:
         return [sum(each.steps for each in group) for group in self._anatomies()]
 
     def anatomy(self) -> list[dict[str, Any]]:
-        """Return the table of times from the function `anatomy`: a row for the whole step, each span and each callback."""
+        """Return the table that the function `anatomy` makes of the measured times: a row for the whole step, each span and each callback."""
         return anatomy(self._anatomies())
 
     def _anatomies(self) -> list[list[Anatomy]]:
