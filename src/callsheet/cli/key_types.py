@@ -43,7 +43,7 @@ def names_code(kind: Any) -> bool:
 
 
 def base_of(kind: Any) -> type | None:
-    """Return the base class of the classes that values of this type may name; None if such values are not import paths.
+    """If a value of this type is the import path of a class, return the base class that this class must have. Otherwise return None.
 
     For a callable type this is its return type, for a class the class itself.
     """

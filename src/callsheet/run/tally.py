@@ -55,7 +55,7 @@ class Tally:
         self._seconds = 0.0
 
     def since_record(self) -> tuple[int, int, float]:
-        """Return the samples, tokens and seconds that were added to the timestamp since the last call of this method."""
+        """Return how many samples, tokens and seconds of training there were since the last call of this method."""
         record, self._record = self._record, (0, 0, 0.0)
         return record
 

@@ -152,7 +152,9 @@ def _manager(foreign: Any) -> Any:
 
 
 def _fire(manager: Any, theirs: str, context: CallbackContext) -> None:
-    if manager.has_callbacks(theirs):  # `fire` raises an error if another version's manager does not know the event
+    if manager.has_callbacks(
+        theirs
+    ):  # ask first, because `fire` raises an error for events that this Megatron Bridge does not know
         manager.fire(theirs, context)
 
 

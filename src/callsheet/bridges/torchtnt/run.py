@@ -173,7 +173,7 @@ class TorchTNTRun(Common):
 
 
 class GuestPhase(PhaseState):  # type: ignore[misc]  # mypy does not read torchtnt's types
-    """The `PhaseState` of one of torchtnt's loops (train, eval or predict) for callbacks in callsheet's loop."""
+    """Stands in for torchtnt's `PhaseState` of training, evaluation or prediction when callsheet's loop calls torchtnt's callbacks."""
 
     def __init__(self) -> None:
         super().__init__(dataloader=_Length(None))
