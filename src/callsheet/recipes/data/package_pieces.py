@@ -115,7 +115,7 @@ class PackagePieces:
 
 
 class Pieces(Table):
-    """A table with a text and a label in each row, made from tuples of label, text and the place of the text in its package."""
+    """A table with a text and a label in each row, made from tuples of label, text and the place of the text in its file."""
 
     def __init__(self, pieces: list[tuple[str, str, str]]) -> None:
         self._pieces = pieces
