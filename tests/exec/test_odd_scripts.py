@@ -125,6 +125,8 @@ end(model)
 """
 
 SCRIPT_MODULE = f"""{_BEGIN}
+import gc
+gc.disable()  # so that the module from which the ScriptModule is made is not freed, though nothing uses it any more
 model = torch.jit.script(nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 {_LOOP}

@@ -372,19 +372,30 @@ def _first_of(owner: Any) -> Any:
 def model_of(optimizer: Optimizer) -> nn.Module | None:
     """Return the module that the loop calls: the root module with the most of the optimizer's parameters and the fewest others.
 
-    A root module is inside no other module. Return None if no module has any of the parameters.
+    A root module is inside no other module. Return None if no module has any of the parameters. If several modules are equally good,
+    return the oldest one.
     """
     wanted = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    best: tuple[int, int] | None = None
-    found: nn.Module | None = None
+    best = _best_roots(wanted)
+    if len(best) > 1:
+        # One may be garbage that Python has not freed yet, such as the module from which `torch.jit.script` has made another one.
+        best.clear()
+        gc.collect()
+        best = _best_roots(wanted)
+    return best[0] if best else None
+
+
+def _best_roots(wanted: set[int]) -> list[nn.Module]:
+    """Return the root modules that have the most of the parameters with these ids, and of these modules those with the fewest others."""
+    best: list[nn.Module] = []
+    best_score = (0, 0)
     for module in _roots():
-        parameters = {
-            id(each) for each in nn.Module.parameters(module)
-        }  # do not call `module.parameters`: a script may override it
-        shared = len(wanted & parameters)
-        if shared and (best is None or (shared, -len(parameters)) > best):
-            best, found = (shared, -len(parameters)), module
-    return found
+        parameters = {id(each) for each in nn.Module.parameters(module)}  # not `module.parameters`, which a script may override
+        score = (len(wanted & parameters), -len(parameters))
+        if score[0] and (not best or score >= best_score):
+            best = [*best, module] if score == best_score else [module]
+            best_score = score
+    return best
 
 
 def _roots() -> Iterator[nn.Module]:
