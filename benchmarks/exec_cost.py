@@ -5,7 +5,7 @@
 
 `instructions` needs valgrind. It counts the instructions of forty steps, two metrics records among them: of the script alone, of the same loop with
 `attach` and a JSONLLogger, and of the script under `callsheet exec` with an empty list of callbacks, to which it adds a JSONLLogger. Each is counted
-three times, because the counts of one variant differ by up to a tenth of what callsheet adds; the table has their medians.
+several times, because the counts of one variant differ by up to a tenth of what callsheet adds; the table has the means and their standard errors.
 
 `seconds` runs the script with steps of about ten milliseconds under `callsheet exec`, with the default observers and the default log interval.
 The script switches the observation off and on again every forty steps: off means that the functions of torch and the hooks of the model and the
@@ -30,6 +30,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,6 @@ _KEPT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1
 """Lets glibc keep freed memory. Otherwise the script alone returns the gradients' memory to the system in each step and gets it anew, and any
 other allocation, such as callsheet's, may end that and make the step a tenth faster."""
 
-REPEATS = 3  # counts of each variant by valgrind
 STRETCHES = 160  # of each observed process
 CLOCKS = ("CPU time of the training thread", "CPU time of the process", "wall time")
 ALONE, LARGER, ATTACHED, BARE, OBSERVED = (
@@ -209,12 +209,6 @@ def run(words: list[str], variables: dict[str, str]) -> None:
         raise RuntimeError(f"{' '.join(words)}: {done.stderr[-2000:]}")
 
 
-def instructions_of(variant: str) -> Count:
-    """Return what a step of the variant takes: the medians of several counts."""
-    counts = [count_of(variant) for _ in range(REPEATS)]
-    return Count(*map(statistics.median, zip(*counts, strict=True)))
-
-
 def count_of(variant: str) -> Count:
     """Return what a step of the variant takes, counted once by valgrind."""
     with tempfile.TemporaryDirectory() as name:
@@ -225,8 +219,17 @@ def count_of(variant: str) -> Count:
             [*valgrind, f"--callgrind-out-file={folder}/out", sys.executable, *words],
             environment(SMALL, {"COUNTS": "1"}, variables),
         )
+        if variant != ALONE and steps_observed(folder) < WARM + COUNTED:
+            raise RuntimeError(f"{variant}: the counted steps were not observed")
         (path,) = (each for each in folder.glob("out*") if "Trigger: Client Request" in each.read_text())
         return Count.read(path)
+
+
+def steps_observed(folder: Path) -> int:
+    """Return the step of the run's last metrics record."""
+    (records,) = folder.glob("runs/*/metrics.jsonl")
+    step: int = json.loads(records.read_text().splitlines()[-1])["step"]
+    return step
 
 
 def result_of(variant: str, folder: Path, **variables: str) -> Any:
@@ -253,8 +256,7 @@ def added_by_observing(stretches: int) -> tuple[list[list[float]], list[list[flo
     after, and the seconds of a step in the stretches without it."""
     with tempfile.TemporaryDirectory() as name:
         found = result_of(OBSERVED, Path(name), SWITCHES=str(stretches))
-        (records,) = Path(name, "runs").glob("*/metrics.jsonl")
-        observed = json.loads(records.read_text().splitlines()[-1])["step"]
+        observed = steps_observed(Path(name))
     if observed < STRETCH * stretches / 2:
         raise RuntimeError(f"only {observed} steps of {stretches} stretches were observed")
     on = [each for is_on, each in found if is_on]
@@ -264,16 +266,25 @@ def added_by_observing(stretches: int) -> tuple[list[list[float]], list[list[flo
     return added, [[each[clock] for each in off] for clock in clocks]
 
 
-def print_instructions() -> None:
+def print_instructions(counts: int) -> None:
     """Print what each variant adds to the script alone."""
-    floor = instructions_of(ALONE)
+    variants = (ALONE, ATTACHED, BARE)
+    found: dict[str, list[Count]] = {variant: [] for variant in variants}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # other work does not change the counts
+        for at, (variant, count) in enumerate(zip(variants * counts, pool.map(count_of, variants * counts), strict=True)):
+            found[variant].append(count)
+            progress(at, counts * len(variants), "counts")
+    floor = Count(*map(statistics.mean, zip(*found[ALONE], strict=True)))
     print(
-        f"{machine()}; {COUNTED} steps, medians of {REPEATS} counts; a step of the script alone has {floor.instructions:,.0f} instructions in {floor.cycles:,.0f} cycles\n"
+        f"{machine()}; {COUNTED} steps, means of {counts} counts; a step of the script alone has {floor.instructions:,.0f} instructions in {floor.cycles:,.0f} cycles\n"
     )
-    print("| variant | instructions added to a step | cycles added to a step |\n| --- | --- | --- |", flush=True)
+    print("| variant | instructions added to a step | cycles added to a step |\n| --- | --- | --- |")
     for variant in (ATTACHED, BARE):
-        added = instructions_of(variant).over(floor)
-        print(f"| {variant} | {added.instructions:,.0f} | {added.cycles:,.0f} |", flush=True)
+        cells = [
+            f"{statistics.mean(values) - alone:,.0f} ± {statistics.stdev(values) / counts**0.5:,.0f}"
+            for values, alone in zip(zip(*found[variant], strict=True), floor, strict=True)
+        ]
+        print(f"| {variant} | {' | '.join(cells)} |")
 
 
 def print_seconds(processes: int, rounds: int) -> None:
@@ -317,12 +328,15 @@ def progress(at: int, total: int, what: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("instructions", "seconds"))
+    parser.add_argument("--counts", type=int, default=6, help="counts of each variant for `instructions`; two or more")
     parser.add_argument("--processes", type=int, default=4, help="observed processes for `seconds`")
     parser.add_argument("--rounds", type=int, default=20, help="rounds of the script alone for `seconds`; two or more")
     options = parser.parse_args()
     if options.what == "instructions":
         check_valgrind(parser)
-        print_instructions()
+        if options.counts < 2:
+            parser.error("--counts must be 2 or more")
+        print_instructions(options.counts)
     elif options.rounds < 2:
         parser.error("--rounds must be 2 or more")
     else:

@@ -58,6 +58,8 @@ class NotCopied:
     Copies and pickles of the model contain `InertHooks` instead.
     """
 
+    __slots__ = ()
+
     is_inert: bool = False
     """Whether the hooks do nothing at the moment, like the hooks in a copy of the model."""
 
@@ -561,8 +563,8 @@ class BackwardWatch:
                 except Exception as error:
                     self._driver.give_up(error)
 
-    def run(self, loss: Tensor, *args: Any, **options: Any) -> bool:
-        """Fire the events of `loss` and run its backward pass. Return whether this was done.
+    def run(self, loss: Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+        """Fire the events of `loss` and run its backward pass with these arguments of `backward`. Return whether this was done.
 
         Do nothing if `loss` has several elements, or if this is not the training thread.
         """
@@ -632,6 +634,6 @@ def _install(is_wanted: bool) -> None:
 @not_compiled
 def _watched_backward(self: Tensor, *args: Any, **options: Any) -> None:
     for watch in reversed(_watches):
-        if watch.is_on and watch.run(self, *args, **options):
+        if watch.is_on and watch.run(self, args, options):
             return
     _backward(self, *args, **options)

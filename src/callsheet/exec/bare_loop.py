@@ -33,6 +33,8 @@ HOST = "this script"
 """The name of the observed loop in messages, where other hosts have their framework's name."""
 _REGULAR_STEPS = 20
 """After so many regular steps (for each loss a new batch and one model call), the beginning of a step is recognized by its first loss."""
+_NONE = (0, 0)
+"""Unknown numbers of samples and tokens."""
 _NEVER = tuple(event for event in EVENTS if event.startswith(("on_test", "on_predict", "on_checkpoint_due", "on_preempt")))
 """Events that are never fired, because nothing that a hand-written loop does corresponds to them."""
 
@@ -62,6 +64,49 @@ class BareLoop(NotCopied):
         config: the script's arguments, which are recorded as settings.
         stops: ends the training if a callback requests a stop, or None if nothing can do that.
     """
+
+    # Every step reads and assigns many of these attributes. An object with more than thirty attributes is slower without slots.
+    __slots__ = (
+        "__weakref__",
+        "_batches",
+        "_discarded",
+        "_driver",
+        "_ends_epoch",
+        "_epoch",
+        "_evaluation",
+        "_fetch",
+        "_forward",
+        "_hooks",
+        "_in_forward",
+        "_is_in_microbatch",
+        "_is_over",
+        "_is_plain",
+        "_is_regular",
+        "_microbatch",
+        "_of_microbatch",
+        "_optimizer_hooks",
+        "_parameters",
+        "_ranks",
+        "_sees_calls",
+        "_sees_forward",
+        "_spans",
+        "_stops",
+        "_support",
+        "_thread",
+        "_trains_in_eval_mode",
+        "_was_called",
+        "_with_gradients",
+        "are_epochs_reported",
+        "evaluations",
+        "has_failed",
+        "model",
+        "no_evaluator",
+        "optimizer",
+        "run",
+        "step",
+        "thread",
+        "watch",
+    )
 
     def __init__(
         self,
@@ -119,7 +164,7 @@ class BareLoop(NotCopied):
         # With FSDP, this list of parameters stays empty, because FSDP keeps the gradients elsewhere between microbatches.
         self._with_gradients = [] if any(hasattr(each, "placements") for each in parameters) else parameters
         # The numbers of samples and tokens of the latest microbatch, and of a microbatch whose loss was discarded.
-        self._of_microbatch = self._discarded = (0, 0)
+        self._of_microbatch = self._discarded = _NONE
         self._was_called = False  # whether the model was called with gradients since the last step ended
         self._trains_in_eval_mode = not model.training  # True if the script freezes the statistics of batch normalization
         self._in_forward: Literal["train", "eval", ""] = ""  # the purpose of the running forward pass; empty if none is running
@@ -139,6 +184,8 @@ class BareLoop(NotCopied):
             self._sees_forward = False
             logger.warning("%s trains a ScriptModule, so its forward passes and evaluations are not observed", HOST)
         self._sees_calls = self._sees_forward  # whether hooks observe the model's calls now; if not, a loss begins a step
+        # Whether nothing listens to the parts of a step and no evaluation can begin, so that steps can do without many checks.
+        self._is_plain = False
         # Whether all steps so far were regular: for each loss, the loop fetched a new batch and called the model once.
         self._is_regular = loader is not None and not self._trains_in_eval_mode
 
@@ -244,16 +291,7 @@ class BareLoop(NotCopied):
         """Fetch the next training batch with `fetches(iterator)`, and fire the events of the span `fetch`. Errors of `fetches` are raised."""
         if self._is_over or get_ident() != self._thread:
             return fetches(iterator)
-        is_first = not self.step.is_open  # if a step is open, this batch is for another microbatch of the same step
-        if self._is_in_microbatch:  # the loop fetches a batch before it has computed the loss of the previous batch
-            self._be_irregular()
-        if is_first and (
-            self._evaluation.is_open or self._driver.seen_links != self._spans.links or not self._fetch.has_no_listeners
-        ):
-            try:
-                self._begin_fetch()
-            except (Exception, SystemExit) as error:
-                self._leave(error)
+        has_begun = (not self._is_plain or self._driver.seen_links != self._spans.links) and self._begin_fetch()
         try:
             batch = fetches(iterator)
         except StopIteration:
@@ -263,7 +301,7 @@ class BareLoop(NotCopied):
         batches = self._batches
         batches.latest, batches.is_new = batch, True  # as `batches.add` does, but without a function call, for speed
         batches.fetched += 1
-        if is_first:
+        if has_begun:
             self.run.ctx.batch = batch
             if not self._fetch.has_no_listeners:
                 self._guarded(self.run.driver.end, "fetch")
@@ -319,29 +357,40 @@ class BareLoop(NotCopied):
             self._guarded(self._end_forward, outputs)
 
     def backward_begins(self) -> None:
-        """Called when the script calls `backward` on a loss."""
-        if self._is_over or get_ident() != self._thread:
-            return
-        if not self._sees_calls:
-            try:
-                if not self.step.is_open:
-                    self._open_step()
-                if not self._is_in_microbatch:
-                    begins = self._begin_microbatch if self._driver.has_listeners else self._count
-                    begins((), {})
-            except (Exception, SystemExit) as error:
-                self._leave(error)
+        """Called when the script calls `backward` on a loss, in the thread that trains."""
+        try:
+            if not self._is_plain:
+                self._begin_backward()
                 return
+            if not self.step.is_open:
+                self._open_step()
+            elif self._has_lost_gradients():
+                self.gradients_are_discarded()
+            self._count()
+        except (Exception, SystemExit) as error:
+            self._leave(error)
+
+    def _begin_backward(self) -> None:
+        if not self._sees_calls:
+            if not self.step.is_open:
+                self._open_step()
+            if not self._is_in_microbatch:
+                self._begin_microbatch((), {})
         elif not self._is_in_microbatch:  # this loss is of another model, or is the second loss of the same outputs
             self._is_regular = False
             if not self.step.is_open:
                 return
-        if self.watch.total is not None and self._with_gradients and all(each.grad is None for each in self._with_gradients):
+        if self._has_lost_gradients():
             self.gradients_are_discarded()
         # A loss of the same outputs was discarded before this loss, so count the samples of these outputs again.
-        if not self._is_in_microbatch and self._discarded != (0, 0):
-            self.run.counted, self._discarded = self._discarded, (0, 0)
+        if not self._is_in_microbatch and self._discarded != _NONE:
+            self.run.counted, self._discarded = self._discarded, _NONE
         self._is_in_microbatch = False
+
+    def _has_lost_gradients(self) -> bool:
+        """Return whether the script has discarded the gradients of earlier losses of this step."""
+        parameters = self._with_gradients
+        return self.watch.total is not None and bool(parameters) and all(each.grad is None for each in parameters)
 
     def optimizer_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Called when the optimizer's `step` is called, with its arguments. Begin a training step if none is open."""
@@ -359,7 +408,7 @@ class BareLoop(NotCopied):
         if self._is_in_microbatch:
             self.run.counted = self._of_microbatch  # keep the counts of the open microbatch, because its loss follows
         else:
-            self.run.counted, self._discarded = (0, 0), self._of_microbatch
+            self.run.counted, self._discarded = _NONE, self._of_microbatch
 
     def other_optimizer_steps(self) -> None:
         """Called when another optimizer steps. The losses since the last step may belong to the other optimizer."""
@@ -413,6 +462,7 @@ class BareLoop(NotCopied):
         """Called when a framework has ended an evaluation on a dataset, with the results of the evaluation."""
         if not self._is_over and get_ident() == self._thread:
             self._guarded(lambda: self.evaluations.end_dataset(dataset, results, is_in_step=self.step.is_open))
+            self.watch_calls()
 
     def log(self, values: Mapping[str, float]) -> None:
         """Log values that the script has logged with a framework."""
@@ -421,32 +471,19 @@ class BareLoop(NotCopied):
 
     def end_step(self) -> None:
         """End the step, because the optimizer has stepped."""
-        run = self.run
-        if self.evaluations.dataset:
-            self._batches.add(self.no_evaluator())
-            self._count((), {})
-        if self._sees_calls and not self._was_called and run.state.timestamp.batch:
-            self._use_losses_alone()
-        self._was_called = False
-        run.step_skipped = not self._optimizer_hooks.has_stepped
-        if not self._driver.has_listeners:  # without listeners, no hook has set the learning rate, so set it here
+        run, hooks, batches = self.run, self._optimizer_hooks, self._batches
+        is_plain = self._is_plain
+        if not is_plain:
+            self._before_end_of_step()
+        run.step_skipped, hooks.has_stepped = not hooks.has_stepped, False
+        if is_plain or not self._driver.has_listeners:  # without listeners, no hook has set the learning rate, so set it here
             run.set_learning_rate()
         run.end_step()
-        if (steps := run.state.timestamp.batch) == 1:
-            run.driver.synthesized.clear()  # ignore spans synthesized for the first step, because that step was recognized late
-        elif steps == 2:
-            if not self._sees_forward:
-                run.driver.synthesized.clear()
-            self._support.after_first_step(run.driver)
-        elif not steps % FIRST_INTERVAL:
-            run.keep_pace()
-            self._install_forward_hooks()
-        # Between two steps, observe losses if a loss can begin a step, and in the first steps to find out whether the loop is regular.
-        self.watch.is_on, self.watch.total = not self._sees_calls or steps < _REGULAR_STEPS, None
-        if not self._batches.is_new:
-            self._batches.latest = None  # so that the batch is not in memory longer than the script keeps it
-        if self.evaluations.delayed:
-            self.evaluations.fire_delayed()
+        self.watch.total = None
+        if not is_plain or not run.state.timestamp.batch % FIRST_INTERVAL:
+            self._after_step(run.state.timestamp.batch)
+        if not batches.is_new:
+            batches.latest = None  # so that the batch is not in memory longer than the script keeps it
         if self._ends_epoch:
             self._end_epoch()
         if self._stops is not None:
@@ -458,12 +495,36 @@ class BareLoop(NotCopied):
     def _guarded(self, function: Callable[..., None], *args: Any) -> None:
         """Call `function(*args)`; an error ends the run.
 
-        `fetch` and `forward_begins`, which every step calls, do the same without this further call.
+        `forward_begins` and `backward_begins`, which every step calls, do the same without this further call.
         """
         try:
             function(*args)
         except (Exception, SystemExit) as error:
             self._leave(error)
+
+    def _before_end_of_step(self) -> None:
+        if self.evaluations.dataset:
+            self._batches.add(self.no_evaluator())
+            self._count()
+        if self._sees_calls and not self._was_called and self.steps:
+            self._use_losses_alone()
+        self._was_called = False
+
+    def _after_step(self, steps: int) -> None:
+        run = self.run
+        if steps == 1:
+            run.driver.synthesized.clear()  # ignore spans synthesized for the first step, because that step was recognized late
+        elif steps == 2:
+            if not self._sees_forward:
+                run.driver.synthesized.clear()
+            self._support.after_first_step(run.driver)
+        elif not steps % FIRST_INTERVAL:
+            run.keep_pace()
+            self._install_forward_hooks()
+        # Between two steps, observe losses if a loss can begin a step, and in the first steps to find out whether the loop is regular.
+        self.watch.is_on = not self._sees_calls or steps < _REGULAR_STEPS
+        if self.evaluations.delayed:
+            self.evaluations.fire_delayed()
 
     def _use_losses_alone(self) -> None:
         """Recognize the beginning of each step by its first loss from now on, because the script does not call the model itself."""
@@ -476,13 +537,25 @@ class BareLoop(NotCopied):
             type(self.run.model).__name__,
         )
 
-    def _begin_fetch(self) -> None:
-        self._leave_evaluation()
-        driver = self.run.driver
-        if driver.listen():
-            self._listen()
-        if not self._fetch.has_no_listeners:
-            driver.start("fetch")
+    def _begin_fetch(self) -> bool:
+        """Fire the start of the span `fetch`, unless a step is open, so that this batch is for another microbatch of the same step.
+
+        Return whether no step is open.
+        """
+        if self._is_in_microbatch:  # the loop fetches a batch before it has computed the loss of the previous batch
+            self._be_irregular()
+        if self.step.is_open:
+            return False
+        try:
+            self._leave_evaluation()
+            driver = self._driver
+            if driver.listen():
+                self._listen()
+            if not self._fetch.has_no_listeners:
+                driver.start("fetch")
+        except (Exception, SystemExit) as error:
+            self._leave(error)
+        return True
 
     def _be_irregular(self) -> None:
         """Observe the model's calls from now on, because not all steps are regular (for each loss a new batch and one model call)."""
@@ -498,6 +571,7 @@ class BareLoop(NotCopied):
         is_predictable = self._is_regular and self.steps >= _REGULAR_STEPS and not self._driver.has_listeners
         needs_calls = sees_calls or needs_outputs or not is_predictable
         self._forward.install(needs_calls=needs_calls, needs_outputs=needs_outputs)
+        self._is_plain = not needs_calls
         if not needs_calls:
             self._sees_calls, self.watch.is_on = False, True
 
@@ -507,17 +581,17 @@ class BareLoop(NotCopied):
         self.watch.listen(self.run.driver.is_loss_read)
 
     def _open_step(self) -> None:
-        run, driver = self.run, self._driver
-        if self._evaluation.is_open:
-            self._leave_evaluation()
-        if self._batches.other is not None and self._batches.switch():
+        run, driver, batches = self.run, self._driver, self._batches
+        if not self._is_plain:
+            if self._evaluation.is_open:
+                self._leave_evaluation()
+            if driver.seen_links != self._spans.links and driver.listen():
+                self._listen()
+        if batches.other is not None and batches.switch():
             self._end_data()
-        if driver.seen_links != self._spans.links and driver.listen():
-            self._listen()
         driver.start_step()
-        run.counted = self._of_microbatch = self._discarded = (0, 0)
-        self._optimizer_hooks.has_stepped, self.watch.total = False, None
-        self.watch.is_on, self._is_in_microbatch = True, False
+        run.counted = self._of_microbatch = self._discarded = _NONE
+        self.watch.total, self._is_in_microbatch, self.watch.is_on = None, False, True
 
     def _end_data(self) -> None:
         """End the epoch, because the dataloader is at its end or begins again, unless a framework reports the epochs."""
@@ -539,7 +613,9 @@ class BareLoop(NotCopied):
 
     def _begin_microbatch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Begin a microbatch of the open step, and count its samples. `args` and `kwargs` are the arguments of the model's call."""
-        self._count(args, kwargs)
+        if (args or kwargs) and not self._batches.has_loader:
+            self._batches.add(batch_of(args, kwargs))
+        self._count()
         self._is_in_microbatch = True
         driver, ctx = self._driver, self.run.ctx
         if not driver.has_listeners:
@@ -552,22 +628,25 @@ class BareLoop(NotCopied):
             if not self._microbatch.is_open:
                 driver.start("microbatch")
 
-    def _count(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _count(self) -> None:
         """Count the samples and tokens of the latest batch, unless they were counted already for a loss that was not discarded."""
         batches = self._batches
-        if not batches.has_loader and (args or kwargs):
-            batches.add(batch_of(args, kwargs))
-        samples, tokens = counts_of(batches.latest) if batches.is_new else (0, 0)
+        counts = counts_of(batches.latest) if batches.is_new else _NONE
         batches.is_new = False
-        if samples or tokens:
-            counts = self._of_microbatch = samples * self._ranks, tokens * self._ranks
+        if counts != _NONE:
+            if self._ranks > 1:
+                counts = counts[0] * self._ranks, counts[1] * self._ranks
+            self._of_microbatch = counts
         else:
             counts = self._discarded
             self._be_irregular()
-        before = self.run.counted
-        if not self.watch.is_in_closure or before == (0, 0):  # count only once in a closure, which the optimizer may call again
-            self.run.counted = before[0] + counts[0], before[1] + counts[1]
-        self._discarded = (0, 0)
+        run = self.run
+        before = run.counted
+        if before == _NONE:
+            run.counted = counts
+        elif not self.watch.is_in_closure:  # count only once in a closure, which the optimizer may call again
+            run.counted = before[0] + counts[0], before[1] + counts[1]
+        self._discarded = _NONE
 
     def _begin_evaluated_batch(self, batch: Any) -> None:
         self._batches.forget_other()

@@ -84,6 +84,7 @@ class IgniteEngines:
                 # The epoch is still open if the script's handler runs before callsheet's, so end the epoch before the evaluation.
                 self._end_epoch(self._trainer)
             loop.evaluations.dataset = name = self._name(engine, data)
+            loop.watch_calls()
         self._running.append(engine)
         self._set_reports()
         try:

@@ -64,7 +64,8 @@ class LoopFinder:
         self._others = 0  # number of steps that other optimizers have taken since the observed optimizer last stepped
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers whose loop was observed or cannot be observed
         self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # the dataloader of each iterator
-        self._training_iterator: Callable[[], Any] = _nothing  # a reference to the iterator of the observed loop's last batch
+        # A reference to the iterator from which the observed loop has fetched its last batch. Without an observed loop, it is `_nothing`.
+        self._training_iterator: Callable[[], Any] = _nothing
         self._latest: Any = None  # a reference to the last used dataloader that is not the observed loop's dataloader
         self._batch: Any = None  # the latest batch of the dataloader `_latest`; kept only until the first loop is recognized
         self._loss: Tensor | None = None  # the sum of the losses since the last `zero_grad`, until the first loop is recognized
@@ -92,7 +93,7 @@ class LoopFinder:
 
     def stop(self) -> None:
         """Stop recognizing loops. This is called in a child process that the script has forked."""
-        self._is_over, self._loop = True, None
+        self._is_over, self._loop, self._training_iterator = True, None, _nothing
 
     def remove(self) -> None:
         """Restore the functions of torch."""
@@ -200,11 +201,10 @@ class LoopFinder:
         @partial(not_compiled, recursive=False)
         @wraps(given)
         def fetch(iterator: Any) -> Any:
+            if self._training_iterator() is iterator:
+                return self._loop.fetch(given, iterator)  # type: ignore[union-attr]
             if self._is_over or self.is_paused or self._is_inside_loader:
                 return given(iterator)
-            loop = self._loop
-            if loop is not None and self._training_iterator() is iterator:
-                return loop.fetch(given, iterator)
             return self._fetch_from_other(given, iterator)
 
         return fetch
@@ -246,7 +246,7 @@ class LoopFinder:
         def zero_grad(optimizer: Optimizer, *args: Any, **options: Any) -> Any:
             if (loop := self._loop) is None or loop.watch.total is not None:
                 self._discard_gradients(optimizer)
-            return given(optimizer, *args, **options)
+            return given(optimizer, *args, **options) if args or options else given(optimizer)
 
         return zero_grad
 
