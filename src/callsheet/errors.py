@@ -207,12 +207,12 @@ def _where_class(kind: Any) -> str:
 
 
 def mark_as_users(error: BaseException) -> None:
-    """Mark an error as one of the user's code, such as a callback or a dataset. A host raises such an error instead of logging it."""
+    """Mark an error as raised by the user's code, such as a callback or a dataset. A host raises such an error instead of logging it."""
     error.__dict__["_callsheet_users"] = True  # setattr would fail if the exception is a frozen dataclass
 
 
 def is_users(error: BaseException) -> bool:
-    """Return whether `mark_as_users` has marked the error as one of the user's code."""
+    """Return whether `mark_as_users` has marked the error as raised by the user's code."""
     return "_callsheet_users" in error.__dict__
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from callsheet.report import RunFolder
-from exec.alone import executed_alone  # type: ignore[import-not-found]  # pytest has its folder on the path
+from exec.forked import run_forked  # type: ignore[import-not-found]  # pytest has its folder on the path
 
 DATA = """
 import hashlib, os, sys, torch
@@ -172,14 +172,14 @@ def huggingface_weights(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Train HUGGINGFACE alone."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / "train.py").write_text(HUGGINGFACE)
-    return weights(executed_alone(folder, "train.py", "1"))
+    return weights(run_forked(folder, "train.py", "1"))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_trainers_of_frameworks_are_observed(name: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPTS[name])
     times = 1 if name in ("ignite", "accelerate") else 2
-    alone = executed_alone(tmp_path, "train.py", str(times))
+    alone = run_forked(tmp_path, "train.py", str(times))
     interval = "1" if name == "accelerate" else "2"
     observed = run(tmp_path, "-m", "callsheet.exec", "--run_name", "a", "--log_interval", interval, "train.py", str(times))
     assert (alone.returncode, observed.returncode) == (0, 0), alone.stderr + observed.stderr
@@ -238,7 +238,7 @@ def test_a_script_that_uses_callsheet_runs_as_it_is(tmp_path: Path) -> None:
 def test_two_ranks(text: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(text)
     launch = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")
-    alone = executed_alone(tmp_path, "train.py", "1", ranks=2)
+    alone = run_forked(tmp_path, "train.py", "1", ranks=2)
     observed = run(tmp_path, *launch, "-m", "callsheet.exec", "--run_name", "a", "--log_interval", "2", "train.py", "1")
     assert (alone.returncode, observed.returncode) == (0, 0), alone.stderr + observed.stderr
     assert weights(alone) == weights(observed)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from callsheet.report import RunFolder
 
-from .alone import executed_alone
+from .forked import run_forked
 from .scripts import _BEGIN
 
 pytestmark = pytest.mark.test_all  # they need Accelerate
@@ -56,15 +53,8 @@ accelerator.end_training()
 def run_of(folder: Path, text: str, ranks: int) -> tuple[RunFolder, list[float]]:
     """Run the script alone and observed. Return the observed run, and the losses that both have printed."""
     (folder / "train.py").write_text(text)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--standalone"] if ranks > 1 else []
-
-    def executed(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, *launch, *words, "train.py"]
-        return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=200, check=False)
-
-    alone = executed_alone(folder, "train.py", ranks=ranks)
-    observed = executed("-m", "callsheet.exec", "--run_name", "a", "--log_interval", "1")
+    alone = run_forked(folder, "train.py", ranks=ranks)
+    observed = run_forked(folder, "train.py", ranks=ranks, exec_words=["--run_name", "a", "--log_interval", "1"])
     assert (alone.returncode, observed.returncode) == (0, 0), alone.stderr + observed.stderr
     assert alone.stdout == observed.stdout  # the losses and a hash of the weights
     assert "Traceback" not in observed.stderr

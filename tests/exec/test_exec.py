@@ -14,7 +14,7 @@ import pytest
 
 from callsheet.report import RunFolder
 
-from .alone import executed_alone
+from .forked import run_forked
 from .scripts import SCRIPTS
 
 SCRIPT = """
@@ -53,7 +53,10 @@ print(losses, hashlib.sha256(b"".join(each.numpy().tobytes() for each in model.s
 
 
 def executed(folder: Path, *words: str, exec_words: list[str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the script under `callsheet exec` with these options, or alone in a new interpreter, unlike `executed_alone`."""
+    """Run the script under `callsheet exec` with these options, or alone. Unlike `run_forked`, this starts a new interpreter.
+
+    This is for tests of what depends on the interpreter's start or end, such as tracebacks, signals and the import of torch.
+    """
     command = [sys.executable, *(["-m", "callsheet.exec", *exec_words] if exec_words is not None else []), *words]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=120, check=False)
@@ -61,8 +64,8 @@ def executed(folder: Path, *words: str, exec_words: list[str] | None = None) -> 
 
 def executed_alone_and_observed(folder: Path) -> tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]:
     """Run `train.py` alone, and under `callsheet exec` as the run `a`. Both must succeed and print the same."""
-    alone = executed_alone(folder, "train.py")
-    observed = executed_alone(folder, "train.py", exec_words=["--run_name", "a", "--log_interval", "1"])
+    alone = run_forked(folder, "train.py")
+    observed = run_forked(folder, "train.py", exec_words=["--run_name", "a", "--log_interval", "1"])
     assert (alone.returncode, observed.returncode) == (0, 0), alone.stderr + observed.stderr
     assert alone.stdout == observed.stdout  # the losses and a hash of the weights
     return alone, observed
@@ -202,7 +205,7 @@ def test_an_error_of_the_script_s_signal_handler_reaches_the_script(
     (tmp_path / "signals.py").write_text(SIGNALS)
     options = f"{{event: {event}, collective: {collective}}}"
     (tmp_path / "callbacks.yaml").write_text(f"- class_path: signals.Signals\n  init_args: {options}\n")
-    observed = executed(tmp_path, "train.py", exec_words=["--callbacks", "callbacks.yaml", "--run_name", "a"])
+    observed = run_forked(tmp_path, "train.py", exec_words=["--callbacks", "callbacks.yaml", "--run_name", "a"])
     expected = (3, "") if "exit" in handler else (0, "1\n")
     assert (observed.returncode, observed.stdout) == expected, observed.stderr
     assert "TimeoutError" not in observed.stderr
@@ -218,9 +221,9 @@ def test_a_failing_callback_does_not_end_the_script(script: Path, collective: bo
         "    def on_train_step_end(self, ctx):\n        raise RuntimeError('broken')\n"
     )
     (script.parent / "callbacks.yaml").write_text(f"- class_path: broken.Broken\n  init_args: {{collective: {collective}}}\n")
-    observed = executed(script.parent, "train.py", exec_words=["--callbacks", "callbacks.yaml", "--run_name", "a"])
+    observed = run_forked(script.parent, "train.py", exec_words=["--callbacks", "callbacks.yaml", "--run_name", "a"])
     assert observed.returncode == 0
-    assert observed.stdout == executed_alone(script.parent, "train.py").stdout
+    assert observed.stdout == run_forked(script.parent, "train.py").stdout
     assert message in observed.stderr
     assert RunFolder.read(script.parent / "runs" / "a").outcome == ("failed" if collective else "finished")
 
@@ -241,9 +244,9 @@ def test_the_environment_may_name_the_file_of_callbacks(script: Path, monkeypatc
 )
 def test_what_acts_on_training_is_rejected_by_name(script: Path, callback: str, options: str, message: str) -> None:
     (script.parent / "callbacks.yaml").write_text(f"- class_path: {callback}\n  init_args: {{{options}}}\n")
-    observed = executed(script.parent, "train.py", exec_words=["--callbacks", "callbacks.yaml"])
+    observed = run_forked(script.parent, "train.py", exec_words=["--callbacks", "callbacks.yaml"])
     assert observed.returncode == 0
-    assert observed.stdout == executed_alone(script.parent, "train.py").stdout
+    assert observed.stdout == run_forked(script.parent, "train.py").stdout
     (line,) = [line for line in observed.stderr.splitlines() if line.startswith("callsheet")]  # the only one
     assert message in line
     assert line.endswith("use callsheet.attach. The script continues without callbacks")

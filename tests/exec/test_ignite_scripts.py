@@ -9,7 +9,7 @@ import pytest
 
 from callsheet.report import RunFolder
 
-from .alone import executed_alone
+from .forked import run_forked
 from .scripts import _BEGIN
 from .test_exec import executed
 
@@ -126,8 +126,8 @@ SCRIPTS: dict[str, tuple[str, int, int]] = {
 def run_of(folder: Path, text: str, *exec_words: str) -> tuple[RunFolder, list[str]]:
     """Run the script alone and observed. Return the observed run, and the lines of the output, which must be the same."""
     (folder / "train.py").write_text(text)
-    alone = executed_alone(folder, "train.py")
-    observed = executed(folder, "train.py", exec_words=["--run_name", "a", "--log_interval", "1", *exec_words])
+    alone = run_forked(folder, "train.py")
+    observed = run_forked(folder, "train.py", exec_words=["--run_name", "a", "--log_interval", "1", *exec_words])
     assert (alone.returncode, observed.returncode) == (0, 0), alone.stderr + observed.stderr
     assert alone.stdout == observed.stdout  # the evaluations, the losses and a hash of the weights
     assert "does not expect" not in observed.stderr
@@ -158,7 +158,7 @@ def test_metrics_of_the_trainer_are_logged_at_the_end_of_its_epoch(tmp_path: Pat
 def test_a_callback_stops_the_trainer(tmp_path: Path) -> None:
     (tmp_path / "callbacks.yaml").write_text("- class_path: EarlyStopper\n  init_args: {monitor: validation/loss, patience: 1}\n")
     (tmp_path / "train.py").write_text(GETTING_WORSE)
-    observed = executed(tmp_path, "train.py", exec_words=["--run_name", "a", "--callbacks", "callbacks.yaml"])
+    observed = run_forked(tmp_path, "train.py", exec_words=["--run_name", "a", "--callbacks", "callbacks.yaml"])
     assert observed.returncode == 0, observed.stderr
     run = RunFolder.read(tmp_path / "runs" / "a")
     assert (run.outcome, run.last_step, len(run.evaluations)) == ("stopped", 8, 2), observed.stderr
@@ -180,10 +180,8 @@ def test_an_error_in_an_evaluator_is_raised(tmp_path: Path) -> None:
 def test_evaluators_on_one_of_two_ranks(tmp_path: Path) -> None:
     """The observation of rank 0 waits for no other rank."""
     (tmp_path / "train.py").write_text(ON_TWO_RANKS)
-    launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
-
-    alone = executed_alone(tmp_path, "train.py", ranks=2)
-    observed = executed(tmp_path, *launch, "-m", "callsheet.exec", "--run_name", "a", "--log_interval", "1", "train.py")
+    alone = run_forked(tmp_path, "train.py", ranks=2)
+    observed = run_forked(tmp_path, "train.py", ranks=2, exec_words=["--run_name", "a", "--log_interval", "1"])
     assert (alone.returncode, observed.returncode) == (0, 0), alone.stderr + observed.stderr
     assert alone.stdout == observed.stdout
     run = RunFolder.read(tmp_path / "runs" / "a")

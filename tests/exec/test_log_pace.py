@@ -9,7 +9,7 @@ import pytest
 from callsheet.exec.log_pace import LogPace
 from callsheet.report import RunFolder
 
-from .test_exec import executed
+from .forked import run_forked
 
 SCRIPT = """
 import sys, torch
@@ -30,7 +30,7 @@ for step in range(1, 201):
 
 def run_of(folder: Path, *exec_words: str, nan_at: int = 0) -> tuple[RunFolder, str]:
     (folder / "train.py").write_text(SCRIPT)
-    done = executed(folder, "train.py", str(nan_at), exec_words=["--run_name", "a", *exec_words])
+    done = run_forked(folder, "train.py", str(nan_at), exec_words=["--run_name", "a", *exec_words])
     assert done.returncode == 0, done.stderr
     return RunFolder.read(folder / "runs" / "a"), done.stderr
 
@@ -63,7 +63,7 @@ BECOMES_SLOW = (
 @pytest.mark.test_all
 def test_steps_that_become_slow_have_records_again(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import time\n" + BECOMES_SLOW)
-    done = executed(tmp_path, "train.py", "0", exec_words=["--run_name", "a"])
+    done = run_forked(tmp_path, "train.py", "0", exec_words=["--run_name", "a"])
     assert done.returncode == 0, done.stderr
     records = {record.step: record for record in RunFolder.read(tmp_path / "runs" / "a").records}
     later = [record.values for step, record in records.items() if 1300 < step < 1340]
@@ -151,7 +151,7 @@ def test_a_closure_that_comes_later_counts_by_its_last_loss(tmp_path: Path) -> N
     """Between records no hook runs before the optimizer's step, so the first closure must register it."""
     (tmp_path / "train.py").write_text(CLOSURE_LATER)
     (tmp_path / "none.yaml").write_text("[]")
-    done = executed(tmp_path, "train.py", exec_words=["--run_name", "a", "--log_interval", "1", "--callbacks", "none.yaml"])
+    done = run_forked(tmp_path, "train.py", exec_words=["--run_name", "a", "--log_interval", "1", "--callbacks", "none.yaml"])
     assert done.returncode == 0, done.stderr
     expected = [tuple(map(float, line.split())) for line in done.stdout.splitlines()]
     records = RunFolder.read(tmp_path / "runs" / "a").records

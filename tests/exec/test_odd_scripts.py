@@ -10,7 +10,7 @@ import pytest
 
 from callsheet.report import RunFolder
 
-from .alone import executed_alone
+from .forked import run_forked
 from .scripts import _BEGIN
 from .test_exec import executed, executed_alone_and_observed
 
@@ -341,7 +341,7 @@ def test_a_compiled_step_is_observed_and_has_the_same_graphs(script: str, tmp_pa
 @pytest.mark.test_all
 def test_of_many_loops_only_the_first_ones_are_observed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(MANY_LOOPS)
-    observed = executed(tmp_path, "train.py", exec_words=["--run_name", "a"])
+    observed = run_forked(tmp_path, "train.py", exec_words=["--run_name", "a"])
     assert observed.returncode == 0, observed.stderr
     assert len([path for path in (tmp_path / "runs").iterdir() if not path.name.startswith(".")]) == 20
     assert observed.stderr.count("20 loops of this script were observed; further ones are not") == 1
@@ -385,7 +385,7 @@ def test_loops_one_after_the_other_have_a_run_each(tmp_path: Path) -> None:
 def test_a_second_run_of_the_same_name_has_a_folder_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(f"{_BEGIN}{_LINEAR}{_LOOP}end(model)\n")
     for _ in range(2):
-        observed = executed(tmp_path, "train.py", exec_words=["--run_name", "a"])
+        observed = run_forked(tmp_path, "train.py", exec_words=["--run_name", "a"])
     assert "so this run is called a-2" in observed.stderr
     assert (tmp_path / "runs" / "a-2" / "report.html").exists()
 
@@ -603,7 +603,7 @@ def test_a_loss_of_which_each_rank_has_a_part(replicated: bool, tmp_path: Path) 
     """To read it on rank 0 alone would hang."""
     (tmp_path / "train.py").write_text(SHARDED_LOSS.replace("REPLICATED", str(replicated)))
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    alone = executed_alone(tmp_path, "train.py", ranks=2)
+    alone = run_forked(tmp_path, "train.py", ranks=2)
     observed = executed(tmp_path, *command, "-m", "callsheet.exec", "--run_name", "a", "--log_interval", "1", "train.py")
     assert (alone.returncode, observed.returncode) == (0, 0), observed.stderr
     assert alone.stdout == observed.stdout

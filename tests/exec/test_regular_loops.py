@@ -11,9 +11,8 @@ import pytest
 from callsheet.exec.bare_loop import _REGULAR_STEPS
 from callsheet.report import RunFolder
 
-from .alone import executed_alone
+from .forked import run_forked
 from .scripts import _BEGIN
-from .test_exec import executed
 
 LATER = _REGULAR_STEPS + 16  # a step long after the calls are no longer watched; a later one begins an epoch of 12 steps
 STEPS = 48
@@ -63,9 +62,9 @@ def observed(
     script = _LOOP.replace("BODY", indent("\n".join(lines), " " * 8)).replace("    END", indent(end or "pass", "    "))
     (folder / "train.py").write_text(script)
     (folder / "callbacks.yaml").write_text("- class_path: callsheet.loggers.JSONLLogger\n")
-    alone = executed_alone(folder, "train.py")
+    alone = run_forked(folder, "train.py")
     options = ["--run_name", "a", "--log_interval", "1", "--callbacks", "callbacks.yaml"]
-    seen = executed(folder, "train.py", exec_words=options)
+    seen = run_forked(folder, "train.py", exec_words=options)
     assert (alone.returncode, seen.returncode) == (0, 0), alone.stderr + seen.stderr
     assert alone.stdout.splitlines()[1:] == seen.stdout.splitlines()[1:]  # the losses and a hash of the weights
     assert "does not expect" not in seen.stderr

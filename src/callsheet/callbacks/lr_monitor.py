@@ -24,7 +24,7 @@ class LRMonitor(Callback):
         self._last_step = 0  # the step of the last record to which rates were added
 
     def on_train_start(self, ctx: Context) -> None:
-        """Store the current step, so that no rates are added to a record made before the first training step."""
+        """Store the step at which training starts. Learning rates are added only to metrics records of later steps."""
         self._last_step = ctx.step
 
     def on_optimizer_step_end(self, ctx: Context) -> None:

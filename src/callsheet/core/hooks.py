@@ -234,7 +234,7 @@ class Hooks:
         """
 
     def on_checkpoint_save_end(self, ctx: Context) -> Awaitable[None] | None:
-        """Called when the checkpoint has been written or, if saves run in the background, copied, to be written later.
+        """Called when the checkpoint has been written. If saves run in the background, called when the state was copied, before it is written.
 
         Available here: optimizer, scheduler, checkpoint.
         """

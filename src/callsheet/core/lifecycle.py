@@ -205,7 +205,7 @@ SPANS: dict[str, Span] = {
         Span(
             "checkpoint_save",
             "Called before a checkpoint is written. Its kind and path are known.",
-            "Called when the checkpoint has been written or, if saves run in the background, copied, to be written later.",
+            "Called when the checkpoint has been written. If saves run in the background, called when the state was copied, before it is written.",
         ),
     )
 }

@@ -459,7 +459,7 @@ class BareLoop(NotCopied):
             self._guarded(self._leave_evaluation)
 
     def evaluated(self, dataset: str, results: Mapping[str, float]) -> None:
-        """Called when a framework has ended an evaluation on a dataset, with the results of the evaluation."""
+        """Called when an evaluator of Ignite has ended, with its results on a dataset."""
         if not self._is_over and get_ident() == self._thread:
             self._guarded(lambda: self.evaluations.end_dataset(dataset, results, is_in_step=self.step.is_open))
             self.watch_calls()

@@ -190,7 +190,8 @@ class Distill(Finetune):
 
         def look() -> bool:
             kept = self._aside / TEACHER if self._aside is not None and self.config.resume == AUTO else None
-            # If an earlier run ended while training its teacher, its renamed folder contains only the teacher. Use this teacher.
+            # An earlier run may have ended while it trained its teacher. Its folder, which was renamed for this run, then contains the teacher
+            # and no student. Continue with this teacher.
             if kept is not None and not self.folder.exists() and _is_run_of(kept, recipe):
                 self.folder.mkdir(parents=True)
                 kept.rename(self.folder / TEACHER)

@@ -111,7 +111,7 @@ def _brackets(line: bytes) -> int:
 
 
 def is_shallow(value: Any) -> bool:
-    """Return whether the lists and mappings in `value` are nested in few enough levels to be processed by recursive functions.
+    """Return whether the lists and mappings in `value` are not nested too deeply for recursive functions.
 
     An object that occurs several times, because of a YAML anchor, is checked once.
     """

@@ -119,7 +119,7 @@ class CheckpointsPart(Protocol):
         val_losses: Mapping[str, float],
         waits: bool,
     ) -> CheckpointInfo | None:
-        """Save a checkpoint for these requests. If there are no requests, the user has called `Trainer.save_checkpoint`.
+        """Save a checkpoint for these requests. There are none if the user called `Trainer.save_checkpoint`.
 
         Return None if another framework's loop saves the checkpoint later.
         """

@@ -64,7 +64,7 @@ _RECORD_BYTES = 1024
 
 _registry = threading.RLock()  # this lock protects `_held`
 _held: dict[str, RunLock] = {}  # the locks of this process, by path
-_tokens: set[str] = set()  # the tokens of the claims that this process has written
+_tokens: set[str] = set()  # the tokens of the claims that this process has written into lock files
 
 
 @dataclass(frozen=True)

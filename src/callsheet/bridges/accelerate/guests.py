@@ -50,7 +50,7 @@ class TrackerGuest(Guest, Logger):
     OWN: ClassVar[Mapping[str, str]] = {"on_run_start": "begin"}
 
     def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:
-        """Return a handler that calls `method`: `log` with a metrics record's values and step, or `finish` without arguments."""
+        """Return a handler that calls `method`, which is the tracker's `log` or `finish`. Only `log` gets a metrics record's values and step."""
         if theirs == "log":
             return lambda ctx: method(ctx.record.values, step=ctx.record.step)
         return lambda ctx: method()

@@ -124,7 +124,7 @@ class HookedRun(Run):
         self.began = 0.0
         """When the current step began, as measured on this thread."""
         self._totals = (context.total_samples, 0)
-        self._since = (0, 0, 0.0)  # the samples, tokens and seconds of the last completed step
+        self._since = (0, 0, 0.0)  # the total samples, tokens and seconds when the last step ended
         self._found: dict[str, float] = {}
         self._listens_to_parts = True
 

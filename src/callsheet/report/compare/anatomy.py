@@ -111,7 +111,8 @@ def _timed_steps(window: Window) -> list[dict[str, float]]:
     """
     names = _spans_of_a_step()
     steps: dict[int, dict[str, float]] = {}
-    # The seconds of each span in the fetch before a step. The slices of this fetch have the number of the previous step.
+    # The seconds that each span took while a batch was fetched. A batch is fetched before its step begins, so these slices are labeled
+    # with the number of the step before.
     fetched: dict[str, float] = {}
     for each in window.slices:
         if not each.callback and each.name in names:

@@ -123,7 +123,7 @@ class _EventReader:
         add_hyperparameters(run, folder, extra="train")
 
     def _events(self, path: Path, run: ImportedRun) -> Iterator[Any]:
-        """Yield the events of a file. Skip damaged events. Stop at a damaged length, because no later event can be found."""
+        """Yield the events of a file. Skip damaged events. Stop at a damaged length field, because no later event can be found."""
         damaged = 0
         try:
             with open(path, "rb") as file:

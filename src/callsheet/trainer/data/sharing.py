@@ -80,7 +80,7 @@ def shared(
     shard: bool = True,
     count_samples: CountSamples | None = None,
 ) -> SharedLoader:
-    """Return this rank's part of a loader. Each iteration over this part starts from the beginning, as evaluations need it.
+    """Return this rank's part of a loader. Each iteration over this part starts from the beginning, as evaluations require.
 
     Each iteration yields the same batches, including fillers. Arguments and errors are those of `sharing_of`.
     """

@@ -1,4 +1,4 @@
-"""Runs scripts alone and under `callsheet exec`. Importing torch takes most of the time of a short script, so it is imported once."""
+"""Runs scripts alone and under `callsheet exec`. Imports take most of the time of a short script, so torch and callsheet are imported once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from functools import cache
 from pathlib import Path
 
 PROGRAM = """
-import json, os, runpy, sys, types, torch, torch._dynamo
+import gc, json, os, runpy, signal, sys, time, types, torch, torch._dynamo
+import callsheet.exec.bare_loop, callsheet.exec.default_observers, callsheet.report.page
+
+gc.collect()
+gc.freeze()  # so that forked processes neither read nor copy these objects when they collect garbage
 
 
 def run(folder, script, arguments, exec_words, out, err, environment):
     os.chdir(folder)
+    os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     for name, number in ((os.devnull, 0), (out, 1), (err, 2)):
@@ -42,7 +47,17 @@ for line in sys.stdin:
     if not child:
         run(*where, environment)
         break
-    print(max(abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) for child in children), flush=True)
+    until, running, worst = time.monotonic() + 180, set(children), 0
+    while running:
+        for each in list(running):
+            if time.monotonic() > until:
+                os.kill(each, signal.SIGKILL)
+            ended, status = os.waitpid(each, os.WNOHANG)
+            if ended:
+                running.remove(each)
+                worst = max(worst, abs(os.waitstatus_to_exitcode(status)))
+        time.sleep(0.01)
+    print(worst, flush=True)
 """
 """Forks for each line of its input. A forked process runs a script, and ends as if it had been started with the script."""
 
@@ -66,17 +81,17 @@ def _ranks(count: int) -> list[dict[str, str]]:
     return [shared | size | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 
-def executed_alone(
+def run_forked(
     folder: Path, script: str, *arguments: str, ranks: int = 1, exec_words: list[str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a script of the folder like `python script *arguments`, or with torchrun on several ranks. Signals count as exit codes.
 
-    With `exec_words`, it runs under `callsheet exec` with these options.
+    With `exec_words`, it runs under `callsheet exec` with these options. After three minutes, its processes are killed.
     """
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
-    environments = _ranks(ranks) if ranks > 1 else [{}]
+    environments = [{**os.environ, **each} for each in (_ranks(ranks) if ranks > 1 else [{}])]
     with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
         server.stdin.write(json.dumps([str(folder), script, arguments, exec_words, out.name, err.name, environments]) + "\n")
         server.stdin.flush()
