@@ -1,18 +1,24 @@
-"""Faults for tests of hosts: frameworks that skip, repeat or reorder calls, and hosts that fail at a span of a step."""
+"""Faults for tests of hosts: frameworks that skip, repeat or reorder calls, and hosts that fail at a span of a step.
+
+The tests in the venvs of Composer and Ultralytics use this module too, so it imports no framework.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from callsheet import Callback, Context
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.testing import Recorder
+from callsheet.callbacks import EMA, History, NaNMonitor
+from callsheet.testing import Recorder, check_events
 
 from .loops.job import POINTS
 
@@ -20,6 +26,15 @@ TRAINED = ("epoch", "fetch", "train_step", "microbatch", "forward", "loss", "bac
 EVALUATED = ("eval_all", "eval", "eval_step", "eval_forward")
 ALWAYS = {"epoch", "train_step", "forward", "optimizer_step", "eval"}
 """One span for each place from which hosts fire events: the loop, a hook of the model, a hook of the optimizer, an evaluation."""
+
+
+OBSERVERS: list[Any] = [lambda: EMA(half_life=2, at_end=False), NaNMonitor, History]
+"""Functions that make the callbacks of a run with random faults, in addition to the one that records its events."""
+
+
+def seeds(count: int = 12) -> range:
+    """Return the seeds of the runs with random faults: `count` of them, or as many as the environment variable CALLSHEET_SEEDS says."""
+    return range(int(os.environ.get("CALLSHEET_SEEDS", count)))
 
 
 def rate_of(seed: int) -> float:
@@ -113,6 +128,14 @@ class Watched(Recorder):
             self.steps.append((ctx.step, ctx.epoch, loss, ctx.has("step_skipped") and ctx.step_skipped))
         if ctx.event == "on_run_end":
             self.counted, self.inexact = (ctx.state.timestamp.batch, ctx.state.timestamp.epoch), ctx.run.inexact_counts
+
+
+def held(recorder: Recorder, plain: nn.Module, observed: nn.Module) -> None:
+    """Check that the events are in order, that the weights are those of training without callsheet, and that no hook is left."""
+    check_events(recorder.events)
+    assert recorder.events[-1] == "on_run_end"
+    assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), observed.parameters(), strict=True))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in observed.modules())
 
 
 def counts_held(
