@@ -27,7 +27,7 @@ from callsheet.report import RunFolder
 from callsheet.testing import Recorder, check_events, run_ranks
 from callsheet.trainer import Task
 
-from .faults import RandomFaults, Watched, counts_held
+from .faults import OBSERVERS, RandomFaults, Watched, counts_held, held, seeds
 from .loops.composer import composer, made
 from .loops.composer import trained as as_composer_has_it
 from .loops.job import IMAGES, POINTS, Job
@@ -121,25 +121,39 @@ def test_a_failing_host_disables_itself_and_training_continues(
     assert all(torch.equal(one, other) for one, other in zip(weights(plain), weights(failing), strict=True))
 
 
-@pytest.mark.usefixtures("counts_may_differ")
-@pytest.mark.parametrize("seed", [seed if seed < 6 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(24)])
-def test_composer_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    recorder = Watched()
-    observers = [EMA(half_life=2, at_end=False), NaNMonitor(), History(), recorder]
-    faulty = made(POINTS, tmp_path / "faulty", observers, strict=False, epochs=3, device_train_microbatch_size=2)
+def with_faults(faulty: Any, seed: int) -> Any:
+    """Let Composer's events reach the host of this Trainer with random faults, and return the Trainer."""
     (hosted,) = [each for each in faulty.state.callbacks if hasattr(each, "manager")]
-    faults, tables = RandomFaults(hosted, (), seed), hosted._tables
-    for table in (tables.training, tables._optional, tables._outside, tables._of_closure):
-        for event, handler in list(table.items()):
-            if event not in ("fit_start", "fit_end", "after_load"):
-                table[event] = faults.around(handler)
-    hosted._handlers = tables.training
+    run_event, odd_event = hosted.run_event, RandomFaults(hosted, (), seed).around(hosted.run_event)
+
+    def called(event: Any, *args: Any) -> None:
+        ends = event.value in ("after_load", "fit_start", "fit_end")
+        (run_event if ends or event.value not in hosted._handlers else odd_event)(event, *args)
+
+    hosted.run_event = called
+    return faulty
+
+
+MICROBATCHES: dict[str, Any] = {"device_train_microbatch_size": 2}
+SAVES: dict[str, Any] = {"save_folder": "saved", "save_interval": "4ba", "save_overwrite": True, "eval_interval": "4ba"}
+
+
+@pytest.mark.usefixtures("counts_may_differ")
+@pytest.mark.parametrize("options", [MICROBATCHES, SAVES], ids=["microbatches", "saves"])
+@pytest.mark.parametrize("seed", seeds(5))
+def test_composer_with_random_faults(
+    seed: int, options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Watched()
+    given = [*(make() for make in OBSERVERS), recorder]
+    faulty = with_faults(made(recorder.job, tmp_path / "faulty", given, strict=False, epochs=3, **options), seed)
     faulty.fit()
     faulty.close()
-    plain = fit(POINTS, tmp_path / "plain", None, epochs=3, device_train_microbatch_size=2)
-    check_events(recorder.events)
-    assert recorder.events[-1] == "on_run_end"
-    assert all(torch.equal(one, other) for one, other in zip(weights(plain), weights(faulty), strict=True))
+    plain = fit(POINTS, tmp_path / "plain", None, epochs=3, **options)
+    held(recorder, plain.state.model, faulty.state.model)
+    assert faulty.state.timestamp.batch == plain.state.timestamp.batch
+    assert len(faulty.logger.destinations) == len(plain.logger.destinations)
+    assert not faulty.state.optimizers[0]._optimizer_step_post_hooks
     counts_held(recorder, 18, 3, caplog)
 
 

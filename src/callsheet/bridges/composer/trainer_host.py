@@ -54,17 +54,24 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
             {Event.BEFORE_TRAIN_BATCH.value: self._before_train_batch, Event.AFTER_LOSS.value: self._after_loss_again},
         )
         self._handlers: dict[Any, Callable[..., None]] = self._idle  # the handlers in use now, by the value of Composer's event
+        self._last_event = ""  # the last event of a step that Composer has fired, or "" before the first
 
     def run_event(self, event: Any, state: Any, logger: Any) -> None:
         """Handle an event of Composer. An error in a callback is raised. After an error in callsheet, training continues."""
-        handler = self._handlers.get(event._value_)  # look up the event's value, because hashing the event itself is slow
+        name = event._value_  # look up the event's value, because hashing the event itself is slow
+        handler = self._handlers.get(name)
         if handler is None:
             return
         try:
             if self._handlers is self._idle:
                 handler(state, logger)
-            else:
-                handler(state)
+                return
+            before = self._tables.predecessors.get(name)
+            if before is not None:
+                if self._last_event not in before and self._handlers is self._tables.training:
+                    self._run.counts.doubt()
+                self._last_event = name
+            handler(state)
         except BaseException as error:
             self._leave(error)
 
@@ -95,7 +102,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         self._stepped = SteppedHooks(run, [optimizer] if optimizer is not None else [])
         self._begin_run(run, [self._stepped], NOT_FIRED, end=_end)
         self._hooks.append(Listener(run, logger_))
-        self._handlers = self._tables.training
+        self._handlers = self._tables.after_training
 
     def _loads(self) -> CheckpointInfo | None:
         """Load the callbacks' states from the checkpoint that Composer has loaded. Return None for a new run."""
@@ -150,6 +157,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
             run.control.able.add("evaluate")
             self._evaluation_requests.install(state.evaluators)
         run.counts.follow(lambda: Counts(int(state.timestamp.batch), int(state.timestamp.epoch)))
+        self._handlers, self._last_event = self._tables.training, ""
         run.driver.start("train")
 
     def _iteration_start(self, state: Any) -> None:
@@ -285,6 +293,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
     def _fit_end(self, state: Any) -> None:
         self._saves.report(self._run)
         self._run.finish_training()
+        self._handlers = self._tables.after_training
 
     def _stop(self, loop: Any) -> None:
         self._state.stop_training()
