@@ -27,7 +27,7 @@ from callsheet.report import RunFolder
 from callsheet.testing import Recorder, check_events, run_ranks
 from callsheet.trainer import Task
 
-from .faults import OBSERVERS, RandomFaults, Watched, counts_held, held, seeds
+from .faults import OBSERVERS, Quiet, RandomFaults, Watched, counts_held, held, seeds
 from .loops.composer import composer, made
 from .loops.composer import trained as as_composer_has_it
 from .loops.job import IMAGES, POINTS, Job
@@ -138,6 +138,19 @@ MICROBATCHES: dict[str, Any] = {"device_train_microbatch_size": 2}
 SAVES: dict[str, Any] = {"save_folder": "saved", "save_interval": "4ba", "save_overwrite": True, "eval_interval": "4ba"}
 
 
+def faulty_and_plain(seed: int, job: Job, callbacks: list[Callback], tmp_path: Path, options: dict[str, Any]) -> tuple[Any, Any]:
+    """Train with callsheet and faults, and without callsheet, and check that nothing of callsheet is left. Return both Trainers."""
+    faulty = with_faults(made(job, tmp_path / "faulty", callbacks, strict=False, epochs=3, **options), seed)
+    faulty.fit()
+    faulty.close()
+    plain = fit(POINTS, tmp_path / "plain", None, epochs=3, **options)
+    assert all(torch.equal(one, other) for one, other in zip(weights(plain), weights(faulty), strict=True))
+    assert faulty.state.timestamp.batch == plain.state.timestamp.batch
+    assert len(faulty.logger.destinations) == len(plain.logger.destinations)
+    assert not faulty.state.optimizers[0]._optimizer_step_post_hooks
+    return faulty, plain
+
+
 @pytest.mark.usefixtures("counts_may_differ")
 @pytest.mark.parametrize("options", [MICROBATCHES, SAVES], ids=["microbatches", "saves"])
 @pytest.mark.parametrize("seed", seeds(5))
@@ -145,15 +158,34 @@ def test_composer_with_random_faults(
     seed: int, options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = Watched()
-    given = [*(make() for make in OBSERVERS), recorder]
-    faulty = with_faults(made(recorder.job, tmp_path / "faulty", given, strict=False, epochs=3, **options), seed)
-    faulty.fit()
-    faulty.close()
-    plain = fit(POINTS, tmp_path / "plain", None, epochs=3, **options)
+    faulty, plain = faulty_and_plain(seed, recorder.job, [*(make() for make in OBSERVERS), recorder], tmp_path, options)
     held(recorder, plain.state.model, faulty.state.model)
-    assert faulty.state.timestamp.batch == plain.state.timestamp.batch
-    assert len(faulty.logger.destinations) == len(plain.logger.destinations)
-    assert not faulty.state.optimizers[0]._optimizer_step_post_hooks
+    counts_held(recorder, 18, 3, caplog)
+
+
+@pytest.mark.usefixtures("counts_may_differ")
+@pytest.mark.parametrize("seed", seeds(5))
+def test_composer_without_listeners_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    quiet = Quiet()
+    faulty_and_plain(seed, quiet.watched.job, [quiet], tmp_path, MICROBATCHES)
+    counts_held(quiet.watched, 18, 3, caplog)
+
+
+@pytest.mark.usefixtures("counts_may_differ")
+@pytest.mark.parametrize("seed", seeds(5))
+def test_composer_with_closures_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def trained(folder: str, callbacks: list[Callback] | None) -> Any:
+        model = as_composer_has_it(POINTS)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+        trainer = made(POINTS, tmp_path / folder, callbacks, strict=False, epochs=3, model=model, optimizers=optimizer)
+        if callbacks is not None:
+            with_faults(trainer, seed)
+        trainer.fit()
+        trainer.close()
+        return trainer.state.model
+
+    recorder = Watched()
+    held(recorder, trained("plain", None), trained("faulty", [*(make() for make in OBSERVERS), recorder]))
     counts_held(recorder, 18, 3, caplog)
 
 

@@ -130,6 +130,19 @@ class Watched(Recorder):
             self.counted, self.inexact = (ctx.state.timestamp.batch, ctx.state.timestamp.epoch), ctx.run.inexact_counts
 
 
+class Quiet(Callback):
+    """Passes only the ends of steps and of the run to a `Watched`, so that hosts use their shortcuts for events without listeners."""
+
+    def __init__(self) -> None:
+        self.watched = Watched()
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        self.watched.on_event(ctx)
+
+    def on_run_end(self, ctx: Context) -> None:
+        self.watched.on_event(ctx)
+
+
 def held(recorder: Recorder, plain: nn.Module, observed: nn.Module) -> None:
     """Check that the events are in order, that the weights are those of training without callsheet, and that no hook is left."""
     check_events(recorder.events)
