@@ -64,6 +64,17 @@ class RandomFaults:
 
         return called
 
+    def bypassing(self, wrapper: Any) -> Any:
+        """Return `wrapper`, which a host puts around a method of the framework, so that some calls reach only the framework's method."""
+
+        def called(original: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.drawn.random() < self.rate:
+                self.odd += 1
+                return original(*args, **kwargs)
+            return wrapper(original, *args, **kwargs)
+
+        return called
+
 
 class FailsInSpan(Callback):
     """Makes the host fail at the start or end of a span after the third step, and records how the run ends."""
@@ -190,3 +201,14 @@ def steps_are_right(recorder: Watched, steps: int, epochs: int, until: int) -> N
         assert epoch == (step - 1) // in_epoch + 1
         assert loss is None or loss == pytest.approx(sum(trained) / microbatches, rel=1e-5)
         assert not was_skipped
+
+
+def steps_are_those_of(recorder: Watched, expected: Watched) -> None:
+    """Check that callsheet has reported the steps of a run without faults: all of them, or those before the step that a warning names."""
+    found = re.search(r"from step (\d+) on", recorder.inexact)
+    until = int(found[1]) if found else expected.counted[0] + 1
+    reported, steps = ([each for each in watched.steps if each[0] < until] for watched in (recorder, expected))
+    assert recorder.inexact or len(reported) == len(steps)
+    for (step, epoch, loss, was_skipped), right in zip(reported, steps, strict=False):
+        assert (step, epoch, was_skipped) == (right[0], right[1], right[3])
+        assert loss is None or loss == pytest.approx(right[2], rel=1e-5)

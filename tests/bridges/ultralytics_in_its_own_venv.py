@@ -33,7 +33,20 @@ from callsheet.errors import ConfigError, HostError, NotSupported
 from callsheet.report import RunFolder
 from callsheet.testing import Recorder, check_events
 
-from .faults import ALWAYS, EVALUATED, TRAINED, FailsInSpan, RandomFaults, Watched, counts_held
+from .faults import (
+    ALWAYS,
+    EVALUATED,
+    OBSERVERS,
+    TRAINED,
+    FailsInSpan,
+    Quiet,
+    RandomFaults,
+    Watched,
+    counts_held,
+    held,
+    seeds,
+    steps_are_those_of,
+)
 from .loops import ultralytics as loop
 from .loops.job import POINTS
 
@@ -545,26 +558,52 @@ def test_a_fault_in_a_span_of_a_step(
         assert breaks.faults
 
 
+BATCHES: dict[str, Any] = {"epochs": 3, "nbs": 4}
+ACCUMULATES: dict[str, Any] = {"epochs": 3, "nbs": 8}  # two batches a step, and three an epoch
+
+
+def with_faults(hosted: UltralyticsHost, seed: int) -> None:
+    """Let Ultralytics' callbacks and wrapped methods reach this host with random faults."""
+    events = tuple(name for name in HANDLED if name not in ("on_train_start", "teardown"))
+    faults: Any = RandomFaults(hosted, events, seed)
+    for name in ("_preprocess", "_validate", "_final_eval", "_unscale", "_preprocess_to_validate"):
+        setattr(hosted, name, faults.bypassing(getattr(hosted, name)))
+
+
+@pytest.fixture(scope="module", params=[BATCHES, ACCUMULATES], ids=["", "accumulates"])
+def trained(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Train without faults, and without callsheet. Return the settings, what callsheet has recorded, and the plain training."""
+    recorder, settings = Watched(), request.param
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("trained"))
+        assert_same(Trained(folder, [recorder], **settings), plain := Trained(folder, None, **settings))
+    return settings, recorder, plain
+
+
 @pytest.mark.usefixtures("counts_may_differ")
-@pytest.mark.parametrize("seed", [seed if seed < 4 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(12)])
+@pytest.mark.parametrize("seed", seeds(4))
+@pytest.mark.parametrize("kind", [Watched, Quiet])
 def test_ultralytics_with_random_faults(
-    seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    seed: int, kind: Any, trained: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     attach = UltralyticsHost.attach
 
-    def with_faults(self: Any, model: Any) -> Any:
-        RandomFaults(self, tuple(name for name in HANDLED if name not in ("on_train_start", "teardown")), seed)
+    def attached(self: UltralyticsHost, model: Any) -> Any:
+        with_faults(self, seed)
         return attach(self, model)
 
-    monkeypatch.setattr(UltralyticsHost, "attach", with_faults)
-    recorder = Watched()
-    settings: Any = {"epochs": 3, "nbs": 8}
-    given: Any = {"strict": False}
-    observed = Trained(folder, [EMA(half_life=2, at_end=False), NaNMonitor(), History(), recorder], given=given, **settings)
-    assert_same(observed, Trained(folder, None, **settings))
-    check_events(recorder.events)
-    assert recorder.events[-1] == "on_run_end"
+    monkeypatch.setattr(UltralyticsHost, "attach", attached)
+    callback = kind()
+    settings, expected, plain = trained
+    given = [callback, *(make() for make in OBSERVERS if kind is Watched)]
+    observed = Trained(folder, given, given={"strict": False}, **settings)
+    assert_same(observed, plain)
+    assert (observed.trainer.epoch, observed.trainer.stop) == (plain.trainer.epoch, plain.trainer.stop)
+    recorder = callback if kind is Watched else callback.watched
+    if kind is Watched:
+        held(recorder, plain.trainer.model, observed.trainer.model)
     counts_held(recorder, observed.trainer.ema.updates, 3, caplog, drops_steps=True)
+    steps_are_those_of(recorder, expected)
 
 
 # --- DDP workers ---
