@@ -27,7 +27,7 @@ from callsheet.report import RunFolder
 from callsheet.testing import Recorder, check_events, run_ranks
 from callsheet.trainer import Task
 
-from .faults import OBSERVERS, Quiet, RandomFaults, Watched, counts_held, held, seeds
+from .faults import OBSERVERS, Quiet, RandomFaults, Watched, counts_held, evaluations_are_right, held, seeds
 from .loops.composer import composer, made
 from .loops.composer import trained as as_composer_has_it
 from .loops.job import IMAGES, POINTS, Job
@@ -157,10 +157,13 @@ def faulty_and_plain(seed: int, job: Job, callbacks: list[Callback], tmp_path: P
 def test_composer_with_random_faults(
     seed: int, options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder = Watched()
-    faulty, plain = faulty_and_plain(seed, recorder.job, [*(make() for make in OBSERVERS), recorder], tmp_path, options)
+    recorder, memory = Watched(), composer.loggers.InMemoryLogger()
+    given = [*(make() for make in OBSERVERS), recorder]
+    faulty, plain = faulty_and_plain(seed, recorder.job, given, tmp_path, options | {"loggers": [memory]})
     held(recorder, plain.state.model, faulty.state.model)
     counts_held(recorder, 18, 3, caplog)
+    evaluated = [(int(at.batch), float(loss)) for at, loss in memory.data["metrics/eval/loss"]]
+    evaluations_are_right(recorder, evaluated)
 
 
 @pytest.mark.usefixtures("counts_may_differ")

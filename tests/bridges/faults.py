@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -125,6 +126,8 @@ class Watched(Recorder):
         """The training loss of each microbatch, as the loop has computed it."""
         self.steps: list[tuple[int, int, float | None, bool]] = []
         """Each step that callsheet has reported: its number, its epoch, its loss, and whether it was skipped."""
+        self.evaluated: list[tuple[int, float]] = []
+        """Each loss of an evaluation that callsheet has reported, with the step after which it was evaluated."""
 
     def _loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         loss = POINTS.loss(outputs, targets)
@@ -137,6 +140,10 @@ class Watched(Recorder):
         if ctx.event == "on_train_step_end":
             loss = float(ctx.loss) if ctx.has("loss") else None
             self.steps.append((ctx.step, ctx.epoch, loss, ctx.has("step_skipped") and ctx.step_skipped))
+        if ctx.event == "on_eval_end":
+            self.evaluated += [(ctx.step, float(ctx.eval_losses["loss"]))] if "loss" in ctx.eval_losses else []
+        if ctx.event == "on_eval_all_end" and ctx.has("eval_results"):
+            self.evaluated += [(ctx.step, found["loss"]) for found in ctx.eval_results.values() if "loss" in found]
         if ctx.event == "on_run_end":
             self.counted, self.inexact = (ctx.state.timestamp.batch, ctx.state.timestamp.epoch), ctx.run.inexact_counts
 
@@ -212,3 +219,15 @@ def steps_are_those_of(recorder: Watched, expected: Watched) -> None:
     for (step, epoch, loss, was_skipped), right in zip(reported, steps, strict=False):
         assert (step, epoch, was_skipped) == (right[0], right[1], right[3])
         assert loss is None or loss == pytest.approx(right[2], rel=1e-5)
+
+
+def evaluations_are_right(recorder: Watched, expected: Sequence[tuple[int, float]]) -> None:
+    """Check that every loss of an evaluation is one of those that the framework has found (`expected`), in order and after its step.
+
+    From the step on that a warning names, only the losses must be right.
+    """
+    found = re.search(r"from step (\d+) on", recorder.inexact)
+    until, at = int(found[1]) if found else None, 0
+    for step, loss in recorder.evaluated:
+        at = next(place for place in range(at, len(expected)) if expected[place][1] == pytest.approx(loss, rel=1e-5))
+        assert step == expected[at][0] or (until is not None and step >= until)

@@ -43,6 +43,7 @@ from .faults import (
     RandomFaults,
     Watched,
     counts_held,
+    evaluations_are_right,
     held,
     seeds,
     steps_are_those_of,
@@ -104,13 +105,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Trained:
-    """Trains the small YOLO, and keeps the model, the trainers and the loss of each batch."""
+    """Trains the small YOLO, and keeps the model, the trainers, the loss of each batch, and the steps and losses of the evaluations."""
 
     def __init__(
         self, folder: Path, callbacks: Any, *, kind: Any = None, before: Any = None, given: Any = None, **settings: Any
     ) -> None:
         self.model = YOLO(str(folder / "small.yaml"), task="detect")
         self.losses: list[float] = []
+        self.evaluated: list[tuple[int, float]] = []
         self.trainers: list[Any] = []
         self.model.add_callback("on_train_start", self.trainers.append)
         if before is not None:
@@ -118,8 +120,13 @@ class Trained:
         if callbacks is not None:
             self.host = host(callbacks, **{"run_name": "small", "log_interval": 1} | (given or {})).attach(self.model)
         self.model.add_callback("on_train_batch_end", lambda trainer: self.losses.append(float(trainer.loss.detach())))
+        self.model.add_callback("on_fit_epoch_end", self._keep_evaluation)
         where = {"data": str(folder / "data.yaml"), "project": str(Path.cwd() / ("plain" if callbacks is None else "observed"))}
         self.model.train(trainer=kind, **{**SETTINGS, **where, **settings})
+
+    def _keep_evaluation(self, trainer: Any) -> None:
+        losses = [value for name, value in trainer.metrics.items() if name.startswith("val/")]
+        self.evaluated += [(trainer.ema.updates, float(sum(losses)))] if losses else []
 
     @property
     def trainer(self) -> Any:
@@ -604,6 +611,8 @@ def test_ultralytics_with_random_faults(
         held(recorder, plain.trainer.model, observed.trainer.model)
     counts_held(recorder, observed.trainer.ema.updates, 3, caplog, drops_steps=True)
     steps_are_those_of(recorder, expected)
+    if kind is Watched:
+        evaluations_are_right(recorder, observed.evaluated)
 
 
 # --- DDP workers ---
