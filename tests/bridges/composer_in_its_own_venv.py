@@ -140,13 +140,14 @@ SAVES: dict[str, Any] = {"save_folder": "saved", "save_interval": "4ba", "save_o
 
 def faulty_and_plain(seed: int, job: Job, callbacks: list[Callback], tmp_path: Path, options: dict[str, Any]) -> tuple[Any, Any]:
     """Train with callsheet and faults, and without callsheet, and check that nothing of callsheet is left. Return both Trainers."""
-    faulty = with_faults(made(job, tmp_path / "faulty", callbacks, strict=False, epochs=3, **options), seed)
+    memory = [composer.loggers.InMemoryLogger()]
+    faulty = with_faults(made(job, tmp_path / "faulty", callbacks, strict=False, epochs=3, loggers=memory, **options), seed)
     faulty.fit()
     faulty.close()
     plain = fit(POINTS, tmp_path / "plain", None, epochs=3, **options)
     assert all(torch.equal(one, other) for one, other in zip(weights(plain), weights(faulty), strict=True))
     assert faulty.state.timestamp.batch == plain.state.timestamp.batch
-    assert len(faulty.logger.destinations) == len(plain.logger.destinations)
+    assert len(faulty.logger.destinations) == len(plain.logger.destinations) + 1
     assert not faulty.state.optimizers[0]._optimizer_step_post_hooks
     return faulty, plain
 
@@ -157,12 +158,12 @@ def faulty_and_plain(seed: int, job: Job, callbacks: list[Callback], tmp_path: P
 def test_composer_with_random_faults(
     seed: int, options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder, memory = Watched(), composer.loggers.InMemoryLogger()
-    given = [*(make() for make in OBSERVERS), recorder]
-    faulty, plain = faulty_and_plain(seed, recorder.job, given, tmp_path, options | {"loggers": [memory]})
+    recorder = Watched()
+    faulty, plain = faulty_and_plain(seed, recorder.job, [*(make() for make in OBSERVERS), recorder], tmp_path, options)
     held(recorder, plain.state.model, faulty.state.model)
     counts_held(recorder, 18, 3, caplog)
-    evaluated = [(int(at.batch), float(loss)) for at, loss in memory.data["metrics/eval/loss"]]
+    logged = faulty.logger.destinations[0].data["metrics/eval/loss"]
+    evaluated = [(int(at.batch), float(loss)) for at, loss in logged]
     evaluations_are_right(recorder, evaluated)
 
 
@@ -322,8 +323,12 @@ def test_a_logger_writes_into_the_run_s_folder_what_others_log_too(tmp_path: Pat
 
 
 def test_evaluating_and_predicting_by_hand(tmp_path: Path) -> None:
-    recorder, ends = Recorder(fields=("standalone", "outputs")), Ends()
-    trained = made(POINTS, tmp_path, [recorder, ends], epochs=1)
+    class Sees(Callback):
+        def on_predict_start(self, ctx: Context) -> None:
+            self.place = ctx.step, ctx.epoch
+
+    recorder, ends, sees = Recorder(fields=("standalone", "outputs")), Ends(), Sees()
+    trained = made(POINTS, tmp_path, [recorder, ends, sees], epochs=1)
     trained.eval()
     trained.fit()
     trained.fit(duration="1ep")
@@ -332,6 +337,7 @@ def test_evaluating_and_predicting_by_hand(tmp_path: Path) -> None:
     check_events(recorder.events)
     assert recorder.events.count("on_train_end") == 2
     assert recorder.events.count("on_predict_forward_end") == len(predicted) == 3
+    assert sees.place == (12, 2)
     standalone = [value for event, value in recorder.values["standalone"] if event == "on_eval_all_start"]
     assert standalone == [True, False, False]
     assert ends.outcomes == ["finished"]

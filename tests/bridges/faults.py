@@ -59,7 +59,7 @@ class RandomFaults:
             calls = [self.made[-1]]
             if self.drawn.random() < self.rate:
                 self.odd += 1
-                calls = self.drawn.choice([[], calls * 2, [self.drawn.choice(self.made), *calls]])
+                calls = self.drawn.choice([[], calls * 2, [self.drawn.choice(self.made[-30:]), *calls]])
             for call, given, named in calls:
                 call(*given, **named)
 
@@ -128,6 +128,8 @@ class Watched(Recorder):
         """Each step that callsheet has reported: its number, its epoch, its loss, and whether it was skipped."""
         self.evaluated: list[tuple[int, float]] = []
         """Each loss of an evaluation that callsheet has reported, with the step after which it was evaluated."""
+        self.misplaced: list[tuple[int, int]] = []
+        """For each evaluation that began with another step than the last of training, before any warning: its step, and the last step."""
 
     def _loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         loss = POINTS.loss(outputs, targets)
@@ -140,6 +142,9 @@ class Watched(Recorder):
         if ctx.event == "on_train_step_end":
             loss = float(ctx.loss) if ctx.has("loss") else None
             self.steps.append((ctx.step, ctx.epoch, loss, ctx.has("step_skipped") and ctx.step_skipped))
+        if ctx.event == "on_eval_all_start" and not ctx.run.inexact_counts:
+            last = max((step for step, _, _, was_skipped in self.steps if not was_skipped), default=0)
+            self.misplaced += [(ctx.step, last)] if ctx.step != last else []
         if ctx.event == "on_eval_end":
             self.evaluated += [(ctx.step, float(ctx.eval_losses["loss"]))] if "loss" in ctx.eval_losses else []
         if ctx.event == "on_eval_all_end" and ctx.has("eval_results"):
@@ -190,6 +195,7 @@ def counts_held(
     assert logged or (is_exact and (drops_steps or recorder.events.count("on_train_step_end") == steps))
     assert is_exact or not is_corrected
     assert "cannot follow" not in caplog.text
+    assert not recorder.misplaced
     if recorder.losses:
         until = re.search(r"from step (\d+) on", recorder.inexact)
         steps_are_right(recorder, steps, epochs, int(until[1]) if until else steps + 1)

@@ -215,6 +215,33 @@ def test_an_evaluation_that_is_not_ended_is_ended_before_the_weights_are_trained
     assert sum("was not reported" in record.message for record in caplog.records) == 1
 
 
+@pytest.mark.parametrize("kind", ["eval_all", "test", "predict"])
+def test_an_evaluation_whose_start_is_not_reported_has_the_step_of_training(kind: str, tmp_path: Path) -> None:
+    class Sees(Callback):
+        def __init__(self) -> None:
+            self.places: list[tuple[int, int]] = []
+
+        def on_event(self, ctx: Context) -> None:
+            if ctx.event == f"on_{kind}_start":
+                self.places.append((ctx.step, ctx.epoch))
+
+    sees = Sees()
+    loop = Loop(tmp_path, [sees])
+    run = loop.run
+    run.begin()
+    for _ in range(2):
+        loop.train()
+        run.end_step()
+        if kind == "eval_all":
+            run.eval.driver.start("eval_step")
+            run.eval.end()
+    run.finish_training()
+    if kind != "eval_all":
+        run.eval.driver.start(f"{kind}_step")
+    run.lifetime.end()
+    assert sees.places == ([(1, 1), (2, 1)] if kind == "eval_all" else [(2, 1)])
+
+
 SEEDS = seeds()
 
 
