@@ -33,6 +33,8 @@ from .loops.composer import trained as as_composer_has_it
 from .loops.job import IMAGES, POINTS, Job
 from .rows import hold
 
+from callsheet.bridges.composer import trainer_host  # isort: skip  # after the loop, which declares torchvision's operators
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # Composer's warnings about newer versions of torch
 ]
@@ -105,16 +107,14 @@ def test_a_failing_host_disables_itself_and_training_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, ends = fit(POINTS, tmp_path / "plain", None), Ends()
-    from callsheet.bridges.composer.trainer_host import ComposerHost
+    handled = trainer_host.ComposerHost._batch_end
 
-    handled = ComposerHost._batch_end
-
-    def unforeseen(self: ComposerHost, state: Any) -> None:
+    def unforeseen(self: trainer_host.ComposerHost, state: Any) -> None:
         if int(state.timestamp.batch) == 3:
             raise TypeError("unforeseen")
         handled(self, state)
 
-    monkeypatch.setattr(ComposerHost, "_batch_end", unforeseen)
+    monkeypatch.setattr(trainer_host.ComposerHost, "_batch_end", unforeseen)
     failing = fit(POINTS, tmp_path / "failing", [ends, EMA(half_life=2)])
     assert ends.outcomes == ["failed"]
     assert "callsheet cannot follow Composer's Trainer" in caplog.text
@@ -124,7 +124,7 @@ def test_a_failing_host_disables_itself_and_training_continues(
 def with_faults(faulty: Any, seed: int) -> Any:
     """Let Composer's events reach the host of this Trainer with random faults, and return the Trainer."""
     (hosted,) = [each for each in faulty.state.callbacks if hasattr(each, "manager")]
-    run_event, odd_event = hosted.run_event, RandomFaults(hosted, (), seed).around(hosted.run_event)
+    run_event, odd_event = hosted.run_event, RandomFaults(hosted, (), seed, recent=30).around(hosted.run_event)
 
     def called(event: Any, *args: Any) -> None:
         ends = event.value in ("after_load", "fit_start", "fit_end")
@@ -191,6 +191,39 @@ def test_composer_with_closures_with_random_faults(seed: int, tmp_path: Path, ca
     recorder = Watched()
     held(recorder, trained("plain", None), trained("faulty", [*(make() for make in OBSERVERS), recorder]))
     counts_held(recorder, 18, 3, caplog)
+
+
+HANDLED = [event.value for event in OurEvent if hasattr(trainer_host.ComposerHost, f"_{event.value}") and not event.is_predict]
+
+
+@pytest.mark.usefixtures("counts_may_differ")
+@pytest.mark.parametrize("event", HANDLED)
+def test_composer_without_one_of_its_events(event: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Composer's loop no longer fires the event."""
+
+    def without_it(hosted: Any) -> None:
+        run_event = hosted.run_event
+        hosted.run_event = lambda fired, *args: None if fired.value == event else run_event(fired, *args)
+
+    options = MICROBATCHES | SAVES
+    recorder = Watched()
+    given = [*(make() for make in OBSERVERS), recorder]
+    faulty = made(recorder.job, tmp_path / "faulty", given, strict=False, epochs=3, **options)
+    without_it(next(each for each in faulty.state.callbacks if hasattr(each, "manager")))
+    faulty.fit()
+    faulty.close()
+    plain = fit(POINTS, tmp_path / "plain", None, epochs=3, **options)
+    held(recorder, plain.state.model, faulty.state.model)
+    if event in ("fit_start", "fit_end"):
+        return
+    counts_held(recorder, 18, 3, caplog)
+
+
+@pytest.mark.parametrize("event", ["after_load", "batch_end", "eval_start"])
+def test_a_version_of_composer_without_an_event_is_rejected(event: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_host, "Event", [each for each in composer.Event if each.value != event])
+    with pytest.raises(NotSupported, match=f"this host needs the events {event}, which mosaicml"):
+        host([])
 
 
 def test_the_forty_events_are_composer_s_in_its_order() -> None:

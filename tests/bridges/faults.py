@@ -44,9 +44,13 @@ def rate_of(seed: int) -> float:
 
 
 class RandomFaults:
-    """Wraps methods of a host, so that some calls are skipped, made twice, or preceded by a repeated earlier call."""
+    """Wraps methods of a host, so that some calls are skipped, made twice, or preceded by a repeated earlier call.
 
-    def __init__(self, host: Any, names: tuple[str, ...], seed: int) -> None:
+    With `recent`, the repeated call is one of the last `recent` calls.
+    """
+
+    def __init__(self, host: Any, names: tuple[str, ...], seed: int, *, recent: int = 0) -> None:
+        self.recent = recent
         self.drawn, self.rate = random.Random(seed), rate_of(seed)
         self.made: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
         self.odd = 0
@@ -59,7 +63,7 @@ class RandomFaults:
             calls = [self.made[-1]]
             if self.drawn.random() < self.rate:
                 self.odd += 1
-                calls = self.drawn.choice([[], calls * 2, [self.drawn.choice(self.made[-30:]), *calls]])
+                calls = self.drawn.choice([[], calls * 2, [self.drawn.choice(self.made[-self.recent :]), *calls]])
             for call, given, named in calls:
                 call(*given, **named)
 

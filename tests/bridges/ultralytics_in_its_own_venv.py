@@ -215,6 +215,13 @@ def test_a_version_without_what_the_host_needs_is_rejected(name: str, monkeypatc
         host([])
 
 
+@pytest.mark.parametrize("event", HANDLED)
+def test_a_version_without_an_event_is_rejected(event: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(default_callbacks, event)
+    with pytest.raises(NotSupported, match=f"this host needs the events {event}, which ultralytics"):
+        host([])
+
+
 def test_a_version_that_is_not_tested_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "99.1.0")
     monkeypatch.setattr(versions, "warned", {"torch"})
@@ -572,7 +579,7 @@ ACCUMULATES: dict[str, Any] = {"epochs": 3, "nbs": 8}  # two batches a step, and
 def with_faults(hosted: UltralyticsHost, seed: int) -> None:
     """Let Ultralytics' callbacks and wrapped methods reach this host with random faults."""
     events = tuple(name for name in HANDLED if name not in ("on_train_start", "teardown"))
-    faults: Any = RandomFaults(hosted, events, seed)
+    faults: Any = RandomFaults(hosted, events, seed, recent=30)
     for name in ("_preprocess", "_validate", "_final_eval", "_unscale", "_preprocess_to_validate"):
         setattr(hosted, name, faults.bypassing(getattr(hosted, name)))
 
@@ -613,6 +620,23 @@ def test_ultralytics_with_random_faults(
     steps_are_those_of(recorder, expected)
     if kind is Watched:
         evaluations_are_right(recorder, observed.evaluated)
+
+
+@pytest.mark.usefixtures("counts_may_differ")
+@pytest.mark.parametrize("event", HANDLED)
+def test_ultralytics_without_one_of_its_events(
+    event: str, trained: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ultralytics' loop no longer calls the callbacks of the event."""
+    monkeypatch.setattr(UltralyticsHost, event, lambda self, *_: None)
+    settings, expected, plain = trained
+    recorder = Watched()
+    observed = Trained(folder, [recorder, *(make() for make in OBSERVERS)], given={"strict": False}, **settings)
+    assert_same(observed, plain) if event not in ("on_train_start", "teardown") else None
+    held(recorder, plain.trainer.model, observed.trainer.model)
+    counts_held(recorder, observed.trainer.ema.updates, 3, caplog, drops_steps=True)
+    steps_are_those_of(recorder, expected)
+    evaluations_are_right(recorder, observed.evaluated)
 
 
 # --- DDP workers ---

@@ -21,11 +21,13 @@ from callsheet.bridges.composer.host_parts import (
     trained_on,
 )
 from callsheet.bridges.composer.internals import HOST, PACKAGE
+from callsheet.bridges.composer.names import Event as OurEvent
 from callsheet.bridges.count_check import Counts
 from callsheet.bridges.host_base import Callbacks, HostBase
 from callsheet.bridges.host_states import own_state, restore_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.torch_hooks import SteppedHooks
+from callsheet.bridges.versions import check_events
 from callsheet.core.control import Request
 from callsheet.core.run_state import CheckpointInfo, Outcome
 from callsheet.trainer.arguments import duration
@@ -48,9 +50,11 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         self._evaluation_requests = EvaluationRequests()
         self._losses = StepLosses()
         self._is_standalone = False
-        self._idle = {Event.AFTER_LOAD.value: self._begin}
+        self._idle = {OurEvent.AFTER_LOAD.value: self._begin}
+        handlers = {event.value: getattr(self, f"_{event.value}") for event in OurEvent if hasattr(self, f"_{event.value}")}
+        check_events(PACKAGE, (*self._idle, *handlers), {event.value for event in Event})
         self._tables = HandlerTables(
-            {event.value: getattr(self, f"_{event.value}") for event in Event if hasattr(self, f"_{event.value}")},
+            handlers,
             {Event.BEFORE_TRAIN_BATCH.value: self._before_train_batch, Event.AFTER_LOSS.value: self._after_loss_again},
         )
         self._handlers: dict[Any, Callable[..., None]] = self._idle  # the handlers in use now, by the value of Composer's event

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from torch import Tensor
+from ultralytics.utils.callbacks.base import default_callbacks
 
 from callsheet.bridges.count_check import Counts
 from callsheet.bridges.host_base import Callbacks, HostBase, in_a_run, observing
@@ -22,6 +23,7 @@ from callsheet.bridges.training_hooks import TrainingHooks
 from callsheet.bridges.ultralytics import ddp
 from callsheet.bridges.ultralytics.events import HANDLED, NOT_FIRED
 from callsheet.bridges.ultralytics.internals import HOST, PACKAGE
+from callsheet.bridges.versions import check_events
 from callsheet.bridges.wrapped_methods import WrappedMethods
 from callsheet.core.callback import Callback
 from callsheet.core.control import Request
@@ -129,6 +131,7 @@ class UltralyticsHost(HostBase):
 
     def __init__(self, callbacks: Callbacks, *, allow_pickle: bool, **options: Any) -> None:
         super().__init__(callbacks, **options)
+        check_events(PACKAGE, HANDLED, default_callbacks)
         self.allow_pickle = allow_pickle
         """Whether callbacks may be sent to DDP workers as pickles."""
         self._is_attached = False
