@@ -46,12 +46,12 @@ def rate_of(seed: int) -> float:
 class RandomFaults:
     """Wraps methods of a host, so that some calls are skipped, made twice, or preceded by a repeated earlier call.
 
-    With `recent`, the repeated call is one of the last `recent` calls.
+    With `recent`, the repeated call is one of the last `recent` calls. The share of faulty calls is multiplied by `share`.
     """
 
-    def __init__(self, host: Any, names: tuple[str, ...], seed: int, *, recent: int = 0) -> None:
+    def __init__(self, host: Any, names: tuple[str, ...], seed: int, *, recent: int = 0, share: float = 1.0) -> None:
         self.recent = recent
-        self.drawn, self.rate = random.Random(seed), rate_of(seed)
+        self.drawn, self.rate = random.Random(seed), rate_of(seed) * share
         self.made: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
         self.odd = 0
         for name in names:

@@ -60,7 +60,7 @@ class HandlerTables:
         self._of_closure = self._outside | of_closure
         in_training = {*_STEP, *(f"{span}_{at}" for span in ("iteration", "epoch") for at in ("start", "end", "checkpoint"))}
         self.after_training = {event: handler for event, handler in handlers.items() if event not in in_training}
-        """The handlers that are used while Composer does not train."""
+        """The handlers that are used after Composer has ended training, when it may still evaluate and predict."""
         self.predecessors: Mapping[Any, frozenset[str]] = _predecessors(handlers)
         """For each event of a step and for `epoch_end`: the handled events after which Composer fires the event."""
 

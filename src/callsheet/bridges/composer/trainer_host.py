@@ -106,7 +106,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         self._stepped = SteppedHooks(run, [optimizer] if optimizer is not None else [])
         self._begin_run(run, [self._stepped], NOT_FIRED, end=_end)
         self._hooks.append(Listener(run, logger_))
-        self._handlers = self._tables.after_training
+        self._handlers, self._last_event = self._tables.training, ""
 
     def _loads(self) -> CheckpointInfo | None:
         """Load the callbacks' states from the checkpoint that Composer has loaded. Return None for a new run."""
@@ -170,6 +170,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
 
     def _epoch_start(self, state: Any) -> None:
         self._saves.report(self._run)
+        self._run.counts.check()  # Composer may not have reported the end of the last epoch
         self._run.driver.start("epoch")
 
     def _before_dataloader(self, state: Any) -> None:

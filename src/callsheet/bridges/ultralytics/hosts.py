@@ -496,7 +496,8 @@ class UltralyticsHost(HostBase):
 
     # --- checkpoints ---
 
-    def on_model_save(self, trainer: Any) -> None:
+    @in_a_run
+    def on_model_save(self, run: HostedRun, trainer: Any) -> None:
         """Record that Ultralytics has written a checkpoint after this epoch. Ultralytics calls this only on rank 0."""
         self._after_epoch.is_saved = True
 
