@@ -89,7 +89,7 @@ def _predecessors(handlers: Collection[str]) -> dict[Any, frozenset[str]]:
     found = {later: {earlier} for earlier, later in pairwise(events)}
     if inside := [event for event in events if event in _INSIDE[1:-1]]:
         found[inside[0]].add(inside[-1])  # the next microbatch
-    found["before_train_batch"].update(_INSIDE)  # a closure is called again, or Composer has run out of memory and tries again
+    found["before_train_batch"].add(next(event for event in reversed(events) if event in _INSIDE))  # a closure is called again
     # A resumed Trainer skips the batches that were trained on before the resume.
     found["before_dataloader"] = {"", "epoch_end", "before_dataloader", "batch_checkpoint"}
     found["epoch_end"] = {"before_dataloader", "batch_checkpoint"}

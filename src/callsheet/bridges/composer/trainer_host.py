@@ -73,11 +73,16 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
             before = self._tables.predecessors.get(name)
             if before is not None:
                 if self._last_event not in before and self._handlers is self._tables.training:
-                    self._run.counts.doubt()
+                    self._doubt(name, state)
                 self._last_event = name
             handler(state)
         except BaseException as error:
             self._leave(error)
+
+    def _doubt(self, event: str, state: Any) -> None:
+        """Warn that events are missing, repeated or in another order, unless Composer has run out of memory and repeats the batch."""
+        if not (event == "before_train_batch" and state.auto_microbatching):
+            self._run.counts.doubt()
 
     # --- the run ---
 
