@@ -97,7 +97,8 @@ _FAULTS_TABLE = """# Frameworks whose events are missing, repeated or in another
 
 Runs of `tests/bridges/test_unforeseen.py`, and of Composer's and Ultralytics' tests in venvs of their own, made by `make faults` with 80
 seeds. In half of the runs 15 %, in the other half 2 % of the framework's calls to callsheet's host are left out, made twice, or preceded
-by a repeated earlier call; in Composer, which has many more events in a step, a tenth of these shares. The loop by hand leaves out, repeats and reorders its own calls.
+by a repeated earlier call; in Composer, which has many more events in a step, a tenth of these shares. The loop by hand leaves out,
+repeats and reorders its own calls.
 In all runs that have not failed, the weights are equal to those of training without callsheet, and the events are in lifecycle order.
 In the frameworks, each step is reported once, with its epoch and with the loss that the loop has computed, or none: in the whole run, or,
 if callsheet has logged a warning, before the step that the warning names. In Composer and Ultralytics, the same holds for the steps of
