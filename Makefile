@@ -73,8 +73,15 @@ matrix: $(READY)  ## test again which callback works in which loop, and write th
 ranks: $(READY)  ## 200 random runs on 2 and 4 ranks, about ten minutes; the results go to benchmarks/results/ranks.md
 	CALLSHEET_SEEDS=200 CALLSHEET_TABLE=benchmarks/results/ranks.md $(BIN)/python -m pytest tests/many_ranks
 
-faults: $(READY)  ## frameworks whose events are missing, repeated or reordered, about twenty minutes; the table goes to benchmarks/results/faults.md
-	CALLSHEET_SEEDS=80 CALLSHEET_FAULTS=benchmarks/results/faults.md $(PYTEST) tests/bridges/test_unforeseen.py -k random_faults
+FAULTY := CALLSHEET_SEEDS=80 CALLSHEET_FAULTS=benchmarks/results/faults.md
+RANDOM_FAULTS := python -m pytest -n $(WORKERS) --dist worksteal -k random_faults
+
+faults: $(READY)  ## frameworks whose events are missing, repeated or reordered, about half an hour; the table goes to benchmarks/results/faults.md
+	$(BIN)/python tools/composer_venv.py
+	$(BIN)/python tools/ultralytics_venv.py
+	$(FAULTY) $(BIN)/$(RANDOM_FAULTS) tests/bridges/test_unforeseen.py
+	$(FAULTY) .venv-composer/bin/$(RANDOM_FAULTS) tests/bridges/composer_in_its_own_venv.py
+	$(FAULTY) .venv-ultralytics/bin/$(RANDOM_FAULTS) tests/bridges/ultralytics_in_its_own_venv.py
 
 oracle: $(READY)  ## runs that are killed repeatedly, compared with uninterrupted runs; the table goes to benchmarks/results/resume.md
 	cd tests && ../$(BIN)/python -m trainer.oracle ../benchmarks/results/resume.md

@@ -27,11 +27,13 @@ from callsheet.report import RunFolder
 from callsheet.testing import Recorder, check_events, run_ranks
 from callsheet.trainer import Task
 
-from .faults import RandomFaults, Watched, counts_held
+from .faults import OBSERVERS, Quiet, RandomFaults, Watched, counts_held, evaluations_are_right, held, seeds
 from .loops.composer import composer, made
 from .loops.composer import trained as as_composer_has_it
 from .loops.job import IMAGES, POINTS, Job
 from .rows import hold
+
+from callsheet.bridges.composer import trainer_host  # isort: skip  # after the loop, which declares torchvision's operators
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # Composer's warnings about newer versions of torch
@@ -105,42 +107,123 @@ def test_a_failing_host_disables_itself_and_training_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, ends = fit(POINTS, tmp_path / "plain", None), Ends()
-    from callsheet.bridges.composer.trainer_host import ComposerHost
+    handled = trainer_host.ComposerHost._batch_end
 
-    handled = ComposerHost._batch_end
-
-    def unforeseen(self: ComposerHost, state: Any) -> None:
+    def unforeseen(self: trainer_host.ComposerHost, state: Any) -> None:
         if int(state.timestamp.batch) == 3:
             raise TypeError("unforeseen")
         handled(self, state)
 
-    monkeypatch.setattr(ComposerHost, "_batch_end", unforeseen)
+    monkeypatch.setattr(trainer_host.ComposerHost, "_batch_end", unforeseen)
     failing = fit(POINTS, tmp_path / "failing", [ends, EMA(half_life=2)])
     assert ends.outcomes == ["failed"]
     assert "callsheet cannot follow Composer's Trainer" in caplog.text
     assert all(torch.equal(one, other) for one, other in zip(weights(plain), weights(failing), strict=True))
 
 
-@pytest.mark.usefixtures("counts_may_differ")
-@pytest.mark.parametrize("seed", [seed if seed < 6 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(24)])
-def test_composer_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    recorder = Watched()
-    observers = [EMA(half_life=2, at_end=False), NaNMonitor(), History(), recorder]
-    faulty = made(POINTS, tmp_path / "faulty", observers, strict=False, epochs=3, device_train_microbatch_size=2)
+def with_faults(faulty: Any, seed: int) -> Any:
+    """Let Composer's events reach the host of this Trainer with random faults, and return the Trainer."""
     (hosted,) = [each for each in faulty.state.callbacks if hasattr(each, "manager")]
-    faults, tables = RandomFaults(hosted, (), seed), hosted._tables
-    for table in (tables.training, tables._optional, tables._outside, tables._of_closure):
-        for event, handler in list(table.items()):
-            if event not in ("fit_start", "fit_end", "after_load"):
-                table[event] = faults.around(handler)
-    hosted._handlers = tables.training
+    run_event, odd_event = hosted.run_event, RandomFaults(hosted, (), seed, recent=30, share=0.1).around(hosted.run_event)
+
+    def called(event: Any, *args: Any) -> None:
+        ends = event.value in ("after_load", "fit_start", "fit_end")
+        (run_event if ends or event.value not in hosted._handlers else odd_event)(event, *args)
+
+    hosted.run_event = called
+    return faulty
+
+
+MICROBATCHES: dict[str, Any] = {"device_train_microbatch_size": 2}
+SAVES: dict[str, Any] = {"save_folder": "saved", "save_interval": "4ba", "save_overwrite": True, "eval_interval": "4ba"}
+
+
+def faulty_and_plain(seed: int, job: Job, callbacks: list[Callback], tmp_path: Path, options: dict[str, Any]) -> tuple[Any, Any]:
+    """Train with callsheet and faults, and without callsheet, and check that nothing of callsheet is left. Return both Trainers."""
+    memory = [composer.loggers.InMemoryLogger()]
+    faulty = with_faults(made(job, tmp_path / "faulty", callbacks, strict=False, epochs=3, loggers=memory, **options), seed)
     faulty.fit()
     faulty.close()
-    plain = fit(POINTS, tmp_path / "plain", None, epochs=3, device_train_microbatch_size=2)
-    check_events(recorder.events)
-    assert recorder.events[-1] == "on_run_end"
+    plain = fit(POINTS, tmp_path / "plain", None, epochs=3, **options)
     assert all(torch.equal(one, other) for one, other in zip(weights(plain), weights(faulty), strict=True))
+    assert faulty.state.timestamp.batch == plain.state.timestamp.batch
+    assert len(faulty.logger.destinations) == len(plain.logger.destinations) + 1
+    assert not faulty.state.optimizers[0]._optimizer_step_post_hooks
+    return faulty, plain
+
+
+@pytest.mark.usefixtures("counts_may_differ")
+@pytest.mark.parametrize("options", [MICROBATCHES, SAVES], ids=["microbatches", "saves"])
+@pytest.mark.parametrize("seed", seeds(5))
+def test_composer_with_random_faults(
+    seed: int, options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Watched()
+    faulty, plain = faulty_and_plain(seed, recorder.job, [*(make() for make in OBSERVERS), recorder], tmp_path, options)
+    held(recorder, plain.state.model, faulty.state.model)
     counts_held(recorder, 18, 3, caplog)
+    logged = faulty.logger.destinations[0].data["metrics/eval/loss"]
+    evaluated = [(int(at.batch), float(loss)) for at, loss in logged]
+    evaluations_are_right(recorder, evaluated)
+
+
+@pytest.mark.usefixtures("counts_may_differ")
+@pytest.mark.parametrize("seed", seeds(5))
+def test_composer_without_listeners_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    quiet = Quiet()
+    faulty_and_plain(seed, quiet.watched.job, [quiet], tmp_path, MICROBATCHES)
+    counts_held(quiet.watched, 18, 3, caplog)
+
+
+@pytest.mark.usefixtures("counts_may_differ")
+@pytest.mark.parametrize("seed", seeds(5))
+def test_composer_with_closures_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def trained(folder: str, callbacks: list[Callback] | None) -> Any:
+        model = as_composer_has_it(POINTS)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+        trainer = made(POINTS, tmp_path / folder, callbacks, strict=False, epochs=3, model=model, optimizers=optimizer)
+        if callbacks is not None:
+            with_faults(trainer, seed)
+        trainer.fit()
+        trainer.close()
+        return trainer.state.model
+
+    recorder = Watched()
+    held(recorder, trained("plain", None), trained("faulty", [*(make() for make in OBSERVERS), recorder]))
+    counts_held(recorder, 18, 3, caplog)
+
+
+HANDLED = [
+    event.value
+    for event in OurEvent
+    if hasattr(trainer_host.ComposerHost, f"_{event.value}") and not event.is_predict and event != "fit_end"
+]
+"""The events that the host handles. Without `fit_end`, training does not end, and the run is recorded as failed."""
+
+
+@pytest.mark.usefixtures("counts_may_differ")
+@pytest.mark.parametrize("event", HANDLED)
+def test_composer_without_one_of_its_events(event: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Composer's loop no longer fires the event."""
+    options = MICROBATCHES | SAVES
+    recorder = Watched()
+    given = [*(make() for make in OBSERVERS), recorder]
+    faulty = made(recorder.job, tmp_path / "faulty", given, strict=False, epochs=3, **options)
+    (hosted,) = [each for each in faulty.state.callbacks if hasattr(each, "manager")]
+    run_event = hosted.run_event
+    hosted.run_event = lambda fired, *args: None if fired.value == event else run_event(fired, *args)
+    faulty.fit()
+    faulty.close()
+    plain = fit(POINTS, tmp_path / "plain", None, epochs=3, **options)
+    held(recorder, plain.state.model, faulty.state.model)
+    counts_held(recorder, 18, 3, caplog)
+
+
+@pytest.mark.parametrize("event", ["after_load", "batch_end", "eval_start"])
+def test_a_version_of_composer_without_an_event_is_rejected(event: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_host, "Event", [each for each in composer.Event if each.value != event])
+    with pytest.raises(NotSupported, match=f"this host needs the events {event}, which mosaicml"):
+        host([])
 
 
 def test_the_forty_events_are_composer_s_in_its_order() -> None:
@@ -273,8 +356,12 @@ def test_a_logger_writes_into_the_run_s_folder_what_others_log_too(tmp_path: Pat
 
 
 def test_evaluating_and_predicting_by_hand(tmp_path: Path) -> None:
-    recorder, ends = Recorder(fields=("standalone", "outputs")), Ends()
-    trained = made(POINTS, tmp_path, [recorder, ends], epochs=1)
+    class Sees(Callback):
+        def on_predict_start(self, ctx: Context) -> None:
+            self.place = ctx.step, ctx.epoch
+
+    recorder, ends, sees = Recorder(fields=("standalone", "outputs")), Ends(), Sees()
+    trained = made(POINTS, tmp_path, [recorder, ends, sees], epochs=1)
     trained.eval()
     trained.fit()
     trained.fit(duration="1ep")
@@ -283,6 +370,7 @@ def test_evaluating_and_predicting_by_hand(tmp_path: Path) -> None:
     check_events(recorder.events)
     assert recorder.events.count("on_train_end") == 2
     assert recorder.events.count("on_predict_forward_end") == len(predicted) == 3
+    assert sees.place == (12, 2)
     standalone = [value for event, value in recorder.values["standalone"] if event == "on_eval_all_start"]
     assert standalone == [True, False, False]
     assert ends.outcomes == ["finished"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import warnings
 from collections.abc import Callable, Iterable
@@ -41,7 +40,7 @@ from callsheet.core.lifecycle import FIELDS, is_available
 from callsheet.errors import FieldNotAvailable, HostError
 from callsheet.testing import Recorder, check_events
 
-from .faults import RandomFaults, Watched, counts_held, rate_of
+from .faults import OBSERVERS, RandomFaults, Watched, counts_held, held, rate_of, seeds
 from .loops import automodel as automodel_loop
 from .loops import huggingface as huggingface_loop
 from .loops import instructlab as instructlab_loop
@@ -216,15 +215,34 @@ def test_an_evaluation_that_is_not_ended_is_ended_before_the_weights_are_trained
     assert sum("was not reported" in record.message for record in caplog.records) == 1
 
 
-OBSERVERS: list[Any] = [lambda: EMA(half_life=2, at_end=False), NaNMonitor, History]
-SEEDS = range(int(os.environ.get("CALLSHEET_SEEDS", "12")))
+@pytest.mark.parametrize("kind", ["eval_all", "test", "predict"])
+def test_an_evaluation_whose_start_is_not_reported_has_the_step_of_training(kind: str, tmp_path: Path) -> None:
+    class Sees(Callback):
+        def __init__(self) -> None:
+            self.places: list[tuple[int, int]] = []
+
+        def on_event(self, ctx: Context) -> None:
+            if ctx.event == f"on_{kind}_start":
+                self.places.append((ctx.step, ctx.epoch))
+
+    sees = Sees()
+    loop = Loop(tmp_path, [sees])
+    run = loop.run
+    run.begin()
+    for _ in range(2):
+        loop.train()
+        run.end_step()
+        if kind == "eval_all":
+            run.eval.driver.start("eval_step")
+            run.eval.end()
+    run.finish_training()
+    if kind != "eval_all":
+        run.eval.driver.start(f"{kind}_step")
+    run.lifetime.end()
+    assert sees.places == ([(1, 1), (2, 1)] if kind == "eval_all" else [(2, 1)])
 
 
-def held(recorder: Recorder, plain: nn.Module, observed: nn.Module) -> None:
-    check_events(recorder.events)
-    assert recorder.events[-1] == "on_run_end"
-    assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), observed.parameters(), strict=True))
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in observed.modules())
+SEEDS = seeds()
 
 
 @pytest.mark.usefixtures("counts_may_differ")

@@ -33,7 +33,21 @@ from callsheet.errors import ConfigError, HostError, NotSupported
 from callsheet.report import RunFolder
 from callsheet.testing import Recorder, check_events
 
-from .faults import ALWAYS, EVALUATED, TRAINED, FailsInSpan, RandomFaults, Watched, counts_held
+from .faults import (
+    ALWAYS,
+    EVALUATED,
+    OBSERVERS,
+    TRAINED,
+    FailsInSpan,
+    Quiet,
+    RandomFaults,
+    Watched,
+    counts_held,
+    evaluations_are_right,
+    held,
+    seeds,
+    steps_are_those_of,
+)
 from .loops import ultralytics as loop
 from .loops.job import POINTS
 
@@ -91,13 +105,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Trained:
-    """Trains the small YOLO, and keeps the model, the trainers and the loss of each batch."""
+    """Trains the small YOLO, and keeps the model, the trainers, the loss of each batch, and the steps and losses of the evaluations."""
 
     def __init__(
         self, folder: Path, callbacks: Any, *, kind: Any = None, before: Any = None, given: Any = None, **settings: Any
     ) -> None:
         self.model = YOLO(str(folder / "small.yaml"), task="detect")
         self.losses: list[float] = []
+        self.evaluated: list[tuple[int, float]] = []
         self.trainers: list[Any] = []
         self.model.add_callback("on_train_start", self.trainers.append)
         if before is not None:
@@ -105,8 +120,13 @@ class Trained:
         if callbacks is not None:
             self.host = host(callbacks, **{"run_name": "small", "log_interval": 1} | (given or {})).attach(self.model)
         self.model.add_callback("on_train_batch_end", lambda trainer: self.losses.append(float(trainer.loss.detach())))
+        self.model.add_callback("on_fit_epoch_end", self._keep_evaluation)
         where = {"data": str(folder / "data.yaml"), "project": str(Path.cwd() / ("plain" if callbacks is None else "observed"))}
         self.model.train(trainer=kind, **{**SETTINGS, **where, **settings})
+
+    def _keep_evaluation(self, trainer: Any) -> None:
+        losses = [value for name, value in trainer.metrics.items() if name.startswith("val/")]
+        self.evaluated += [(trainer.ema.updates, float(sum(losses)))] if losses else []
 
     @property
     def trainer(self) -> Any:
@@ -192,6 +212,13 @@ def test_a_version_without_what_the_host_needs_is_rejected(name: str, monkeypatc
     where = getattr(importlib.import_module(module), kind) if kind[0].isupper() else importlib.import_module(owner)
     monkeypatch.delattr(where, attribute)
     with pytest.raises(NotSupported, match=f"this host needs {name}"):
+        host([])
+
+
+@pytest.mark.parametrize("event", HANDLED)
+def test_a_version_without_an_event_is_rejected(event: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(default_callbacks, event)
+    with pytest.raises(NotSupported, match=f"this host needs the events {event}, which ultralytics"):
         host([])
 
 
@@ -545,26 +572,80 @@ def test_a_fault_in_a_span_of_a_step(
         assert breaks.faults
 
 
+BATCHES: dict[str, Any] = {"epochs": 3, "nbs": 4}
+ACCUMULATES: dict[str, Any] = {"epochs": 3, "nbs": 8}  # two batches a step, and three an epoch
+
+
+def with_faults(hosted: UltralyticsHost, seed: int) -> None:
+    """Let Ultralytics' callbacks and wrapped methods reach this host with random faults."""
+    events = tuple(name for name in HANDLED if name not in ("on_train_start", "teardown"))
+    faults: Any = RandomFaults(hosted, events, seed, recent=30)
+    for name in ("_preprocess", "_validate", "_final_eval", "_unscale", "_preprocess_to_validate"):
+        setattr(hosted, name, faults.bypassing(getattr(hosted, name)))
+
+
+@pytest.fixture(scope="module", params=[BATCHES, ACCUMULATES], ids=["", "accumulates"])
+def trained(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Train without faults, and without callsheet. Return the settings, what callsheet has recorded, and the plain training."""
+    recorder, settings = Watched(), request.param
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("trained"))
+        assert_same(Trained(folder, [recorder], **settings), plain := Trained(folder, None, **settings))
+    return settings, recorder, plain
+
+
 @pytest.mark.usefixtures("counts_may_differ")
-@pytest.mark.parametrize("seed", [seed if seed < 4 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(12)])
+@pytest.mark.parametrize("seed", seeds(4))
+@pytest.mark.parametrize("kind", [Watched, Quiet])
 def test_ultralytics_with_random_faults(
-    seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    seed: int, kind: Any, trained: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     attach = UltralyticsHost.attach
 
-    def with_faults(self: Any, model: Any) -> Any:
-        RandomFaults(self, tuple(name for name in HANDLED if name not in ("on_train_start", "teardown")), seed)
+    def attached(self: UltralyticsHost, model: Any) -> Any:
+        with_faults(self, seed)
         return attach(self, model)
 
-    monkeypatch.setattr(UltralyticsHost, "attach", with_faults)
-    recorder = Watched()
-    settings: Any = {"epochs": 3, "nbs": 8}
-    given: Any = {"strict": False}
-    observed = Trained(folder, [EMA(half_life=2, at_end=False), NaNMonitor(), History(), recorder], given=given, **settings)
-    assert_same(observed, Trained(folder, None, **settings))
-    check_events(recorder.events)
-    assert recorder.events[-1] == "on_run_end"
+    monkeypatch.setattr(UltralyticsHost, "attach", attached)
+    callback = kind()
+    settings, expected, plain = trained
+    given = [callback, *(make() for make in OBSERVERS if kind is Watched)]
+    observed = Trained(folder, given, given={"strict": False}, **settings)
+    assert_same(observed, plain)
+    assert (observed.trainer.epoch, observed.trainer.stop) == (plain.trainer.epoch, plain.trainer.stop)
+    recorder = callback if kind is Watched else callback.watched
+    if kind is Watched:
+        held(recorder, plain.trainer.model, observed.trainer.model)
     counts_held(recorder, observed.trainer.ema.updates, 3, caplog, drops_steps=True)
+    steps_are_those_of(recorder, expected)
+    if kind is Watched:
+        evaluations_are_right(recorder, observed.evaluated)
+
+
+@pytest.mark.usefixtures("counts_may_differ")
+@pytest.mark.parametrize("event", HANDLED)
+def test_ultralytics_without_one_of_its_events(
+    event: str, trained: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ultralytics' loop no longer calls the host's callback of the event."""
+    settings, expected, plain = trained
+    recorder = Watched()
+    if event == "teardown":  # the host also wraps `train`, so it is called nevertheless
+        run_callbacks = DetectionTrainer.run_callbacks
+        monkeypatch.setattr(
+            DetectionTrainer, "run_callbacks", lambda self, name: None if name == event else run_callbacks(self, name)
+        )
+    else:
+        monkeypatch.setattr(UltralyticsHost, event, lambda self, *_: None)
+    observed = Trained(folder, [recorder, *(make() for make in OBSERVERS)], given={"strict": False}, **settings)
+    assert_same(observed, plain)
+    if event == "on_train_start":  # no run begins
+        assert not recorder.events
+        return
+    held(recorder, plain.trainer.model, observed.trainer.model)
+    counts_held(recorder, observed.trainer.ema.updates, 3, caplog, drops_steps=True)
+    steps_are_those_of(recorder, expected)
+    evaluations_are_right(recorder, observed.evaluated)
 
 
 # --- DDP workers ---

@@ -74,7 +74,8 @@ class CountCheck:
         if now.epoch < done <= now.epoch + self._partial_epochs:
             done = now.epoch
         if steps == now.batch and done == now.epoch:
-            self._last_equal_step = steps
+            if epochs or counted.epochs is None:
+                self._last_equal_step = steps
             return
         if not ctx.run.inexact_counts:
             theirs, ours = (f"{steps} steps", now.batch) if steps != now.batch else (f"{done} epochs", now.epoch)

@@ -47,13 +47,20 @@ class EvalEvents:
         """The context that handlers of evaluations, tests and predictions receive."""
         self.spans = manager.spans(self.ctx)
         """The spans, such as `eval_step`, of evaluations, tests and predictions."""
-        self.driver = LifecycleDriver(self.spans, {})
+        self.driver = LifecycleDriver(
+            self.spans,
+            {
+                "on_eval_all_start": self._prepare_evaluation,
+                **dict.fromkeys(("on_test_start", "on_predict_start"), self._prepare),
+            },
+        )
         """The lifecycle driver of evaluations, tests and predictions."""
         self.driver.is_barred = self._is_barred
         self.order = BoundaryOrder(host, training, self.driver, self.leave)
         """Decides which events of records, evaluations and checkpoints may be fired between two steps, epochs or rounds."""
         self.found: dict[str, dict[str, float]] = {}
         """The results of the current evaluation so far, by dataset name."""
+        self._is_standalone = False  # whether the next evaluation is outside training
 
     def listens_to_outputs(self, kind: str) -> bool:
         """Return whether a callback listens to the forward pass, or to the end of a step, of the evaluation, test or prediction."""
@@ -62,12 +69,10 @@ class EvalEvents:
 
     def begin_all(self, *, standalone: bool = False) -> None:
         """Fire `on_eval_all_start`, unless the evaluation has begun already."""
-        ctx, driver = self.ctx, self.driver
-        if not driver.is_open("eval_all"):
-            self._tally.stop()
-            ctx.step, ctx.epoch, ctx.standalone = self._training.step, self._training.epoch, standalone
-            self.found = {}
-            driver.start("eval_all")
+        if not self.driver.is_open("eval_all"):
+            self._is_standalone = standalone
+            self.driver.start("eval_all")
+            self._is_standalone = False
 
     def begin(self, name: str, *, standalone: bool = False) -> None:
         """Fire `on_eval_start` for one dataset. If this is the first dataset, fire `on_eval_all_start` before that."""
@@ -102,6 +107,17 @@ class EvalEvents:
             self.end_dataset(name, found)
         if results:
             self.end()
+
+    # The driver calls these methods also if the framework has not reported the start, but only a later event.
+
+    def _prepare(self) -> None:
+        self.ctx.step, self.ctx.epoch = self._training.step, self._training.epoch
+
+    def _prepare_evaluation(self) -> None:
+        self._tally.stop()
+        self._prepare()
+        self.ctx.standalone = self._is_standalone
+        self.found = {}
 
     def leave(self) -> None:
         """End an open evaluation, test or prediction whose end the framework has not reported, by firing its missing end events.

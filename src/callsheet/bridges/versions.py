@@ -12,7 +12,7 @@ import importlib.metadata
 import inspect
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from callsheet.errors import NotSupported
@@ -69,6 +69,24 @@ def check_version(package: str, internals: Iterable[str] = (), *, needed_by: str
             package,
             version,
             span(tested),
+        )
+
+
+def check_events(package: str, events: Iterable[str], known: Container[str]) -> None:
+    """Check that the framework still has the events that its host handles. The framework would not report a renamed event.
+
+    Args:
+        package: the name of the framework's package, as in `TESTED`.
+        events: the events that the host handles.
+        known: the events that the installed version of the framework fires.
+
+    Raises:
+        NotSupported: the framework lacks some of the events; the message names them.
+    """
+    if missing := [event for event in events if event not in known]:
+        raise NotSupported(
+            f"this host needs the events {', '.join(missing)}, which {package} {_installed(package) or '(unknown version)'} does not have; "
+            f"install one of the tested versions, {span(TESTED[package])}"
         )
 
 

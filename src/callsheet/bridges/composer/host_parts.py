@@ -5,7 +5,8 @@ This module imports Composer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 from composer import Event
@@ -27,14 +28,20 @@ _INSIDE = (
 )
 """Composer's events that are repeated if an optimizer calls its closure several times."""
 
-_FORWARD = ("before_forward", "after_forward", "before_loss", "before_backward", "after_backward")
+_STEP = ("before_dataloader", "after_dataloader", "batch_start", *_INSIDE, "batch_end", "batch_checkpoint")
+"""Composer's events of a step, in their order."""
+
+_FORWARD = ("before_forward", "after_forward", "before_loss", "after_backward")
 """Composer's events that the host handles only if a callback listens to events inside a microbatch (forward, loss, backward)."""
 
 _OPTIMIZER = ("after_train_batch",)
 """Composer's events that the host handles only if a callback or a metrics record reads the results of steps."""
 
-_LOSS = ("after_loss",)
-"""Composer's events that the host handles only if a callback, a metrics record or a checkpoint reads the loss."""
+_LOSS = ("after_loss", "before_backward")
+"""Composer's events that the host handles only if a callback, a metrics record or a checkpoint reads the loss.
+
+`before_backward` shows whether `after_loss` was fired once in each microbatch.
+"""
 
 
 class HandlerTables:
@@ -51,12 +58,18 @@ class HandlerTables:
         self._optional = {event: handlers[event] for event in (*_FORWARD, *_OPTIMIZER, *_LOSS)}
         self._outside = {event: handler for event, handler in handlers.items() if event not in _INSIDE}
         self._of_closure = self._outside | of_closure
+        in_training = {*_STEP, *(f"{span}_{at}" for span in ("iteration", "epoch") for at in ("start", "end", "checkpoint"))}
+        self.after_training = {event: handler for event, handler in handlers.items() if event not in in_training}
+        """The handlers that are used after Composer has ended training, when it may still evaluate and predict."""
+        self.predecessors: Mapping[Any, frozenset[str]] = _predecessors(handlers)
+        """For each event of a step and for `epoch_end`: the handled events after which Composer fires the event."""
 
     def listen(self, driver: LifecycleDriver) -> None:
         """Before a step, add the needed handlers for the forward pass, the loss and the optimizer, and remove those not needed."""
         self._choose(_FORWARD, driver.listens_to("forward"))
         self._choose(_OPTIMIZER, driver.is_read)
         self._choose(_LOSS, driver.is_loss_read)
+        self.predecessors = _predecessors(self.training)
 
     def of_closure(self) -> dict[Any, Callable[..., None]]:
         """Return the handlers for further calls of the optimizer's closure in the same step: they only record the loss."""
@@ -68,6 +81,19 @@ class HandlerTables:
                 self.training[event] = self._optional[event]
             else:
                 self.training.pop(event, None)
+
+
+def _predecessors(handlers: Collection[str]) -> dict[Any, frozenset[str]]:
+    """Return the events after which Composer fires each event of a step, if the host handles only the events in `handlers`."""
+    events = [event for event in _STEP if event in handlers]
+    found = {later: {earlier} for earlier, later in pairwise(events)}
+    if inside := [event for event in events if event in _INSIDE[1:-1]]:
+        found[inside[0]].add(inside[-1])  # the next microbatch
+    found["before_train_batch"].add(next(event for event in reversed(events) if event in _INSIDE))  # a closure is called again
+    # A resumed Trainer skips the batches that were trained on before the resume.
+    found["before_dataloader"] = {"", "epoch_end", "before_dataloader", "batch_checkpoint"}
+    found["epoch_end"] = {"before_dataloader", "batch_checkpoint"}
+    return {event: frozenset(several) for event, several in found.items()}
 
 
 class EvaluationRequests:

@@ -21,11 +21,13 @@ from callsheet.bridges.composer.host_parts import (
     trained_on,
 )
 from callsheet.bridges.composer.internals import HOST, PACKAGE
+from callsheet.bridges.composer.names import Event as OurEvent
 from callsheet.bridges.count_check import Counts
 from callsheet.bridges.host_base import Callbacks, HostBase
 from callsheet.bridges.host_states import own_state, restore_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.torch_hooks import SteppedHooks
+from callsheet.bridges.versions import check_events
 from callsheet.core.control import Request
 from callsheet.core.run_state import CheckpointInfo, Outcome
 from callsheet.trainer.arguments import duration
@@ -48,25 +50,39 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         self._evaluation_requests = EvaluationRequests()
         self._losses = StepLosses()
         self._is_standalone = False
-        self._idle = {Event.AFTER_LOAD.value: self._begin}
+        self._idle = {OurEvent.AFTER_LOAD.value: self._begin}
+        handlers = {event.value: getattr(self, f"_{event.value}") for event in OurEvent if hasattr(self, f"_{event.value}")}
+        check_events(PACKAGE, (*self._idle, *handlers), {event.value for event in Event})
         self._tables = HandlerTables(
-            {event.value: getattr(self, f"_{event.value}") for event in Event if hasattr(self, f"_{event.value}")},
+            handlers,
             {Event.BEFORE_TRAIN_BATCH.value: self._before_train_batch, Event.AFTER_LOSS.value: self._after_loss_again},
         )
         self._handlers: dict[Any, Callable[..., None]] = self._idle  # the handlers in use now, by the value of Composer's event
+        self._last_event = ""  # the last event of a step that Composer has fired, or "" before the first
 
     def run_event(self, event: Any, state: Any, logger: Any) -> None:
         """Handle an event of Composer. An error in a callback is raised. After an error in callsheet, training continues."""
-        handler = self._handlers.get(event._value_)  # look up the event's value, because hashing the event itself is slow
+        name = event._value_  # look up the event's value, because hashing the event itself is slow
+        handler = self._handlers.get(name)
         if handler is None:
             return
         try:
             if self._handlers is self._idle:
                 handler(state, logger)
-            else:
-                handler(state)
+                return
+            before = self._tables.predecessors.get(name)
+            if before is not None:
+                if self._last_event not in before and self._handlers is self._tables.training:
+                    self._doubt(name, state)
+                self._last_event = name
+            handler(state)
         except BaseException as error:
             self._leave(error)
+
+    def _doubt(self, event: str, state: Any) -> None:
+        """Warn that events are missing, repeated or in another order, unless Composer has run out of memory and repeats the batch."""
+        if not (event == "before_train_batch" and state.auto_microbatching):
+            self._run.counts.doubt()
 
     # --- the run ---
 
@@ -95,7 +111,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         self._stepped = SteppedHooks(run, [optimizer] if optimizer is not None else [])
         self._begin_run(run, [self._stepped], NOT_FIRED, end=_end)
         self._hooks.append(Listener(run, logger_))
-        self._handlers = self._tables.training
+        self._handlers, self._last_event = self._tables.training, ""
 
     def _loads(self) -> CheckpointInfo | None:
         """Load the callbacks' states from the checkpoint that Composer has loaded. Return None for a new run."""
@@ -150,6 +166,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
             run.control.able.add("evaluate")
             self._evaluation_requests.install(state.evaluators)
         run.counts.follow(lambda: Counts(int(state.timestamp.batch), int(state.timestamp.epoch)))
+        self._handlers, self._last_event = self._tables.training, ""
         run.driver.start("train")
 
     def _iteration_start(self, state: Any) -> None:
@@ -158,6 +175,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
 
     def _epoch_start(self, state: Any) -> None:
         self._saves.report(self._run)
+        self._run.counts.check()  # Composer may not have reported the end of the last epoch
         self._run.driver.start("epoch")
 
     def _before_dataloader(self, state: Any) -> None:
@@ -285,6 +303,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
     def _fit_end(self, state: Any) -> None:
         self._saves.report(self._run)
         self._run.finish_training()
+        self._handlers = self._tables.after_training
 
     def _stop(self, loop: Any) -> None:
         self._state.stop_training()

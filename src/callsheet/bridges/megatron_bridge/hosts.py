@@ -315,7 +315,6 @@ class MegatronBridgeHost(HostBase):
     def on_test_start(self, run: HostedRun, context: Any) -> None:
         """Start a test."""
         run.driver.end("data_init")
-        run.eval.ctx.step, run.eval.ctx.epoch = run.ctx.step, run.ctx.epoch
         run.eval.driver.start("test")
         self._observe_forward(run, "test")
 

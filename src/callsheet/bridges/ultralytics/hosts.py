@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from torch import Tensor
+from ultralytics.utils.callbacks.base import default_callbacks
 
 from callsheet.bridges.count_check import Counts
 from callsheet.bridges.host_base import Callbacks, HostBase, in_a_run, observing
@@ -22,6 +23,7 @@ from callsheet.bridges.training_hooks import TrainingHooks
 from callsheet.bridges.ultralytics import ddp
 from callsheet.bridges.ultralytics.events import HANDLED, NOT_FIRED
 from callsheet.bridges.ultralytics.internals import HOST, PACKAGE
+from callsheet.bridges.versions import check_events
 from callsheet.bridges.wrapped_methods import WrappedMethods
 from callsheet.core.callback import Callback
 from callsheet.core.control import Request
@@ -55,6 +57,11 @@ class _AfterEpoch:
         self.is_saved = False
         """Whether Ultralytics has written a checkpoint. Only rank 0 sets this flag."""
 
+
+# The stages of a batch: how far the training loop has come.
+_BETWEEN_BATCHES = "between batches"
+_BATCH_IS_DUE = "a batch is due"  # the next call of `preprocess_batch` gets a batch of the training loop
+_IN_BATCH = "in a batch"
 
 _OF_A_RUN = (
     "_trainer",
@@ -124,6 +131,7 @@ class UltralyticsHost(HostBase):
 
     def __init__(self, callbacks: Callbacks, *, allow_pickle: bool, **options: Any) -> None:
         super().__init__(callbacks, **options)
+        check_events(PACKAGE, HANDLED, default_callbacks)
         self.allow_pickle = allow_pickle
         """Whether callbacks may be sent to DDP workers as pickles."""
         self._is_attached = False
@@ -192,7 +200,9 @@ class UltralyticsHost(HostBase):
             hooks.append(wrapped := WrappedMethods(owner))
             wrapped.wrap(name, method)
         self._begin_epoch_counts(0)
-        self._is_batch_due = False  # whether the next call of `preprocess_batch` gets a batch of the training loop
+        self._stage = _BETWEEN_BATCHES
+        # How often Ultralytics had begun the epoch again at the last `on_train_epoch_start`; see `_repeats_of`.
+        self._repeats: tuple[int, int] | None = 0, 0
         self._has_unscaled = False  # whether the loop has unscaled the gradients, as it does just before the optimizer's step
         # The loss and samples of the last epoch's batches after its last optimizer step. They count for the first step of this epoch.
         self._from_last_epoch: tuple[Tensor | None, tuple[int, int]] = None, (0, 0)
@@ -243,6 +253,10 @@ class UltralyticsHost(HostBase):
         """Start an epoch. Ultralytics may repeat an epoch, for example after it has run out of memory."""
         is_open = run.driver.is_open("epoch")
         is_repeated = self._epochs == trainer.epoch + (not is_open)
+        earlier, self._repeats = self._repeats, _repeats_of(trainer)
+        if is_repeated and self._repeats == earlier is not None:  # only the event is repeated, and not the epoch
+            run.counts.doubt()
+            return
         if is_open and not is_repeated:  # the previous epoch is still open, because Ultralytics has not reported its end
             self._close_epoch(run, trainer)
         elif is_open:  # if memory runs out, Ultralytics begins the same epoch again with smaller batches
@@ -253,6 +267,7 @@ class UltralyticsHost(HostBase):
         # Carry out actions that are still due after the previous epoch: if Ultralytics reloads last.pt, it skips `on_fit_epoch_end`.
         self._reach(run, trainer)
         self._begin_epoch_counts(len(trainer.train_loader))
+        self._stage = _BETWEEN_BATCHES
         self._epochs = trainer.epoch
         if is_repeated:  # callsheet counts the repeated steps twice, but Ultralytics may not, so compare only later counts
             run.counts.follow(self._counts_of(trainer))
@@ -266,11 +281,14 @@ class UltralyticsHost(HostBase):
     @in_a_run
     def on_train_epoch_end(self, run: HostedRun, trainer: Any) -> None:
         """End the epoch. Actions after the epoch, such as a save, are carried out when Ultralytics' validation has ended."""
+        is_time_over = trainer.args.time and trainer.stop  # Ultralytics then leaves the epoch within a batch
+        if self._stage != _BETWEEN_BATCHES and not is_time_over:
+            run.counts.doubt()
         self._epochs = trainer.epoch + 1
         self._close_epoch(run, trainer)
 
     def _close_epoch(self, run: HostedRun, trainer: Any) -> None:
-        self._training.backward.is_on = False
+        self._training.backward.is_on, self._stage = False, _BETWEEN_BATCHES
         # If the last step is still open after the optimizer's step, Ultralytics' time limit has ended the epoch.
         if self._training.optimizer.has_stepped and run.driver.is_open("train_step"):
             self._batches += 1
@@ -320,15 +338,18 @@ class UltralyticsHost(HostBase):
             driver.start("fetch")
             run.ctx.batch = None
 
-    def on_train_batch_start(self, trainer: Any) -> None:
+    @in_a_run
+    def on_train_batch_start(self, run: HostedRun, trainer: Any) -> None:
         """Record that the next call of `preprocess_batch` gets a batch of the training loop."""
-        self._is_batch_due = True
+        if self._stage != _BETWEEN_BATCHES:  # the end of the last batch is missing, or the start of this batch is repeated
+            run.counts.doubt()
+        self._stage = _BATCH_IS_DUE
 
     def _preprocess(self, preprocess: Callable[[Any], Any], batch: Any) -> Any:
         run = self._run
-        if run is None or not self._is_batch_due:
+        if run is None or self._stage != _BATCH_IS_DUE:
             return preprocess(batch)
-        self._is_batch_due = False
+        self._stage = _IN_BATCH
         try:
             batch = self._begin_batch(run, batch)
         except BaseException as error:
@@ -378,7 +399,9 @@ class UltralyticsHost(HostBase):
         if run is None:
             return
         try:
-            self._training.backward.is_on = False
+            if self._stage != _IN_BATCH:  # the start of this batch was not reported, or its end was reported twice
+                run.counts.doubt()
+            self._training.backward.is_on, self._stage = False, _BETWEEN_BATCHES
             self._batches += 1
             if not (self._training.optimizer.has_stepped or self._has_unscaled):
                 run.driver.end("microbatch")
@@ -473,7 +496,8 @@ class UltralyticsHost(HostBase):
 
     # --- checkpoints ---
 
-    def on_model_save(self, trainer: Any) -> None:
+    @in_a_run
+    def on_model_save(self, run: HostedRun, trainer: Any) -> None:
         """Record that Ultralytics has written a checkpoint after this epoch. Ultralytics calls this only on rank 0."""
         self._after_epoch.is_saved = True
 
@@ -498,6 +522,16 @@ class UltralyticsHost(HostBase):
             resume_without_states(run, step, trainer.start_epoch)
             return None
         return read_states(run, trainer.wdir, step)
+
+
+def _repeats_of(trainer: Any) -> tuple[int, int] | None:
+    """Return how often Ultralytics has begun this epoch again: because memory ran out, and because the loss was not finite.
+
+    Return None in releases that do not count this.
+    """
+    if hasattr(trainer, "_oom_retries") and hasattr(trainer, "nan_recovery_attempts"):
+        return trainer._oom_retries, trainer.nan_recovery_attempts
+    return None
 
 
 def results(metrics: Mapping[str, Any], fitness: Any = None) -> dict[str, float]:

@@ -17,3 +17,7 @@ HOST = (
 
 The host does not use `_build_train_pipeline`. Releases without it, before 8.4.14, do not end an epoch early if the host sets `stop`.
 """
+
+_UNKNOWN = "a repeated start of an epoch counts as the start of a repeated epoch"
+WITHOUT = {f"{_TRAINER}._oom_retries": _UNKNOWN, f"{_TRAINER}.nan_recovery_attempts": _UNKNOWN}
+"""For each attribute that the host can do without: what happens if the installed version lacks the attribute."""
