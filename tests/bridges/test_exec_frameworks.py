@@ -181,7 +181,7 @@ def test_trainers_of_frameworks_are_observed(name: str, tmp_path: Path) -> None:
     times = 1 if name in ("ignite", "accelerate") else 2
     alone = run_forked(tmp_path, "train.py", str(times))
     interval = "1" if name == "accelerate" else "2"
-    observed = run(tmp_path, "-m", "callsheet.exec", "--run_name", "a", "--log_interval", interval, "train.py", str(times))
+    observed = run_forked(tmp_path, "train.py", str(times), exec_words=["--run_name", "a", "--log_interval", interval])
     assert (alone.returncode, observed.returncode) == (0, 0), alone.stderr + observed.stderr
     assert weights(alone) == weights(observed)
     assert sorted(path.name for path in (tmp_path / "runs").iterdir() if not path.name.startswith(".")) == ["a", "a-2"][:times], (
@@ -203,7 +203,7 @@ def test_a_failing_callback_does_not_end_a_trainer(tmp_path: Path, huggingface_w
         "    def on_train_step_end(self, ctx):\n        raise RuntimeError('broken')\n"
     )
     (tmp_path / "callbacks.yaml").write_text("- class_path: broken.Broken\n")
-    observed = run(tmp_path, "-m", "callsheet.exec", "--run_name", "a", "--callbacks", "callbacks.yaml", "train.py", "1")
+    observed = run_forked(tmp_path, "train.py", "1", exec_words=["--run_name", "a", "--callbacks", "callbacks.yaml"])
     assert observed.returncode == 0, observed.stderr
     assert weights(observed) == huggingface_weights
     assert "callsheet cannot follow the Hugging Face Trainer after step 1" in observed.stderr
@@ -214,7 +214,7 @@ def test_a_trainer_that_cannot_be_observed_trains(tmp_path: Path, huggingface_we
     (tmp_path / "train.py").write_text(HUGGINGFACE)
     entry = "- class_path: EarlyStopper\n  init_args: {monitor: validation/loss}\n"
     (tmp_path / "callbacks.yaml").write_text(entry + entry)  # a run rejects two callbacks of the same name
-    observed = run(tmp_path, "-m", "callsheet.exec", "--callbacks", "callbacks.yaml", "train.py", "1")
+    observed = run_forked(tmp_path, "train.py", "1", exec_words=["--callbacks", "callbacks.yaml"])
     assert observed.returncode == 0, observed.stderr
     assert weights(observed) == huggingface_weights
     assert "the trainer cannot be observed" in observed.stderr

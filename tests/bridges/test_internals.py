@@ -35,6 +35,7 @@ from callsheet.bridges.versions import has
 from callsheet.callbacks import LRMonitor
 from callsheet.errors import NotSupported
 from callsheet.testing import Recorder
+from exec.forked import run_forked  # type: ignore[import-not-found]  # pytest has its folder on the path
 
 from .cells import loop_of
 from .faults import FailsInSpan
@@ -439,7 +440,7 @@ def test_a_script_under_exec_is_unchanged_without_a_private_part(
 ) -> None:
     assert {name.rpartition(".")[2] for name in names} <= components(OF_EXEC)
     (tmp_path / "train.py").write_text(script)
-    alone = in_a_new_process("import runpy; runpy.run_path('train.py', run_name='__main__')", "1", folder=tmp_path)
+    alone = run_forked(tmp_path, "train.py", "1")
     found = in_a_new_process(EXEC_WITHOUT, str(ROOT / "tests"), " ".join(names), folder=tmp_path)
     assert (alone.returncode, found.returncode) == (0, 0), alone.stderr + found.stderr
     assert alone.stdout.splitlines()[-1] == found.stdout.splitlines()[-1]  # a hash of the weights
