@@ -101,7 +101,7 @@ def test_the_other_ranks_continue_without_callsheet_too(count: int, tmp_path: Pa
     plain = run_ranks(with_a_fault, count, str(tmp_path / "plain"), False)
     began = time.monotonic()
     found = run_ranks(with_a_fault, count, str(tmp_path / "observed"), True)
-    assert time.monotonic() - began < 60  # the timeout is 600 s
+    assert time.monotonic() - began < 240  # the timeout is 600 s; starting the ranks takes most of this time
     assert [weights for weights, _, _ in found] == [weights for weights, _, _ in plain]
     assert [ends for _, ends, _ in found] == [[HostError, "failed"]] * count
     for rank, (_, _, log) in enumerate(found):
