@@ -170,11 +170,11 @@ def test_a_forked_child_has_no_part_in_it() -> None:
 @pytest.mark.parametrize("is_by_class", [True, False])
 def test_a_callback_removed_and_added_again_keeps_its_state(is_by_class: bool) -> None:
     counts = Counts()
-    manager, ctx = opened(counts if is_by_class else Process(counts))
+    manager, ctx = opened(counts if is_by_class else Process(counts, deadline=60))
     fire_steps(manager, ctx, range(1, 4))
     manager.remove(counts)
     fire_steps(manager, ctx, range(4, 6))
-    manager.add(counts if is_by_class else Process(counts))
+    manager.add(counts if is_by_class else Process(counts, deadline=60))
     fire_steps(manager, ctx, range(6, 8))
     state = manager.state_dict()["callbacks"]["Counts"]
     manager.close()

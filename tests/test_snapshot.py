@@ -195,7 +195,7 @@ def test_reading_while_the_loop_changes_it_never_fails() -> None:
 
 
 def test_a_process_reads_it_as_it_was_when_the_event_was_sent() -> None:
-    far = Process(ReadsFar())
+    far = Process(ReadsFar(), deadline=60)
     control = filled()
     manager = CallbackManager([far])
     ctx = Context(RunInfo("by hand"), control=control)

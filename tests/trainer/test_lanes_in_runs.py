@@ -590,7 +590,7 @@ def test_a_callback_that_fails_on_one_rank_is_disabled_on_all(in_lane: bool, tmp
 @pytest.mark.test_all
 def test_a_callback_in_its_own_process(tmp_path: Path) -> None:
     records: dict[int, float] = {}
-    far = Process(Far(bias=100))
+    far = Process(Far(bias=100), deadline=100)
     manager = CallbackManager([far])
     manager.register("on_log", lambda ctx: records.update({ctx.step: ctx.record.values.get("far/steps", 0.0)}))
     with small_trainer(tmp_path, callbacks=manager, log_interval="1ba", eval_interval=None) as trainer:
@@ -606,7 +606,7 @@ def test_a_callback_in_its_own_process(tmp_path: Path) -> None:
     assert (outcome, steps, pid) == ("finished", str(STEPS), str(state["pid"]))
     with pytest.raises(ProcessLookupError):
         os.kill(state["pid"], 0)
-    resumed = Process(Far())
+    resumed = Process(Far(), deadline=100)
     with small_trainer(tmp_path, resumed, resume=checkpoint.path) as trainer:
         trainer.fit()
         assert trainer.callbacks.state_dict()["callbacks"]["Far"]["steps"] == STEPS
@@ -616,7 +616,7 @@ def test_a_callback_in_its_own_process(tmp_path: Path) -> None:
 def test_a_process_that_dies_is_counted_and_started_again_with_its_last_state(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    far = Process(Far(crash_at=8, exit_at=2))
+    far = Process(Far(crash_at=8, exit_at=2), deadline=100)
     with small_trainer(tmp_path, far, eval_interval=None) as trainer:
         trainer.fit("2ep")
         trainer.save_checkpoint()
