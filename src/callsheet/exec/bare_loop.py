@@ -33,8 +33,8 @@ HOST = "this script"
 """The name of the observed loop in messages, where other hosts have their framework's name."""
 _REGULAR_STEPS = 20
 """After so many regular steps (for each loss a new batch and one model call), the beginning of a step is recognized by its first loss."""
-_NONE = (0, 0)
-"""Unknown numbers of samples and tokens."""
+_UNKNOWN = (0, 0)
+"""The numbers of samples and tokens if they are unknown."""
 _NEVER = tuple(event for event in EVENTS if event.startswith(("on_test", "on_predict", "on_checkpoint_due", "on_preempt")))
 """Events that are never fired, because nothing that a hand-written loop does corresponds to them."""
 
@@ -164,7 +164,7 @@ class BareLoop(NotCopied):
         # With FSDP, this list of parameters stays empty, because FSDP keeps the gradients elsewhere between microbatches.
         self._with_gradients = [] if any(hasattr(each, "placements") for each in parameters) else parameters
         # The numbers of samples and tokens of the latest microbatch, and of a microbatch whose loss was discarded.
-        self._of_microbatch = self._discarded = _NONE
+        self._of_microbatch = self._discarded = _UNKNOWN
         self._was_called = False  # whether the model was called with gradients since the last step ended
         self._trains_in_eval_mode = not model.training  # True if the script freezes the statistics of batch normalization
         self._in_forward: Literal["train", "eval", ""] = ""  # the purpose of the running forward pass; empty if none is running
@@ -383,8 +383,8 @@ class BareLoop(NotCopied):
         if self._has_lost_gradients():
             self.gradients_are_discarded()
         # A loss of the same outputs was discarded before this loss, so count the samples of these outputs again.
-        if not self._is_in_microbatch and self._discarded != _NONE:
-            self.run.counted, self._discarded = self._discarded, _NONE
+        if not self._is_in_microbatch and self._discarded != _UNKNOWN:
+            self.run.counted, self._discarded = self._discarded, _UNKNOWN
         self._is_in_microbatch = False
 
     def _has_lost_gradients(self) -> bool:
@@ -408,7 +408,7 @@ class BareLoop(NotCopied):
         if self._is_in_microbatch:
             self.run.counted = self._of_microbatch  # keep the counts of the open microbatch, because its loss follows
         else:
-            self.run.counted, self._discarded = _NONE, self._of_microbatch
+            self.run.counted, self._discarded = _UNKNOWN, self._of_microbatch
 
     def other_optimizer_steps(self) -> None:
         """Called when another optimizer steps. The losses since the last step may belong to the other optimizer."""
@@ -581,17 +581,19 @@ class BareLoop(NotCopied):
         self.watch.listen(self.run.driver.is_loss_read)
 
     def _open_step(self) -> None:
-        run, driver, batches = self.run, self._driver, self._batches
-        if not self._is_plain:
-            if self._evaluation.is_open:
-                self._leave_evaluation()
-            if driver.seen_links != self._spans.links and driver.listen():
-                self._listen()
-        if batches.other is not None and batches.switch():
-            self._end_data()
-        driver.start_step()
-        run.counted = self._of_microbatch = self._discarded = _NONE
+        if not self._is_plain or self._batches.other is not None:
+            self._before_step()
+        self._driver.start_step()
+        self.run.counted = self._of_microbatch = self._discarded = _UNKNOWN
         self.watch.total, self._is_in_microbatch, self.watch.is_on = None, False, True
+
+    def _before_step(self) -> None:
+        if self._evaluation.is_open:
+            self._leave_evaluation()
+        if self._batches.other is not None and self._batches.switch():
+            self._end_data()
+        if self._driver.seen_links != self._spans.links and self._driver.listen():
+            self._listen()
 
     def _end_data(self) -> None:
         """End the epoch, because the dataloader is at its end or begins again, unless a framework reports the epochs."""
@@ -631,9 +633,9 @@ class BareLoop(NotCopied):
     def _count(self) -> None:
         """Count the samples and tokens of the latest batch, unless they were counted already for a loss that was not discarded."""
         batches = self._batches
-        counts = counts_of(batches.latest) if batches.is_new else _NONE
+        counts = counts_of(batches.latest) if batches.is_new else _UNKNOWN
         batches.is_new = False
-        if counts != _NONE:
+        if counts != _UNKNOWN:
             if self._ranks > 1:
                 counts = counts[0] * self._ranks, counts[1] * self._ranks
             self._of_microbatch = counts
@@ -642,11 +644,11 @@ class BareLoop(NotCopied):
             self._be_irregular()
         run = self.run
         before = run.counted
-        if before == _NONE:
+        if before == _UNKNOWN:
             run.counted = counts
         elif not self.watch.is_in_closure:  # count only once in a closure, which the optimizer may call again
             run.counted = before[0] + counts[0], before[1] + counts[1]
-        self._discarded = _NONE
+        self._discarded = _UNKNOWN
 
     def _begin_evaluated_batch(self, batch: Any) -> None:
         self._batches.forget_other()
