@@ -25,7 +25,6 @@ from callsheet.exec.lone_run import LoneRun
 from callsheet.exec.loop_batches import LoopBatches, batch_of
 from callsheet.exec.loop_evaluations import LoopEvaluations
 from callsheet.exec.loop_hooks import LoopBackwardWatch, LoopForwardHooks
-from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")
 
@@ -79,14 +78,12 @@ class BareLoop(NotCopied):
         "_hooks",
         "_in_forward",
         "_is_in_microbatch",
-        "_is_over",
         "_is_plain",
         "_is_regular",
         "_microbatch",
         "_of_microbatch",
         "_optimizer_hooks",
         "_parameters",
-        "_ranks",
         "_sees_calls",
         "_sees_forward",
         "_spans",
@@ -124,8 +121,7 @@ class BareLoop(NotCopied):
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self._stops = stops
-        self._batches = LoopBatches(loader)
-        self._ranks = read_ranks().world_size
+        self._batches = LoopBatches(loader, ranks=read_ranks().world_size)
         self.run = run = LoneRun(
             observers,
             model=unwrapped(model),
@@ -150,7 +146,6 @@ class BareLoop(NotCopied):
         self.evaluations = LoopEvaluations(run)
         """Fires the events of the loop's evaluations."""
         self._evaluation = self.evaluations.span
-        self._is_over = False
         self._ends_epoch = False  # whether the epoch ends when the open step ends
         self.has_failed = False
         """Whether an error of callsheet or of a callback has ended the observation."""
@@ -171,7 +166,7 @@ class BareLoop(NotCopied):
         self._is_in_microbatch = False  # whether the model was called with gradients in this step, and no loss has followed yet
         self.thread = current_thread()
         """The thread that trains."""
-        self._thread = get_ident()
+        self._thread: int | None = get_ident()  # the calls in this thread are observed; None if the observation is over
         run.fails_by(self._leave)
         self.watch = LoopBackwardWatch(self, scaler)
         """Observes the losses on which the loop calls `backward`."""
@@ -220,7 +215,7 @@ class BareLoop(NotCopied):
         if not has_closure:
             self._begin_microbatch((), {})
             if any(counts):
-                run.counted = counts[0] * self._ranks, counts[1] * self._ranks
+                run.counted = self._batches.on_all_ranks(counts)
             if run.driver.listens_to("microbatch"):
                 run.driver.start("loss")
                 if loss is not None:
@@ -272,11 +267,15 @@ class BareLoop(NotCopied):
 
     def release(self) -> None:
         """Remove all hooks, and fire no more events."""
-        self._is_over = True
+        self._thread = None
         for hook in self._hooks:
             hook.remove()
 
     # --- what the hooks report ---
+
+    @property
+    def _is_over(self) -> bool:
+        return self._thread is None
 
     @property
     def steps(self) -> int:
@@ -289,9 +288,10 @@ class BareLoop(NotCopied):
 
     def fetch(self, fetches: Callable[[Any], Any], iterator: Any) -> Any:
         """Fetch the next training batch with `fetches(iterator)`, and fire the events of the span `fetch`. Errors of `fetches` are raised."""
-        if self._is_over or get_ident() != self._thread:
+        if get_ident() != self._thread:
             return fetches(iterator)
-        has_begun = (not self._is_plain or self._driver.seen_links != self._spans.links) and self._begin_fetch()
+        if not self._is_plain or self._driver.seen_links != self._spans.links:
+            return self._fetch_observed(fetches, iterator)
         try:
             batch = fetches(iterator)
         except StopIteration:
@@ -299,8 +299,19 @@ class BareLoop(NotCopied):
             self._guarded(self._end_data)
             raise
         batches = self._batches
-        batches.latest, batches.is_new = batch, True  # as `batches.add` does, but without a function call, for speed
+        batches.new = batch  # as `batches.add` does, but without a function call, for speed
         batches.fetched += 1
+        return batch
+
+    def _fetch_observed(self, fetches: Callable[[Any], Any], iterator: Any) -> Any:
+        has_begun = self._begin_fetch()
+        try:
+            batch = fetches(iterator)
+        except StopIteration:
+            self._batches.begin()
+            self._guarded(self._end_data)
+            raise
+        self._batches.add(batch)
         if has_begun:
             self.run.ctx.batch = batch
             if not self._fetch.has_no_listeners:
@@ -309,15 +320,16 @@ class BareLoop(NotCopied):
 
     def is_of_training(self, loader: Any) -> bool:
         """Return whether a batch that is fetched from `loader` now is for training, and not for an evaluation or another loop."""
-        if self._is_over or self.evaluations.dataset or get_ident() != self._thread or not self._batches.come_from(loader):
+        if get_ident() != self._thread or self.evaluations.dataset or not self._batches.come_from(loader):
             return False
         return torch.is_grad_enabled() and (self.model.training or self._trains_in_eval_mode)
 
     def other_fetched(self, loader: Any, batch: Any) -> None:
         """Called when a batch was fetched from another dataloader. Keep this batch, because the next training step may use it."""
-        if self._is_over or self.evaluations.dataset or self.step.is_open or get_ident() != self._thread:
+        if get_ident() != self._thread or self.evaluations.dataset or self.step.is_open:
             return
         self._batches.add_other(loader, batch)
+        self._is_plain = False  # so that the next step finds out whether it uses this batch
 
     def begin_step(self) -> None:
         """Begin a step, unless one is open."""
@@ -328,7 +340,7 @@ class BareLoop(NotCopied):
     def forward_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Called when a call of the model begins, as a forward pre-hook of the model."""
         # Ignore calls of another model that has the same hooks, because the script has copied this model's attributes into it.
-        if is_traced() or self._is_over or model is not self.model or get_ident() != self._thread:
+        if is_traced() or get_ident() != self._thread or model is not self.model:
             return
         try:
             self._sees_calls = True
@@ -351,7 +363,7 @@ class BareLoop(NotCopied):
     @not_compiled
     def forward_ends(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
         """Called when a call of the model has returned, as a forward hook of the model."""
-        if is_traced() or self._is_over or get_ident() != self._thread:
+        if is_traced() or get_ident() != self._thread:
             return
         if self._in_forward:
             self._guarded(self._end_forward, outputs)
@@ -359,14 +371,16 @@ class BareLoop(NotCopied):
     def backward_begins(self) -> None:
         """Called when the script calls `backward` on a loss, in the thread that trains."""
         try:
-            if not self._is_plain:
+            batches = self._batches
+            batch = batches.new
+            if batch is None or not self._is_plain or self.step.is_open:
                 self._begin_backward()
-                return
-            if not self.step.is_open:
-                self._open_step()
-            elif self._has_lost_gradients():
-                self.gradients_are_discarded()
-            self._count()
+            else:  # does the same as `_begin_backward`, but faster
+                self._driver.start_step()
+                self.run.counted = self._of_microbatch = counts = batches.counts_of(batch)
+                batches.new = None
+                if not counts[0]:
+                    self._be_irregular()
         except (Exception, SystemExit) as error:
             self._leave(error)
 
@@ -401,7 +415,7 @@ class BareLoop(NotCopied):
 
     def gradients_are_discarded(self) -> None:
         """Called when the gradients are set to zero. Earlier losses and their samples then do not count for the coming step."""
-        if self._is_over or self.watch.is_in_closure or get_ident() != self._thread:
+        if get_ident() != self._thread or self.watch.is_in_closure:
             return
         self._be_irregular()
         self.watch.total = None
@@ -412,7 +426,7 @@ class BareLoop(NotCopied):
 
     def other_optimizer_steps(self) -> None:
         """Called when another optimizer steps. The losses since the last step may belong to the other optimizer."""
-        if self._is_over or get_ident() != self._thread:
+        if get_ident() != self._thread:
             return
         if not self._sees_calls:
             self.gradients_are_discarded()
@@ -420,7 +434,7 @@ class BareLoop(NotCopied):
 
     def watch_calls(self) -> None:
         """Observe the model's calls again, because an evaluation may begin. For speed, regular loops run without these hooks."""
-        if self._sees_forward and not self._sees_calls and not self._is_over and get_ident() == self._thread:
+        if self._sees_forward and not self._sees_calls and get_ident() == self._thread:
             self._guarded(self._install_forward_hooks, True)
 
     @not_compiled
@@ -428,12 +442,13 @@ class BareLoop(NotCopied):
         """Called when a loss scaler has called the optimizer's `step`, or has skipped it because of infinite gradients."""
         self.watch._scaler = scaler
         if not self._is_over and self.step.is_open:
+            self.run.step_skipped = True  # because the step ends when the optimizer has stepped, and it is still open
             self._guarded(self.end_step)
 
     @partial(not_compiled, recursive=False)
     def clip(self, clips: Callable[[], Any]) -> Any:
         """Clip the gradients with `clips()`, fire the events of the span `clip_gradients`, and return the norm before clipping."""
-        is_in_step = not self._is_over and self.step.is_open and get_ident() == self._thread
+        is_in_step = self.step.is_open and get_ident() == self._thread
         if is_in_step:
             self._guarded(self.run.driver.start, "clip_gradients")
         norm = clips()
@@ -449,45 +464,37 @@ class BareLoop(NotCopied):
 
     def end_epoch(self, values: Mapping[str, float]) -> None:
         """Called when a framework has ended an epoch. End the open epoch and log `values` in it; if no epoch is open, do nothing."""
-        if not self._is_over and self._epoch.is_open and get_ident() == self._thread:
+        if self._epoch.is_open and get_ident() == self._thread:
             self.log(values)
             self._guarded(self._end_epoch)
 
     def begin_epoch(self) -> None:
         """Called when a framework begins an epoch. End the open evaluation, because it took place before this epoch."""
-        if not self._is_over and get_ident() == self._thread:
+        if get_ident() == self._thread:
             self._guarded(self._leave_evaluation)
 
     def evaluated(self, dataset: str, results: Mapping[str, float]) -> None:
         """Called when an evaluator of Ignite has ended, with its results on a dataset."""
-        if not self._is_over and get_ident() == self._thread:
+        if get_ident() == self._thread:
             self._guarded(lambda: self.evaluations.end_dataset(dataset, results, is_in_step=self.step.is_open))
             self.watch_calls()
 
     def log(self, values: Mapping[str, float]) -> None:
         """Log values that the script has logged with a framework."""
-        if not self._is_over and get_ident() == self._thread:
+        if get_ident() == self._thread:
             self._guarded(lambda: self.run.ctx.log(values, across="same"))
 
     def end_step(self) -> None:
-        """End the step, because the optimizer has stepped."""
-        run, hooks, batches = self.run, self._optimizer_hooks, self._batches
-        is_plain = self._is_plain
-        if not is_plain:
-            self._before_end_of_step()
-        run.step_skipped, hooks.has_stepped = not hooks.has_stepped, False
-        if is_plain or not self._driver.has_listeners:  # without listeners, no hook has set the learning rate, so set it here
-            run.set_learning_rate()
+        """End the step, because the optimizer has stepped or a loss scaler has skipped the optimizer's step."""
+        if not self._is_plain:
+            self._end_observed_step()
+            return
+        run = self.run
+        run.set_learning_rate()  # without listeners, no hook has set it
         run.end_step()
         self.watch.total = None
-        if not is_plain or not run.state.timestamp.batch % FIRST_INTERVAL:
-            self._after_step(run.state.timestamp.batch)
-        if not batches.is_new:
-            batches.latest = None  # so that the batch is not in memory longer than the script keeps it
-        if self._ends_epoch:
-            self._end_epoch()
-        if self._stops is not None:
-            self._stop_if_asked()
+        if not run.ctx.step % FIRST_INTERVAL:
+            self._after_step(run.ctx.step)
 
     # --- handling what the hooks report ---
 
@@ -502,13 +509,24 @@ class BareLoop(NotCopied):
         except (Exception, SystemExit) as error:
             self._leave(error)
 
-    def _before_end_of_step(self) -> None:
+    def _end_observed_step(self) -> None:
+        run, batches = self.run, self._batches
         if self.evaluations.dataset:
-            self._batches.add(self.no_evaluator())
+            batches.add(self.no_evaluator())
             self._count()
         if self._sees_calls and not self._was_called and self.steps:
             self._use_losses_alone()
         self._was_called = False
+        if not self._driver.has_listeners:
+            run.set_learning_rate()
+        run.end_step()
+        self.watch.total = None
+        self._after_step(run.ctx.step)
+        batches.latest = None
+        if self._ends_epoch:
+            self._end_epoch()
+        if self._stops is not None:
+            self._stop_if_asked()
 
     def _after_step(self, steps: int) -> None:
         run = self.run
@@ -520,7 +538,8 @@ class BareLoop(NotCopied):
             self._support.after_first_step(run.driver)
         elif not steps % FIRST_INTERVAL:
             run.keep_pace()
-            self._install_forward_hooks()
+            if not self._is_plain and not run.driver.has_listeners:
+                self._install_forward_hooks()
         # Between two steps, observe losses if a loss can begin a step, and in the first steps to find out whether the loop is regular.
         self.watch.is_on = not self._sees_calls or steps < _REGULAR_STEPS
         if self.evaluations.delayed:
@@ -571,9 +590,9 @@ class BareLoop(NotCopied):
         is_predictable = self._is_regular and self.steps >= _REGULAR_STEPS and not self._driver.has_listeners
         needs_calls = sees_calls or needs_outputs or not is_predictable
         self._forward.install(needs_calls=needs_calls, needs_outputs=needs_outputs)
-        self._is_plain = not needs_calls
+        self._is_plain = not needs_calls and self._stops is None
         if not needs_calls:
-            self._sees_calls, self.watch.is_on = False, True
+            self._sees_calls, self._is_in_microbatch, self.watch.is_on = False, False, True
 
     def _listen(self) -> None:
         self._install_forward_hooks()
@@ -581,7 +600,7 @@ class BareLoop(NotCopied):
         self.watch.listen(self.run.driver.is_loss_read)
 
     def _open_step(self) -> None:
-        if not self._is_plain or self._batches.other is not None:
+        if not self._is_plain:
             self._before_step()
         self._driver.start_step()
         self.run.counted = self._of_microbatch = self._discarded = _UNKNOWN
@@ -607,6 +626,7 @@ class BareLoop(NotCopied):
             return
         self._ends_epoch = self.step.is_open
         if self._ends_epoch:
+            self._is_plain = False
             return
         self._leave_evaluation()
         driver.end("fetch")
@@ -633,11 +653,11 @@ class BareLoop(NotCopied):
     def _count(self) -> None:
         """Count the samples and tokens of the latest batch, unless they were counted already for a loss that was not discarded."""
         batches = self._batches
-        counts = counts_of(batches.latest) if batches.is_new else _UNKNOWN
-        batches.is_new = False
+        counts = _UNKNOWN
+        if batches.new is not None:
+            counts = batches.counts_of(batches.new)
+            batches.latest, batches.new = batches.new if self._driver.has_listeners else None, None
         if counts != _UNKNOWN:
-            if self._ranks > 1:
-                counts = counts[0] * self._ranks, counts[1] * self._ranks
             self._of_microbatch = counts
         else:
             counts = self._discarded

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from callsheet.trainer.tasks import counts_of
 
 
 class LoopBatches:
@@ -12,20 +14,33 @@ class LoopBatches:
 
     Args:
         loader: the dataloader of the batches, or None. Then the arguments with which the model is called are the batch.
+        ranks: the number of ranks. Each has a batch of the same size.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, *, ranks: int) -> None:
+        self._ranks = ranks
+        self.counts_of: Callable[[Any], tuple[int, int]] = counts_of
+        """Returns the numbers of samples and tokens that all ranks together have in a batch."""
+        if ranks > 1:
+            self.counts_of = lambda batch: self.on_all_ranks(counts_of(batch))
         self.has_loader = loader is not None
         """Whether the batches come from a dataloader. Otherwise they are the arguments of the model."""
         self._loader = weakref.ref(loader) if loader is not None else None
         self.other: tuple[weakref.ref[Any], Any] | None = None
         """Another dataloader and its latest batch, as long as it is unknown whether they are for training or for an evaluation."""
+        self.new: Any = None
+        """The batch that was fetched last, or None if it was used in a microbatch."""
         self.latest: Any = None
-        """The latest batch, or None if its step has ended, so that it is not in memory longer than the script keeps it."""
-        self.is_new = False
-        """Whether the latest batch has not been used in a microbatch yet. Such a batch is kept at the end of a step."""
+        """The batch of the latest microbatch in the open step, or None if no callback reads it.
+
+        When the step ends, it becomes None, so that the batch is not in memory longer than the script keeps it.
+        """
         self.fetched = 0
         """The number of batches that were fetched since the iteration over the dataloader began."""
+
+    def on_all_ranks(self, counts: tuple[int, int]) -> tuple[int, int]:
+        """Return the numbers of samples and tokens of all ranks, given those of this rank."""
+        return counts[0] * self._ranks, counts[1] * self._ranks
 
     def come_from(self, loader: Any) -> bool:
         """Return whether the loop takes its batches from `loader`."""
@@ -46,7 +61,7 @@ class LoopBatches:
         Return whether that ends an epoch; see `begin`.
         """
         other, self.other = self.other, None
-        if other is None or self.is_new:
+        if other is None or self.new is not None:
             return False
         self._loader, batch = other
         is_over = self.begin()
@@ -54,8 +69,8 @@ class LoopBatches:
         return is_over
 
     def add(self, batch: Any) -> None:
-        """Store a batch that was fetched, as the latest batch."""
-        self.latest, self.is_new = batch, True
+        """Store a batch that was fetched."""
+        self.new = batch
         self.fetched += 1
 
     def begin(self) -> bool:

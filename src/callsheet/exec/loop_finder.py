@@ -61,7 +61,8 @@ class LoopFinder:
         self._undo: list[Callable[[], None]] = []
         self._lock = threading.Lock()  # held while a loop is recognized, so that two threads do not recognize two loops
         self._found = self._not_found = 0  # number of recognized loops, and number of optimizers whose model was not found
-        self._others = 0  # number of steps that other optimizers have taken since the observed optimizer last stepped
+        # The number of steps that other optimizers have taken since the observed optimizer last stepped, which was `_others_since`.
+        self._others = self._others_since = 0
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers whose loop was observed or cannot be observed
         self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # the dataloader of each iterator
         # A reference to the iterator from which the observed loop has fetched its last batch. Without an observed loop, it is `_nothing`.
@@ -292,7 +293,6 @@ class LoopFinder:
         """Called before an optimizer steps. Recognize a loop at the first step of its optimizer, and pass later steps to the loop."""
         loop = self._loop
         if loop is not None and loop.optimizer is optimizer:
-            self._others = 0
             if not loop.step.is_open or len(args) > 1 or kwargs:
                 loop.optimizer_begins(args, kwargs)
             return
@@ -351,8 +351,11 @@ class LoopFinder:
 
     def _count_other_step(self) -> bool:
         """Count a step of an optimizer that is not observed. Return whether there were enough such steps to assume a new loop."""
+        loop = self._loop
+        if loop is not None and self._others_since != loop.steps:
+            self._others, self._others_since = 0, loop.steps
         self._others += 1
-        if self._others < STEPS_OF_A_NEW_LOOP or (self._loop is not None and self._loop.has_failed):
+        if self._others < STEPS_OF_A_NEW_LOOP or (loop is not None and loop.has_failed):
             return False
         self._others = 0
         return True
