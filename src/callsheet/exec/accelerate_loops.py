@@ -1,4 +1,4 @@
-"""Reads settings, logged values and batches from Accelerate. `callsheet exec` observes Accelerate's loops like hand-written loops."""
+"""Reads the settings, logged values and batches of loops that use Accelerate. `callsheet exec` observes them like hand-written loops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class AccelerateLoops:
-    """Finds, for an optimizer, the `Accelerator` that has prepared it. Uses weak references, which keep neither object alive."""
+    """Finds the `Accelerator` that has prepared an optimizer. Weak references to both objects keep neither of them alive."""
 
     def __init__(self) -> None:
         self._accelerators: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
@@ -22,7 +22,7 @@ class AccelerateLoops:
         self._accelerators[optimizer] = weakref.ref(accelerator)
 
     def settings(self, optimizer: Any) -> dict[str, Any]:
-        """Return the settings of the Accelerator that has prepared the optimizer, for the run's record, or an empty dict."""
+        """Return the settings of the Accelerator that has prepared the optimizer, to store with the run. Return {} if there is none."""
         reference = self._accelerators.get(optimizer)
         accelerator = reference() if reference is not None else None
         if accelerator is None:
@@ -44,7 +44,7 @@ def prepare_optimizer(
 
 
 def log(observation: Observation, log: Callable[..., Any], accelerator: Any, values: Any, *args: Any, **options: Any) -> Any:
-    """Log the values with Accelerate, and also in callsheet's run of the observed loop, as `accelerate/<name>`."""
+    """Log the values with Accelerate. Also log each one as `accelerate/<name>` in callsheet's run of the observed loop."""
     from callsheet.bridges.accelerate.guests import numbers
 
     result = log(accelerator, values, *args, **options)
@@ -54,10 +54,10 @@ def log(observation: Observation, log: Callable[..., Any], accelerator: Any, val
 
 
 def iterate(observation: Observation, iterate: Callable[[Any], Any], loader: Any) -> Any:
-    """Iterate over Accelerate's dataloader, which fetches batches ahead. Observe each batch when the script receives it."""
+    """Iterate over a dataloader of Accelerate, which fetches batches in advance. Observe each batch only when the script receives it."""
     return observation.finder.batches(iterate, loader) if observation.finder is not None else iterate(loader)
 
 
 def _kept(value: Any) -> Any:
-    """Return a number unchanged. Copy a tensor, without waiting for the device, because the script may change it."""
+    """Return a number unchanged. Return a copy of a tensor, because the script may change the tensor later. Do not wait for the device."""
     return value if isinstance(value, (int, float)) else value.detach().reshape(()).clone()

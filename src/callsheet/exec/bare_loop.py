@@ -1,4 +1,4 @@
-"""Observes a hand-written training loop that does not use callsheet: the host of `callsheet exec` for such loops."""
+"""The host (adapter) with which `callsheet exec` observes a hand-written training loop that does not use callsheet."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _NEVER = tuple(event for event in EVENTS if event.startswith(("on_test", "on_pre
 
 
 class BareLoop(NotCopied):
-    """Observes one training loop after its model and optimizer were recognized, and fires the events of the loop's run.
+    """Observes one hand-written training loop, whose model and optimizer are known, and fires callsheet's events for the loop.
 
     A step begins with the first call of the model with gradients, and ends when the optimizer has stepped.
     Calls of the model in evaluation mode without gradients, between two steps, are an evaluation. An epoch ends when the dataloader
@@ -155,8 +155,8 @@ class BareLoop(NotCopied):
         """Called if the optimizer steps during a supposed evaluation, which then turns out to be training. Returns the step's batch."""
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         self._parameters = {id(each) for each in parameters}
-        # If none of these parameters has a gradient, the script has discarded the gradients.
-        # With FSDP, this list of parameters stays empty, because FSDP keeps the gradients elsewhere between microbatches.
+        # If no parameter in `_with_gradients` has a gradient, the script has discarded the gradients.
+        # With FSDP, `_with_gradients` stays empty, because FSDP keeps the gradients elsewhere between microbatches.
         self._with_gradients = [] if any(hasattr(each, "placements") for each in parameters) else parameters
         # The numbers of samples and tokens of the latest microbatch, and of a microbatch whose loss was discarded.
         self._of_microbatch = self._discarded = _UNKNOWN
@@ -178,8 +178,8 @@ class BareLoop(NotCopied):
         if isinstance(model, torch.jit.ScriptModule):  # torch does not allow hooks on a ScriptModule
             self._sees_forward = False
             logger.warning("%s trains a ScriptModule, so its forward passes and evaluations are not observed", HOST)
-        self._sees_calls = self._sees_forward  # whether hooks observe the model's calls now; if not, a loss begins a step
-        # Whether nothing listens to the parts of a step and no evaluation can begin, so that steps can do without many checks.
+        self._sees_calls = self._sees_forward  # whether hooks observe the model's calls now; if not, a loss begins the step
+        # Whether many checks can be left out: no handler listens to the parts of a step, and no evaluation can begin.
         self._is_plain = False
         # Whether all steps so far were regular: for each loss, the loop fetched a new batch and called the model once.
         self._is_regular = loader is not None and not self._trains_in_eval_mode
@@ -187,7 +187,7 @@ class BareLoop(NotCopied):
     # --- beginning and end ---
 
     def begin(self, loss: Tensor | None, batch: Any, *, counts: tuple[int, int], has_closure: bool) -> None:
-        """Begin the run during the optimizer's first step, and fire the earlier events of that step now, since they were missed.
+        """Begin the run within the optimizer's first step. Now fire that step's earlier events, such as those of the forward pass.
 
         Args:
             loss: the loss of the step, unscaled and detached.
@@ -226,12 +226,12 @@ class BareLoop(NotCopied):
             self.watch.total = loss
 
     def discard(self) -> None:
-        """Remove all hooks, because the run must not begin."""
+        """Give up this loop before its run begins, because a callback cannot work in it: remove all hooks."""
         self.release()
         self.run.lifetime.end()
 
     def finish(self, error: BaseException | None) -> None:
-        """End the run because the script has ended, perhaps with an error."""
+        """End the run because the script has ended. `error` is the error that has ended the script, or None."""
         if self._is_over:
             return
         run = self.run
@@ -279,7 +279,7 @@ class BareLoop(NotCopied):
 
     @property
     def steps(self) -> int:
-        """How many steps have ended."""
+        """The number of training steps that have ended."""
         return self.run.state.timestamp.batch
 
     def trains(self, parameter: Any) -> bool:
@@ -325,21 +325,21 @@ class BareLoop(NotCopied):
         return torch.is_grad_enabled() and (self.model.training or self._trains_in_eval_mode)
 
     def other_fetched(self, loader: Any, batch: Any) -> None:
-        """Called when a batch was fetched from another dataloader. Keep this batch, because the next training step may use it."""
+        """Keep a batch that was fetched from another dataloader than the loop's, because the next training step may use this batch."""
         if get_ident() != self._thread or self.evaluations.dataset or self.step.is_open:
             return
         self._batches.add_other(loader, batch)
-        self._is_plain = False  # so that the next step finds out whether it uses this batch
+        self._is_plain = False  # so that the next step checks whether it uses this batch
 
     def begin_step(self) -> None:
-        """Begin a step, unless one is open."""
+        """Begin a training step, unless one is open."""
         if not self._is_over and not self.step.is_open:
             self._guarded(self._open_step)
 
     @not_compiled
     def forward_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Called when a call of the model begins, as a forward pre-hook of the model."""
-        # Ignore calls of another model that has the same hooks, because the script has copied this model's attributes into it.
+        """The model's forward pre-hook: find out whether this call begins a training step, a microbatch or a batch of an evaluation."""
+        # The script may copy this model's attributes, with the hooks, into another model. Ignore calls of that other model.
         if is_traced() or get_ident() != self._thread or model is not self.model:
             return
         try:
@@ -362,14 +362,14 @@ class BareLoop(NotCopied):
 
     @not_compiled
     def forward_ends(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
-        """Called when a call of the model has returned, as a forward hook of the model."""
+        """The model's forward hook: end the forward pass of a microbatch, or the batch of an evaluation."""
         if is_traced() or get_ident() != self._thread:
             return
         if self._in_forward:
             self._guarded(self._end_forward, outputs)
 
     def backward_begins(self) -> None:
-        """Called when the script calls `backward` on a loss, in the thread that trains."""
+        """Handle a call of `backward` on a loss. If calls of the model are not observed, this loss may begin a training step."""
         try:
             batches = self._batches
             batch = batches.new
@@ -407,25 +407,25 @@ class BareLoop(NotCopied):
         return self.watch.total is not None and bool(parameters) and all(each.grad is None for each in parameters)
 
     def optimizer_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Called when the optimizer's `step` is called, with its arguments. Begin a training step if none is open."""
+        """Begin a training step if none is open, because the optimizer's `step` was called with the arguments `args` and `kwargs`."""
         self.begin_step()
         if not self._is_over and (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
             self._be_irregular()
             self._guarded(self._optimizer_hooks.expect_closures)
 
     def gradients_are_discarded(self) -> None:
-        """Called when the gradients are set to zero. Earlier losses and their samples then do not count for the coming step."""
+        """Do not count earlier losses and their samples for the coming step, because the script has set their gradients to zero."""
         if get_ident() != self._thread or self.watch.is_in_closure:
             return
         self._be_irregular()
         self.watch.total = None
         if self._is_in_microbatch:
-            self.run.counted = self._of_microbatch  # keep the counts of the open microbatch, because its loss follows
+            self.run.counted = self._of_microbatch  # keep the counts of the open microbatch, because its loss is still to come
         else:
             self.run.counted, self._discarded = _UNKNOWN, self._of_microbatch
 
     def other_optimizer_steps(self) -> None:
-        """Called when another optimizer steps. The losses since the last step may belong to the other optimizer."""
+        """Handle a step of an optimizer that is not observed. The losses since the last step may belong to that optimizer."""
         if get_ident() != self._thread:
             return
         if not self._sees_calls:
@@ -433,16 +433,16 @@ class BareLoop(NotCopied):
         self._be_irregular()
 
     def watch_calls(self) -> None:
-        """Observe the model's calls again, because an evaluation may begin. For speed, regular loops run without these hooks."""
+        """Register hooks for the model's calls, because an evaluation may begin. For speed, regular loops run without these hooks."""
         if self._sees_forward and not self._sees_calls and get_ident() == self._thread:
             self._guarded(self._install_forward_hooks, True)
 
     @not_compiled
     def scaler_has_stepped(self, scaler: Any) -> None:
-        """Called when a loss scaler has called the optimizer's `step`, or has skipped it because of infinite gradients."""
+        """If a step is still open after `GradScaler.step`, the scaler has skipped the optimizer's `step`: end the open step as skipped."""
         self.watch._scaler = scaler
         if not self._is_over and self.step.is_open:
-            self.run.step_skipped = True  # because the step ends when the optimizer has stepped, and it is still open
+            self.run.step_skipped = True  # if the optimizer had stepped, no step would be open
             self._guarded(self.end_step)
 
     @partial(not_compiled, recursive=False)
@@ -458,29 +458,29 @@ class BareLoop(NotCopied):
         return norm
 
     def loader_begins(self) -> None:
-        """Called when an iteration over the dataloader begins. If the previous iteration was left early, its epoch ends now."""
+        """End the open epoch if the script begins to iterate over the dataloader anew before the previous iteration was complete."""
         if self._batches.begin():
             self._guarded(self._end_data)
 
     def end_epoch(self, values: Mapping[str, float]) -> None:
-        """Called when a framework has ended an epoch. End the open epoch and log `values` in it; if no epoch is open, do nothing."""
+        """Log `values` and end the open epoch, because a framework has ended its epoch. Do nothing if no epoch is open."""
         if self._epoch.is_open and get_ident() == self._thread:
             self.log(values)
             self._guarded(self._end_epoch)
 
     def begin_epoch(self) -> None:
-        """Called when a framework begins an epoch. End the open evaluation, because it took place before this epoch."""
+        """End the open evaluation, if there is one, because a framework begins a new epoch."""
         if get_ident() == self._thread:
             self._guarded(self._leave_evaluation)
 
     def evaluated(self, dataset: str, results: Mapping[str, float]) -> None:
-        """Called when an evaluator of Ignite has ended, with its results on a dataset."""
+        """Record the results of an evaluator of Ignite that has just evaluated the dataset."""
         if get_ident() == self._thread:
             self._guarded(lambda: self.evaluations.end_dataset(dataset, results, is_in_step=self.step.is_open))
             self.watch_calls()
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Log values that the script has logged with a framework."""
+        """Log values in callsheet's run that the script has logged with a framework, such as Accelerate."""
         if get_ident() == self._thread:
             self._guarded(lambda: self.run.ctx.log(values, across="same"))
 
@@ -490,7 +490,7 @@ class BareLoop(NotCopied):
             self._end_observed_step()
             return
         run = self.run
-        run.set_learning_rate()  # without listeners, no hook has set it
+        run.set_learning_rate()  # if the optimizer's events have no listeners, no hook has set the rate
         run.end_step()
         self.watch.total = None
         if not run.ctx.step % FIRST_INTERVAL:
@@ -500,7 +500,7 @@ class BareLoop(NotCopied):
 
     @not_compiled
     def _guarded(self, function: Callable[..., None], *args: Any) -> None:
-        """Call `function(*args)`; an error ends the run.
+        """Call `function(*args)`. If it raises an error, end the observed run, but not the script.
 
         `forward_begins` and `backward_begins`, which every step calls, do the same without this further call.
         """
@@ -531,7 +531,7 @@ class BareLoop(NotCopied):
     def _after_step(self, steps: int) -> None:
         run = self.run
         if steps == 1:
-            run.driver.synthesized.clear()  # ignore spans synthesized for the first step, because that step was recognized late
+            run.driver.synthesized.clear()  # ignore spans added (synthesized) for the first step, which was recognized late
         elif steps == 2:
             if not self._sees_forward:
                 run.driver.synthesized.clear()
@@ -540,7 +540,7 @@ class BareLoop(NotCopied):
             run.keep_pace()
             if not self._is_plain and not run.driver.has_listeners:
                 self._install_forward_hooks()
-        # Between two steps, observe losses if a loss can begin a step, and in the first steps to find out whether the loop is regular.
+        # Observe losses between steps if a loss can begin a step. In the first steps, they also show whether the loop is regular.
         self.watch.is_on = not self._sees_calls or steps < _REGULAR_STEPS
         if self.evaluations.delayed:
             self.evaluations.fire_delayed()
@@ -557,7 +557,7 @@ class BareLoop(NotCopied):
         )
 
     def _begin_fetch(self) -> bool:
-        """Fire the start of the span `fetch`, unless a step is open, so that this batch is for another microbatch of the same step.
+        """Fire the start of the span `fetch`. Do not fire it within an open step, where the batch is for a further microbatch of that step.
 
         Return whether no step is open.
         """
@@ -577,7 +577,7 @@ class BareLoop(NotCopied):
         return True
 
     def _be_irregular(self) -> None:
-        """Observe the model's calls from now on, because not all steps are regular (for each loss a new batch and one model call)."""
+        """Observe the model's calls from now on, because a step was irregular. A regular step has one new batch and one model call per loss."""
         if self._is_regular:
             self._is_regular = False
             self.watch_calls()
@@ -615,7 +615,7 @@ class BareLoop(NotCopied):
             self._listen()
 
     def _end_data(self) -> None:
-        """End the epoch, because the dataloader is at its end or begins again, unless a framework reports the epochs."""
+        """End the epoch at the end or restart of the dataloader, unless a framework reports when epochs end."""
         if not self.are_epochs_reported:
             self._end_epoch()
 
@@ -651,7 +651,7 @@ class BareLoop(NotCopied):
                 driver.start("microbatch")
 
     def _count(self) -> None:
-        """Count the samples and tokens of the latest batch, unless they were counted already for a loss that was not discarded."""
+        """Count the samples and tokens of a new batch. If there is no new batch, count a batch again whose loss was discarded."""
         batches = self._batches
         counts = _UNKNOWN
         if batches.new is not None:
@@ -666,7 +666,7 @@ class BareLoop(NotCopied):
         before = run.counted
         if before == _UNKNOWN:
             run.counted = counts
-        elif not self.watch.is_in_closure:  # count only once in a closure, which the optimizer may call again
+        elif not self.watch.is_in_closure:  # the optimizer may call a closure several times: count its samples once
             run.counted = before[0] + counts[0], before[1] + counts[1]
         self._discarded = _UNKNOWN
 

@@ -25,7 +25,7 @@ logger = logging.getLogger("callsheet")
 
 
 class GradientNorm(OptimizerMonitor):
-    """Log `l2_norm/grad/global` at the log interval, unless a parameter is sharded: the norm would then need all ranks.
+    """Log the global gradient norm at the log interval. If a parameter is sharded, log nothing, because the norm would need all ranks.
 
     Args:
         pace: the log interval.
@@ -51,7 +51,7 @@ class GradientNorm(OptimizerMonitor):
             ctx.mute(self, "on_forward_backward_end", until=ctx.step + self._interval)
 
     def on_log(self, ctx: Context) -> None:
-        """Unmute the handler of the norm if metrics records are made more often now than when the handler was muted."""
+        """Unmute the handler that logs the norm, if metrics records are made more often now than when this handler was muted."""
         if self._pace.steps < self._interval:
             self._interval = self._pace.steps
             ctx.unmute(self, "on_forward_backward_end")
@@ -59,7 +59,7 @@ class GradientNorm(OptimizerMonitor):
 
 def _is_sharded(parameter: nn.Parameter) -> bool:
     """Return whether this rank has only a part of the parameter: it is a DTensor, or a flat parameter of FSDP's first version."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # if the script has not imported FSDP, no parameter is flat
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: no parameter is a flat parameter of FSDP
     return hasattr(parameter, "placements") or (fsdp is not None and isinstance(parameter, fsdp.FlatParameter))
 
 
@@ -87,7 +87,7 @@ class LossCheck(Callback):
 
 
 def default_observers(pace: LogPace) -> list[Callback]:
-    """Return new instances of the default callbacks, which only observe and work in every loop.
+    """Return new instances of the default callbacks. These callbacks only observe, and they work in every loop.
 
     Args:
         pace: the log interval.
@@ -98,7 +98,7 @@ def default_observers(pace: LogPace) -> list[Callback]:
         LRMonitor(),
         GradientNorm(pace),
         LossCheck(),
-        HangDetector(min_seconds=600),  # the limit is long, because scripts may save or evaluate between steps unnoticed
+        HangDetector(min_seconds=600),  # long, because callsheet does not notice if a script saves or evaluates between steps
         SystemMetricsMonitor(),
         JSONLLogger(),
     ]

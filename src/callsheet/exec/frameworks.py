@@ -58,7 +58,7 @@ class Frameworks:
 
 
 def _wrapper(observation: Observation, given: Callable[..., Any], around: Around) -> Callable[..., Any]:
-    """Return a replacement for the training function `given` that calls `around`. If `around` fails, training still runs exactly once."""
+    """Return a function that calls `around` in place of the training function `given`. Even if `around` fails, `given` runs exactly once."""
 
     @wraps(given)
     def called(*args: Any, **options: Any) -> Any:
@@ -87,7 +87,7 @@ def _wrapper(observation: Observation, given: Callable[..., Any], around: Around
 
 
 def _with_list(bridge: str, callbacks_of: Callable[[Any], list[Any]]) -> Around:
-    """Return a function that adds a host to a trainer's list of callbacks while the trainer trains.
+    """Return a function that adds a host (callsheet's adapter) to a trainer's callbacks, trains, and removes the host again.
 
     Args:
         bridge: the module that has the framework's `host`.
@@ -108,7 +108,7 @@ def _with_list(bridge: str, callbacks_of: Callable[[Any], list[Any]]) -> Around:
 
 
 def _with_argument(bridge: str) -> Around:
-    """Return a function that calls a training function with a host added to the list in its argument `callbacks`.
+    """Return a function that adds a host (callsheet's adapter) to the argument `callbacks` of a training function, and then trains.
 
     Args:
         bridge: the module that has the framework's `host`.
@@ -145,7 +145,7 @@ def _composer(observation: Observation, train: Callable[..., Any], trainer: Any,
 
 def _ultralytics(observation: Observation, train: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
     owners = [getattr(each, "__self__", each) for functions in trainer.callbacks.values() for each in functions]
-    if getattr(trainer, "ddp", False):  # the trainer starts workers and trains in them
+    if getattr(trainer, "ddp", False):  # the trainer starts worker processes and trains in them
         if observation.is_observed_otherwise(owners):
             return train(trainer, *args, **options)
         with _workers_under_exec(observation):
@@ -175,12 +175,12 @@ def _workers_under_exec(observation: Observation) -> Iterator[None]:
     try:
         yield
     finally:
-        if module.generate_ddp_command is under_exec:  # keep a replacement that another library has made since
+        if module.generate_ddp_command is under_exec:  # do not undo a later replacement by another library
             module.generate_ddp_command = given  # type: ignore[attr-defined]
 
 
 def _host(observation: Observation, callbacks: Sequence[Any], bridge: str, *, has_interval: bool = True) -> Any:
-    """Return a new host for a trainer, or None if the script uses callsheet itself or if the host cannot be made.
+    """Return a new host (callsheet's adapter) for a trainer. Return None if the script uses callsheet itself or the host cannot be made.
 
     Args:
         callbacks: the callbacks that the script has given to its trainer.

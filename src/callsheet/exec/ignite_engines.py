@@ -30,7 +30,7 @@ class IgniteEngines:
         self._names: dict[str, _Evaluated] = {}
 
     def begin(self) -> dict[str, Any]:
-        """Add handlers to the engine in whose run a training loop was recognized: this engine is the trainer.
+        """Add handlers to the innermost running engine, if any: it is the trainer, because its run has the recognized training loop.
 
         Return Ignite's version as a setting for the run's record, or an empty dict if no engine runs.
         """
@@ -81,7 +81,7 @@ class IgniteEngines:
         name, before = "", loop.evaluations.dataset if loop is not None else ""
         if loop is not None and is_evaluator:
             if _is_between_epochs(self._trainer):
-                # The epoch is still open if the script's handler runs before callsheet's, so end the epoch before the evaluation.
+                # The script's handler, which evaluates, may run before callsheet's handler, which ends the epoch. So end it here.
                 self._end_epoch(self._trainer)
             loop.evaluations.dataset = name = self._name(engine, data)
             loop.watch_calls()
@@ -143,7 +143,7 @@ class _Evaluated:
             self._dataset = None
 
     def is_of(self, engine: Any, dataset: Any) -> bool:
-        """Return whether this object describes the evaluator `engine` and this dataset."""
+        """Return whether this object describes the given evaluator and dataset."""
         return self._engine() is engine and self._id == id(dataset) and (self._dataset is None or self._dataset() is dataset)
 
     @property
@@ -153,7 +153,7 @@ class _Evaluated:
 
 
 def run_engine(observation: Observation, run: Callable[..., Any], engine: Any, *args: Any, **options: Any) -> Any:
-    """Run the engine, which may be the trainer or an evaluator of the observed loop."""
+    """Run an Ignite engine, which may be the observed loop's trainer or one of its evaluators."""
     data = args[0] if args else options.get("data")
     return observation.engines.run(
         lambda: run(engine, *args, **options), engine, engine.state.dataloader if data is None else data

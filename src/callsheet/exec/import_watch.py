@@ -11,7 +11,7 @@ from typing import Any
 
 
 class ImportWatch(MetaPathFinder):
-    """Calls a function with a module, right after the module was imported, or at once if it is imported already.
+    """Calls a function for each watched module: right after the module is imported, or at once if it was imported before.
 
     Args:
         actions: the function for each module, by the module's full name.
@@ -22,7 +22,7 @@ class ImportWatch(MetaPathFinder):
         self._asked: set[str] = set()  # the modules for which this finder is asking the other finders now
 
     def install(self) -> None:
-        """Call the functions of the modules that are imported already, and watch the imports of the other modules."""
+        """Watch the imports of the modules. If a module is imported already, call its function now."""
         for name, action in self._actions.items():
             if name in sys.modules:
                 action(sys.modules[name])
@@ -34,7 +34,7 @@ class ImportWatch(MetaPathFinder):
             sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the spec that other finders find for a watched module, with a loader that also calls the module's function."""
+        """Find a watched module's spec with the other finders, and add a loader that calls the module's function. Else return None."""
         if name not in self._actions or name in self._asked:  # avoid a recursion: another finder may ask all finders
             return None
         self._asked.add(name)

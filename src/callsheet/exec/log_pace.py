@@ -8,7 +8,7 @@ from callsheet.core.time import Interval
 
 FIRST_INTERVAL = 10
 """The number of steps from one metrics record to the next, unless the user sets another number or the steps are very short."""
-_MIN_SECONDS = 1.0  # if two records are less training time apart than this, the interval is doubled
+_MIN_SECONDS = 1.0  # if less training time lies between two records, the interval is doubled
 _MAX_SECONDS = 10.0
 
 
@@ -28,7 +28,7 @@ class LogPace:
         self._last = 0.0
 
     def adapt(self, seconds: float) -> bool:
-        """Double `steps` if the record made now, after `seconds` of training, came too soon. Return whether `steps` was doubled."""
+        """Double `steps` if the record before the one made now, at `seconds` of training, is too recent. Return whether `steps` changed."""
         since, self._last = seconds - self._last, seconds
         if self._is_fixed or since >= _MIN_SECONDS:
             return False
@@ -36,7 +36,7 @@ class LogPace:
         return True
 
     def shorten(self, seconds: float) -> bool:
-        """Reset `steps` to ten if the last metrics record was made too many `seconds` of training ago. Return whether `steps` changed."""
+        """Reset `steps` to ten if `seconds`, the training time since the last record, is too long. Return whether `steps` changed."""
         if self._is_fixed or self.steps == FIRST_INTERVAL or seconds < _MAX_SECONDS:
             return False
         self.steps = FIRST_INTERVAL

@@ -36,7 +36,7 @@ class LoneRun(HostedRun):
     records: PacedRecords
 
     def keep_pace(self) -> None:
-        """Make the next metrics record earlier if the steps have become slow, so that the last record was made long ago."""
+        """Make the next metrics record earlier if the last one was made long ago because the steps have become slow."""
         records = self.records
         if records.pace.shorten(records.tally.seconds_since_record()):
             records.change_interval(Interval(records.pace.steps), self.ctx)

@@ -47,16 +47,16 @@ class LoopBatches:
         return self._loader is not None and self._loader() is loader
 
     def add_other(self, loader: Any, batch: Any) -> None:
-        """Store a batch that was fetched from another dataloader. The batch may be for the next training step or for an evaluation."""
+        """Store a batch of a dataloader that is not the loop's so far. The batch may be for the next training step or for an evaluation."""
         if self._loader is not None:
             self.other = weakref.ref(loader), batch
 
     def forget_other(self) -> None:
-        """Forget the batch of the other dataloader, because it was not for training."""
+        """Forget the batch that `add_other` has stored, because the batch was not for training."""
         self.other = None
 
     def switch(self) -> bool:
-        """At the beginning of a step, switch to the other dataloader if the present dataloader has fetched no new batch.
+        """At the beginning of a step without a new batch, use the batch that `add_other` has stored, and its dataloader from now on.
 
         Return whether that ends an epoch; see `begin`.
         """
@@ -69,7 +69,7 @@ class LoopBatches:
         return is_over
 
     def add(self, batch: Any) -> None:
-        """Store a batch that was fetched."""
+        """Store a batch that the loop has fetched, and count it."""
         self.new = batch
         self.fetched += 1
 
@@ -83,5 +83,5 @@ class LoopBatches:
 
 
 def batch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the arguments of a model call as a batch: the only argument, all positional ones, or a dict of the named ones."""
+    """Return a model call's arguments as a batch: the only one if it is positional, else a tuple of the positional ones, else a dict."""
     return args[0] if len(args) == 1 and not kwargs else args or dict(kwargs)

@@ -61,7 +61,7 @@ class LoopFinder:
         self._undo: list[Callable[[], None]] = []
         self._lock = threading.Lock()  # held while a loop is recognized, so that two threads do not recognize two loops
         self._found = self._not_found = 0  # number of recognized loops, and number of optimizers whose model was not found
-        # The number of steps that other optimizers have taken since the observed optimizer last stepped, which was `_others_since`.
+        # The number of steps of other optimizers since the observed optimizer's last step, whose number is `_others_since`.
         self._others = self._others_since = 0
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers whose loop was observed or cannot be observed
         self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # the dataloader of each iterator
@@ -87,8 +87,8 @@ class LoopFinder:
         self._wrap(nn.Module, "zero_grad", self._zero_grad)
         self._wrap(nn.Module, "eval", self._eval)
         self._wrap(torch.nn.utils.clip_grad, "clip_grad_norm_", self._clip, also=torch.nn.utils)
-        # `torch.jit.script` and `torch.jit.trace` call this function. They are not wrapped themselves, because they inspect their caller.
-        if hasattr(getattr(torch.jit, "_recursive", None), "create_script_module"):  # private, so torch may lack this function
+        # `torch.jit.script` and `torch.jit.trace` call `create_script_module`. They inspect their caller, so do not wrap them.
+        if hasattr(getattr(torch.jit, "_recursive", None), "create_script_module"):  # private: not in all versions of torch
             self._wrap(torch.jit._recursive, "create_script_module", self._script)
         self._undo.append(register_optimizer_step_pre_hook(self._steps).remove)
 
@@ -97,7 +97,7 @@ class LoopFinder:
         self._is_over, self._loop, self._training_iterator = True, None, _nothing
 
     def remove(self) -> None:
-        """Restore the functions of torch."""
+        """Restore torch's original functions."""
         self._is_over = True
         while self._undo:
             self._undo.pop()()
@@ -118,12 +118,12 @@ class LoopFinder:
         return self._replace(name, wrapper, owner, *([also] if also is not None else []))
 
     def _replace(self, name: str, ours: Callable[..., Any], *owners: Any) -> Callable[[], None]:
-        """Replace the function that all `owners` have under this name. Return a function that restores the original function."""
+        """Replace the function `name`, which all `owners` have, by `ours`. Return a function that restores the original function."""
         given = getattr(owners[0], name)
 
         def restore() -> None:
             for each in owners:
-                if getattr(each, name) is ours:  # if another library has wrapped the function since, leave its wrapper
+                if getattr(each, name) is ours:  # otherwise another library has wrapped the function since: leave its wrapper
                     setattr(each, name, given)
 
         for each in owners:
@@ -197,7 +197,7 @@ class LoopFinder:
         return iterator
 
     def _fetching(self, given: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a replacement for `given` that fetches and observes a batch. For speed, this is one function instead of a method."""
+        """Return a function that replaces `given`: it fetches and observes a batch. For speed, it is a closure instead of a method."""
 
         @partial(not_compiled, recursive=False)
         @wraps(given)
@@ -211,7 +211,7 @@ class LoopFinder:
         return fetch
 
     def _fetch_from_other(self, given: Callable[[Any], Any], iterator: Any) -> Any:
-        """Fetch a batch from an iterator of which it is not known yet whether the observed loop uses it."""
+        """Fetch a batch from an iterator. Whether the observed loop trains on the batches of this iterator is not known yet."""
         loop, reference = self._loop, self._loaders.get(iterator)
         # In `for batch in DataLoader(...)`, the dataloader is freed and only the iterator is kept, so the iterator identifies the data.
         loader = iterator if reference is None or reference() is None else reference()
@@ -240,7 +240,7 @@ class LoopFinder:
         return found
 
     def _zeroing(self, given: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a replacement for `given` (`Optimizer.zero_grad`) that also notifies the observed loop if its gradients are discarded."""
+        """Return a function that calls `given` (`Optimizer.zero_grad`), and notifies the observed loop if the loop's gradients are zeroed."""
 
         @partial(not_compiled, recursive=False)
         @wraps(given)
@@ -290,7 +290,7 @@ class LoopFinder:
 
     @untraced
     def _steps(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called before an optimizer steps. Recognize a loop at the first step of its optimizer, and pass later steps to the loop."""
+        """Handle the coming step of an optimizer: at its first step, recognize its training loop; report later steps to the loop."""
         loop = self._loop
         if loop is not None and loop.optimizer is optimizer:
             if not loop.step.is_open or len(args) > 1 or kwargs:
@@ -373,7 +373,7 @@ def _first_of(owner: Any) -> Any:
 
 
 def model_of(optimizer: Optimizer) -> nn.Module | None:
-    """Return the module that the loop calls: the root module with the most of the optimizer's parameters and the fewest others.
+    """Return the module that the loop calls: the root module that has the most of the optimizer's parameters, and the fewest others.
 
     A root module is inside no other module. Return None if no module has any of the parameters. If several modules are equally good,
     return the oldest one.
@@ -381,7 +381,7 @@ def model_of(optimizer: Optimizer) -> nn.Module | None:
     wanted = {id(each) for group in optimizer.param_groups for each in group["params"]}
     best = _best_roots(wanted)
     if len(best) > 1:
-        # One may be garbage that Python has not freed yet, such as the module from which `torch.jit.script` has made another one.
+        # One module may be garbage that Python has not freed yet, such as the original of a module of `torch.jit.script`.
         best.clear()
         gc.collect()
         best = _best_roots(wanted)
@@ -389,7 +389,7 @@ def model_of(optimizer: Optimizer) -> nn.Module | None:
 
 
 def _best_roots(wanted: set[int]) -> list[nn.Module]:
-    """Return the root modules that have the most of the parameters with these ids, and of these modules those with the fewest others."""
+    """Return the root modules with the most parameters whose ids are in `wanted`. Among equals, return those with the fewest parameters."""
     best: list[nn.Module] = []
     best_score = (0, 0)
     for module in _roots():

@@ -27,7 +27,7 @@ class LoopForwardHooks:
         self._after = Hook(model.register_forward_hook)
 
     def install(self, *, needs_calls: bool, needs_outputs: bool) -> None:
-        """Register the hooks for the beginning and the end of calls, each only if it is needed."""
+        """Register a hook for the beginning of calls if `needs_calls` is True, and one for their end if `needs_outputs` is True."""
         self._before.install(needs_calls, self._loop.forward_begins)
         self._after.install(needs_outputs, self._loop.forward_ends)
 
@@ -38,7 +38,7 @@ class LoopForwardHooks:
 
 
 class LoopBackwardWatch(BackwardWatch):
-    """Notifies the loop when `backward` is called on a loss. If calls of the model are not observed, this also begins a step."""
+    """Notifies the loop when `backward` is called on a loss. If calls of the model are not observed, a step begins with its first loss."""
 
     def __init__(self, loop: BareLoop, scaler: Any) -> None:
         super().__init__(loop.run.driver, loop.run.ctx, scaler)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class RunNotes(Callback):
-    """Adds each run to a list when the run ends, for the reports. This callback also marks the runs that `callsheet exec` has made.
+    """Adds each run to a list when the run ends, for the reports. Only runs that `callsheet exec` has made have this callback.
 
     Args:
         ended: the list to which each run is added, with the number of its steps.
@@ -146,7 +146,7 @@ class Observation:
             self.finder.stop()
 
     def make(self, pace: LogPace) -> list[Callback]:
-        """Return the callbacks for a run with this log interval."""
+        """Return the callbacks for a run whose log interval is `pace`."""
         return [*self._make(pace), RunNotes(self._ended)]
 
     def next_name(self) -> str:
@@ -160,7 +160,7 @@ class Observation:
         return name
 
     def options(self) -> list[str]:
-        """Return the options of `callsheet exec` for the worker processes that a script starts and trains in.
+        """Return the options with which `callsheet exec` observes the worker processes that a script starts to train in them.
 
         Ultralytics starts such processes to train on several GPUs.
         """
@@ -211,7 +211,7 @@ class Observation:
         return False
 
     def _install(self, torch: ModuleType) -> None:
-        """Watch for loops, because torch has been imported."""
+        """Begin to recognize training loops, because torch has been imported."""
         try:
             from callsheet.exec.loop_finder import LoopFinder
 
@@ -319,7 +319,7 @@ def _short(path: Path) -> str:
 
 
 def _config(script: Script) -> dict[str, Any]:
-    """Return the script's arguments as settings by name: `--lr 0.1` is `lr`. Values that look like credentials are replaced."""
+    """Return the script's arguments as settings by name: `--lr 0.1` is `lr`. Values of names such as `password` become `...`."""
     found: dict[str, Any] = {"script": script.target}
     positional: list[str] = []
     name = ""

@@ -19,7 +19,7 @@ from callsheet.errors import ConfigError
 
 @dataclass(frozen=True)
 class Script:
-    """A script, given by its path, or a module, given by its name, with its arguments.
+    """What to run: the path of a script or the name of a module, and its command-line arguments.
 
     Args:
         target: the path or the name.
@@ -40,7 +40,7 @@ class Script:
 
     @property
     def name(self) -> str:
-        """The script's name without folder and ending; for `package.train` it is `train`."""
+        """The script's name without folder and extension, or the last part of the module's name: `train` for `package.train`."""
         last = self.target.rpartition(".")[2] if self.is_module else Path(self.target).stem
         return last if last not in ("", "__main__") else Path(self.target).resolve().parent.name
 
@@ -76,7 +76,7 @@ class Script:
 
 
 def _spec_of(name: str) -> ModuleSpec:
-    """Return the spec of the module, or of the `__main__` of a package."""
+    """Return the import spec of the module `name`. If the module is a package, return the spec of its `__main__`."""
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -104,7 +104,7 @@ def hide_our_frames(error: BaseException) -> None:
     shown = sys.excepthook
 
     def show(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> Any:
-        if value is error:  # leave out callsheet's frames, which the traceback also contains by now
+        if value is error:  # leave out callsheet's frames
             trace = begin
         return shown(kind, value.with_traceback(trace), trace)
 
