@@ -1,1 +1,1 @@
-"""Packages with the APIs of other training systems: code written for these systems runs on callsheet if only its imports are changed."""
+"""Packages with the APIs of other training systems: to run on callsheet, code needs to change only its imports."""

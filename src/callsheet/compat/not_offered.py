@@ -11,7 +11,7 @@ from callsheet.errors import NotSupported
 
 
 class _NotOffered(type):
-    """The metaclass of placeholders for unsupported names. A call of a placeholder, and reading a public attribute, raise `NotSupported`."""
+    """The metaclass of placeholders for unsupported names. Calling a placeholder, or reading its public attributes, raises `NotSupported`."""
 
     instead: str
     system: str

@@ -1,4 +1,4 @@
-"""Tools to test callbacks: a loop without training, small runs, and checks that every callback must pass.
+"""Tools to test callbacks: a loop that fires events without training, small runs, and checks that every callback must pass.
 
 The tools check that a callback does what all callbacks must do, record the events of a loop, check the events against the lifecycle's
 grammar, fire the events of a whole run without training (`FakeLoop`), and run a function on several ranks.

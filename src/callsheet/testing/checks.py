@@ -45,7 +45,7 @@ _HALF = f"{STEPS // 2}ba"
 
 
 def constructs(subject: Subject, folder: Path) -> None:
-    """Check that the callback takes only keyword arguments, and can be rebuilt from its state and its spec as JSON."""
+    """Check that the callback takes only keyword arguments, and can be rebuilt from its arguments (as JSON) and its state."""
     callback, other = subject.make(), subject.make()
     if callback is other:
         raise Found("the factory gave the same object twice", "make a new callback at each call")
@@ -141,7 +141,7 @@ def closes_twice(subject: Subject, folder: Path) -> None:
 
 
 def lets_errors_out(subject: Subject, folder: Path) -> None:
-    """Check that an exception in a run with the callback reaches the caller unchanged, and that the callback does not fail."""
+    """Check that an exception in a run with the callback reaches the caller unchanged, and that the callback raises no further error."""
     _fails(subject, folder, "on_train_step_end", 3, KeyboardInterrupt())
     for event, step in (
         ("on_run_start", 0),
@@ -211,7 +211,7 @@ def is_neutral(subject: Subject, folder: Path) -> None:
     if callback.phase in ACTS:
         return
     what = _changed(watched, _bare(subject.trainer))
-    # The cached run may have been made under other settings of torch, so compare with a new run too.
+    # The cached run without callbacks may have had other settings of torch, so compare with a new run too.
     if what and _changed(watched, _made_bare(subject.trainer)):
         if not same_weights(_made_bare(subject.trainer).weights, _made_bare(subject.trainer).weights):
             raise ConfigError("two runs of the given trainer differ; give it a seed")
@@ -248,7 +248,7 @@ def leaves_nothing(subject: Subject, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class _Bare:
-    """The results of a run without callbacks, with which runs of the callback under test are compared.
+    """The results of a run without callbacks, for comparison with runs of the callback under test.
 
     `checkpoint` is the one that the run saved after step `SAVED_AT`.
     """
@@ -282,7 +282,7 @@ def _no_callback() -> Callback:
 
 
 def _changed(watched: Scene, bare: _Bare) -> str:
-    """Return as text what differs between the run `watched` and the run without callbacks; empty if nothing does."""
+    """Return as text what differs between the run `watched` and the run without callbacks, or an empty text if nothing differs."""
     if watched.watch.losses != bare.losses:
         return "the losses of the steps"
     if not same_weights(watched.weights, bare.weights):
@@ -318,7 +318,7 @@ def _keeps_state(callback: Callback) -> bool:
 
 
 def _fails(subject: Subject, folder: Path, event: str, step: int, error: BaseException) -> None:
-    """Make a run in which `error` is raised at this event and step, and check that the error reaches the caller."""
+    """Make a run in which `error` is raised at the given event and step, and check that the error reaches the caller."""
 
     def fail(ctx: Context) -> None:
         raise error

@@ -109,7 +109,7 @@ CONFORMANCE: tuple[Check, ...] = tuple(
 
 
 def check_callback(what: Factory | Subject, folder: str | os.PathLike[str]) -> None:
-    """Run all checks of `CONFORMANCE` on a callback. Each check makes short real runs on the CPU, and the last check makes them on two ranks.
+    """Run all checks of `CONFORMANCE` on a callback. The checks make short real runs on the CPU; the last check uses two ranks.
 
     Args:
         what: makes a new callback at each call, such as its class; or a `Subject` with more details. For the run on two ranks it

@@ -38,7 +38,7 @@ _HINT = "limit only writing to one rank, let every rank reach each collective, a
 def check_on_ranks(
     factories: Sequence[Factory | Subject], folder: str | os.PathLike[str], *, world_size: int = 2, timeout: float = 90.0
 ) -> None:
-    """Check these callbacks on several ranks, one after the other in the same processes.
+    """Check the callbacks of several factories on several ranks, one after the other in the same processes.
 
     Args:
         factories: the factories of the callbacks, importable in another process.
@@ -61,7 +61,7 @@ def check_on_ranks(
 def find_on_ranks(
     factories: Sequence[Factory | Subject], folder: str | os.PathLike[str], *, world_size: int = 2, timeout: float = 90.0
 ) -> list[ConformanceError | None]:
-    """Check these callbacks on several ranks, and return one error or None for each, so that each callback can have its own test.
+    """Check callbacks on several ranks. For each, return an error, or None if it passes, so that each callback can have its own test.
 
     The arguments are those of `check_on_ranks`.
 
@@ -89,7 +89,7 @@ def find_on_ranks(
 
 @dataclass
 class _End:
-    """The results of a run with one callback on one rank. `found` says why the callback does not pass the check, or is empty."""
+    """The results of a run with one callback on one rank. `found` says why the callback does not pass; it is empty if it passes."""
 
     found: str = ""
     steps: int = 0

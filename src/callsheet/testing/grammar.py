@@ -1,4 +1,4 @@
-"""Checks a sequence of events against the lifecycle, which says which event may follow which, and which fields are available.
+"""Checks a sequence of events against callsheet's lifecycle: the order of the events, and the fields that are available at each.
 
 Every `order` in the lifecycle's table is a regular expression over names. The checker takes its derivative by each name, which is the
 expression for what may follow (Brzozowski, "Derivatives of regular expressions", 1964). So it finds a violation at the first wrong
@@ -84,7 +84,7 @@ def _either(*parts: Order) -> Order:
 
 @lru_cache
 def read_order(text: str) -> Order:
-    """Parse an `order` of the lifecycle's table, a regular expression over names.
+    """Parse a regular expression over names, such as an `order` of the lifecycle's table, into an `Order`.
 
     Raises:
         ValueError: a bracket is missing, or an operator is misplaced.
@@ -212,7 +212,7 @@ class GrammarChecker:
         return frozenset(ALWAYS) | self._windows.keys()
 
     def finish(self) -> None:
-        """Check that the sequence of events may end here.
+        """Check that the sequence of events may end after the event that was checked last.
 
         Raises:
             GrammarError: spans are still open.

@@ -175,7 +175,7 @@ class Scene:
         return len(self.watch.losses), self.watch.outcome
 
     def fit(self, until: str | None = None) -> Self:
-        """Train for the duration `until`, or to the end if it is None."""
+        """Train until the time `until` of the run, or to the end of the run if `until` is None."""
         self.trainer.fit(until or self._longest)
         return self
 

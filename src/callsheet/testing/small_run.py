@@ -52,7 +52,7 @@ class SmallModel(nn.Module):
 
 
 def small_trainer(folder: Path, callbacks: CallbackManager, resume: str | None = None) -> Trainer:
-    """Return a trainer of a `SmallModel` on the CPU that uses microbatches, a scheduler, clipping, records and evaluation.
+    """Return a trainer for a `SmallModel` on the CPU, with microbatches, a scheduler, clipping, metrics records and evaluation.
 
     All trainers that it returns are equal.
 
@@ -118,7 +118,7 @@ class Moments:
         """Whether `act` was called."""
 
     def record(self, ctx: Context) -> None:
-        """Called at every event. Request a checkpoint, log values or call `act`, each at the event and step planned for it."""
+        """Request a checkpoint, log values or call `act`, if the current event and step are those planned for it."""
         if ctx.event == "on_train_step_end" and ctx.step == SAVED_AT:
             ctx.control.save("for the test", replicated=True)
         if ctx.event == "on_train_step_end" and ctx.step in FIRED_AT:

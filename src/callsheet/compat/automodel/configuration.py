@@ -61,7 +61,7 @@ class Schedule:
 
 
 def load_yaml_config(path: str | Path) -> ConfigNode:
-    """Read an AutoModel configuration.
+    """Read an AutoModel configuration from a YAML file.
 
     Args:
         path: a YAML file.
@@ -105,7 +105,7 @@ def parse_args_and_load_config(default: str | Path | None = None, argv: Sequence
 
 
 def configured(values: Mapping[str, Any], kind: type[JobConfig]) -> tuple[Any, Schedule]:
-    """Convert an AutoModel configuration to callsheet's configuration class `kind`, and to the schedule of evaluations and saves.
+    """Convert an AutoModel configuration. Return an instance of callsheet's class `kind`, and the schedule of evaluations and saves.
 
     Raises:
         ConfigError: a key or value is not supported; the message names it and the nearest supported one.
@@ -135,7 +135,7 @@ def configured(values: Mapping[str, Any], kind: type[JobConfig]) -> tuple[Any, S
 
 
 def _own(section: Section, kind: type[JobConfig]) -> dict[str, Any]:
-    """Return the values under the key `callsheet`, for fields of callsheet's configuration that AutoModel does not have."""
+    """Return the values under the key `callsheet`. They are for fields of callsheet's configuration that AutoModel does not have."""
     names = [each.name for each in fields(kind)]
     found = {name: section.take(name) for name in names if section.has(name)}
     section.ignore(*names)
@@ -167,7 +167,7 @@ def _surroundings(cfg: Section) -> dict[str, Any]:
     seed = cfg.number("seed", 42)
     found["seed"] = rng.number("seed", seed)
     ranks = cfg.part("dist_env")
-    ranks.ignore("backend")  # callsheet chooses the backend of the process group by the device
+    ranks.ignore("backend")  # callsheet chooses the process group's backend that fits the device
     if (minutes := ranks.number("timeout_minutes")) is not None:
         found["timeout_seconds"] = 60.0 * minutes
     split = cfg.part("distributed")

@@ -24,7 +24,7 @@ from callsheet.recipes.recipe import Recipe
 
 
 class StepScheduler(Scheduled):
-    """AutoModel's `step_scheduler`: how far training is, and at which steps it validates and saves."""
+    """AutoModel's `step_scheduler`: the progress of training, and the steps at which training validates and saves checkpoints."""
 
     def __init__(self, ctx: Context, schedule: Schedule) -> None:
         super().__init__(ctx)
@@ -114,7 +114,7 @@ class _AsScheduled(Callback):
 
 
 class _Facade(RecipeFacade):
-    """The facade of a recipe from which AutoModel's callbacks read the run's state. Its step scheduler has the configured intervals."""
+    """Has the attributes of an AutoModel recipe that callbacks read, such as a step scheduler with the configured intervals."""
 
     def __init__(self, ctx: Context, scheduler: StepScheduler) -> None:
         super().__init__(ctx)
@@ -193,12 +193,12 @@ class BaseRecipe:
 
     @property
     def dist_env(self) -> DistEnv:
-        """The rank, world size and device of this process, in the form of AutoModel's recipes."""
+        """The rank, world size and device of this process, as AutoModel's recipes provide them."""
         return self._facade.dist_env
 
     @property
     def step_scheduler(self) -> Scheduled:
-        """The progress of training, as AutoModel's step scheduler."""
+        """The progress of training, as an object with the attributes of AutoModel's step scheduler."""
         return self._facade.step_scheduler
 
     @property
@@ -223,14 +223,14 @@ class BaseRecipe:
 
 
 class _RecipeGuest(AutoModelGuest):
-    """A guest adapter that calls AutoModel's callbacks with the AutoModel recipe itself as their argument `recipe`."""
+    """A guest (an adapter for foreign callbacks) that passes the AutoModel recipe itself to AutoModel's callbacks as `recipe`."""
 
     def __init__(self, recipe: BaseRecipe, constants: Mapping[str, float]) -> None:
         self._scheduled = recipe._as_scheduled
         super().__init__(recipe.callback_runner, name="automodel", recipe=recipe, constants=constants)
 
     def made(self, ctx: Context) -> RecipeFacade:
-        """Return the facade for the run's state. Its step scheduler has AutoModel's intervals, if AutoModel's configuration is used."""
+        """Return an object from which AutoModel's callbacks read the run's state. With AutoModel's configuration, it has its intervals."""
         return RecipeFacade(ctx) if self._scheduled is None else _Facade(ctx, StepScheduler(ctx, self._scheduled.schedule))
 
 

@@ -29,31 +29,31 @@ class Section:
         self._parts: list[Section] = []
 
     def take(self, name: str, default: Any = None) -> Any:
-        """Read a key, and return its value or `default`."""
+        """Return the value of a key, or `default` if the key is missing. The key then counts as read."""
         self._known.append(name)
         return self._left.pop(name, default)
 
     def number(self, name: str, default: Any = None) -> Any:
-        """Read a key whose value must be a number or None, and return its value or `default`."""
+        """Return the value of a key, or `default` if the key is missing. Raise ConfigError if the value is neither a number nor None."""
         value = self.take(name, default)
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
             raise ConfigError(f"{self._called(name)}: {value!r} should be a number")
         return value
 
     def first(self, *names: str) -> Any:
-        """Return the value of whichever of these equivalent keys is given, or None. Raise ConfigError if several are given."""
+        """Return the value of the one equivalent key that is given, or None. Raise ConfigError if several of these keys are given."""
         given = [(name, value) for name in names if (value := self.take(name)) is not None]
         if len(given) > 1:
             self.reject(given[1][0], f"{given[0][0]} says the same; give one of them")
         return given[0][1] if given else None
 
     def ignore(self, *names: str) -> None:
-        """Accept keys that have no effect in callsheet."""
+        """Accept these keys, which have no effect in callsheet."""
         for name in names:
             self.take(name)
 
     def target(self, *allowed: str) -> str:
-        """Return the allowed name with which the value of `_target_` ends; "" if the key is missing. Reject other names."""
+        """Return the allowed name with which the value of the key `_target_` ends, or "" without this key. Reject all other values."""
         value = self.take("_target_", _MISSING)
         if value is _MISSING:
             return ""
@@ -79,7 +79,7 @@ class Section:
         return [name for name in self._left if name.startswith(beginning)]
 
     def reject(self, name: str, why: str) -> NoReturn:
-        """Raise ConfigError for a key of this section."""
+        """Raise ConfigError for a key of this section, with the reason `why`."""
         raise ConfigError(f"{self._called(name)}: {why}")
 
     def close(self, hints: Mapping[str, str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""MosaicML Composer's API, implemented by callsheet: code written for Composer runs if only its import lines are changed.
+"""MosaicML Composer's API, implemented by callsheet: code written for Composer runs on callsheet after its import lines are changed.
 
 `from composer import Callback, State, Logger, Trainer` becomes `from callsheet.compat.composer import ...`, and so do
 `composer.callbacks`, `composer.loggers`, `composer.core` and `composer.models`, with their submodules. Composer itself need not be installed.

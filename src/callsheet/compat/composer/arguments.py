@@ -12,7 +12,7 @@ _PRECISIONS: dict[Any, PrecisionName] = {"fp32": "fp32", "amp_bf16": "bf16", "am
 
 
 def several(given: Any) -> list[Any]:
-    """Return an argument as a list. The argument is None, one object, or a list or tuple of objects."""
+    """Return an argument as a list: None as an empty list, a single object as a list of one, and a list or tuple as a list."""
     if given is None:
         return []
     return list(given) if isinstance(given, (list, tuple)) else [given]

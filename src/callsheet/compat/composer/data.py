@@ -48,7 +48,7 @@ class DataSpec:
 
 
 def loader_of(given: Any, batches: int = -1) -> Any:
-    """Return the dataloader of `given`, which is a dataloader, a `DataSpec` (callsheet's or Composer's), or a dict of its arguments.
+    """Return the dataloader of `given`: a dataloader, a `DataSpec` (callsheet's or Composer's), or a dict of a DataSpec's arguments.
 
     If `batches` is 0 or more, only as many batches are used.
     """

@@ -49,7 +49,7 @@ class Evaluator:
 
 
 def evaluators_of(given: Any, batches: int) -> dict[str, callsheet_trainer.Evaluator]:
-    """Return callsheet's evaluators by label, for the Trainer's argument `eval_dataloader`.
+    """Convert the Trainer's argument `eval_dataloader` to callsheet's evaluators. Return a dict of them by label.
 
     Args:
         given: None, a dataloader, an `Evaluator`, or a list of these.

@@ -143,7 +143,7 @@ class TrainMetrics(Callback):
     They are logged as `train/<name>`, and are available as `state.train_metrics`.
     """
 
-    phase = "change"  # this phase is called first, so that all other callbacks can read the metrics at the same event
+    phase = "change"  # callbacks of this phase are called first, so that later ones can read the metrics
 
     def __init__(self, model: Any, metrics: Mapping[str, Any]) -> None:
         self.metrics = dict(metrics)
@@ -178,7 +178,7 @@ class EpochScheduler(LRScheduler):
     """
 
     def __init__(self, optimizer: Optimizer, schedulers: Sequence[Any], *, every_batch: bool) -> None:
-        self.optimizer = optimizer  # do not call the base class's constructor, which would step the scheduler
+        self.optimizer = optimizer  # set here, because the base class's constructor would also step the scheduler
         self.schedulers = list(schedulers)
         self.every_batch = every_batch
 

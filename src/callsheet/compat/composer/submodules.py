@@ -27,7 +27,7 @@ def offer(package: str, submodules: Mapping[str, str]) -> None:
 
 
 def offer_nothing(package: str, submodules: Mapping[str, str]) -> None:
-    """Make each `package.<submodule>` importable. Any public name can be imported from it, and raises `NotSupported` when it is used.
+    """Make each `package.<submodule>` importable. Any public name can be imported from these modules, and raises `NotSupported` when used.
 
     The values of `submodules` are the hints of these errors, which say what to do instead.
     """

@@ -234,7 +234,7 @@ class Trainer:
         return guest(given, name=name, run=None if Kinds.of(given).is_theirs else self._shared)
 
     def _measured_in_training(self, model: Any) -> list[Callback]:
-        """Return the callback that updates the model's metrics for training, if the model has any."""
+        """Return a list with the callback that updates the model's training metrics, or an empty list if the model has none."""
         metrics = model.get_metrics(is_train=True) if hasattr(model, "get_metrics") else {}
         if not metrics:
             return []

@@ -161,7 +161,7 @@ def _config(args: TrainingArgs, train: str, validation: str | None, ranks: int) 
 
 
 def rows_of(args: TrainingArgs) -> tuple[str, str | None]:
-    """Return the paths of the files with the training rows and with the validation rows.
+    """Return the path of the training data, and the path of the validation data or None.
 
     If a part of the data is for validation, two new files are written; otherwise the data file is used itself.
     """

@@ -30,7 +30,7 @@ class FieldInfo:
 
 
 class _ModelFields:
-    """A descriptor that computes the attribute `model_fields` of a dataclass when it is read."""
+    """A descriptor that computes a dataclass's attribute `model_fields` when this attribute is read."""
 
     def __get__(self, instance: object, owner: Any) -> MappingProxyType[str, FieldInfo]:
         return MappingProxyType({each.name: _info(each) for each in fields(owner)})

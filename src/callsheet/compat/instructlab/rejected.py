@@ -1,4 +1,4 @@
-"""InstructLab's functions that send callbacks as source code. They raise `NotSupported`: callsheet executes no such code."""
+"""InstructLab's functions that send callbacks as source code. They raise `NotSupported`, because callsheet executes no such code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron Bridge's API, implemented by callsheet: code written for Megatron Bridge runs if only its import lines are changed.
+"""Megatron Bridge's API, implemented by callsheet: code written for it runs on callsheet after its import lines are changed.
 
 `VALID_EVENTS`, `Callback`, `CallbackContext`, `CallbackManager`, `normalize_callbacks` and `should_fire` behave as in Megatron
 Bridge. `pretrain`, `forward_step` and `qwen25_500m_pretrain_config` do not need Megatron Bridge to be installed.

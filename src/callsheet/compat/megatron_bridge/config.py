@@ -59,7 +59,7 @@ class ModelConfig:
 
 @_section
 class TrainingConfig:
-    """The duration, the batch size and the evaluation interval. `eval_iters` counts global batches; 0 turns evaluation off."""
+    """The duration of training, the batch size, and the evaluation interval. `eval_iters` counts global batches; 0 means no evaluation."""
 
     train_iters: int = 300_000
     global_batch_size: int = 32
@@ -117,7 +117,7 @@ class TokenizerConfig:
 
 @_section
 class CheckpointConfig:
-    """The folders for checkpoints. If `save` is None, nothing is saved. If `load` is None, training starts from the beginning.
+    """The folders of checkpoints. If `save` is None, no checkpoints are saved. If `load` is None, training starts from the beginning.
 
     If `save` ends with `checkpoints`, the folder that contains it is the run's folder.
     """

@@ -114,7 +114,7 @@ def as_megatron_batch(batch: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _mean_and_reported(given: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Convert the result of a loss function to the mean loss and the reported values. Each pair (sum, count) becomes a mean."""
+    """Convert a loss function's result to the mean loss and the reported values. A reported pair (sum, count) becomes a mean."""
     if not isinstance(given, tuple) or len(given) not in (2, 3) or not isinstance(given[-1], Mapping):
         raise ConfigError(
             "the loss function of forward_step has to give (loss, reported by name), or (loss, tokens, reported by name)"
