@@ -1,4 +1,4 @@
-"""Checkpoints: folders of JSON and safetensors files. The manifest (the seal) is written last and makes a folder valid.
+"""Checkpoints: folders of JSON and safetensors files. The manifest (the seal) is written last; it makes the folder a valid checkpoint.
 
 Many ranks can write a checkpoint together, any number of ranks can read it, and no code from its files is run.
 """

@@ -43,7 +43,7 @@ class AsyncWriter:
         self._is_reported = True
 
     def prepare(self, tensors: Iterable[Tensor]) -> None:
-        """Start to allocate buffers on the thread, so that `begin` is faster. This returns at once.
+        """Start to allocate buffers in the background, so that `begin` is faster. Return at once.
 
         Args:
             tensors: tensors of the sizes and dtypes that `begin` will copy. For a DTensor, a buffer of this rank's shard is
@@ -63,7 +63,7 @@ class AsyncWriter:
         check_owner: Callable[[], None] | None = None,
         is_good: Check | None = None,
     ) -> None:
-        """Copy the state, and start to write the copy on the thread. If this fails, `result` raises the error.
+        """Copy the state, and start to write the copy in the background. If this fails, `result` raises the error.
 
         The arguments are those of `write_checkpoint`.
 
@@ -81,7 +81,7 @@ class AsyncWriter:
             draft = Draft.of(shared, local, info, self._ranks.rank)
             draft.parts = self._staging.copy(draft.parts)
             copied.set_result(draft)
-        except Exception as error:  # `result` raises the error, on all ranks
+        except Exception as error:  # keep the error, so that `result` raises it on all ranks
             copied.set_exception(error)
         self._is_reported = False
         self._written = self._thread.submit(Writing(path, self._ranks, overwrite, check_owner, is_good).run, copied.result)
@@ -113,7 +113,7 @@ class AsyncWriter:
         return self._written.result()
 
     def close(self) -> None:
-        """Finish writing, release the buffers and end the thread. This can be called twice.
+        """Finish writing, release the buffers and end the thread. A second call does nothing.
 
         Raises:
             CheckpointError: the last checkpoint could not be written, and `result` has not raised this error yet.
@@ -132,5 +132,5 @@ class AsyncWriter:
 
 
 def _use_one_thread() -> None:
-    torch.get_num_threads()  # make torch set its default now, because it would otherwise do so later and overwrite the value 1
+    torch.get_num_threads()  # make torch set its default now, because setting it later would overwrite the 1
     torch.set_num_threads(1)

@@ -25,7 +25,7 @@ from callsheet.errors import CheckpointError
 
 @dataclass(slots=True)
 class Draft:
-    """What one rank saves: JSON documents, and tensors by their names in the checkpoint, with this rank's part of each."""
+    """What one rank saves: JSON documents, and tensors by name, each with the part that this rank holds."""
 
     state: Json
     local: Json
@@ -82,7 +82,7 @@ class Kind(NamedTuple):
         return cls(tensor.shape, tensor.dtype, tensor.is_cuda)
 
     def buffer(self) -> Tensor:
-        """Allocate a host buffer with this shape and dtype, page-locked or not."""
+        """Allocate a host buffer of this kind: with its shape and dtype, and page-locked if `is_pinned` is True."""
         return page_locked(self.shape, self.dtype) if self.is_pinned else torch.empty(self.shape, dtype=self.dtype)
 
 
@@ -93,7 +93,7 @@ class Staging:
         self._buffers: list[tuple[Kind, Tensor]] = []
 
     def prepare(self, kinds: Iterable[Kind]) -> None:
-        """Allocate the missing buffers, and write to them, because the first write to new memory takes longer than later writes."""
+        """Allocate the buffers of these kinds that are missing. Write to them now, because the first write to new memory is slow."""
         missing = Counter(kinds)
         missing.subtract(kind for kind, _ in self._buffers)
         for kind in missing.elements():

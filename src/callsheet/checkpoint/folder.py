@@ -49,7 +49,7 @@ class Checkpoint:
 
 
 class Found(NamedTuple):
-    """What was found in a folder of checkpoints.
+    """The checkpoints, unfinished checkpoints and other folders that were found in a folder of checkpoints.
 
     Attributes:
         checkpoints: the committed checkpoints, newest first.
@@ -63,7 +63,7 @@ class Found(NamedTuple):
 
 
 def open_folder(path: str | os.PathLike[str]) -> Folder:
-    """Return a `Folder` object through which the folder is accessed.
+    """Return an object through which the folder at a path or URL is read and written.
 
     Args:
         path: a local path, or a URL such as `s3://bucket/run`. The folder need not exist.
@@ -150,7 +150,7 @@ def delete_checkpoint(path: str | os.PathLike[str]) -> None:
 
 
 def delete_abandoned(path: str | os.PathLike[str]) -> None:
-    """Delete a checkpoint folder that is incomplete, because the process that wrote or deleted it was killed.
+    """Delete a checkpoint folder that is incomplete because the process that wrote or deleted it was killed.
 
     Call this only if no other process can be writing to the folder.
 
@@ -183,7 +183,7 @@ def delete_later(path: str | os.PathLike[str], *, is_abandoned: bool = False) ->
 
 
 def point_latest(path: str | os.PathLike[str]) -> None:
-    """Write the name of a committed checkpoint to the file `latest` beside it.
+    """Write the name of a committed checkpoint to the file `latest`, next to the checkpoint's folder.
 
     The file is for people and scripts; callsheet does not read it.
 
@@ -236,7 +236,7 @@ def remove(folder: Folder) -> None:
     """Remove the folder. The manifest is removed first, and the marker file `checkpoint.txt` last."""
     if MANIFEST in folder.entries():
         folder.remove(MANIFEST)
-        folder.sync()  # without this sync, after a crash the manifest could exist while its files do not
+        folder.sync()  # otherwise, after a crash, the manifest could still exist without its files
     clear(folder)
     if MARKER in folder.entries():
         folder.remove(MARKER)

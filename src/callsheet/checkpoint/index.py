@@ -47,7 +47,7 @@ class Index:
     places: dict[tuple[str, torch.Size], ShardLocation]
 
     def metadata(self, names: Iterable[str]) -> Metadata:
-        """Return the metadata of these tensors in the form that torch's distributed checkpoint (DCP) uses."""
+        """Return the metadata of the tensors `names` in the form that torch's distributed checkpoint (DCP) uses."""
         return Metadata({name: self.tensors[name] for name in names})
 
 

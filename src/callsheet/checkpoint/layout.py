@@ -38,11 +38,11 @@ class Names:
         return f"index{self.infix}.json"
 
     def local(self, rank: int) -> str:
-        """Return the file name of the state that only this rank has."""
+        """Return the file name of the state that only rank `rank` has."""
         return f"local-{rank:05d}{self.infix}.json"
 
     def shard(self, rank: int) -> str:
-        """Return the file name of the tensors that this rank wrote."""
+        """Return the file name of the tensors that rank `rank` wrote."""
         return f"shard-{rank:05d}{self.infix}.safetensors"
 
 
@@ -50,7 +50,7 @@ NAMES = (Names(""), Names(".2"))
 
 
 def names_in(files: Container[str]) -> Names | None:
-    """Return the set of names (one of `NAMES`) that these files of a checkpoint have, or None if they are not a checkpoint."""
+    """Return the set of file names (one of `NAMES`) that a checkpoint's `files` use, or None if `files` are not those of a checkpoint."""
     return next((names for names in NAMES if names.state in files and names.index in files), None)
 
 
@@ -59,5 +59,5 @@ SHARED = "state."
 
 
 def own(rank: int) -> str:
-    """Return the prefix of the names of tensors that only rank `rank` has."""
+    """Return the prefix with which a checkpoint names the tensors that only rank `rank` has."""
     return f"local-{rank:05d}."

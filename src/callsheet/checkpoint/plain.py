@@ -29,7 +29,7 @@ from callsheet.checkpoint.tensors import check_storable, local_part
 from callsheet.errors import CheckpointError
 
 Json = Any  # None, bool, int, finite float, str, and lists and string-keyed dicts of these
-Path = tuple["Path | None", object]  # of the enclosing container, and the key in it; text only if a tensor or an error needs it
+Path = tuple["Path | None", object]  # (path of the enclosing container, key in it); made into text only when needed
 
 _DEEPEST = 100  # the maximum depth of a tree; a deeper tree is a mistake, and recursive JSON readers may fail to read it
 # NumPy dtypes whose bytes are plain values. Objects and records are not among them.
@@ -80,7 +80,7 @@ def dump(document: Json) -> bytes:
 
 
 def parse(content: bytes, source: str) -> Json:
-    """Return the JSON value in `content`, the bytes of the file `source`. Raise `CheckpointError` if they are not strict JSON."""
+    """Return the JSON value in `content`, the bytes of the file `source`. Raise `CheckpointError` if the bytes are not strict JSON."""
     try:
         return json.loads(content, parse_constant=_reject)
     except (ValueError, RecursionError) as error:
@@ -101,7 +101,7 @@ def unflatten(document: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 class _Flattening:
-    """The work of one call of `flatten`: it collects the JSON document and the tensors from a nested state.
+    """Collects the JSON document and the tensors of a nested state, for one call of `flatten`.
 
     It holds the tensors found so far, and the containers that enclose the current value.
     """
@@ -185,7 +185,7 @@ def _view(tensor: torch.Tensor) -> Hashable:
         return (_view(here), tensor.device_mesh, tensor.placements, tensor.shape) if here.numel() else id(tensor)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return id(tensor)  # a subclass may keep its data in another place, so its own address has no meaning
-    # A conjugate view has the same storage and differs only in a flag. Without the flag, `z` and `z.conj()` would look the same.
+    # A conjugate view shares the storage of its original and differs only in a flag. Without the flag, `z` and `z.conj()` would look the same.
     marks = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
     return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), marks)
 

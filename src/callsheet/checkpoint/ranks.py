@@ -47,7 +47,7 @@ class RankGroup:
         self.size = 1 if group is None else distributed.get_world_size(group)
 
     def exchange(self, act: Callable[[], T], answer: Callable[[list[T]], list[R]]) -> R:
-        """Run `act` on all ranks, and `answer` with the list of results on rank 0. Return this rank's item of the answer.
+        """Run `act` on all ranks. On rank 0, call `answer` with the list of results, and return to each rank its item of the answer.
 
         `answer` returns a list with one item for each rank.
 

@@ -114,11 +114,11 @@ def _the_same(seals: list[Seal]) -> list[Seal]:
 
 
 class _Reading:
-    """The tensors and JSON documents of a checkpoint that one rank reads. They are planned and checked first, and then read."""
+    """Reads one rank's tensors and JSON documents of a checkpoint. It first plans and checks what to read, and then reads it."""
 
     def __init__(self, folder: Folder, seal: Seal, rank: int, target: Target | None, device: torch.device) -> None:
         names = names_in(seal.files)
-        assert names is not None  # verifying the manifest has checked the names
+        assert names is not None  # `_verified` has checked the names
         self._folder = folder
         self._seal = seal
         rank = rank if rank < seal.world_size else 0
@@ -182,7 +182,7 @@ class _Reading:
 
 
 def _fill(file: BinaryIO, entry: Entry, item: ReadItem, destination: Tensor) -> None:
-    """Read the part of a tensor that `item` describes from the file into `destination`.
+    """Read a part of a tensor, which `item` describes, from the file into `destination`.
 
     Whole rows are read: directly into `destination` if possible, otherwise into a buffer from which the part is copied.
     """

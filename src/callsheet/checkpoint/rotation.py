@@ -14,12 +14,13 @@ from typing import Any
 from callsheet.checkpoint.folder import delete_later, open_folder
 from callsheet.core.context import Context
 
-# The key of a dict in `ctx.user_state`: for each checkpoint, oldest first, which callbacks keep it, and whether its weights and loss are finite.
+# The key in `ctx.user_state` of a dict of the kept checkpoints, oldest first.
+# For each checkpoint, the dict has the callbacks that keep it, and whether its weights and loss are finite.
 _CLAIMS = "checkpoint_claims"
 
 
 def rotate(ctx: Context, by: str, keep: int | None) -> bool:
-    """Keep `ctx.checkpoint` if the callback named `by` requested it, and release the callback's checkpoints in excess of `keep`.
+    """Keep `ctx.checkpoint` if the callback named `by` requested it. Then release checkpoints of this callback until `keep` are left.
 
     Return whether the callback requested the checkpoint. A checkpoint that every callback has released is deleted.
 

@@ -116,7 +116,7 @@ def manifest_of(folder: Folder) -> Seal:
             raise Unsealed(
                 f"{folder.path} is not a checkpoint: it has no {MANIFEST}, so its writer never finished; use another"
             ) from None
-        raise  # do not raise `Unsealed`: the manifest may exist, and the error of the disk may be temporary
+        raise  # raise the disk's error instead of `Unsealed`, because the manifest may exist
     parts = _SEALED.fullmatch(content)
     if parts is None or hashlib.sha256(parts[2]).hexdigest().encode() != parts[1]:
         raise Unsealed(f"{folder.path} is not a checkpoint: its {MANIFEST} is truncated or was changed; use another")

@@ -29,7 +29,7 @@ class FileSeal:
 
 
 class Folder(Protocol):
-    """The interface of a folder, through which the files directly in it are read and written.
+    """The interface through which the files of one folder are read and written.
 
     Errors are `CheckpointError`s that name the file and give the reason and a hint.
     """

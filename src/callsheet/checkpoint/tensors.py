@@ -47,13 +47,13 @@ DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 
 _LONGEST_HEADER = 100_000_000  # bytes; the safetensors library has the same limit
 # Tensors are checked, digested and written in pieces of this many bytes. A piece is small enough to stay in the CPU cache.
-# Smaller pieces would wait for training more often, because each operation on a piece acquires the interpreter lock.
+# With smaller pieces, a write would wait for training more often: each operation on a piece acquires the interpreter lock.
 _PIECE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The description of one tensor in a safetensors file. `start` is the position of its first byte."""
+    """The description of one tensor in a safetensors file. `start` is the position of the tensor's first byte in the file."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -109,7 +109,7 @@ def file_order(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def check_storable(name: str, tensor: Tensor) -> None:
-    """Raise `CheckpointError` for a tensor that cannot be stored: if it is sparse, quantized, meta, complex128 or of a subclass.
+    """Raise `CheckpointError` if a tensor cannot be stored, for example because it is sparse, quantized, meta or of a subclass.
 
     For a DTensor, pass the local part.
     """
@@ -125,7 +125,7 @@ def check_storable(name: str, tensor: Tensor) -> None:
 
 
 def read_header(file: BinaryIO, size_bytes: int, source: str) -> dict[str, Entry]:
-    """Return an `Entry` for each tensor in a safetensors file of `size_bytes`. `source` is the file's name for error messages.
+    """Return an `Entry` for each tensor in a safetensors file of `size_bytes` bytes. `source` is the file's name in error messages.
 
     Raises `CheckpointError` unless the entries fill the file without gaps and each has as many bytes as its dtype and size need.
     """

@@ -68,7 +68,7 @@ def _unsharded(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _is_of_sharding(hook: Any) -> bool:
-    """Return whether this forward hook synchronizes the ranks, because torch's sharding or callsheet has added it.
+    """Return whether torch's sharding or callsheet has added this forward hook. Such a hook synchronizes the ranks.
 
     A copy of the model must not have such a hook: if one rank called the copy, the hook would wait for the other ranks.
     """

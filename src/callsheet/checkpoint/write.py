@@ -1,4 +1,4 @@
-"""Writes checkpoints, for which all ranks work together."""
+"""Writes checkpoints. All ranks work together to write one."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def write_checkpoint(
 
 
 class Writing:
-    """One rank's work in writing one checkpoint."""
+    """Writes this rank's part of one checkpoint. On rank 0, it also assigns the parts and writes the manifest."""
 
     def __init__(
         self,

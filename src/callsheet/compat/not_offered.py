@@ -11,7 +11,7 @@ from callsheet.errors import NotSupported
 
 
 class _NotOffered(type):
-    """The metaclass of placeholders for unsupported names. Calling a placeholder, or reading its public attributes, raises `NotSupported`."""
+    """The metaclass of placeholders for unsupported names. Calling one, or reading its public attributes, raises `NotSupported`."""
 
     instead: str
     system: str

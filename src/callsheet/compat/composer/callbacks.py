@@ -367,7 +367,7 @@ def _in_batches(who: str, interval: Any) -> int:
 
 
 def _mode(who: str, comp: Any, monitor: str) -> str:
-    """Return `min` if a lower value of the metric is better, else `max`, judging by Composer's argument `comp` or else by the metric's name."""
+    """Return `min` if a lower value of the metric is better, else `max`. Composer's argument `comp` decides, or else the metric's name."""
     if comp is None:
         return "min" if any(word in monitor.lower() for word in ("loss", "error", "perplexity")) else "max"
     modes: dict[Any, str] = {"less": "min", "lt": "min", torch.less: "min", torch.lt: "min"}

@@ -40,7 +40,7 @@ class InMemoryLogger(LoggerDestination):
         self.tables[name] = {"columns": columns, "data": rows}
 
     def get_timeseries(self, metric: str) -> dict[str, list[Any]]:
-        """Return lists of the metric's values and of the times, in each unit, at which they were logged. Raise ValueError if there are none."""
+        """Return lists of a metric's values and of their times, one list per unit of time. Raise ValueError if there are no values."""
         if metric not in self.data:
             raise ValueError(f"{metric!r} was not logged; there are {', '.join(self.data) or 'none'}")
         series: dict[str, list[Any]] = {metric: [value for _, value in self.data[metric]]}
