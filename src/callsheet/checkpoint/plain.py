@@ -185,7 +185,7 @@ def _view(tensor: torch.Tensor) -> Hashable:
         return (_view(here), tensor.device_mesh, tensor.placements, tensor.shape) if here.numel() else id(tensor)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return id(tensor)  # a subclass may keep its data in another place, so its own address has no meaning
-    # A conjugate view shares the storage of its original and differs only in a flag. Without the flag, `z` and `z.conj()` would look the same.
+    # A conjugate view shares its original's storage and differs only in a flag. Without the flag, `z` and `z.conj()` would look the same.
     marks = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
     return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), marks)
 

@@ -39,7 +39,7 @@ _Errors = Iterator[tuple[str, str]]
 
 
 def first_error(parser: ArgumentParser, sources: Iterable[Source]) -> str:
-    """Return the first error in the values, with the place of the value; an empty string if every value has the type of its key."""
+    """Return a message about the first wrong value, with its place, or an empty string if every value has the type of its key."""
     return next(_Check().errors(typed_keys(parser) | {"config": None}, sources), "")
 
 
@@ -128,7 +128,7 @@ class _Check:
             yield from self._spec(kind, content, at)
 
     def _spec(self, kind: Any, spec: Any, at: str) -> _Errors:
-        """Check the import path and arguments of a class. Without a path, the class is the last one that was given for this key."""
+        """Check the import path and arguments of a class. If no path is given, check the class that was given most recently for this key."""
         base = base_of(kind)
         spec = {"class_path": spec} if isinstance(spec, str) else spec
         if not isinstance(spec, Mapping):
@@ -175,7 +175,7 @@ class _Check:
         return self._made[-1]
 
     def _last(self, at: str) -> _Made | None:
-        """Return the class that was given last for the key `at`, or for an item of its list; None if there is no such class."""
+        """Return the class that was given most recently for the key `at` or for an item of its list, or None if there is none."""
         return next((made for made in reversed(self._made) if re.sub(r"\[\d+\]$", "", made.at) == at), None)
 
 
@@ -218,7 +218,7 @@ def fits(kind: Any, value: Any) -> bool:
 
 
 def probe() -> ArgumentParser:
-    """Return a parser without keys that reads values in the way a recipe's parser does."""
+    """Return a parser that has no keys, and reads values as a recipe's parser does."""
     from jsonargparse import ArgumentParser
 
     names.register()

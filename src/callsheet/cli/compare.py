@@ -32,7 +32,7 @@ def compare(
     out: str | None = None,
     as_json: bool = False,
 ) -> tuple[str, bool]:
-    """Compare runs. Return the text to print, and whether a condition of `fail_if` is violated.
+    """Compare runs. Return the text to print, and whether a condition of `fail_if` is met.
 
     With `out`, write the page to this file and print its path.
 

@@ -63,7 +63,7 @@ def parts_of(kind: Any) -> type | None:
 
 
 def item_of(kind: Any, container: type) -> Any:
-    """Return the type of the items of a `container` such as `list`, also inside a union; None if `kind` has no such container."""
+    """Return the type of the items if `kind` is a `container` such as `list`, or a union that includes one; otherwise None."""
     if get_origin(kind) is container:
         return get_args(kind)[-1]
     is_union = get_origin(kind) in (Union, types.UnionType)
@@ -108,6 +108,6 @@ def words_of(kind: Any) -> list[str]:
 
 
 def example_of(base: type | None) -> str:
-    """Return an example of an import path for this type."""
+    """Return, as an example, the import path of a subclass of `base`."""
     known = {Callback: "callsheet.callbacks.SpeedMonitor", Optimizer: "torch.optim.AdamW"}
     return next((path for kind, path in known.items() if base is not None and issubclass(base, kind)), "package.module.Class")

@@ -137,7 +137,7 @@ def _no_command(name: str, commands: Sequence[str]) -> str:
 
 
 def _add_train_and_show(command: AddsCommand) -> None:
-    # These commands have no `--help` of their own, because `--help` after the name of a recipe shows the recipe's help.
+    # `train` and `show` have no `--help` of their own, because `--help` after a recipe's name shows the recipe's help.
     train = command("train", _train, "run a recipe", add_help=False)
     show = command(
         "show",

@@ -25,7 +25,7 @@ def named(callback: Callback, name: str) -> Callback:
 
 
 def register() -> None:
-    """Register the format of recipe files with jsonargparse. This may be called twice."""
+    """Register the format of recipe files with jsonargparse. A second call changes nothing."""
     from jsonargparse import get_loader, set_dumper, set_loader
 
     load = get_loader("yaml")

@@ -63,7 +63,7 @@ def name_of(job: Recipe[Any]) -> str:
 
 
 def _described(run: str) -> tuple[Path, Path | None]:
-    """Return the path of the recipe file that `run` names, and the run's folder if `run` is a folder or the name of one."""
+    """Return the path of the recipe file that `run` names, and the run's folder, or None if `run` names a recipe and not a folder."""
     for folder in [RUNS / run, Path(run)] if Path(run).name == run else [Path(run)]:
         if (folder / CONFIG).is_file():
             return folder / CONFIG, folder.resolve() if folder.name in ("", "..") else folder

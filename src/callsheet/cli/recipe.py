@@ -40,7 +40,7 @@ CONFIG = "config.yaml"
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """The checked values of a recipe file and its overrides, from which no objects are made yet.
+    """The checked values of a recipe file and its overrides, before objects are made from them.
 
     `given` has a value for every key. It may be changed before `made()` is called.
     """
@@ -72,7 +72,7 @@ class Values:
         return Prepared(self.path, job, resolved)
 
     def _place_of(self, error: ConfigError) -> str:
-        """Return the place of a value that a class rejected with `error`: `mine.yaml:7: callbacks[2] (CheckpointSaver): `.
+        """Return the place of the value that a class rejected with `error`, such as `mine.yaml:7: callbacks[2] (CheckpointSaver): `.
 
         Return an empty string if it is not found.
         """
@@ -116,7 +116,7 @@ class Prepared:
 
 
 def prepared(recipe: str, overrides: Sequence[str] = (), *, command: str) -> Prepared:
-    """Read a recipe file with these overrides, and make the recipe object. No model is made and no data is read.
+    """Read a recipe file, apply the overrides, and make the recipe object. No model is made and no data is read.
 
     Raises:
         ConfigError: there is no such recipe, a key is unknown, a value has a wrong type, or a package is missing; the message has a hint.
@@ -129,7 +129,7 @@ def prepared(recipe: str, overrides: Sequence[str] = (), *, command: str) -> Pre
 
 @contextmanager
 def current_file(path: Path) -> Iterator[Path]:
-    """Yield the path of the recipe file, or of a temporary copy with current keys if an earlier version wrote the file."""
+    """Yield the path of the recipe file. If an earlier version of callsheet wrote it, yield that of a temporary copy with current keys."""
     from callsheet.recipes.existing_run import with_current_names
 
     content = read_yaml(path) if path.name == CONFIG else None
@@ -148,7 +148,7 @@ def current_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def errors_on_first_rank() -> Iterator[None]:
-    """While the `with` block runs, only the first rank of a machine reports an error. The other ranks exit with the same status."""
+    """While the `with` block runs, only the first rank of a machine reports an error. The other ranks exit without a message."""
     try:
         yield
     except CallsheetError:
@@ -186,7 +186,7 @@ def values_of(
 
 
 def recipe_class(path: Path) -> type[Recipe[Any]]:
-    """Return the recipe class for a file's key `recipe`: the name of a shipped recipe, or the import path of a user's class.
+    """Return the recipe class that the file's key `recipe` names, as a shipped recipe's name or as a user's import path.
 
     Raises:
         ConfigError: the file is not a YAML mapping, or names no recipe.

@@ -21,7 +21,7 @@ from callsheet.report.lines import printable
 
 LOSS = "train/loss"
 METRIC = "validation/loss"
-_LONGEST_CELL = 100  # longer cells are truncated to this many characters; the JSON output is not
+_LONGEST_CELL = 100  # longer cells of the table are cut to this many characters; the JSON output is complete
 
 Value = str | float
 """The value of a column: text, or a number. Empty text and NaN mean that the run has no value."""

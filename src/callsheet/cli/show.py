@@ -46,7 +46,7 @@ def show(recipe: str, overrides: list[str]) -> str:
 
 
 def _near(name: str) -> str:
-    """Return a hint such as `; did you mean 'x'?` with the recipe, the run, or both, whose name is most similar."""
+    """Return a hint such as `; did you mean 'x'?` with the recipe and the run whose names are similar, or an empty text."""
     recipe, run = did_you_mean(name, RECIPES), nearest(name)
     return f"{recipe.removesuffix('?')}, or the run{run.removeprefix('; did you mean')}" if recipe and run else recipe or run
 
@@ -57,7 +57,7 @@ def _described(what: Prepared, overrides: list[str]) -> list[str]:
 
 
 def _folder(settings: Mapping[str, Any]) -> list[str]:
-    """Return a line that says where the run's folder would be and whether it exists; no lines if the recipe has none."""
+    """Return a line that says where the run's folder would be and whether it exists. Return no line if the recipe has no such folder."""
     if not {"runs_folder", "run_name"} <= settings.keys():
         return []
     folder = Path(str(settings["runs_folder"]), str(settings["run_name"]))

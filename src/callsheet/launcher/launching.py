@@ -195,7 +195,7 @@ class _Specs(DefaultLogsSpecs):
 
 
 def _config(specs: _Specs, ranks: int, *, max_restarts: int, grace: float) -> LaunchConfig:
-    # Do not handle a signal that is ignored, for example under nohup.
+    # Do not handle a signal that this process ignores, for example under nohup.
     handled = [name for name in _SIGNALS if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN]
     newer = {"shutdown_timeout": math.ceil(grace), "signals_to_handle": ",".join(handled)}
     return LaunchConfig(

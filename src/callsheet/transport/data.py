@@ -47,7 +47,7 @@ _LENGTH = 8  # each encoded part begins with the part's length, as a number of t
 
 
 def encode(value: object, *, allow_pickle: bool) -> bytes:
-    """Return `value` as bytes: JSON, tensors in the safetensors format and, if allowed, pickles.
+    """Return `value` encoded as bytes: JSON, tensors in the safetensors format and, if allowed, pickles.
 
     Raises:
         TransportError: something in `value` cannot be encoded; the message says what, where, and what to do.
@@ -96,7 +96,7 @@ class Encoder:
         self._callbacks: set[int] = set()
 
     def encoded(self, value: Any, at: str) -> Any:
-        """Return `value` as plain data. `at` is the path of `value` inside the whole value, for error messages."""
+        """Return `value` as plain data. `at` says where `value` is inside the outermost value, for error messages."""
         kind = type(value)
         if value is None or kind in (bool, int, float, str, bytes):
             return value
@@ -132,7 +132,7 @@ class Encoder:
         return self._pickle(value, at)
 
     def pickle(self) -> bytes:
-        """Pickle all objects that plain data cannot express, and return the bytes. One pickle preserves references between the objects.
+        """Pickle all objects that plain data cannot express, and return the bytes. One pickle for all of them preserves their references to each other.
 
         The result is empty if there is nothing to pickle.
         """
@@ -267,7 +267,7 @@ class Decoder:
             case "@import":
                 return find(content, self._script)
             case "@callback":
-                place = len(self._numbered)  # as the encoder does, number a callback before its arguments
+                place = len(self._numbered)  # number the callback before its arguments, as the encoder does
                 self._numbered.append(_UNFINISHED)
                 self._numbered[place] = self._callback(**content)
                 return self._numbered[place]
@@ -326,7 +326,7 @@ _UNFINISHED = object()
 
 
 def _on_cpu(value: Any) -> Any:
-    """Return a state with all tensors copied to host memory, as they are in a checkpoint."""
+    """Return a state with all tensors in host memory, as in a checkpoint."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if type(value) is dict:

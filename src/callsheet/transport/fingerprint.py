@@ -1,4 +1,4 @@
-"""Makes fingerprints: descriptions of callbacks as data, with which two processes compare the callbacks attribute by attribute.
+"""Makes fingerprints, which describe callbacks as data. Two processes use them to compare callbacks attribute by attribute.
 
 Values are compared by their content and by which objects they share. An object of an unknown type is described
 by what pickle would store of it (`__reduce_ex__`), but is not pickled. An object that cannot be inspected, such as a lock, a
@@ -39,7 +39,7 @@ _UNSEEN = "cannot be inspected"
 
 
 def fingerprint(values: Mapping[str, Any]) -> dict[str, Node]:
-    """Return a description of each value and of everything inside it, to compare the values with the values in another process."""
+    """Return a description of each value and of everything inside it, for comparison with the values in another process."""
     fingerprinter = _Fingerprinter()
     return {name: fingerprinter.node_of(value, name) for name, value in values.items()}
 
@@ -205,7 +205,7 @@ def arguments_of(callback: Callback) -> dict[str, Any]:
 
 
 def _is_value(value: Any) -> bool:
-    """Return whether equal objects of the value's type are interchangeable. If so, it does not matter which objects are shared."""
+    """Return whether equal objects of the value's type are interchangeable. If so, comparisons ignore whether an object is shared."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
         return False

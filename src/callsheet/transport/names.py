@@ -13,7 +13,7 @@ from callsheet.core.spec import import_path
 from callsheet.errors import ConfigError, did_you_mean
 
 MAIN = "__main__"
-# In a child process, multiprocessing imports the main script under this name, so that code under a `__main__` guard does not run.
+# In a child process, multiprocessing imports the main script as `__mp_main__`, so that code under a `__main__` guard does not run.
 _IMPORTED_MAIN = "__mp_main__"
 
 
@@ -116,5 +116,5 @@ def main_module(script: str) -> ModuleType:
 
 
 def become(script: str) -> None:
-    """Import the script as this process's `__main__` module, because the payload refers to the script by this name."""
+    """Import the script as this process's module `__main__`, because the payload refers to the script as `__main__`."""
     sys.modules[MAIN] = main_module(script)

@@ -54,7 +54,7 @@ class Key:
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Return the key whose `Key.text` is `text`.
+        """Return the key that `Key.text` has converted to `text`.
 
         Raise a `TransportError`, which does not repeat the text, if it is not a key.
         """
@@ -74,7 +74,7 @@ class Key:
 
 
 def seal(key: Key, kind: str, content: bytes) -> bytes:
-    """Return `content` with a signature, its kind, and the id of the launch."""
+    """Return the bytes of a signed file: the launch's id, the kind of the content, the content, and a signature."""
     signed = _MAGIC + key.launch + kind.encode().ljust(_KIND) + content
     return signed + hmac.digest(key.secret, signed, "sha256")
 
