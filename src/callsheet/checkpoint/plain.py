@@ -31,7 +31,7 @@ from callsheet.errors import CheckpointError
 Json = Any  # None, bool, int, finite float, str, and lists and string-keyed dicts of these
 Path = tuple["Path | None", object]  # (path of the enclosing container, key in it); made into text only when needed
 
-_DEEPEST = 100  # the maximum depth of a tree; a deeper tree is a mistake, and recursive JSON readers may fail to read it
+_DEEPEST = 100  # the maximum depth of a tree; deeper trees are mistakes, and recursive JSON readers may fail on them
 # NumPy dtypes whose bytes are plain values. Objects and records are not among them.
 _NUMBERS_AND_TIMES = re.compile(r"[<>|][biufcmM]\d+(\[\w+\])?")
 
@@ -169,7 +169,7 @@ class _Flattening:
             # Lone surrogates are escaped, since UTF-8 cannot encode them.
             name = text = _text_of(path).encode(errors="backslashreplace").decode() or "tensor"
             nth = 1
-            # The name may be taken: both tensors in {"a.b": t, "a": {"b": u}} have the path a.b. safetensors reserves `__metadata__`.
+            # The name may be taken: both tensors in {"a.b": t, "a": {"b": u}} have the path a.b. `__metadata__` is reserved.
             while name in self.tensors or name == "__metadata__":
                 name = f"{text}#{(nth := nth + 1)}"
             self._names[view], self.tensors[name] = name, tensor
@@ -185,7 +185,7 @@ def _view(tensor: torch.Tensor) -> Hashable:
         return (_view(here), tensor.device_mesh, tensor.placements, tensor.shape) if here.numel() else id(tensor)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return id(tensor)  # a subclass may keep its data in another place, so its own address has no meaning
-    # A conjugate view shares its original's storage and differs only in a flag. Without the flag, `z` and `z.conj()` would look the same.
+    # A conjugate view differs from its original only in a flag. Without the flag, `z` and `z.conj()` would have one key.
     marks = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
     return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), marks)
 

@@ -98,7 +98,7 @@ class Folder(Protocol):
         """
 
     def remove(self, name: str) -> None:
-        """Remove a file or folder from this folder, with everything in it.
+        """Remove a file of this folder, or an inner folder with everything in it.
 
         Args:
             name: the name of the file or folder.

@@ -46,8 +46,8 @@ DTYPES = {  # the dtypes that the safetensors library can read
 DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 
 _LONGEST_HEADER = 100_000_000  # bytes; the safetensors library has the same limit
-# Tensors are checked, digested and written in pieces of this many bytes. A piece is small enough to stay in the CPU cache.
-# With smaller pieces, a write would wait for training more often: each operation on a piece acquires the interpreter lock.
+# Tensors are checked, digested and written in pieces of this many bytes. Such a piece stays in the CPU cache.
+# With smaller pieces, a write would wait for training more often: each operation on a piece takes the interpreter lock.
 _PIECE = 1 << 22
 
 

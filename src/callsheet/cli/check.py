@@ -128,7 +128,7 @@ class _Check:
             yield from self._spec(kind, content, at)
 
     def _spec(self, kind: Any, spec: Any, at: str) -> _Errors:
-        """Check the import path and arguments of a class. If no path is given, check the class that was given most recently for this key."""
+        """Check the import path and arguments of a class. Without a path, check the class most recently given for this key."""
         base = base_of(kind)
         spec = {"class_path": spec} if isinstance(spec, str) else spec
         if not isinstance(spec, Mapping):

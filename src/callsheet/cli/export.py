@@ -10,7 +10,7 @@ from callsheet.errors import ConfigError
 
 
 def export(run: str, overrides: Sequence[str], *, folder: str, checkpoint: str | None = None) -> str:
-    """Write a run's model, with its tokenizer or processor, as a Hugging Face folder, on rank 0 only. Return a summary.
+    """Write a run's model, with its tokenizer or processor, to a Hugging Face folder. Only rank 0 writes. Return a summary.
 
     Raises:
         ConfigError: there is no such run or checkpoint, or the folder is not empty.
@@ -24,7 +24,7 @@ def export(run: str, overrides: Sequence[str], *, folder: str, checkpoint: str |
     job = opened(run, overrides, command="export", checkpoint=checkpoint)
     with job.trainer:
         job.export(path)
-    if job.ranks.rank != 0:  # only rank 0 looks at the folder, because the folder may not exist on the machines of other ranks
+    if job.ranks.rank != 0:  # only rank 0 looks at the folder, which may not exist on the machines of other ranks
         return ""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     size = sum(file.stat().st_size for file in files) / 1e6

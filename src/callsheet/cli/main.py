@@ -565,6 +565,6 @@ def _which_rank() -> str:
 
 def _printed(text: str) -> int:
     if text and read_ranks().rank == 0:
-        with suppress(BrokenPipeError):  # raised if the reader of the output has ended, like `head` in `callsheet events | head`
+        with suppress(BrokenPipeError):  # raised if the reader has ended, like `head` in `callsheet events | head`
             print(text, flush=True)
     return 0

@@ -60,7 +60,7 @@ def runs_named(word: str, folder: Path, *, with_archived: bool = False) -> Itera
 
 
 def nearest(run: str, folder: Path = RUNS) -> str:
-    """Return a hint `; did you mean 'x'?` with the existing run whose name is closest to that of `run`, or an empty text."""
+    """Return a hint such as `; did you mean 'x'?` with the existing run whose name is closest to `run`, or an empty text."""
     path = Path(run)
     beside = path.parent if path.name != run else folder
     return did_you_mean(path.name, run_names(beside))

@@ -129,7 +129,7 @@ def prepared(recipe: str, overrides: Sequence[str] = (), *, command: str) -> Pre
 
 @contextmanager
 def current_file(path: Path) -> Iterator[Path]:
-    """Yield the path of the recipe file. If an earlier version of callsheet wrote it, yield that of a temporary copy with current keys."""
+    """Yield the path of the recipe file, or of a temporary copy with current keys if an earlier version of callsheet wrote the file."""
     from callsheet.recipes.existing_run import with_current_names
 
     content = read_yaml(path) if path.name == CONFIG else None
@@ -186,7 +186,7 @@ def values_of(
 
 
 def recipe_class(path: Path) -> type[Recipe[Any]]:
-    """Return the recipe class that the file's key `recipe` names, as a shipped recipe's name or as a user's import path.
+    """Return the recipe class that the file's key `recipe` names, by a shipped recipe's name or by a user's import path.
 
     Raises:
         ConfigError: the file is not a YAML mapping, or names no recipe.
@@ -216,7 +216,7 @@ def recipe_parser(kind: type[Recipe[Any]], path: Path, *, command: str, title: s
         # Import all callbacks, because jsonargparse finds a class by its bare name only if it is imported.
         getattr(callbacks, name)
     names.register()
-    explains = f"callsheet {command if command == 'show' else 'train'} {title}"  # only `show` and `train` explain a recipe's keys
+    explains = f"callsheet {command if command == 'show' else 'train'} {title}"  # only these two explain keys
     parser = ArgumentParser(
         prog=explains,
         usage=f"{explains} [--KEY VALUE ...]",

@@ -111,7 +111,7 @@ def runs(
     chosen = [name.strip() for name in columns if name.strip()]
     shown = chosen or list(DEFAULT)
     used = [*(shown if not as_json else ()), sort, *(name for name, _, _ in conditions)]
-    # `used` may also contain names of columns. They do no harm, because no run has a metric or setting with the name of a column.
+    # `used` may also contain names of columns, which do no harm: no run has a metric or setting of such a name.
     names = {LOSS, metric, *used, *(match[2] for name in used if (match := _OF_METRIC.fullmatch(name)))}
     try:
         with working(f"reading the runs in {folder}", is_shown=sys.stderr.isatty()):
@@ -258,7 +258,7 @@ def _date(text: str) -> float | None:
 
 
 def _sorted(rows: Sequence[RunRow], column: Column, is_reversed: bool) -> list[RunRow]:
-    """Sort the rows by a column, numbers before text. Rows without a value come last, in both directions."""
+    """Sort the rows by a column. In ascending order, numbers come before text. Rows without a value always come last."""
 
     def key(row: RunRow) -> tuple[bool, Value]:
         value = column.value(row)

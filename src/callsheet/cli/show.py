@@ -20,7 +20,7 @@ _APART = frozenset({"recipe", "callbacks", "loggers", "config"})
 
 
 def show(recipe: str, overrides: list[str]) -> str:
-    """Return a recipe's or run's call sheet and settings as text. No model is made, and no data is read.
+    """Return a recipe's or run's settings and call sheet (the table of all handlers) as text. No model is made, and no data is read.
 
     Raises:
         ConfigError: `callsheet train` would reject the recipe too.

@@ -64,7 +64,7 @@ class BareLoop(NotCopied):
         stops: ends the training if a callback requests a stop, or None if nothing can do that.
     """
 
-    # Every step reads and assigns many of these attributes. An object with more than thirty attributes is slower without slots.
+    # Every step uses many of these attributes. Without slots, an object with more than thirty attributes is slower.
     __slots__ = (
         "__weakref__",
         "_batches",
@@ -161,7 +161,7 @@ class BareLoop(NotCopied):
         # The numbers of samples and tokens of the latest microbatch, and of a microbatch whose loss was discarded.
         self._of_microbatch = self._discarded = _UNKNOWN
         self._was_called = False  # whether the model was called with gradients since the last step ended
-        self._trains_in_eval_mode = not model.training  # True if the script freezes the statistics of batch normalization
+        self._trains_in_eval_mode = not model.training  # for example, to freeze the statistics of batch normalization
         self._in_forward: Literal["train", "eval", ""] = ""  # the purpose of the running forward pass; empty if none is running
         self._is_in_microbatch = False  # whether the model was called with gradients in this step, and no loss has followed yet
         self.thread = current_thread()
@@ -187,7 +187,7 @@ class BareLoop(NotCopied):
     # --- beginning and end ---
 
     def begin(self, loss: Tensor | None, batch: Any, *, counts: tuple[int, int], has_closure: bool) -> None:
-        """Begin the run within the optimizer's first step. Now fire that step's earlier events, such as those of the forward pass.
+        """Begin the run within the optimizer's first step, and fire the events of this step that came earlier, such as its forward pass.
 
         Args:
             loss: the loss of the step, unscaled and detached.
@@ -425,7 +425,7 @@ class BareLoop(NotCopied):
             self.run.counted, self._discarded = _UNKNOWN, self._of_microbatch
 
     def other_optimizer_steps(self) -> None:
-        """Handle a step of an optimizer that is not observed. The losses since the last step may belong to that optimizer."""
+        """Handle a step of an optimizer that is not observed. Discard the latest losses if they may belong to that optimizer."""
         if get_ident() != self._thread:
             return
         if not self._sees_calls:
@@ -442,7 +442,7 @@ class BareLoop(NotCopied):
         """If a step is still open after `GradScaler.step`, the scaler has skipped the optimizer's `step`: end the open step as skipped."""
         self.watch._scaler = scaler
         if not self._is_over and self.step.is_open:
-            self.run.step_skipped = True  # if the optimizer had stepped, no step would be open
+            self.run.step_skipped = True  # the step is still open, so the scaler has skipped it
             self._guarded(self.end_step)
 
     @partial(not_compiled, recursive=False)
@@ -490,7 +490,7 @@ class BareLoop(NotCopied):
             self._end_observed_step()
             return
         run = self.run
-        run.set_learning_rate()  # if the optimizer's events have no listeners, no hook has set the rate
+        run.set_learning_rate()  # set it here, because without listeners no hook sets it
         run.end_step()
         self.watch.total = None
         if not run.ctx.step % FIRST_INTERVAL:
@@ -540,7 +540,7 @@ class BareLoop(NotCopied):
             run.keep_pace()
             if not self._is_plain and not run.driver.has_listeners:
                 self._install_forward_hooks()
-        # Observe losses between steps if a loss can begin a step. In the first steps, they also show whether the loop is regular.
+        # Observe losses between steps if a loss can begin a step. At first, they also show whether the loop is regular.
         self.watch.is_on = not self._sees_calls or steps < _REGULAR_STEPS
         if self.evaluations.delayed:
             self.evaluations.fire_delayed()

@@ -38,20 +38,20 @@ class GradientNorm(OptimizerMonitor):
         self._pace = pace
 
     def on_train_start(self, ctx: Context) -> None:
-        """If a parameter is sharded, mute (stop calling) the handler that logs the norm."""
+        """If a parameter is sharded, mute (stop calling) the handler that logs the gradient norm."""
         super().on_train_start(ctx)
         if any(map(_is_sharded, nn.Module.parameters(ctx.model))):
             ctx.mute(self, "on_forward_backward_end")
 
     def on_forward_backward_end(self, ctx: Context) -> None:
-        """Log the norm if a metrics record follows this step. Then mute (stop calling) this handler until the next such step."""
+        """Log the gradient norm if a metrics record follows this step. Then mute (stop calling) this handler until the next such step."""
         self._interval = self._pace.steps
         super().on_forward_backward_end(ctx)
         if not ctx.step % self._interval:
             ctx.mute(self, "on_forward_backward_end", until=ctx.step + self._interval)
 
     def on_log(self, ctx: Context) -> None:
-        """Unmute the handler that logs the norm, if metrics records are made more often now than when this handler was muted."""
+        """Unmute the handler that logs the gradient norm, if metrics records are made more often now than when it was muted."""
         if self._pace.steps < self._interval:
             self._interval = self._pace.steps
             ctx.unmute(self, "on_forward_backward_end")

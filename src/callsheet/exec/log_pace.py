@@ -8,7 +8,7 @@ from callsheet.core.time import Interval
 
 FIRST_INTERVAL = 10
 """The number of steps from one metrics record to the next, unless the user sets another number or the steps are very short."""
-_MIN_SECONDS = 1.0  # if less training time lies between two records, the interval is doubled
+_MIN_SECONDS = 1.0  # if less training time than this lies between two records, the interval is doubled
 _MAX_SECONDS = 10.0
 
 
@@ -28,7 +28,7 @@ class LogPace:
         self._last = 0.0
 
     def adapt(self, seconds: float) -> bool:
-        """Double `steps` if the record before the one made now, at `seconds` of training, is too recent. Return whether `steps` changed."""
+        """Double `steps` if the new metrics record, made after `seconds` of training, came too soon. Return whether `steps` changed."""
         since, self._last = seconds - self._last, seconds
         if self._is_fixed or since >= _MIN_SECONDS:
             return False

@@ -19,7 +19,7 @@ _GATHERING = (SpeedMonitor, MemoryMonitor, SystemMetricsMonitor)
 
 
 class LoneContext(Context):
-    """The context of callbacks that run on one rank only, although the training has several."""
+    """The context of callbacks that run on one rank only, although the training runs on several ranks."""
 
     __slots__ = ()
 
@@ -29,7 +29,7 @@ class LoneContext(Context):
 
 
 class LoneRun(HostedRun):
-    """A run that is observed on this rank alone."""
+    """A run that is observed on this rank only."""
 
     CONTEXT = LoneContext
     RECORDS = PacedRecords

@@ -83,5 +83,5 @@ class LoopBatches:
 
 
 def batch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return a model call's arguments as a batch: the only one if it is positional, else a tuple of the positional ones, else a dict."""
+    """Return a model call's arguments as a batch: a single positional argument itself, several as a tuple, or named ones as a dict."""
     return args[0] if len(args) == 1 and not kwargs else args or dict(kwargs)

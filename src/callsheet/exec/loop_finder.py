@@ -65,7 +65,7 @@ class LoopFinder:
         self._others = self._others_since = 0
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers whose loop was observed or cannot be observed
         self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # the dataloader of each iterator
-        # A reference to the iterator from which the observed loop has fetched its last batch. Without an observed loop, it is `_nothing`.
+        # A reference to the iterator of the observed loop's last batch; `_nothing` if no loop is observed.
         self._training_iterator: Callable[[], Any] = _nothing
         self._latest: Any = None  # a reference to the last used dataloader that is not the observed loop's dataloader
         self._batch: Any = None  # the latest batch of the dataloader `_latest`; kept only until the first loop is recognized
@@ -123,7 +123,7 @@ class LoopFinder:
 
         def restore() -> None:
             for each in owners:
-                if getattr(each, name) is ours:  # otherwise another library has wrapped the function since: leave its wrapper
+                if getattr(each, name) is ours:  # if not, another library has wrapped the function since, so leave its wrapper
                     setattr(each, name, given)
 
         for each in owners:
@@ -135,7 +135,7 @@ class LoopFinder:
 
     @not_compiled
     def _backward(self, given: Callable[..., Any], loss: Tensor, *args: Any, **options: Any) -> Any:
-        # Observe only the outer call, because `Tensor.backward` calls itself again under `torch.set_default_device`, for example.
+        # Observe only the outer call: under `torch.set_default_device`, for example, `Tensor.backward` calls itself again.
         if self._is_over or self._is_in_backward or loss.numel() != 1:
             return given(loss, *args, **options)
         self._is_in_backward = True
@@ -213,7 +213,7 @@ class LoopFinder:
     def _fetch_from_other(self, given: Callable[[Any], Any], iterator: Any) -> Any:
         """Fetch a batch from an iterator. Whether the observed loop trains on the batches of this iterator is not known yet."""
         loop, reference = self._loop, self._loaders.get(iterator)
-        # In `for batch in DataLoader(...)`, the dataloader is freed and only the iterator is kept, so the iterator identifies the data.
+        # In `for batch in DataLoader(...)`, only the iterator stays alive, so the iterator identifies the data.
         loader = iterator if reference is None or reference() is None else reference()
         if loop is not None and loop.is_of_training(loader):
             self._training_iterator = weakref.ref(iterator)

@@ -54,7 +54,7 @@ def _write(line: str) -> None:
     if _stream is None or _stream.closed:
         return
     bars = sys.modules.get("tqdm.std")
-    if bars is not None:  # `tqdm.write` erases the open progress bars, writes the line, and draws the bars again below the line
+    if bars is not None:  # `tqdm.write` erases the progress bars, writes the line, and draws the bars again below it
         bars.tqdm.write(line, file=_stream)
     else:
         print(line, file=_stream)

@@ -160,7 +160,7 @@ class Observation:
         return name
 
     def options(self) -> list[str]:
-        """Return the options with which `callsheet exec` observes the worker processes that a script starts to train in them.
+        """Return the command-line options with which `callsheet exec` observes the worker processes in which a script trains.
 
         Ultralytics starts such processes to train on several GPUs.
         """
@@ -290,7 +290,7 @@ def _leave_to_parent(reference: weakref.ref[Observation]) -> None:
 
 
 def _figures(folder: Path) -> list[str]:
-    """Return the mean time of a step, the mean rate of samples and the last loss, as far as the run has recorded them."""
+    """Return texts with the mean time of a step, the mean rate of samples and the last loss, as far as the run has recorded them."""
     from callsheet.loggers.support.figures import short
     from callsheet.loggers.support.jsonl_reader import read_metrics
 

@@ -54,7 +54,7 @@ def _isolated(made: list[Callback]) -> list[Callback]:
 
 
 def _default(pace: LogPace) -> list[Callback]:
-    from callsheet.exec.default_observers import default_observers  # imported only here, because `default_observers` needs torch
+    from callsheet.exec.default_observers import default_observers  # imported only here, because it needs torch
 
     return default_observers(pace)
 

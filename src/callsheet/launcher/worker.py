@@ -92,7 +92,7 @@ class _Watch(threading.Thread):
         shutil.rmtree(self._folder, ignore_errors=True)
         os.kill(os.getpid(), signal.SIGTERM)
         self._never_set.wait(self._grace)
-        if os.getpgrp() == os.getpid():  # torch starts each worker in its own session, so `killpg` kills only its processes
+        if os.getpgrp() == os.getpid():  # each worker has its own session, so `killpg` kills only this worker's processes
             os.killpg(0, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -85,7 +85,7 @@ def registers(subject: Subject, folder: Path) -> None:
 
 
 def two_work_in_one_run(subject: Subject, folder: Path) -> None:
-    """Check that two callbacks of the class with different names work in one run.
+    """Check that two callbacks of the tested class, with different names, work in one run.
 
     If they cannot, an error with both names must reject the second one when the run starts.
     """
@@ -126,7 +126,7 @@ def fits_twice(subject: Subject, folder: Path) -> None:
 
 
 def closes_twice(subject: Subject, folder: Path) -> None:
-    """Check that a run with the callback can be closed twice: after training, without training, and after a failed set-up."""
+    """Check that a run with the callback can be closed twice, after or without training, and that a failed set-up raises its error."""
     for trains in (False, True):
         with Scene(subject, _new(folder), subject.make()) as scene:
             if trains:

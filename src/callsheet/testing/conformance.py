@@ -40,7 +40,7 @@ def _on_one_thread() -> Iterator[None]:
     states, threads, has_frozen = random_state(), torch.get_num_threads(), gc.get_freeze_count() == 0
     torch.set_num_threads(1)
     if has_frozen:
-        # The checks collect garbage many times. After `gc.freeze`, this is fast, because the collections skip the existing objects.
+        # The checks collect garbage many times. After `gc.freeze`, collections are fast, because they skip existing objects.
         gc.freeze()
     try:
         yield

@@ -132,7 +132,7 @@ class Encoder:
         return self._pickle(value, at)
 
     def pickle(self) -> bytes:
-        """Pickle all objects that plain data cannot express, and return the bytes. One pickle for all of them preserves their references to each other.
+        """Pickle all objects that plain data cannot express, in one pickle that keeps their references to each other. Return the bytes.
 
         The result is empty if there is nothing to pickle.
         """

@@ -13,7 +13,7 @@ from callsheet.core.spec import import_path
 from callsheet.errors import ConfigError, did_you_mean
 
 MAIN = "__main__"
-# In a child process, multiprocessing imports the main script as `__mp_main__`, so that code under a `__main__` guard does not run.
+# multiprocessing imports a child's main script as `__mp_main__`, so that code under a `__main__` guard does not run.
 _IMPORTED_MAIN = "__mp_main__"
 
 
@@ -111,7 +111,7 @@ def main_module(script: str) -> ModuleType:
     except BaseException:
         del sys.modules[_IMPORTED_MAIN]
         raise
-    module.__spec__ = None  # None, as in a script, so that multiprocessing imports the module by its path and not by its name
+    module.__spec__ = None  # as in a script, so that multiprocessing imports the module by its path, not by its name
     return module
 
 

@@ -41,7 +41,7 @@ class Section:
         return value
 
     def first(self, *names: str) -> Any:
-        """Return the value of the one equivalent key that is given, or None. Raise ConfigError if several of these keys are given."""
+        """Return the value of the key that is given among keys with the same meaning, or None. Raise ConfigError if several are given."""
         given = [(name, value) for name in names if (value := self.take(name)) is not None]
         if len(given) > 1:
             self.reject(given[1][0], f"{given[0][0]} says the same; give one of them")
@@ -53,7 +53,7 @@ class Section:
             self.take(name)
 
     def target(self, *allowed: str) -> str:
-        """Return the allowed name with which the value of the key `_target_` ends, or "" without this key. Reject all other values."""
+        """Return the allowed name that the value of the key `_target_` ends with, or "" if there is no such key. Reject other values."""
         value = self.take("_target_", _MISSING)
         if value is _MISSING:
             return ""

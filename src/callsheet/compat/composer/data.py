@@ -65,7 +65,7 @@ def loader_of(given: Any, batches: int = -1) -> Any:
 
 
 def is_loader(given: Any) -> bool:
-    """Return whether an object in a list is a dataloader or evaluator, rather than a batch."""
+    """Return whether an object from a list is a dataloader or an evaluator, and not a batch."""
     if isinstance(given, DataLoader) or hasattr(given, "dataloader"):
         return True
     if isinstance(given, Mapping):
@@ -112,7 +112,7 @@ class _Transformed:
 def _transformed(loader: Any, transform: Callable[[Any], Any]) -> Any:
     if not isinstance(loader, DataLoader):
         return _Transformed(loader, transform)
-    # Change a copy, so that the caller's dataloader stays as it is. The Trainer can shard and resume this copy like any DataLoader.
+    # Change a copy, not the caller's dataloader. The Trainer can shard and resume the copy like any DataLoader.
     changed = copy.copy(loader)
     changed.collate_fn = _CollatedAndTransformed(loader.collate_fn, transform)
     return changed

@@ -57,7 +57,7 @@ def evaluators_of(given: Any, batches: int) -> dict[str, callsheet_trainer.Evalu
     """
     found: dict[str, callsheet_trainer.Evaluator] = {}
     for number, each in enumerate(_listed(given), 1):
-        # Number the labels, to keep every evaluator. Of several evaluators without a label, Composer itself keeps only the last.
+        # Number the labels, to keep every evaluator. Of several evaluators without a label, Composer keeps only the last.
         label = "eval" if number == 1 else f"eval-{number}"
         evaluator = each if isinstance(each, Evaluator) else Evaluator(label=label, dataloader=each)
         if evaluator.label in found:

@@ -123,7 +123,7 @@ class HuggingFaceModel(ComposerModel):
 
     @staticmethod
     def hf_from_composer_checkpoint(*args: Any, **options: Any) -> NoReturn:
-        """Raise NotSupported: checkpoints have callsheet's format, but this method of Composer reads Composer's format."""
+        """Raise NotSupported, because this method of Composer reads Composer's format, and callsheet's checkpoints have another format."""
         raise NotSupported(
             "HuggingFaceModel.hf_from_composer_checkpoint() is not supported, unlike in Composer: make the model from its configuration, and give "
             "the checkpoint to Trainer(load_path=...)"

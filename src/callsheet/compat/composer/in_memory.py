@@ -40,7 +40,7 @@ class InMemoryLogger(LoggerDestination):
         self.tables[name] = {"columns": columns, "data": rows}
 
     def get_timeseries(self, metric: str) -> dict[str, list[Any]]:
-        """Return lists of a metric's values and of their times, one list per unit of time. Raise ValueError if there are no values."""
+        """Return a dict with a list of the metric's values, and a list of their times in each unit. Raise ValueError if there are none."""
         if metric not in self.data:
             raise ValueError(f"{metric!r} was not logged; there are {', '.join(self.data) or 'none'}")
         series: dict[str, list[Any]] = {metric: [value for _, value in self.data[metric]]}

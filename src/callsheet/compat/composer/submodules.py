@@ -11,7 +11,7 @@ from callsheet.compat.not_offered import not_offered
 
 
 def offer(package: str, submodules: Mapping[str, str]) -> None:
-    """Make each `package.<submodule>` importable, as a module with the names that are listed for it.
+    """Make each `package.<submodule>` importable, as a module that has the names listed for it in `submodules`.
 
     `submodules` maps each submodule to names of the package, separated by blanks.
     """

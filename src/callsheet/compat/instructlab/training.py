@@ -52,7 +52,7 @@ def run_training(torch_args: TorchrunArgs, train_args: TrainingArgs) -> dict[str
         TransportError: a callback cannot be sent; the message says why, and has a hint.
         LaunchError: a rank failed; this is a RuntimeError.
     """
-    from callsheet.launcher import launch  # imported only here, because the launcher needs torch, and defining callbacks does not
+    from callsheet.launcher import launch  # imported only here: it needs torch, and defining callbacks does not
     from callsheet.transport import payload
 
     if payload.is_opening:  # a rank or the preflight check is importing the user's script: do not start training again
@@ -63,7 +63,7 @@ def run_training(torch_args: TorchrunArgs, train_args: TrainingArgs) -> dict[str
         raise ConfigError(
             f"effective_batch_size={train_args.effective_batch_size} does not divide over {ranks} ranks; give a multiple of it"
         )
-    # Import `job` only here, because it imports all recipes, and the preflight check of the callbacks does not need the recipes.
+    # Import `job` only here, because it imports all recipes, which the preflight check of the callbacks does not need.
     from callsheet.compat.instructlab.job import rows_of
 
     rows = rows_of(train_args)
