@@ -216,7 +216,7 @@ def recipe_parser(kind: type[Recipe[Any]], path: Path, *, command: str, title: s
         # Import all callbacks, because jsonargparse finds a class by its bare name only if it is imported.
         getattr(callbacks, name)
     names.register()
-    explains = f"callsheet {command if command == 'show' else 'train'} {title}"  # only these two explain keys
+    explains = f"callsheet {command if command == 'show' else 'train'} {title}"  # only these commands explain keys
     parser = ArgumentParser(
         prog=explains,
         usage=f"{explains} [--KEY VALUE ...]",

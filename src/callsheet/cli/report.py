@@ -1,4 +1,4 @@
-"""`callsheet report`: write the page of a run to a file."""
+"""`callsheet report`: write the report of a run to a file, as an HTML page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _RECORDS = ("metrics.jsonl", "events.jsonl")
 
 
 def report(run: str, *, out: str | None = None) -> str:
-    """Write a run's page and its trace, and return the page's path and size as text.
+    """Write a run's HTML page, and its trace for Perfetto. Return the page's path and size as text.
 
     Raises:
         ConfigError: there is no such run.

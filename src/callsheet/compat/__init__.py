@@ -1,1 +1,1 @@
-"""Packages with the APIs of other training systems: to run on callsheet, code needs to change only its imports."""
+"""Packages with the APIs of other training systems. Code for these systems runs on callsheet after its imports are changed."""

@@ -325,7 +325,7 @@ class BareLoop(NotCopied):
         return torch.is_grad_enabled() and (self.model.training or self._trains_in_eval_mode)
 
     def other_fetched(self, loader: Any, batch: Any) -> None:
-        """Keep a batch that was fetched from another dataloader than the loop's, because the next training step may use this batch."""
+        """Keep a batch that was fetched from a dataloader other than the loop's, because the next training step may use this batch."""
         if get_ident() != self._thread or self.evaluations.dataset or self.step.is_open:
             return
         self._batches.add_other(loader, batch)
