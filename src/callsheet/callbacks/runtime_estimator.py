@@ -117,7 +117,7 @@ class RuntimeEstimator(Callback):
             # If there was only one pause so far, assume that the next one comes after as much training as the first.
             between = (last - first) / (count - 1) if count > 1 else first
             if between > 0 and end > last:
-                # The number of pauses (evaluations or saves) that remain, rounded up, because there is also one at the end of training.
+                # The number of remaining pauses (evaluations or saves). Round up, since one comes at the end of training.
                 to_come = -int(-((end - last) / between - 1e-6) // 1)
                 left += max(0, to_come) * seconds / count
         return left

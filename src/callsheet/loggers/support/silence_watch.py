@@ -36,7 +36,7 @@ class SilenceWatch:
         """Stop the thread, and wait a few seconds for its end."""
         self._is_over.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(_JOIN_SECONDS)  # do not wait for ever: if the terminal accepts no text, the thread is blocked
+            self._thread.join(_JOIN_SECONDS)  # do not wait forever: the thread is blocked as long as the terminal accepts no text
 
     def _watch_silence(self) -> None:
         while not self._is_over.wait(_LOOK_SECONDS):

@@ -29,7 +29,7 @@ class StreamTee:
 
     @property
     def under(self) -> Any:
-        """The stream that this tee replaced. If that stream is a closed tee, the stream that the closed tee replaced."""
+        """The stream that this tee replaced, or if that stream is a tee that was closed, the stream that the closed tee replaced."""
         under: Any = self._under
         return under.under if isinstance(under, StreamTee) and under._take is None else under
 
@@ -70,7 +70,7 @@ class StreamTee:
 
 
 def _move_handlers(source: Any, target: Any) -> None:
-    """Make all logging handlers that write to the stream `source` write to `target`.
+    """Make all logging handlers that write to the stream `source` write to the stream `target` instead.
 
     A handler keeps the stream that was in `sys` when the handler was created.
     """
