@@ -89,9 +89,8 @@ class HangDetector(Callback):
         self._given_folder = Path(folder) if folder is not None else None
         self._folder = Path()
         self._run: RunInfo | None = None  # the current run; None before training
-        self._learned: deque[float] = deque(
-            maxlen=50
-        )  # recent mean step times in seconds, one for each check that found new steps
+        # Recent step times in seconds: for each check that found new steps, the mean time of these steps.
+        self._learned: deque[float] = deque(maxlen=50)
         self._rank = 0
         self._state = TrainState()  # the run's state; `timestamp.batch` is the number of completed steps
         self._beat = 0.0  # time of the last progress: an event between steps, or a check that found a new step

@@ -208,7 +208,7 @@ class Recipe(Generic[AnyConfig]):
             return [resume, None]
 
         try:
-            # If rank 0 has to wait for the lock of the run's folder, the other ranks must wait longer for rank 0.
+            # Rank 0 may wait for the lock of the run's folder. Then the other ranks must wait longer for rank 0.
             patience = config.timeout_seconds + config.lock_timeout_seconds
             resume, aside = of_rank_zero(self.ranks, decide, timeout=patience)
             self._aside = Path(aside) if aside is not None else None
@@ -314,7 +314,7 @@ class Recipe(Generic[AnyConfig]):
             The losses and metrics of every validation dataset and of the test data (as `test`), by dataset and name.
         """
         trainer = self.trainer
-        if trainer.state.evaluators:  # `fit` has no results if the run was already complete or was only opened
+        if trainer.state.evaluators:  # evaluate only if `fit` did not: the run was already complete, or was only opened
             self.evaluated = dict((not self._is_opened and trainer.eval_results) or trainer.evaluate())
         if (test := self.test_data()) is not None:
             self.evaluated["test"] = trainer.test(test)

@@ -175,7 +175,8 @@ class Evaluation:
         """
         if self._world.size == 1 and not getattr(whole, "persistent_workers", False):
             return whole
-        return shared(whole, self._world, seed=0, argument=argument, shard=self._shard)  # the seed is the same in every run
+        # Use a fixed seed, so that the order of the data does not depend on the run's seed.
+        return shared(whole, self._world, seed=0, argument=argument, shard=self._shard)
 
     def due(self, ctx: Context, is_over: bool) -> list[str]:
         """Return the names of the evaluators that are due at the current boundary (the end of a step, epoch or round).
@@ -360,7 +361,9 @@ class Evaluation:
         self._agreement.change_pace()
         try:
             yield
-            if not self._may_be_interrupted:  # the user called this evaluation: let the ranks agree on requests now
+            if (
+                not self._may_be_interrupted
+            ):  # the user called this evaluation: let the ranks agree now on requests that callbacks made in it
                 self._agreement.agree(self.ctx.step)
         finally:
             for module, training in modes:

@@ -1,4 +1,4 @@
-"""Data for a classifier of source code: pieces of code, labelled with the Python package from which they come.
+"""Data for a classifier of source code: pieces of code, labeled with the Python package from which they come.
 
 They are real text with real classes, which every Python installation has.
 """

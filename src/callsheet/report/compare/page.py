@@ -60,7 +60,7 @@ def data(comparison: Comparison, metrics: Sequence[str] = ()) -> dict[str, Any]:
             "images": _images(runs),
         }
     )
-    # `plain` replaces NaN and infinity, which JSON does not have. Curves and axes are large and contain neither, so `plain` is not called.
+    # Curves and axes contain no NaN or infinity, and are large, so they do not go through `plain`, which replaces these.
     return content | {"axes": [_axis(each, len(runs)) for each in runs], "curves": curves}
 
 

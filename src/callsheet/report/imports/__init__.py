@@ -93,7 +93,7 @@ def importing(
     for line in empty:
         logger.warning("%s", line)
     for old in rename:
-        if old not in used:  # only warn, because the runs were imported already
+        if old not in used:  # log a warning instead of an error, because the runs are already imported
             logger.warning("--rename %s: no imported run has this metric%s", old, did_you_mean(old, metrics))
 
 
