@@ -83,7 +83,7 @@ class EMA(Callback):
         self._trained: dict[str, Tensor] = {}  # backup of the trained weights while the model holds the average
         # Two lists of tensors in the same order: the averages, and the model's weights.
         self._moving: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._wanted = 0  # the number of running activities (such as an evaluation or a save) that need the average in the model
+        self._wanted = 0  # how many activities that are running now (such as an evaluation) need the average in the model
         self._stays = False
         self._layout = ""  # how the model is sharded: "whole" (not sharded), or a description of the device mesh
         # Names of the tensors that this rank saves: all sharded tensors, and on rank 0 also those that are not sharded.

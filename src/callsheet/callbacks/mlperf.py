@@ -107,7 +107,7 @@ class MLPerfCallback(Callback):
 
     def _forget(self) -> None:
         self._began_at = now_ms()
-        self._result: ResultFile | None = None  # the result file that rank 0 is writing; otherwise None
+        self._result: ResultFile | None = None  # the open result file on rank 0; None on other ranks, or if no result is written
         self._sizes: list[int] | None = None  # samples in each microbatch of the first step; None after that step
         self._has_begun = self._is_in_block = self._is_resumed = False
         self._reached: float | None = None  # the value of the monitored metric that reached the target

@@ -28,7 +28,7 @@ _written: set[Path | None] = set()
 
 
 class FileLogger(Logger):
-    """Copy what each rank prints to `logs/rank-<rank>.log` in the run's folder. The output still appears in its usual place.
+    """Write a copy of each rank's output to `logs/rank-<rank>.log` in the run's folder. The output still appears in its usual place.
 
     The copy has everything that goes through `sys.stdout` and `sys.stderr`: `print`, warnings, `logging` handlers that write to
     these streams, and progress bars. It also has the traceback of an exception that ends the run. Every start adds a line with

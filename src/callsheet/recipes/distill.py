@@ -41,7 +41,7 @@ TEACHER, HARD_LABELS = "teacher", "hard_labels"
 
 @dataclass(kw_only=True)
 class DistillConfig(FinetuneConfig):
-    """The configuration of the recipe `distill`: that of `finetune`, with `model` as the student, and the teacher.
+    """The configuration of the recipe `distill`: the options of `finetune`, where `model` is the student, and options for the teacher.
 
     Args:
         teacher: the teacher, which must have the student's vocabulary. A teacher without a `path` is first trained on the same

@@ -81,7 +81,7 @@ class Recipe(Generic[AnyConfig]):
     ) -> None:
         if config is not None and not isinstance(config, self.Config):
             raise ConfigError(f"config is {type(config).__name__}; {type(self).__name__} takes a {self.Config.__name__}")
-        self.config: AnyConfig = config if config is not None else self.Config()  # type: ignore[assignment]  # of a subclass
+        self.config: AnyConfig = config if config is not None else self.Config()  # type: ignore[assignment]  # a subclass has its own `Config`
         self.callbacks = manager_of(callbacks)
         if self.config.stop_on_nan and not any(isinstance(inner(each), NaNMonitor) for each in self.callbacks.callbacks):
             self.callbacks.add(NaNMonitor())

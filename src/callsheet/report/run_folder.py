@@ -455,7 +455,7 @@ def _converters(kind: type[Any]) -> dict[str, Callable[[Any], Any]]:
 
 def _built(kind: type[Any], values: dict[str, Any]) -> Any:
     """Make a named tuple from plain values, which are converted to the fields' types. Missing fields get their defaults."""
-    return kind(**{name: convert(values[name]) for name, convert in _converters(kind).items() if name in values})  # type: ignore[arg-type]  # a class can be hashed
+    return kind(**{name: convert(values[name]) for name, convert in _converters(kind).items() if name in values})  # type: ignore[arg-type]  # a class is hashable
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -149,7 +149,7 @@ class TrainBatches:
             self.seed,
             argument=self._argument,
             shard=self._shard,
-            # `alone` is False for a single process that resumes a run of several ranks, because it continues the order of those ranks.
+            # A single process that resumes a run of several ranks continues their order, so `alone` is False for it.
             alone=world.size == 1 and way in (None, "own"),
             count_samples=self._count_samples,
         )

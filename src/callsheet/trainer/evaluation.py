@@ -361,9 +361,7 @@ class Evaluation:
         self._agreement.change_pace()
         try:
             yield
-            if (
-                not self._may_be_interrupted
-            ):  # the user called this evaluation: let the ranks agree now on requests that callbacks made in it
+            if not self._may_be_interrupted:  # the user called this evaluation: let the ranks exchange all requests now
                 self._agreement.agree(self.ctx.step)
         finally:
             for module, training in modes:

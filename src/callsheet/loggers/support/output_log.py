@@ -1,4 +1,4 @@
-"""A log file of a process's output. Of a line that is rewritten, such as a progress bar, it keeps only the last state.
+"""A log file of a process's output. Of a line that is rewritten, such as a progress bar, only the last state is kept.
 
 This module imports only the standard library and nothing of callsheet. Run as a script, it is the process that copies file
 descriptors into such a file; see `descriptor_capture`.

@@ -45,7 +45,7 @@ def valid_records(ctx: Context, steps: Sequence[int], counted: int | None) -> Va
         return ValidRecords()
     if counted is None:
         counted = sum(step <= resumed.step for step in steps)
-    before = min(counted, len(steps))  # after a crash of the machine, the file may have fewer records than the checkpoint counted
+    before = min(counted, len(steps))  # after a crash of the machine, the file may lack some records
     same_step = sum(1 for _ in takewhile(lambda step: step <= resumed.step, steps[before:]))
     return ValidRecords(before, before + same_step, resumed.step)
 

@@ -123,7 +123,7 @@ class Pieces(Table):
     def __len__(self) -> int:
         return len(self._pieces)
 
-    def __getitem__(self, index: int) -> dict[str, str]:  # type: ignore[override]  # no slices
+    def __getitem__(self, index: int) -> dict[str, str]:  # type: ignore[override]  # slices are not supported
         label, text, _ = self._pieces[index]
         return {"text": text, "label": label}
 

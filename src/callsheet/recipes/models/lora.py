@@ -22,7 +22,7 @@ ALL_LINEAR = "all-linear"
 
 _HARMLESS_WARNINGS = (
     "fan_in_fan_out is set to",  # peft warns that it has adapted this option to the layer's type, which is right
-    "`is_gradient_checkpointing` is deprecated",  # a warning about peft's own code, which reads an attribute of transformers
+    "`is_gradient_checkpointing` is deprecated",  # peft itself reads this attribute of transformers
 )
 """The beginnings of those warnings of peft that are irrelevant to the user, and are suppressed."""
 

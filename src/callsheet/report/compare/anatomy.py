@@ -111,7 +111,7 @@ def _timed_steps(window: Window) -> list[dict[str, float]]:
     """
     names = _spans_of_a_step()
     steps: dict[int, dict[str, float]] = {}
-    # The seconds of the spans that fetch a batch. They are added to the next step, because a batch is fetched before its step.
+    # The seconds of fetching a batch by span. They are added to the next step, because its batch is fetched before it starts.
     fetched: dict[str, float] = {}
     for each in window.slices:
         if not each.callback and each.name in names:

@@ -90,7 +90,7 @@ class RandomStream:
 
 
 class _Seeds:
-    """Seeds the random states before a wrapped dataset loads samples, from a seed, the epoch and numbers such as an index.
+    """Seeds the random states before a wrapped dataset loads samples. `seed`, the epoch and, for example, an index give the seed.
 
     The epoch is shared with the workers.
     """
