@@ -145,7 +145,7 @@ class MLPerfCallback(Callback):
 
         Stop again if the run had reached the target before it was resumed.
         """
-        if not self._has_begun:  # some loops of other frameworks do not fire `on_data_init_start`
+        if not self._has_begun:  # in another framework's loop, `on_data_init_start` may be missing
             self.on_data_init_start(ctx)
         if self._target is not None and ctx.state.evaluators:
             one_of("dataset of the monitor", self._target.monitor.partition("/")[0], ctx.state.evaluators)

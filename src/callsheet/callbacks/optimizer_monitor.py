@@ -109,7 +109,7 @@ class OptimizerMonitor(Callback):
 
 @torch.no_grad()
 def _norms(tensors: list[Tensor]) -> tuple[list[int], Tensor]:
-    """Return the tensors' indices, grouped by device and kind of sharding, and their norms in the same order, in float32 or wider.
+    """Group the tensors by device and kind of sharding. Return their indices in this order, and their norms (at least float32).
 
     The norms of each group are reduced together.
     """

@@ -44,7 +44,7 @@ class RuntimeEstimator(Callback):
         self._skip_batches = skip_batches
         self._counts = ""  # time unit of `max_duration`, in which progress is measured
         self._seconds = self._progress = 0.0  # training time and progress measured so far, without warm-up and pauses
-        # Kind of pause -> count, total seconds, progress at the first and at the last pause.
+        # Kind of pause -> number of pauses, their total seconds, and the run's progress at the first and at the last pause.
         self._pauses: dict[str, tuple[int, float, float, float]] = {}
         self._to_skip = skip_batches
         self._since: tuple[float, float] | None = None  # time and progress when the current stretch of training began

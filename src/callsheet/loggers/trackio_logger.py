@@ -44,7 +44,7 @@ class TrackioLogger(Tracker):
         MissingPackage: trackio is not installed.
     """
 
-    # Run on the training thread: Trackio has a current run per thread, and queues what is logged by itself.
+    # Run on the training thread: Trackio has one current run per thread, and has its own queue for logged values.
     lane = "inline"
     package = "trackio"
     extra = "trackio"

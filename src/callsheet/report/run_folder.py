@@ -136,7 +136,7 @@ class RunFolder:
 
     @property
     def status(self) -> str:
-        """The same as `outcome`: how the run ended, or `running`, or `lost` if it stopped writing without recording an end."""
+        """The same as `outcome`: how the run ended, or `running`, or `lost` if the run stopped writing without recording an end."""
         return self.outcome
 
     @property

@@ -169,9 +169,7 @@ class Copier:
         """Copy until all pipes with output are closed."""
         while self._sources:
             ready = select.select([*self._sources, *([self._messages] if self._messages >= 0 else [])], [], [])[0]
-            if (
-                self._messages in ready
-            ):  # handle messages first, because they were sent before the output that is waiting in the pipes
+            if self._messages in ready:  # handle messages first: they were sent before the output that waits in the pipes
                 self._read_messages()
             else:
                 self._copy(ready)

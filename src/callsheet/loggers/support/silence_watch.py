@@ -15,7 +15,7 @@ _EVENTS = frozenset(str(event) for event in Event)
 
 
 class SilenceWatch:
-    """A thread that calls `show` with a text every second while nothing else has been shown for at least `patience` seconds.
+    """A thread that calls the function `show` with a text every second while nothing else was shown for `patience` seconds or more.
 
     The text counts the seconds. If the thread that created this object is running a handler, the text names the handler.
 

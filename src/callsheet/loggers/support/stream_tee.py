@@ -34,7 +34,7 @@ class StreamTee:
         return under.under if isinstance(under, StreamTee) and under._take is None else under
 
     def write(self, text: str) -> int:
-        """Write `text` to the stream, and pass it to `take`."""
+        """Write `text` to the original stream, and pass it to the function `take`."""
         if self._take is None:
             self._remove()
         elif os.getpid() == self._process:
@@ -42,7 +42,7 @@ class StreamTee:
         return self._under.write(text)
 
     def writelines(self, lines: Sequence[str]) -> None:
-        """Write each of the `lines` to the stream, and pass it to `take`."""
+        """Write each of the `lines` to the original stream, and pass it to the function `take`."""
         for line in lines:
             self.write(line)
 

@@ -32,7 +32,7 @@ Key = tuple[Kind, str]
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The timed calls of one callback at one event, per step and per call.
+    """How long one callback takes at one event: per step, in a mean call, and in its slowest call.
 
     Args:
         per_step: the seconds per step.
@@ -111,7 +111,7 @@ def _timed_steps(window: Window) -> list[dict[str, float]]:
     """
     names = _spans_of_a_step()
     steps: dict[int, dict[str, float]] = {}
-    # The seconds of fetching a batch by span. They are added to the next step, because its batch is fetched before it starts.
+    # The seconds of fetching, by span. They count for the next step, because a batch is fetched before its step.
     fetched: dict[str, float] = {}
     for each in window.slices:
         if not each.callback and each.name in names:

@@ -215,7 +215,7 @@ def _without_state(loader: Any) -> list[Any]:
 
 
 def attributes(owners: Iterable[Any]) -> dict[str, int]:
-    """Return a checksum for each attribute of these objects that has a plain type. `changed` compares two such results.
+    """Return a checksum for each attribute of `owners` that is a number, text, container or None. `changed` compares two such results.
 
     The epoch of an object with `set_epoch` is left out, because the Trainer sets it. Left out are also values that cannot be
     pickled, and those whose pickle is larger than a megabyte, not counting tensors and arrays.
