@@ -28,7 +28,7 @@ _lock = threading.Lock()  # DataParallel runs its replicas in several threads, s
 
 
 class ActivationMonitor(Callback):
-    """Log statistics of the outputs of the model's modules at an interval of steps.
+    """Log statistics of the outputs of modules, at an interval of steps.
 
     For every module that returns floating-point tensors, over all microbatches of the step: `activations/mean/<module>`,
     `activations/std/<module>`, `activations/l2_norm/<module>` (the mean norm of the vectors along the last dimension),

@@ -28,7 +28,7 @@ ACTIONS = ("warn", "raise", "kill")
 # The signal that interrupts the training thread. It is a real-time signal that other libraries rarely use.
 _SIGNAL = signal.SIGRTMAX - 3 if sys.platform == "linux" else None
 _MIN_SAMPLES = 3  # how many step times must be measured before they determine the time limit
-_ACTION_SECONDS = 10.0  # time limit for writing and logging the stacks; after it, `action` is carried out anyway
+_ACTION_SECONDS = 10.0  # time limit for writing the stacks, and for logging; then `action` is carried out anyway
 _OTHER_RANKS_SECONDS = 2.0  # time for the other ranks to notice the hang too and write their stacks
 
 

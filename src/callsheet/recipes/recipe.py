@@ -142,7 +142,7 @@ class Recipe(Generic[AnyConfig]):
         """Prepare the training, for example by evaluating the untrained model. Called in new runs and in resumed runs."""
 
     def finish(self) -> None:
-        """Compute `results` and the baselines, and generate samples. This is called after training and evaluation."""
+        """Compute `results` and the baselines, and generate samples. The recipe calls this method after training and evaluation."""
 
     def written(self) -> Iterable[str]:
         """Return texts that the trained model has generated, for the report."""

@@ -153,7 +153,7 @@ def without_doubles(points: Mapping[str, Any]) -> list[str]:
 
 
 def shares(names: Iterable[str], *, room: int, most: int) -> dict[str, int]:
-    """Return, for each family of metrics, how many points each of its curves may have. This limits the page's size.
+    """Return, for each family of metrics, how many points each of its curves may have, so that the page does not grow too large.
 
     Small families get as many as they need; large ones share the rest.
 

@@ -348,7 +348,7 @@ def _check_plain_files(path: Path) -> None:
 
 
 def _in_memory(path: Path) -> sqlite3.Connection:
-    """Return an index in memory. It contains the rows of the index file, if they can be read."""
+    """Return an index in memory, with the rows of the index file if this file can be read."""
     index = sqlite3.connect(":memory:", isolation_level=None)
     index.text_factory = _text
     try:

@@ -72,7 +72,7 @@ def log_boundary(given: str | int | Time) -> Interval:
 def check_same_on_all_ranks(
     world: ProcessGroups, arguments: Mapping[str, Any], evaluators: Mapping[str, Any], callbacks: Iterable[Callback]
 ) -> None:
-    """Raise ConfigError if arguments differ between the ranks. This is a collective.
+    """Raise ConfigError if arguments differ between the ranks. All ranks must call this function.
 
     Ranks with different arguments would later wait for each other in different places.
 

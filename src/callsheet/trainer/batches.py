@@ -65,7 +65,7 @@ class TrainBatches:
         self.load(loader)
 
     def load(self, loader: Loader, argument: str = "train_dataloader") -> None:
-        """Set the dataloader, or call the factory that returns it. This is a collective.
+        """Set the dataloader, or call the factory that returns it. All ranks must call this method.
 
         Raises:
             ConfigError: the dataloader cannot be iterated over repeatedly, is empty, or cannot be shared between the ranks; or the checkpoint

@@ -147,7 +147,7 @@ class Evaluation:
         self._spans = manager.spans(self.ctx)
 
     def add(self, name: str, evaluator: Evaluator) -> None:
-        """Load the data of the evaluator `name`, and begin its schedule. This is a collective."""
+        """Load the data of the evaluator `name`, and begin its schedule. All ranks must call this method."""
         argument = f"eval_dataloader {name!r}"
         whole = made(evaluator.dataloader, argument, may_be_empty=self._world.size > 1)
         self.loaders[name] = self._share(whole, argument)
@@ -161,7 +161,7 @@ class Evaluation:
             schedule.load_state_dict(self._resumed[name])
 
     def made(self, loader: Loader, argument: str) -> Iterable[Any]:
-        """Return this rank's part of the dataloader, which may be given as a function that makes it. This is a collective.
+        """Return this rank's part of the dataloader, which may be given as a function that makes it. All ranks must call this method.
 
         Raises:
             ConfigError: the dataloader cannot be iterated over, is known to be empty, or cannot be divided among the ranks.

@@ -129,7 +129,7 @@ class ParallelModel:
             _share_statistics(model)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the model's state. This is a collective.
+        """Return the model's state. All ranks must call this method.
 
         Every rank gets rank 0's buffers, because the next forward pass would also set them.
         """

@@ -178,7 +178,7 @@ class LineTable(Table):
 
 
 class DatasetTable(Table):
-    """A table of the rows of a dataset of the library `datasets`."""
+    """A table of rows from a dataset of the library `datasets`."""
 
     def __init__(self, dataset: Any, path: str) -> None:
         self._dataset = dataset

@@ -171,7 +171,7 @@ def _frozen(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _leave_out_frozen(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Remove the frozen weights from the model's state dict. They can be loaded from their source instead of a checkpoint.
+    """Remove the frozen weights from the model's state dict. These weights can be loaded from their source instead of a checkpoint.
 
     Without them, a checkpoint is a hundredth of the model's size.
     """

@@ -65,7 +65,7 @@ def data(comparison: Comparison, metrics: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def comparison_page(comparison: Comparison, metrics: Sequence[str] = ()) -> str:
-    """Return the page of a comparison as HTML. It contains as many images as fit into 10 MB.
+    """Return the page of a comparison as HTML. The page contains as many images as fit into 10 MB.
 
     Raises:
         MissingPackage: plotly is not installed.

@@ -221,6 +221,6 @@ def _one_more(several: Sequence[float], absolute: float) -> tuple[float, float]:
 
 
 def _variance(values: Sequence[float]) -> float:
-    """Return the sample variance. This is ten times as fast as `statistics.variance`, which uses exact fractions."""
+    """Return the sample variance. This function is ten times as fast as `statistics.variance`, which uses exact fractions."""
     mean = statistics.fmean(values)
     return math.fsum((value - mean) * (value - mean) for value in values) / (len(values) - 1)
