@@ -157,7 +157,7 @@ class ActivationMonitor(Callback):
 
 
 def _by_name(greatest: dict[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
-    """Return a dict from metric name to maximum. Each key of `greatest` is a tuple of metric names, and its value holds their maxima.
+    """Return a dict from metric name to maximum. Each key of `greatest` is a tuple of names, and its value holds their maxima.
 
     This is needed if microbatches used different modules, or if the modules are on several devices.
     """

@@ -112,7 +112,7 @@ def _kind_of(source: Source, given: object, kind: str | None) -> str:
     """Return which tool, such as `tensorboard`, wrote the files at the source.
 
     Raises:
-        ConfigError: there is nothing that is recognised, or there are several kinds.
+        ConfigError: no known tool wrote files there, or several tools did.
     """
     if kind is not None:
         if not KINDS[kind].find(source):
