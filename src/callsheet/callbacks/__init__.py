@@ -79,7 +79,7 @@ __all__ = [
     "TorchProfiler",
 ]
 
-__getattr__ = attributes(  # import a callback's module on first use of the callback, because many modules import torch
+__getattr__ = attributes(  # import each callback's module when the callback is first used, because importing torch is slow
     __name__,
     {
         "ActivationMonitor": "callsheet.callbacks.activation_monitor",

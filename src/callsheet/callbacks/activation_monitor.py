@@ -22,12 +22,13 @@ logger = logging.getLogger("callsheet")
 
 _WHOLE = "(model)"
 _MEANS = ("mean", "std", "l2_norm", "kurtosis", "zeros")
-_BATCHED_NUMBERS = 2**20  # collect outputs of one shape up to this many elements, then compute their statistics together
+# Collect outputs of one shape up to this many elements, and then compute their statistics together.
+_BATCHED_NUMBERS = 2**20
 _lock = threading.Lock()  # DataParallel runs its replicas in several threads, so hooks may be called at the same time
 
 
 class ActivationMonitor(Callback):
-    """Log statistics of the outputs of the model's modules at an interval of steps.
+    """Log statistics of the outputs of modules, at an interval of steps.
 
     For every module that returns floating-point tensors, over all microbatches of the step: `activations/mean/<module>`,
     `activations/std/<module>`, `activations/l2_norm/<module>` (the mean norm of the vectors along the last dimension),
@@ -63,7 +64,7 @@ class ActivationMonitor(Callback):
         self._ignore_types = frozenset(ignore_types)
         self._remove_hooks: list[Callable[[], None]] = []
         self._seen: dict[torch.device, _Seen] = {}
-        # The last recorded tensor with its version counter and its index in `_Seen`, to recognize a tensor that is returned again.
+        # The last recorded tensor, its version counter, and its index in `_Seen`, to recognize this tensor in the next output.
         self._last: tuple[weakref.ref[Tensor], int, int] | None = None
         self._greatest: dict[tuple[str, ...], Tensor] = {}
         self._step = 0  # the last step whose activations were measured
@@ -156,7 +157,7 @@ class ActivationMonitor(Callback):
 
 
 def _by_name(greatest: dict[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
-    """Return the maximum of each metric by its name, from tensors that each hold the maxima of a group of metrics.
+    """Return a dict from metric name to maximum. Each key of `greatest` is a tuple of names, and its value holds their maxima.
 
     This is needed if microbatches used different modules, or if the modules are on several devices.
     """
@@ -191,7 +192,7 @@ class _Seen:
         return place
 
     def sums(self) -> Tensor:
-        """Return one row of statistics (see the function `_sums`) for each output, in the order of `places`, module by module."""
+        """Return a row of seven statistics for each recorded output. The outputs are ordered by module, as in `places`."""
         while self._waiting:
             self._look_at(self._waiting.popitem()[1])
         rows = torch.cat(self._sums).unbind()

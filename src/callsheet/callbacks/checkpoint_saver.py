@@ -154,7 +154,7 @@ class CheckpointSaver(Callback):
         elif self._take(ctx):
             self._saved_at = info.step
         has_best = ctx.gather(bool(held_by(ctx, self._best_label)))[0]
-        if not has_best:  # if the best checkpoint was deleted, forget its score, so that the next evaluation is the best again
+        if not has_best:  # the best checkpoint was deleted: forget its score, so that the next evaluation counts as the best
             self._best_score = math.inf
 
     def state_dict(self) -> Mapping[str, Any]:

@@ -17,7 +17,8 @@ from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")
 
-_WARN_CHECKPOINTS, _STOP_CHECKPOINTS = 3.0, 1.1  # limits for the free space, as multiples of the largest checkpoint's size
+# Limits of the free space below which to warn and to stop, as multiples of the largest checkpoint's size.
+_WARN_CHECKPOINTS, _STOP_CHECKPOINTS = 3.0, 1.1
 
 
 class DiskSpaceGuard(Callback):
@@ -51,12 +52,12 @@ class DiskSpaceGuard(Callback):
         self._warn_below = warn_below
         self._stop_below = stop_below
         self._path = Path(path) if path is not None else None
-        self._place: Path | None = None  # the folder whose disk is checked
+        self._place: Path | None = None  # the folder whose disk is checked; None if it must be looked up first
         self._largest = 0  # size of the largest checkpoint, in bytes
         self._has_warned = self._has_stopped = False
 
     def on_train_start(self, ctx: Context) -> None:
-        """Reset what an earlier call of `fit` stored, so that a stop can be requested again and the checkpoints' disk is looked up again."""
+        """Forget an earlier call of `fit`: whether it requested a stop, and which disk held its checkpoints."""
         self._has_stopped, self._place = False, None
 
     def on_log(self, ctx: Context) -> None:
@@ -82,7 +83,7 @@ class DiskSpaceGuard(Callback):
 
     def on_checkpoint_published(self, ctx: Context) -> None:
         """Store the size of the largest checkpoint so far, because the limits for free space depend on this size."""
-        self._place = None  # find the checkpoint folder again at the next check, because the first save has created it
+        self._place = None  # look up the checkpoint folder at the next check, because the first save creates this folder
         if ctx.checkpoint is not None:
             self._largest = max(self._largest, ctx.checkpoint.size_bytes)
 

@@ -81,9 +81,9 @@ class EMA(Callback):
     def _begin(self) -> None:
         self._average: dict[str, Tensor] = {}
         self._trained: dict[str, Tensor] = {}  # backup of the trained weights while the model holds the average
-        # Two lists in the same order: the averages, and the model's weights.
+        # Two lists of tensors in the same order: the averages, and the model's weights.
         self._moving: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._wanted = 0  # how many parts of the run that are in progress, such as an evaluation, need the average in the model
+        self._wanted = 0  # how many activities that are running now (such as an evaluation) need the average in the model
         self._stays = False
         self._layout = ""  # how the model is sharded: "whole" (not sharded), or a description of the device mesh
         # Names of the tensors that this rank saves: all sharded tensors, and on rank 0 also those that are not sharded.
@@ -128,7 +128,7 @@ class EMA(Callback):
         self._swap_out(ctx)
 
     def on_train_start(self, ctx: Context) -> None:
-        """Replace an average that an earlier `fit` left in the model by the trained weights. Start an average unless `start` is later."""
+        """Put the trained weights back if an earlier `fit` left the average in the model. Start an average unless `start` is later."""
         if self._stays:
             self._stays = False
             self._release(ctx)
@@ -218,7 +218,7 @@ class EMA(Callback):
                 distributed.broadcast(mean, src=0)
             trained = part.detach().clone()
             part.copy_(mean)
-            if mean.dtype is part.dtype:  # reuse the average's memory for the trained weights
+            if mean.dtype is part.dtype:  # same dtype: store the trained weights in the average's memory
                 trained = self._average.pop(name).copy_(trained)
             self._trained[name] = trained
 
@@ -234,7 +234,7 @@ class EMA(Callback):
                 self._average[name] = trained.copy_(mean)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """For each averaged tensor, return the version that the saved model does not contain: the trained weights or the average."""
+        """Return the trained weights and averages that the saved model itself does not contain, and how the model is sharded."""
         if not self._average and not self._trained:
             return {}
         trained, average = (

@@ -125,7 +125,7 @@ class ExportForInferenceCallback(Callback):
         self._unhook()
 
     def on_log(self, ctx: Context) -> None:
-        """Raise ConfigError if no input was recorded although steps were trained. This means that the model is compiled.
+        """Raise ConfigError if no input was recorded although steps were trained, which happens if the model is compiled.
 
         A compiled model runs no hooks, so there is no sample of its input, and the export at the end would fail.
         """

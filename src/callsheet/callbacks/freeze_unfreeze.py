@@ -87,7 +87,7 @@ class FreezeUnfreeze(Callback):
             logger.info("%s: unfrozen at step %d", label_of(self), ctx.step)
 
     def on_forward_backward_end(self, ctx: Context) -> None:
-        """With several ranks, discard the gradients of frozen parameters, which are computed although they are not needed."""
+        """Discard the gradients of frozen parameters. With several ranks, these parameters keep `requires_grad` and get gradients."""
         for parameter in self._frozen:
             parameter.grad = None
 

@@ -28,7 +28,7 @@ ACTIONS = ("warn", "raise", "kill")
 # The signal that interrupts the training thread. It is a real-time signal that other libraries rarely use.
 _SIGNAL = signal.SIGRTMAX - 3 if sys.platform == "linux" else None
 _MIN_SAMPLES = 3  # how many step times must be measured before they determine the time limit
-_ACTION_SECONDS = 10.0  # time limit for writing stacks, and for logging; after it, `action` is carried out anyway
+_ACTION_SECONDS = 10.0  # time limit for writing the stacks, and for logging; then `action` is carried out anyway
 _OTHER_RANKS_SECONDS = 2.0  # time for the other ranks to notice the hang too and write their stacks
 
 
@@ -89,7 +89,8 @@ class HangDetector(Callback):
         self._given_folder = Path(folder) if folder is not None else None
         self._folder = Path()
         self._run: RunInfo | None = None  # the current run; None before training
-        self._learned: deque[float] = deque(maxlen=50)  # recent step times in seconds, one for each check that found new steps
+        # Recent step times in seconds: for each check that found new steps, the mean time of these steps.
+        self._learned: deque[float] = deque(maxlen=50)
         self._rank = 0
         self._state = TrainState()  # the run's state; `timestamp.batch` is the number of completed steps
         self._beat = 0.0  # time of the last progress: an event between steps, or a check that found a new step
@@ -156,7 +157,7 @@ class HangDetector(Callback):
     def _watch(self, is_over: threading.Event, trained: threading.Thread) -> None:
         pause = min(1.0, self._min_seconds / 10)
         looked, steps, beat = time.monotonic(), self._state.timestamp.batch, self._beat
-        reported: float | None = None  # time of the last progress before the hang that was logged; None if nothing hangs
+        reported: float | None = None  # time of the last progress before the logged hang; None if no hang is going on
         while not is_over.wait(pause):
             now, seen_steps = time.monotonic(), self._state.timestamp.batch
             # If this check comes late, the process was stopped or the machine was asleep, so the run does not hang.

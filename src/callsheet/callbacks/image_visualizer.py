@@ -29,8 +29,8 @@ class ImageVisualizer(Callback):
 
     Args:
         interval: how often to log images during training, such as `"100ba"` or `"1ep"`; a whole number means batches.
-        mode: `"input"` or `"segmentation"`. In a segmentation, class 0 is black and every other class has a fixed colour. Pixels
-            that are ignored (labels below 0, or 255) are grey.
+        mode: `"input"` or `"segmentation"`. In a segmentation, class 0 is black and every other class has a fixed color. Pixels
+            that are ignored (labels below 0, or 255) are gray.
         num_images: the maximum number of images.
         channels_last: whether channels are the last dimension of images, outputs and one-hot labels, not the second; None
             guesses. If there are more than three channels, the first three are shown; if there are two, only the first.

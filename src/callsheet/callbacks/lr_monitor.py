@@ -28,7 +28,7 @@ class LRMonitor(Callback):
         self._last_step = ctx.step
 
     def on_optimizer_step_end(self, ctx: Context) -> None:
-        """Copy the learning rates of this step, because the scheduler then changes those rates in place that are tensors."""
+        """Store the learning rates of this step. A rate that is a tensor is copied, because the scheduler changes it in place."""
         groups = ctx.optimizer.param_groups
         if len(groups) == 1:
             # If there is only one group, every training record already has the group's rate as `train/learning_rate`.
@@ -43,7 +43,7 @@ class LRMonitor(Callback):
         rates, self._rates = self._rates, []  # clear the rates, so that the record of an evaluation gets none
         if len(groups) > 1:
             ctx.unmute(self, "on_optimizer_step_end")  # the handler was muted while the optimizer had only one group
-        # If no step was trained since the last record, this is the record of an evaluation, which gets no rate.
+        # If no step was trained since the last record, the new record is about an evaluation, so it gets no rate.
         if not rates and _RECORDED in values and ctx.step != self._last_step:
             rates = [values[_RECORDED]]
         if rates:

@@ -26,7 +26,7 @@ from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")
 
-_CHECK_SECONDS = 300.0  # time limit of the command `cache_clear_cmd`
+_CHECK_SECONDS = 300.0  # time limit of the user's command `cache_clear_cmd`, in seconds
 
 
 class MLPerfCallback(Callback):
@@ -107,7 +107,7 @@ class MLPerfCallback(Callback):
 
     def _forget(self) -> None:
         self._began_at = now_ms()
-        self._result: ResultFile | None = None  # the result file that rank 0 is writing; otherwise None
+        self._result: ResultFile | None = None  # the open result file on rank 0; None on other ranks, or if no result is written
         self._sizes: list[int] | None = None  # samples in each microbatch of the first step; None after that step
         self._has_begun = self._is_in_block = self._is_resumed = False
         self._reached: float | None = None  # the value of the monitored metric that reached the target
@@ -145,7 +145,7 @@ class MLPerfCallback(Callback):
 
         Stop again if the run had reached the target before it was resumed.
         """
-        if not self._has_begun:  # another framework's loop may not fire `on_data_init_start`
+        if not self._has_begun:  # in another framework's loop, `on_data_init_start` may be missing
             self.on_data_init_start(ctx)
         if self._target is not None and ctx.state.evaluators:
             one_of("dataset of the monitor", self._target.monitor.partition("/")[0], ctx.state.evaluators)
@@ -167,7 +167,7 @@ class MLPerfCallback(Callback):
         if self._sizes is not None:
             sizes, self._sizes = ctx.gather(self._sizes), None
             self._write_all(ctx, found(ctx, sizes, self._hyperparameters) | self._hyperparameters)
-            assert self._target is not None  # without a target, `_sizes` is None
+            assert self._target is not None  # `_sizes` is not None here, and is set only if there is a target
             if complaints := ctx.gather(self._complaints_if_reached(ctx, self._target))[0]:
                 raise ConfigError(
                     f"MLPerf's checker (rules {self._submission.ruleset}) would reject the result even if {self._target.monitor} reached {self._target.value}; "

@@ -59,11 +59,11 @@ class NaNMonitor(Callback):
             losses.clear()
 
     def on_log(self, ctx: Context) -> None:
-        """Check every loss since the last record, unless the mean loss in this record is finite."""
+        """Check every loss since the last metrics record. If the mean loss in the new record is finite, skip this check."""
         mean = ctx.record.values.get("train/loss")
         if mean is not None and math.isfinite(mean):
             self._forget()
-        else:  # the mean is missing, or it is not finite, perhaps only because the sum of the losses overflowed: check each loss
+        else:  # check each loss: the mean is missing, or is not finite, perhaps only because the sum of losses overflowed
             self._check_losses(ctx)
 
     def on_eval_all_start(self, ctx: Context) -> None:
@@ -77,7 +77,8 @@ class NaNMonitor(Callback):
         self._check_losses(ctx)
 
     def _check_losses(self, ctx: Context) -> None:
-        if not self._losses and not self._folded:  # this rank, and therefore every rank, has had no losses since the last record
+        # If this rank has had no losses since the last check, no rank has had any.
+        if not self._losses and not self._folded:
             return
         recent = [torch.stack(on_one_device(self._losses))] if self._losses else []
         losses = torch.cat(on_one_device([*self._folded, *recent])).tolist()

@@ -84,7 +84,7 @@ class OptimizerMonitor(Callback):
             self._log(ctx, "weight", [(name, each.detach()) for name, each in self._parameters])
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Log the optimizer's own metrics. They need the optimizer's state, which exists only after the optimizer's first step."""
+        """Log the optimizer's own metrics. These metrics need the optimizer's state, which exists only after the optimizer's first step."""
         if ctx.step % self._interval or (report := self._report(ctx)) is None:
             return
         metrics: dict[str, Any] = {}
@@ -109,7 +109,7 @@ class OptimizerMonitor(Callback):
 
 @torch.no_grad()
 def _norms(tensors: list[Tensor]) -> tuple[list[int], Tensor]:
-    """Return the tensors' indices, grouped by device and kind of sharding, and their norms in the same order, in float32 or wider.
+    """Group the tensors by device and kind of sharding. Return their indices in this order, and their norms (at least float32).
 
     The norms of each group are reduced together.
     """

@@ -44,7 +44,7 @@ class RuntimeEstimator(Callback):
         self._skip_batches = skip_batches
         self._counts = ""  # time unit of `max_duration`, in which progress is measured
         self._seconds = self._progress = 0.0  # training time and progress measured so far, without warm-up and pauses
-        # Kind of pause -> count, total seconds, progress at the first and at the last pause.
+        # Kind of pause -> number of pauses, their total seconds, and the run's progress at the first and at the last pause.
         self._pauses: dict[str, tuple[int, float, float, float]] = {}
         self._to_skip = skip_batches
         self._since: tuple[float, float] | None = None  # time and progress when the current stretch of training began
@@ -117,7 +117,7 @@ class RuntimeEstimator(Callback):
             # If there was only one pause so far, assume that the next one comes after as much training as the first.
             between = (last - first) / (count - 1) if count > 1 else first
             if between > 0 and end > last:
-                # The number of pauses (evaluations or saves) that remain, rounded up, because there is also one at the end of training.
+                # The number of remaining pauses (evaluations or saves). Round up, since one comes at the end of training.
                 to_come = -int(-((end - last) / between - 1e-6) // 1)
                 left += max(0, to_come) * seconds / count
         return left

@@ -61,7 +61,7 @@ class SlowRankDetector(Callback):
         self._forget(0)
 
     def on_train_start(self, ctx: Context) -> None:
-        """Start to measure this rank's times. If a resumed run has fewer ranks than before, discard the counts of the missing ranks."""
+        """Start to measure this rank's times. If a resumed run has fewer ranks than before, discard the counts of missing ranks."""
         self._is_on_cuda = ctx.run.device.startswith("cuda")
         self._in_a_row = {key: count for key, count in self._in_a_row.items() if int(key.split()[1]) < ctx.run.world_size}
         self._forget(ctx.step)
@@ -94,7 +94,7 @@ class SlowRankDetector(Callback):
         here = (taken, self._fetching / max(1, taken), self._forwarding / max(1, taken))
         self._forget(ctx.step)
         there = ctx.gather(here)
-        # If a rank has trained no step since the last record, this is the record of an evaluation.
+        # If a rank has trained no step since the last record, the new record is about an evaluation, so compare nothing.
         if not all(rank[0] for rank in there):
             return
         for i, stage in enumerate(_STAGES, start=1):

@@ -114,7 +114,8 @@ class SpeedMonitor(Callback):
 
     def on_log(self, ctx: Context) -> None:
         now = ctx.state.timestamp
-        if not self._window.moves_to(now):  # if no step was trained since the last record, this is the record of an evaluation
+        # If no step was trained since the last record, the new record is about an evaluation, so it gets no speed.
+        if not self._window.moves_to(now):
             return
         family, ranks = self.name or "throughput", ctx.run.world_size
         flops = None

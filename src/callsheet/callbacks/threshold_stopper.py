@@ -57,7 +57,7 @@ class ThresholdStopper(Callback):
         self._is_training = self._is_resumed = False
         self._last: float | None = None  # value of the monitored metric in the last record that has it
         self._reached: float | None = None  # value of the monitored metric that stopped the run
-        # Names of the metrics logged so far, for a warning if `monitor` is not among them; None if no warning is needed any more.
+        # Names of the metrics logged so far, for a warning if `monitor` is not among them. None if no warning is needed.
         self._other_metrics: set[str] | None = set()
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:

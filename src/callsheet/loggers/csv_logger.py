@@ -85,7 +85,7 @@ class CSVLogger(Logger):
         self._resumed_rows = state["rows"]
 
     def _rewrite(self, path: Path, columns: list[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Rewrite the CSV file with `columns` and `rows`. Rows with fewer cells are filled up with empty ones."""
+        """Rewrite the CSV file with `columns` and `rows`. Empty cells are added to rows that have too few cells."""
         self._close_file()
         replace_file(path, _text([columns, *([*row, *[""] * (len(columns) - len(row))] for row in rows)]))
         self._columns = dict.fromkeys(columns)

@@ -28,12 +28,12 @@ _written: set[Path | None] = set()
 
 
 class FileLogger(Logger):
-    """Copy what each rank prints to `logs/rank-<rank>.log` in the run's folder. The output still appears in its usual place.
+    """Write a copy of each rank's output to `logs/rank-<rank>.log` in the run's folder. The output still appears in its usual place.
 
     The copy has everything that goes through `sys.stdout` and `sys.stderr`: `print`, warnings, `logging` handlers that write to
     these streams, and progress bars. It also has the traceback of an exception that ends the run. Every start adds a line with
     the run, the process and the step. Lines are written when they are complete. If a line is rewritten, as by a progress bar,
-    only its last state is written, without colours. Output during the run's set-up is included, if the run begins. When the run
+    only its last state is written, without colors. Output during the run's set-up is included, if the run begins. When the run
     ends, the streams are restored.
 
     `capture="fd"` copies everything that is written to the file descriptors 1 and 2, also by C libraries, data-loading workers

@@ -76,12 +76,14 @@ class JSONLLogger(Logger):
         self._writer: LineWriter | None = None  # writes lines; None until the run may write to its folder
         self._images: ImageWriter | None = None  # writes images; None until the first images are logged
         self._process = ""
-        self._records = 0  # number of valid metrics records; after a resume, those that are later than the checkpoint are invalid
+        # Number of valid metrics records. After a resume, records that are later than the checkpoint are invalid.
+        self._records = 0
         self._resumed_records: int | None = None  # number of records when the loaded checkpoint was saved
         self._valid = ValidRecords()  # how many records are still valid after a resume; needed until the next record is logged
         self._eval_began = self._save_began = self._save_seconds = 0.0
         self._environment: threading.Thread | None = None  # the thread that reads git commit, packages and hardware
-        self._pictures: dict[str, tuple[int, int]] = {}  # images' name -> last step, and how many images were logged at that step
+        # Name of logged images -> last step, and how many images were logged at that step.
+        self._pictures: dict[str, tuple[int, int]] = {}
 
     # --- handlers of events ---
 
@@ -184,7 +186,7 @@ class JSONLLogger(Logger):
             try:
                 known = json.loads(path.read_text(encoding="utf-8"))
             except (FileNotFoundError, ValueError, RecursionError):
-                # The file is missing or damaged, or callsheet did not write it.
+                # `hyperparameters.json` does not exist, is damaged, or was not written by callsheet: start a new file.
                 known = {}
             replace_file(path, f"{json_text({**known, **values}, indent=1)}\n".encode())
 

@@ -62,7 +62,7 @@ class Logger(Callback):
         """
 
     def log_call_sheet(self, ctx: Context, sheet: str) -> None:
-        """Log the call sheet (the table of all handlers). This is called once, after the checkpoint was loaded.
+        """Log the call sheet (the table of all handlers). callsheet calls this method once, after the checkpoint, if any, was loaded.
 
         Args:
             ctx: the context.
@@ -70,7 +70,7 @@ class Logger(Callback):
         """
 
     def log_settings(self, ctx: Context, settings: Mapping[str, Any]) -> None:
-        """Log the settings with which the run was started. This is called once, after the checkpoint was loaded.
+        """Log the settings with which the run was started. callsheet calls this method once, after the checkpoint, if any, was loaded.
 
         Args:
             ctx: the context.

@@ -29,7 +29,8 @@ from callsheet.loggers.support.retry_queue import RetryQueue
 from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret, plain
 
 _STATUS = {Outcome.PREEMPTED: "KILLED", Outcome.INTERRUPTED: "KILLED", Outcome.FAILED: "FAILED"}
-_REQUESTS_AT_END = 4  # requests that may time out at the run's end: the last records and the end of the run, each tried twice
+# Requests that may time out at the run's end: the last records and the run's outcome, each sent at most twice.
+_REQUESTS_AT_END = 4
 _AT_ONCE = 100  # the most params or tags that MLflow accepts in one request
 
 

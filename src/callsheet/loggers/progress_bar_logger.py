@@ -71,7 +71,7 @@ class ProgressBarLogger(Logger):
         """Store the metrics record's loss and speed, which the bar shows. If there is no bar, print them as a line."""
         record = ctx.record
         if "train/loss" not in record.values and not record.samples_per_second:
-            return  # skip the metrics record of an evaluation, whose results have their own line
+            return  # this record is about an evaluation, whose results are printed on their own line
         loss = record.values.get("train/loss")
         self._figures = "  ".join([*([f"loss {loss:.4g}"] if loss is not None else []), *speeds(ctx)])
         if time.perf_counter() - self._shown >= (_REFRESH_SECONDS if self._bar is not None else _LINE_SECONDS):
@@ -166,14 +166,14 @@ class ProgressBarLogger(Logger):
     def _draw(self, draw: Callable[[], None]) -> None:
         try:
             draw()
-        except BaseException:  # remove the bar now: after an error, this callback may be disabled, and could not remove it later
+        except BaseException:  # remove the bar now: this callback may be disabled after the error
             self._stop()
             raise
 
     def _start(self, name: str, *, total: float | None = 1.0) -> None:
         self._bar = bar = _new_bar(name, total=total)
         self._status = ""
-        began = time.perf_counter()  # until the first step is shown, count the seconds without news from this time
+        began = time.perf_counter()  # until the first step is shown, the silence is measured from this moment
         self._watch = SilenceWatch(
             lambda: max(self._shown, began),
             lambda text: bar.update(0, status=f"{self._status}  {text}".lstrip(), refresh=True),

@@ -53,7 +53,8 @@ class TensorboardLogger(Tracker):
         self._writer: Any = None
         self._run: RunInfo | None = None  # the current run; None while no writer is open
         self._hyperparameters: dict[str, Any] = {}  # hyperparameters logged so far, by dotted name
-        self._has_hparams = False  # whether the event for the HParams page was written; the page reads only the first such event
+        # Whether the event for TensorBoard's HParams page was written. The page reads only the first such event.
+        self._has_hparams = False
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
         """Write all queued metrics records to the files, so that everything logged before the checkpoint is on disk."""

@@ -44,7 +44,8 @@ class TrackioLogger(Tracker):
         MissingPackage: trackio is not installed.
     """
 
-    lane = "inline"  # run on the training thread: Trackio's current run is per thread, and Trackio itself queues what is logged
+    # Run on the training thread: Trackio has one current run per thread, and has its own queue for logged values.
+    lane = "inline"
     package = "trackio"
     extra = "trackio"
 
@@ -111,7 +112,7 @@ class TrackioLogger(Tracker):
         finally:
             if there is not None:
                 current.set(there)
-        # Trackio finds a run only by its name, so it may have opened another run with the name of the checkpoint's run.
+        # Trackio finds a run only by its name, so it may have opened a different run that has the same name.
         if run_id not in (None, self.run.id):
             logger.warning(
                 "Trackio's latest run %r does not have the id %s of the checkpoint; the logger continues it anyway",

@@ -19,7 +19,8 @@ from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret, 
 
 _MODES = ("online", "offline", "shared", "disabled")
 _SECRET_SETTINGS = {"api_key", "x_extra_http_headers", "x_stats_open_metrics_http_headers"}
-_EXIT_CODES = {Outcome.PREEMPTED: 143, Outcome.INTERRUPTED: 255, Outcome.FAILED: 1}  # W&B shows the exit code 255 as "killed"
+# W&B shows the exit code 255 as "killed".
+_EXIT_CODES = {Outcome.PREEMPTED: 143, Outcome.INTERRUPTED: 255, Outcome.FAILED: 1}
 
 
 class WandBLogger(Tracker):

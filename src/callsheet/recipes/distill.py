@@ -41,7 +41,7 @@ TEACHER, HARD_LABELS = "teacher", "hard_labels"
 
 @dataclass(kw_only=True)
 class DistillConfig(FinetuneConfig):
-    """The configuration of the recipe `distill`: that of `finetune`, with `model` as the student, and the teacher.
+    """The configuration of the recipe `distill`: the options of `finetune`, where `model` is the student, and options for the teacher.
 
     Args:
         teacher: the teacher, which must have the student's vocabulary. A teacher without a `path` is first trained on the same
@@ -190,8 +190,7 @@ class Distill(Finetune):
 
         def look() -> bool:
             kept = self._aside / TEACHER if self._aside is not None and self.config.resume == AUTO else None
-            # An earlier run may have ended while it trained its teacher. Its folder, which was renamed for this run, then contains the teacher
-            # and no student. Continue with this teacher.
+            # Continue with the teacher in the renamed folder of an earlier run, if that run ended while it trained the teacher.
             if kept is not None and not self.folder.exists() and _is_run_of(kept, recipe):
                 self.folder.mkdir(parents=True)
                 kept.rename(self.folder / TEACHER)
@@ -209,7 +208,7 @@ class Distill(Finetune):
         return exported
 
     def _inner_recipe(self, name: str, model: LanguageModel, length: str, lora: Lora | None) -> Finetune:
-        """Return a recipe that fine-tunes `model` on this run's data. Its run is in the subfolder `name`, and is resumed if it exists."""
+        """Return a recipe that fine-tunes `model` on this run's data. If its run exists in the subfolder `name`, resume that run."""
         kept = {each.name: getattr(self.config, each.name) for each in fields(FinetuneConfig)}
         own = {
             "run_name": name,
@@ -255,7 +254,7 @@ def _run(recipe: Finetune) -> None:
     recipe.setup()
     recipe.run()
     if recipe.trainer.preempted and recipe.trainer.signal is not None:
-        raise SystemExit(128 + recipe.trainer.signal)  # the inner run was preempted by a signal, which ends the whole job too
+        raise SystemExit(128 + recipe.trainer.signal)  # a signal preempted the inner run, and must end the whole job too
 
 
 def distill(

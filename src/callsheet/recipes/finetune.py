@@ -96,7 +96,7 @@ class FinetuneConfig(JobConfig):
 
 
 class CausalTask(HuggingFaceTask):
-    """A task for models that compute their own loss. It turns off the key-value cache, which training does not need.
+    """A task for models that compute their own loss. The task turns off the key-value cache, which training does not need.
 
     Nothing reads the cache, and with it packed examples could attend to each other.
     """
@@ -175,7 +175,7 @@ class Finetune(Recipe[FinetuneConfig]):
         return self._loader("train", train=True)
 
     def validation_data(self) -> Mapping[str, Iterable[Any]]:
-        """Return the examples of each validation dataset, or rows of packed examples, by dataset name. They are not shuffled."""
+        """Return the examples of each validation dataset, or rows of packed examples, by dataset name. The examples are not shuffled."""
         return {name: self._loader(name, train=False) for name in self.rows if name not in ("train", "test")}
 
     def test_data(self) -> Iterable[Any] | None:

@@ -81,7 +81,7 @@ class Recipe(Generic[AnyConfig]):
     ) -> None:
         if config is not None and not isinstance(config, self.Config):
             raise ConfigError(f"config is {type(config).__name__}; {type(self).__name__} takes a {self.Config.__name__}")
-        self.config: AnyConfig = config if config is not None else self.Config()  # type: ignore[assignment]  # of a subclass
+        self.config: AnyConfig = config if config is not None else self.Config()  # type: ignore[assignment]  # a subclass has its own `Config`
         self.callbacks = manager_of(callbacks)
         if self.config.stop_on_nan and not any(isinstance(inner(each), NaNMonitor) for each in self.callbacks.callbacks):
             self.callbacks.add(NaNMonitor())
@@ -142,7 +142,7 @@ class Recipe(Generic[AnyConfig]):
         """Prepare the training, for example by evaluating the untrained model. Called in new runs and in resumed runs."""
 
     def finish(self) -> None:
-        """Compute `results` and the baselines, and generate samples. This is called after training and evaluation."""
+        """Compute `results` and the baselines, and generate samples. The recipe calls this method after training and evaluation."""
 
     def written(self) -> Iterable[str]:
         """Return texts that the trained model has generated, for the report."""
@@ -208,7 +208,7 @@ class Recipe(Generic[AnyConfig]):
             return [resume, None]
 
         try:
-            # If rank 0 has to wait for the lock of the run's folder, the other ranks must wait longer for rank 0.
+            # Rank 0 may wait for the lock of the run's folder. Then the other ranks must wait longer for rank 0.
             patience = config.timeout_seconds + config.lock_timeout_seconds
             resume, aside = of_rank_zero(self.ranks, decide, timeout=patience)
             self._aside = Path(aside) if aside is not None else None
@@ -314,7 +314,7 @@ class Recipe(Generic[AnyConfig]):
             The losses and metrics of every validation dataset and of the test data (as `test`), by dataset and name.
         """
         trainer = self.trainer
-        if trainer.state.evaluators:  # `fit` has no results if the run was already complete or was only opened
+        if trainer.state.evaluators:  # evaluate only if `fit` did not: the run was already complete, or was only opened
             self.evaluated = dict((not self._is_opened and trainer.eval_results) or trainer.evaluate())
         if (test := self.test_data()) is not None:
             self.evaluated["test"] = trainer.test(test)

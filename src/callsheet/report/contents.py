@@ -78,7 +78,7 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, st
 def _run(run: RunFolder) -> dict[str, Any]:
     start = run.start_event()
     versions = start.get("versions")
-    # The last record may be older than the end of the last epoch, so take the number of epochs from the `run_end` event too.
+    # The last epoch may have ended after the last record, so read the number of epochs from the `run_end` event too.
     epochs = [record.values["time/epoch"] for record in run.records[-1:] if "time/epoch" in record.values]
     epochs += [count for event in run.events[-1:] if math.isfinite(count := number(event.get("epochs")))]
     return {

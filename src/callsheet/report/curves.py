@@ -12,7 +12,8 @@ from callsheet.report.run_folder import RunFolder
 
 MOST_POINTS = 2_000
 """The maximum number of points of one curve."""
-_POINTS_IN_ALL = 500_000  # the maximum number of points in all curves of a page, so that the page has only some megabytes
+# The maximum number of points in all curves of a page together, so that the page has only a few megabytes.
+_POINTS_IN_ALL = 500_000
 FEWEST_POINTS = 16
 """The minimum number of points of one curve, if the metric was logged that often."""
 _MOST_ODD = 50  # the maximum number of NaN and infinite values to mark in one curve
@@ -136,7 +137,7 @@ def points_of(run: RunFolder) -> dict[str, tuple[list[int], list[float]]]:
 
 
 def without_doubles(points: Mapping[str, Any]) -> list[str]:
-    """Return the names of the metrics, except for metrics whose curve is the same as that of another metric.
+    """Return the names of the metrics without duplicates: if two metrics have the same curve, only one of them is returned.
 
     Left out are the speed of one rank if it equals that of all ranks, and the Trainer's speed and learning rate if a monitor logs
     them.
@@ -152,7 +153,7 @@ def without_doubles(points: Mapping[str, Any]) -> list[str]:
 
 
 def shares(names: Iterable[str], *, room: int, most: int) -> dict[str, int]:
-    """Return, for each family of metrics, how many points each of its curves may have. This limits the page's size.
+    """Return, for each family of metrics, how many points each of its curves may have, so that the page does not grow too large.
 
     Small families get as many as they need; large ones share the rest.
 

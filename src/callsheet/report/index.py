@@ -186,7 +186,7 @@ def _refreshed(index: sqlite3.Connection, folder: Path, wanted: _Wanted) -> list
     changed: list[tuple[str, RunRow]] = []
     for name in sorted(names):
         reader = RunReader(folder / name)
-        # Take the version before reading. If the run writes during the reading, the version is then outdated, and the run is read again.
+        # Take the version before reading. If the run writes meanwhile, the version is outdated, and the next call reads again.
         version = reader.version()
         # If a run was running, read it again even if it has written nothing, because its process may have died.
         if name not in known or known[name][0] != version or known[name][1] == RUNNING:
@@ -348,7 +348,7 @@ def _check_plain_files(path: Path) -> None:
 
 
 def _in_memory(path: Path) -> sqlite3.Connection:
-    """Return an index in memory. It contains the rows of the index file, if they can be read."""
+    """Return an index in memory, with the rows of the index file if this file can be read."""
     index = sqlite3.connect(":memory:", isolation_level=None)
     index.text_factory = _text
     try:

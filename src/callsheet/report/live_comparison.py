@@ -84,10 +84,10 @@ class LiveComparison:
         for folder in self._find_new():
             if folder in known:
                 continue
-            with suppress(FileNotFoundError):  # the folder was deleted after it was found
+            with suppress(FileNotFoundError):  # the folder may have been deleted since it was found
                 self.runs.append(LiveRun(folder, self.budget))
         found = [run.content() for run in self.runs]
-        # No two of these objects have the same id, because `self._comparison` keeps the earlier objects alive.
+        # A changed run is a new object with a new id, because `self._comparison` keeps the old objects alive.
         state = [(id(run), is_there) for run, is_there in found]
         if state != self._state:
             self._state = state
@@ -97,7 +97,7 @@ class LiveComparison:
         try:
             self._comparison = Comparison(runs, group_by=self._group_by, before=self._comparison)
             self.notice = ""
-        except ConfigError as error:  # the runs have just begun and have not recorded the setting yet, so do not group them
+        except ConfigError as error:  # no run has recorded the setting by which to group yet, so do not group the runs
             self._comparison = Comparison(runs, before=self._comparison)
             self.notice = f"{error}; the runs are not grouped"
         self._number += 1

@@ -66,7 +66,7 @@ class LiveRun:
         self.budget = budget or ReadingBudget()
         self._reader = RunReader(folder)
         self._lock = threading.Lock()
-        # Requests that the run has not read yet: the line of each request, its trigger file, and the time at which it was written.
+        # Requests that the run has not read yet: line of the request -> its trigger file, and when it was written there.
         self._pending: dict[str, tuple[Path, float]] = {}
         self._run = self._reader.read()
         self._read_version = self._run.version
@@ -195,14 +195,14 @@ def why_not(run: RunFolder) -> str:
 
 
 def trigger_of(run: RunFolder) -> Path:
-    """Return the file in which the run's `SaveOnTrigger` looks for requests; if there are several files, the first in the run's folder.
+    """Return the first file in the run's folder from which a `SaveOnTrigger` callback of the run reads requests.
 
     Raises:
         ConfigError: there is none, or it is outside the run's folder. The content of a folder must not make this process write to
             another place.
     """
     listeners = listeners_in(run.path)
-    # A listener that is not on the call sheet belongs to an earlier job that was killed, so leave it out.
+    # Leave out callbacks that are not on the call sheet (the run's table of handlers): they belong to a killed job.
     if run.call_sheet:
         listeners = {name: file for name, file in listeners.items() if name in run.call_sheet}
     if not listeners:

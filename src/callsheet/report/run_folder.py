@@ -39,7 +39,7 @@ _TEXTS = ("hyperparameters.json", "settings.json", "environment.json", "config.y
 _MOST_TEXT, _LOG_TAIL = 2**20, 2**16
 _MOST_WINDOWS, _MOST_SLICES = 200, 20_000
 _MOST_TABLES, _TABLE_ENTRIES, _MOST_LOGS, _MOST_EVENTS = 200, 40, 64, 50_000
-# A run counts as lost if it has written nothing for this many seconds, and for this many median times between two of its records.
+# A run is lost if it has written nothing for this many seconds, and for this many median times between two records.
 _LOST_AFTER_SECONDS, _LOST_AFTER_GAPS = (300.0, 10)
 _LARGEST_IMAGE = 16 * 2**20
 _LARGEST_STEP = 2**53  # the largest valid step: JSON readers that use doubles cannot represent larger integers exactly
@@ -136,7 +136,7 @@ class RunFolder:
 
     @property
     def status(self) -> str:
-        """The same as `outcome`: how the run ended, or `running`, or `lost` if it stopped writing without recording an end."""
+        """The same as `outcome`: how the run ended, or `running`, or `lost` if the run stopped writing without recording an end."""
         return self.outcome
 
     @property
@@ -193,7 +193,7 @@ class RunReader:
         with self._lock:
             if any(lines.is_another() for lines in self._lines.values()):
                 self._begin()
-            # Take the state before reading. If lines are appended during the reading, the next state differs, and the lines are read then.
+            # Take the state before reading. If lines are added meanwhile, the next state differs, and the lines are read then.
             state = self._state()
             self._add_new()
             return self._run(self._version(state))
@@ -249,7 +249,7 @@ class RunReader:
     def _run(self, version: str) -> RunFolder:
         path, records, events = self._path, self._records, list(self._events)
         name = path.resolve().name  # the folder may have been renamed since training
-        if not is_marked(path):  # a logger with a `name` made this subfolder: take the run's name from an event
+        if not is_marked(path):  # a logger made this subfolder of a run's folder: take the run's name from an event
             name = next((str(event["run"]) for event in events if event.get("run")), name)
         config_text = text_of(path, "config.yaml", at_most=_MOST_TEXT)
         run = RunFolder(
@@ -345,7 +345,7 @@ class RunReader:
         return not self._events and is_marked(self._path) and claim_of(self._path) is None
 
     def _has_results(self) -> bool:
-        """Return whether the run has written `results.json`, which is then newer than the `config.yaml` from its start."""
+        """Return whether the run has written `results.json`, which is then newer than the `config.yaml` that was written at the start."""
         try:
             return os.stat(self._path / "results.json").st_mtime_ns >= os.stat(self._path / "config.yaml").st_mtime_ns
         except OSError:
@@ -384,7 +384,7 @@ def _events_of_kind(kind: str, events: list[dict[str, Any]], resumes: list[Resum
     for event in events:
         if event["event"] == "run_start":
             moment = moment_of(event.get("time"))
-            # A process that resumes writes its resume before its `run_start` event. So the last of these resumes belongs to this event.
+            # A resumed process writes its resume before its `run_start` event, so the last of these resumes belongs to this event.
             at = [resume.step for resume in resumes if resume.time <= moment]
             for each in found:
                 each["is_undone"] |= each["step"] > (at[-1] if at else 0)
@@ -455,7 +455,7 @@ def _converters(kind: type[Any]) -> dict[str, Callable[[Any], Any]]:
 
 def _built(kind: type[Any], values: dict[str, Any]) -> Any:
     """Make a named tuple from plain values, which are converted to the fields' types. Missing fields get their defaults."""
-    return kind(**{name: convert(values[name]) for name, convert in _converters(kind).items() if name in values})  # type: ignore[arg-type]  # a class can be hashed
+    return kind(**{name: convert(values[name]) for name, convert in _converters(kind).items() if name in values})  # type: ignore[arg-type]  # a class is hashable
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -104,7 +104,7 @@ class WatchServer(ThreadingHTTPServer):
             return
         try:
             super().process_request(request, client_address)
-        except RuntimeError:  # no thread was started that would release `_room` later, so release it here
+        except RuntimeError:  # no thread was started, which would have released `_room` at its end, so release `_room` here
             self._room.release()
             raise
 
@@ -122,7 +122,7 @@ class WatchServer(ThreadingHTTPServer):
         now = time.monotonic()
         for request, since in list(self.waiting.items()):
             if now - since > _IDLE_SECONDS and self.waiting.pop(request, None) is not None:
-                with suppress(OSError):  # the connection is already closed
+                with suppress(OSError):  # the connection may be closed already
                     request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -173,7 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/data.json":
             news = watched.news(query.get("since", [""])[-1])
             self._send(HTTPStatus.NO_CONTENT if news is None else HTTPStatus.OK, "application/json", news or b"")
-        elif isinstance(watched, LiveComparison):  # only the page of a single run has the paths below
+        elif isinstance(watched, LiveComparison):  # `/act` and `/images/` exist only for the page of a single run
             raise _Rejected(HTTPStatus.NOT_FOUND, "there is nothing here")
         elif path == "/act":
             raise _Rejected(HTTPStatus.METHOD_NOT_ALLOWED, "a request to the run must be a POST")
@@ -194,7 +194,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             request = json.loads(self._body())
             message = watched.ask(str(request["act"]))
-        except (ValueError, TypeError, KeyError, RecursionError) as error:  # this also catches ConfigError, which is a ValueError
+        except (ValueError, TypeError, KeyError, RecursionError) as error:  # ConfigError is a ValueError, too
             why = str(error) if isinstance(error, CallsheetError) else 'send {"act": "save"}, "evaluate" or "stop"'
             raise _Rejected(HTTPStatus.BAD_REQUEST, why) from error
         except RequestRejected as error:
@@ -290,7 +290,7 @@ class _Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer a request that the base class rejects: a request that is invalid or has an unknown method."""
         self.close_connection = True
-        # If the request line is invalid, the version of HTTP is unknown, and the answer would have no status line. So set a version.
+        # Set an HTTP version: after an invalid request line, none is known, and the answer would have no status line.
         self.request_version = self.protocol_version
         self._send(HTTPStatus(code), "text/plain", f"{HTTPStatus(code).phrase}\n".encode())
 

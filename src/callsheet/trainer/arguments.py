@@ -72,7 +72,7 @@ def log_boundary(given: str | int | Time) -> Interval:
 def check_same_on_all_ranks(
     world: ProcessGroups, arguments: Mapping[str, Any], evaluators: Mapping[str, Any], callbacks: Iterable[Callback]
 ) -> None:
-    """Raise ConfigError if arguments differ between the ranks. This is a collective.
+    """Raise ConfigError if arguments differ between the ranks. All ranks must call this function.
 
     Ranks with different arguments would later wait for each other in different places.
 
@@ -180,10 +180,10 @@ def _check_usable(device: torch.device) -> None:
         here = torch.cuda.device_count()
         if device.index is not None and device.index >= here:
             raise ConfigError(f"device='{device}': this machine has {here} CUDA devices, the first is cuda:0; give one of them")
-        return  # do not use CUDA for this check: CUDA must not be initialized before the rank's device is set
+        return  # do not test CUDA by using it, because CUDA must not be initialized before the rank's device is set
     try:
         torch.empty(0, device=device)
-    except Exception as error:  # the class of the error depends on the device: AssertionError, RuntimeError, NotImplementedError
+    except Exception as error:  # AssertionError, RuntimeError or NotImplementedError, depending on the device
         why = str(error).splitlines()[0].split(". ")[0].rstrip(".")
         raise ConfigError(
             f"device='{device}' cannot be used here: {why} (torch {torch.__version__}); give 'cpu', or 'auto' to use what is available"
@@ -196,7 +196,7 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
     Raises:
         ConfigError: the model does not support gradient checkpointing.
     """
-    # transformers has an old and a new name for the method that enables gradient checkpointing; use the name that the model has.
+    # The method that enables gradient checkpointing has an old and a new name in transformers. Use the one that exists.
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     name = next((name for name in names if hasattr(model, name)), None)
     if name is None:

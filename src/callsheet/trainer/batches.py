@@ -65,14 +65,14 @@ class TrainBatches:
         self.load(loader)
 
     def load(self, loader: Loader, argument: str = "train_dataloader") -> None:
-        """Set the dataloader, or call the factory that returns it. This is a collective.
+        """Set the dataloader, or call the factory that returns it. All ranks must call this method.
 
         Raises:
             ConfigError: the dataloader cannot be iterated over repeatedly, is empty, or cannot be shared between the ranks; or the checkpoint
                 to resume was saved in the middle of an epoch that this number of ranks cannot continue.
         """
         several = self._world.size > 1
-        # A rank without data must not raise an error alone, because all ranks check this together later.
+        # With several ranks, accept an empty loader here. All ranks together check later whether a rank has no data.
         self._loader = made(loader, argument, may_be_empty=several)
         self._argument = argument
         self._choose()
@@ -149,7 +149,7 @@ class TrainBatches:
             self.seed,
             argument=self._argument,
             shard=self._shard,
-            # A single process that resumes a run of several ranks continues the order of those ranks, so it does not count as alone.
+            # A single process that resumes a run of several ranks continues their order, so `alone` is False for it.
             alone=world.size == 1 and way in (None, "own"),
             count_samples=self._count_samples,
         )

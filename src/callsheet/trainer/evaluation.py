@@ -147,7 +147,7 @@ class Evaluation:
         self._spans = manager.spans(self.ctx)
 
     def add(self, name: str, evaluator: Evaluator) -> None:
-        """Load the data of the evaluator `name`, and begin its schedule. This is a collective."""
+        """Load the data of the evaluator `name`, and begin its schedule. All ranks must call this method."""
         argument = f"eval_dataloader {name!r}"
         whole = made(evaluator.dataloader, argument, may_be_empty=self._world.size > 1)
         self.loaders[name] = self._share(whole, argument)
@@ -161,7 +161,7 @@ class Evaluation:
             schedule.load_state_dict(self._resumed[name])
 
     def made(self, loader: Loader, argument: str) -> Iterable[Any]:
-        """Return this rank's part of the dataloader, which may be given as a function that makes it. This is a collective.
+        """Return this rank's part of the dataloader, which may be given as a function that makes it. All ranks must call this method.
 
         Raises:
             ConfigError: the dataloader cannot be iterated over, is known to be empty, or cannot be divided among the ranks.
@@ -175,7 +175,8 @@ class Evaluation:
         """
         if self._world.size == 1 and not getattr(whole, "persistent_workers", False):
             return whole
-        return shared(whole, self._world, seed=0, argument=argument, shard=self._shard)  # the seed is the same in every run
+        # Use a fixed seed, so that the order of the data does not depend on the run's seed.
+        return shared(whole, self._world, seed=0, argument=argument, shard=self._shard)
 
     def due(self, ctx: Context, is_over: bool) -> list[str]:
         """Return the names of the evaluators that are due at the current boundary (the end of a step, epoch or round).
@@ -360,7 +361,7 @@ class Evaluation:
         self._agreement.change_pace()
         try:
             yield
-            if not self._may_be_interrupted:  # the user called this evaluation: let the ranks agree on requests now
+            if not self._may_be_interrupted:  # the user called this evaluation: let the ranks exchange all requests now
                 self._agreement.agree(self.ctx.step)
         finally:
             for module, training in modes:

@@ -136,7 +136,7 @@ class MicrobatchPlan:
 
     @property
     def scale(self) -> Any:
-        """The factor for this rank's loss with which the average of the ranks' gradients is the gradient of the global mean loss."""
+        """The factor for this rank's loss. With it, the gradients averaged over the ranks are the gradients of the global mean loss."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -166,7 +166,7 @@ class MicrobatchPlan:
 
 def _share(weight: Any, total: Any, parts: int) -> Any:
     if isinstance(total, Tensor):
-        # A step without labels has no mean loss. With a share of 0, the step does not change the model.
+        # In a step without labels, no mean loss exists. A share of 0 then makes all gradients zero.
         return torch.where(total > 0, weight / total, 0.0)
     return weight / total if total else 1 / parts
 

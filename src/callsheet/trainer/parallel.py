@@ -71,7 +71,7 @@ class Parallel:
         if self.kind == "single" and world.size > 1:
             raise ConfigError(f"parallel='single' among {world.size} ranks: each would train its own model; use 'ddp' or 'fsdp'")
         if self.kind != "single" and world.size == 1:
-            return "single"  # with one rank there is nothing to distribute, but the same script must run
+            return "single"  # with one rank there is nothing to distribute, but a script for several ranks must run too
         if self.shard_size is not None and (self.shard_size < 1 or world.size % self.shard_size):
             raise ConfigError(
                 f"shard_size={self.shard_size} does not divide the {world.size} ranks; give a divisor, or None for all ranks"
@@ -129,7 +129,7 @@ class ParallelModel:
             _share_statistics(model)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the model's state. This is a collective.
+        """Return the model's state. All ranks must call this method.
 
         Every rank gets rank 0's buffers, because the next forward pass would also set them.
         """
@@ -159,7 +159,7 @@ class ParallelModel:
         if self.kind == "ddp":
             self._wrapped.require_backward_grad_sync = meet
         elif self.kind == "fsdp":
-            # `fully_shard` has changed the model's class to an FSDPModule, which has the following method.
+            # `fully_shard` has changed the model's class to an FSDPModule, which has this method.
             self._wrapped.set_requires_gradient_sync(meet)
 
 

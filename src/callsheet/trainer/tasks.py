@@ -164,7 +164,7 @@ class SupervisedTask(Task):
 class HuggingFaceTask(Task):
     """A task whose batches are dictionaries of the model's arguments, with `labels`; the model itself computes the loss.
 
-    Hugging Face models average over labelled tokens or, if the labels have one dimension, over samples. Means over microbatches
+    Hugging Face models average over labeled tokens or, if the labels have one dimension, over samples. Means over microbatches
     and evaluation batches use the same weights, so they equal the mean over all their samples.
 
     Args:

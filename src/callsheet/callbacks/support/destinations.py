@@ -31,7 +31,7 @@ _PORTS = {"smtp": 25, "smtp+starttls": 587, "smtps": 465}
 
 @dataclass(frozen=True)
 class Address:
-    """A checked address to which notifications are sent. Secrets in the environment are read only by `destination`.
+    """A checked address to which notifications are sent. Only the method `destination` reads secrets.
 
     Args:
         to: `https://...`, `slack:https://...` or `mailto:...`; with `url_env`, `webhook` or `slack`.
@@ -265,7 +265,7 @@ def checked_server(server: str) -> SplitResult:
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` as data that JSON can store: NaN, infinity and other objects become text."""
+    """Return `value` as data that JSON can store: NaN, infinity and objects that JSON lacks become text."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, float) and not math.isfinite(value):

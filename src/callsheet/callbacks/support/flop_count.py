@@ -28,7 +28,8 @@ operations are counted would never be compiled.
 
 _HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ATEN = torch.ops.aten
-_FORMULAS: dict[Any, Callable[..., int]] = {  # formulas that torch lacks: FLOPs of scaled dot-product attention on the CPU
+# Formulas that torch lacks: the FLOPs of scaled dot-product attention on the CPU.
+_FORMULAS: dict[Any, Callable[..., int]] = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: sdpa_flop_count(
         query.shape, key.shape, value.shape
     ),
@@ -114,11 +115,11 @@ class StepFlops:
 
     @property
     def is_settled(self) -> bool:
-        """Whether there is nothing left to measure, so that in each step only `fetched` and `begin_step` must be called."""
+        """Whether all measurements are done. From then on, only `fetched` and `begin_step` must be called in each step."""
         return self.is_done and self.counter is None and not self.is_guessing
 
     def fetched(self, batch: Any) -> None:
-        """Add up the FLOPs, or the number of elements, of a batch that was fetched for the next step."""
+        """Add a fetched batch to the next step's total: its FLOPs if the model reports them, otherwise its number of elements."""
         if self._reported is None:
             self._fetched += numbers_in(batch)
             return
@@ -207,7 +208,7 @@ class StepFlops:
 
 
 def flops_reported_by(model: Any) -> Any:
-    """Return the method or number by which the model (inside wrappers such as DDP) reports the FLOPs of a batch, or None."""
+    """Return the method or number with which the model (perhaps inside a wrapper such as DDP) reports a batch's FLOPs, or None."""
     while model is not None:
         for name in _FLOPS_METHODS:
             if (reported := getattr(model, name, None)) is not None:
@@ -225,7 +226,7 @@ def has_compiled() -> bool:
 
 def numbers_in(batch: Any) -> int:
     """Return how many elements `input_ids` or the first tensor of a batch has; 0 if it has neither."""
-    if isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], Tensor):  # check the usual cases first, for speed
+    if isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], Tensor):  # a fast path for the usual case
         return batch[0].numel()
     if isinstance(batch, (dict, Mapping)) and isinstance(ids := batch.get("input_ids"), Tensor):
         return ids.numel()

@@ -31,7 +31,7 @@ class Call:
 
     @classmethod
     def of(cls, given: Any) -> Call:
-        """Make a call from a tuple of positional arguments, a mapping of keyword arguments, or a single argument."""
+        """Make a `Call` from a tuple of positional arguments, a mapping of keyword arguments, or a single argument."""
         if isinstance(given, Mapping):
             return cls((), dict(given))
         return cls(given if isinstance(given, tuple) else (given,))

@@ -1,4 +1,4 @@
-"""The file in a run's folder that lists the trigger files (files with a user's requests) which the job's `SaveOnTrigger`s read."""
+"""The file in a run's folder that lists the run's trigger files, from which `SaveOnTrigger` callbacks read a user's requests."""
 
 from __future__ import annotations
 

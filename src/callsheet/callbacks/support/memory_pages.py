@@ -59,7 +59,7 @@ class Drawing:
 
 
 def render_memory(path: Path) -> list[Path]:
-    """Write two HTML pages that show the memory over time into the snapshot's folder, and return the paths of the pages.
+    """Render a memory snapshot as two HTML pages, which are written to the snapshot's folder. Return the paths of the pages.
 
     One page shows the memory by tensors (`.html`), the other by the allocator's segments (`-segments.html`).
 

@@ -149,7 +149,7 @@ def now_ms() -> int:
 
 
 def found(ctx: Context, sizes: Sequence[Sequence[int]], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters that can be found once a run has taken its first step, under the names of MLPerf's rules.
+    """Return the hyperparameters that are known after a run's first step, under the names that MLPerf's rules give to them.
 
     The batch size comes first, because the rules require this.
 
@@ -161,7 +161,7 @@ def found(ctx: Context, sizes: Sequence[Sequence[int]], given: Mapping[str, Any]
     values: dict[str, Any] = {}
     parallelism = {name: given.get(name, 1) for name in _PARALLELISM}
     if all(rank and all(rank) for rank in sizes):
-        if set(parallelism.values()) == {1}:  # with model parallelism, several ranks have the same samples: do not add them up
+        if set(parallelism.values()) == {1}:  # no model parallelism, so no two ranks have the same samples: add them up
             values["global_batch_size"] = sum(sum(rank) for rank in sizes)
         values["micro_batch_size"] = max(max(rank) for rank in sizes)
     if sizes[0]:
@@ -205,7 +205,7 @@ def accuracy_keys(benchmark: str) -> tuple[str, ...]:
 
 
 def checked_hyperparameters(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `given` as a dict. Raise ConfigError if a value is not plain data, or if the callback itself writes one of the names."""
+    """Return `given` as a dict. Raise ConfigError if a value is not plain data, or if a name is one that the callback itself writes."""
     for name in given:
         if _RESERVED.fullmatch(name):
             raise ConfigError(f"hyperparameters: {name!r} is always written by the callback; leave it out")

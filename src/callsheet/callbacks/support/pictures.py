@@ -15,18 +15,18 @@ from callsheet.errors import ConfigError
 Key = str | int
 
 _CHANNELS = (1, 3, 4)
-_IGNORED = 255  # segmentation datasets use this label, like negative labels, for pixels to ignore
+_IGNORED = 255  # the label of pixels to ignore in segmentation datasets; negative labels are ignored too
 _GREY = 0.5
 
 
 def _palette() -> Tensor:
-    """Return a colour for each class: black, and then colours whose hues differ much between consecutive classes."""
+    """Return a color for each class: black for class 0, and then colors whose hues differ much between consecutive classes."""
     hues = ((number * 0.618034 % 1, 0.9 if number % 2 else 0.6, 1.0 if number % 3 else 0.75) for number in range(1, _IGNORED))
     return torch.tensor([(0.0, 0.0, 0.0), *(colorsys.hsv_to_rgb(*hue) for hue in hues)])
 
 
 PALETTE = _palette()
-"""The colours of the classes, of shape (255, 3), within [0, 1]."""
+"""The colors of the classes, of shape (255, 3), within [0, 1]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Pictures:
     labels: Tensor | None = None
 
     def drawn(self) -> list[Tensor]:
-        """Return each image as a CPU tensor of shape (H, W) or (H, W, 3), next to its predictions and labels if there are any.
+        """Return each image as a CPU tensor of shape (H, W) or (H, W, 3). Predictions and labels, if any, are shown beside the image.
 
         A segmentation shows image, prediction and label side by side, with values within [0, 1].
         """
@@ -86,7 +86,7 @@ def labels_in(batch: Any, key: Key | None, channels_last: bool | None, images: T
         return classes(labels, channels_last, images)
     size = images.shape[:3]
     shapes = (size, (size[0], 1, *size[1:]), (*size, 1))
-    # Skip the batch's tensor of images, because it has no labels. It has the same address as `images`, which is a view of it.
+    # Skip the batch's tensor of images, which has no labels. It has the same address as its view `images`.
     itself = images.data_ptr()
     labels = next((each for each in _tensors(batch) if each.shape in shapes and each.data_ptr() != itself), None)
     return classes(labels, channels_last, images) if labels is not None else None
@@ -120,7 +120,7 @@ def classes(tensor: Tensor, channels_last: bool | None, images: Tensor, *, are_s
 
 
 def coloured(numbers: Tensor) -> Tensor:
-    """Return the class indices as RGB colours, which adds a last dimension. Ignored pixels are grey."""
+    """Return the class indices as RGB colors, which adds a last dimension. Ignored pixels are gray."""
     judged = (numbers >= 0) & (numbers != _IGNORED)
     return torch.where(judged[..., None], PALETTE[numbers % _IGNORED], torch.tensor(_GREY))
 

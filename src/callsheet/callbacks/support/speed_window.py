@@ -38,11 +38,11 @@ class SpeedWindow:
             self._points.append(_point(now))
 
     def moves_to(self, now: Timestamp) -> bool:
-        """Return whether any batch was trained between the window's last entry and the timestamp `now`."""
+        """Return whether the run has trained on a batch between the window's last entry and the timestamp `now`."""
         return bool(self._points) and now.batch > self._points[-1].batch
 
     def tokens_to(self, now: Timestamp) -> int:
-        """Return the number of tokens that all ranks trained since the window's last entry."""
+        """Return the number of tokens on which all ranks together have trained since the window's last entry."""
         return now.token - self._points[-1].token
 
     def add(self, now: Timestamp, flops: float | None) -> dict[str, float]:

@@ -69,7 +69,7 @@ def _change(path: Path, change: Callable[[list[str]], list[str]]) -> None:
                 os.link(draft, path)
             except FileExistsError:
                 continue  # another process has just written the file, so start again and include its requests
-            except OSError:  # without hard links, use `replace`, although it may overwrite another process's request
+            except OSError:  # the disk has no hard links: use `replace`, which may overwrite another process's request
                 os.replace(draft, path)
             return
         finally:

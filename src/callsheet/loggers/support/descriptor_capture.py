@@ -60,7 +60,7 @@ class DescriptorCapture:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                # Start a new session, so that the copying process does not receive signals to the training's process group.
+                # Start a new session, so that signals to the training's process group do not reach the copying process.
                 start_new_session=True,
             )
             _flush()
@@ -78,7 +78,7 @@ class DescriptorCapture:
         """Write text to the log, but not to the terminal."""
         with self._lock:
             if not text or self._is_closed or self._is_writing or os.getpid() != self._process:
-                return  # `_is_writing` is True if a signal handler calls `write` while a message is being written
+                return  # `_is_writing` is True if a signal handler has interrupted a call of `write`, and calls `write` itself
             self._is_writing = True
             try:
                 content = text.encode("utf-8", "backslashreplace")

@@ -69,7 +69,7 @@ def _packages() -> dict[str, str]:
     """Return the installed packages with their versions, by name."""
     found: dict[str, str] = {}
     for each in distributions():
-        # `each.name` and `each.version` would each parse the whole file, which often contains a long description.
+        # `each.name` and `each.version` would each parse the whole metadata file, which often has a long description.
         text = each.read_text("METADATA") or each.read_text("PKG-INFO") or each.read_text("") or ""
         headers = dict(re.findall(r"^(Name|Version): *(.*)$", text.partition("\n\n")[0], re.MULTILINE))
         if "Name" in headers:

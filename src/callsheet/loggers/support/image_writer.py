@@ -32,7 +32,7 @@ class ImageWriter:
         self._lane = Lane(f"{label}'s images", self._written, _OPTIONS)
 
     def write(self, files: Sequence[str], images: Sequence[Any], then: Callable[[], object]) -> None:
-        """Queue copies of `images`. The background thread writes them to `files` (paths in the folder), and then calls `then`."""
+        """Queue copies of `images`. The background thread writes them to `files` (paths in the folder), and then calls the function `then`."""
         here = [image.detach().cpu() if hasattr(image, "detach") else image for image in images]
         self._lane.put((list(files), copied(here, {}), then))
         self._report_failure()

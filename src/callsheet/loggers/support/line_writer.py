@@ -28,7 +28,7 @@ class LineWriter:
         self._folder = folder
         self._seconds = seconds
         self._may_write = may_write
-        # Use a deque, because its `append` is thread-safe without a lock. `LineWriter.append` therefore never waits for the disk.
+        # A deque's `append` is thread-safe without a lock, so that `LineWriter.append` never waits for the disk.
         self._given: deque[tuple[str, bytes]] = deque()
         self._files: dict[str, _File] = {}
         self._writing = threading.Lock()  # protects `_files`
@@ -83,7 +83,7 @@ class LineWriter:
             with self._writing:
                 self._write()
             if self._is_failing:
-                self._something.set()  # after an error, let the loop try again to write the lines that are left
+                self._something.set()  # after an error, let the loop try again to write the unwritten lines
 
     def _write(self) -> None:
         if not self._may_write():  # another process has taken over the folder, so discard the lines

@@ -21,12 +21,13 @@ LONGEST_NAME, LONGEST_PARAM, LONGEST_TAG = 250, 6000, 5000
 
 _lock = threading.Lock()
 _talking: list[int] = []  # the timeouts of all `with patience(...)` blocks that are running, in any thread
-_before: dict[Any, Any] = {}  # the original defaults of MLflow's variables, which are restored when no logger needs other values
+# The original default of each changed MLflow variable, to restore when the last `with patience(...)` block ends.
+_before: dict[Any, Any] = {}
 
 
 @contextmanager
 def patience(mlflow: Any, timeout: int) -> Iterator[None]:
-    """While the `with` block runs, use a short timeout for requests to MLflow, which with MLflow's defaults may take minutes.
+    """While the `with` block runs, use a short timeout for requests to MLflow. With MLflow's defaults, a request may take minutes.
 
     MLflow reads its defaults at every request, and environment variables of the user override them. This function changes the
     defaults and not the environment, because a program may crash if one thread writes the environment while a library reads it in
@@ -84,7 +85,7 @@ def client_for(mlflow: Any, run: RunInfo, uri: str | None) -> Any:
 
 
 def run_of_before(mlflow: Any, client: Any, run_id: str) -> Any:
-    """Return the MLflow run with this id, which an earlier process of the run created, after setting its status to RUNNING.
+    """Set the status of an MLflow run to RUNNING, and return the run. An earlier process of the same training run created it.
 
     If the run no longer exists, log a warning and return None.
     """

@@ -1,4 +1,4 @@
-"""Converts fields of the context to attributes, and metric names to instrument names, as OpenTelemetry allows them."""
+"""Converts the context's fields to OpenTelemetry attributes, and metric names to names of OpenTelemetry instruments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Access to OpenTelemetry, through the application's own provider or through callsheet's, which closes within a time limit.
+"""Access to OpenTelemetry, through the application's provider or one that callsheet makes and closes within a time limit.
 
 This module is imported only when a run is opened, because it needs the package. Nothing here draws from Python's `random`,
 because training may use it.
@@ -28,7 +28,7 @@ _DRAWING = ("opentelemetry.exporter.otlp.common.http", "opentelemetry.exporter.o
 """Modules of OpenTelemetry that draw a random delay from Python's `random`, in a thread, whenever they export spans."""
 
 
-class _Ids(RandomIdGenerator):  # type: ignore[misc]  # the package has no types here
+class _Ids(RandomIdGenerator):  # type: ignore[misc]  # the package has no type annotations here
     """Generates identifiers that do not depend on the program's seed, so that runs with the same seed get different traces."""
 
     def generate_span_id(self) -> int:

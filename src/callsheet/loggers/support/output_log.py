@@ -1,4 +1,4 @@
-"""A log file of a process's output. Of a line that is rewritten, such as a progress bar, it keeps only the last state.
+"""A log file of a process's output. Of a line that is rewritten, such as a progress bar, only the last state is kept.
 
 This module imports only the standard library and nothing of callsheet. Run as a script, it is the process that copies file
 descriptors into such a file; see `descriptor_capture`.
@@ -22,7 +22,7 @@ _CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|
 class OutputLog:
     """A log file for printed text, to which any thread may write. In a forked child process, `write` does nothing.
 
-    If a line is rewritten, as by a progress bar, only its last state is kept. Colours and other codes are removed. A file that
+    If a line is rewritten, as by a progress bar, only its last state is kept. Colors and other codes are removed. A file that
     would become larger than `max_bytes` is renamed to `<path>.1`, replacing an earlier one, and a new file is started. Write
     errors are reported by `failure`, never raised where something is printed.
 
@@ -141,7 +141,7 @@ class _Source:
         while rest and self._target >= 0:
             try:
                 rest = rest[os.write(self._target, rest) :]
-            except BlockingIOError:  # another process has made the terminal non-blocking: wait until it accepts text
+            except BlockingIOError:  # another process has made the terminal non-blocking: wait until the terminal accepts text
                 select.select([], [self._target], [])
             except OSError:  # the terminal is gone; keep writing to the log
                 self._target = -1
@@ -169,7 +169,7 @@ class Copier:
         """Copy until all pipes with output are closed."""
         while self._sources:
             ready = select.select([*self._sources, *([self._messages] if self._messages >= 0 else [])], [], [])[0]
-            if self._messages in ready:  # the messages were sent before the output that is waiting, so handle them first
+            if self._messages in ready:  # handle messages first: they were sent before the output that waits in the pipes
                 self._read_messages()
             else:
                 self._copy(ready)
@@ -188,7 +188,7 @@ class Copier:
 
     def _read_messages(self) -> None:
         got = os.read(self._messages, 65536)
-        if not got:  # the sender has ended and sends no more messages, but its children may still print
+        if not got:  # the training process has ended, but its child processes may still print
             self._messages = -1
         self._message += got
         while self._message and len(self._message) >= (size := self._size_of_message()):
@@ -224,7 +224,8 @@ class Copier:
 
 
 if __name__ == "__main__":
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # this process must outlive the processes whose output it copies
+    # Ignore signals that end a process, because this process must outlive the processes whose output it copies.
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
     log_path, max_size, message_source, answer_target, *triples = sys.argv[1:]
     watched = [_Source(name, int(source), int(target)) for name, source, target in (each.split(":") for each in triples)]

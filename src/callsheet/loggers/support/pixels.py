@@ -14,7 +14,7 @@ def as_pixels(image: Any) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
 
     Accepts tensors and arrays of shape (height, width), (height, width, 1), (height, width, 3), (1, height, width) or (3, height,
     width), and PIL images. Integers are values from 0 to 255, booleans are black and white. Floats within [0, 1] are used as they are;
-    others, such as normalised inputs, are scaled so that the minimum becomes black and the maximum white. NaN and infinity are black.
+    others, such as normalized inputs, are scaled so that the minimum becomes black and the maximum white. NaN and infinity are black.
 
     Raises:
         ConfigError: the shape is another one.

@@ -26,7 +26,7 @@ class ValidRecords:
     step: int = 0
 
     def are_repeated_by(self, step: int) -> bool:
-        """Return whether a record at `step` replaces the records of the checkpoint's step that were logged after the checkpoint."""
+        """Return whether a new record at `step` replaces those old records of the checkpoint's step that came after the checkpoint."""
         return self.kept > self.before and step <= self.step
 
 
@@ -45,13 +45,13 @@ def valid_records(ctx: Context, steps: Sequence[int], counted: int | None) -> Va
         return ValidRecords()
     if counted is None:
         counted = sum(step <= resumed.step for step in steps)
-    before = min(counted, len(steps))  # if the machine crashed, the file may have lost some of the counted records
+    before = min(counted, len(steps))  # after a crash of the machine, the file may lack some records
     same_step = sum(1 for _ in takewhile(lambda step: step <= resumed.step, steps[before:]))
     return ValidRecords(before, before + same_step, resumed.step)
 
 
 def _is_own(ctx: Context, checkpoint: str) -> bool:
-    """Return whether the path `checkpoint` is in this run's folder or its folder of checkpoints, rather than another run's."""
+    """Return whether the checkpoint belongs to this run: its path is in the run's folder or in the run's folder of checkpoints."""
     run = ctx.run
     if "://" in run.checkpoints:
         return checkpoint.startswith(f"{run.checkpoints.rstrip('/')}/")

@@ -15,7 +15,7 @@ _EVENTS = frozenset(str(event) for event in Event)
 
 
 class SilenceWatch:
-    """A thread that calls `show` with a text every second while nothing else has been shown for at least `patience` seconds.
+    """A thread that calls the function `show` with a text every second while nothing else was shown for `patience` seconds or more.
 
     The text counts the seconds. If the thread that created this object is running a handler, the text names the handler.
 
@@ -36,7 +36,7 @@ class SilenceWatch:
         """Stop the thread, and wait a few seconds for its end."""
         self._is_over.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(_JOIN_SECONDS)  # do not wait for ever: if the terminal accepts no text, the thread is blocked
+            self._thread.join(_JOIN_SECONDS)  # do not wait forever: the thread is blocked as long as the terminal accepts no text
 
     def _watch_silence(self) -> None:
         while not self._is_over.wait(_LOOK_SECONDS):

@@ -29,12 +29,12 @@ class StreamTee:
 
     @property
     def under(self) -> Any:
-        """The stream that this tee replaced. If that stream is a closed tee, the stream that the closed tee replaced."""
+        """The stream that this tee replaced, or if that stream is a tee that was closed, the stream that the closed tee replaced."""
         under: Any = self._under
         return under.under if isinstance(under, StreamTee) and under._take is None else under
 
     def write(self, text: str) -> int:
-        """Write `text` to the stream, and pass it to `take`."""
+        """Write `text` to the original stream, and pass it to the function `take`."""
         if self._take is None:
             self._remove()
         elif os.getpid() == self._process:
@@ -42,7 +42,7 @@ class StreamTee:
         return self._under.write(text)
 
     def writelines(self, lines: Sequence[str]) -> None:
-        """Write each of the `lines` to the stream, and pass it to `take`."""
+        """Write each of the `lines` to the original stream, and pass it to the function `take`."""
         for line in lines:
             self.write(line)
 
@@ -70,7 +70,7 @@ class StreamTee:
 
 
 def _move_handlers(source: Any, target: Any) -> None:
-    """Make all logging handlers that write to the stream `source` write to `target`.
+    """Make all logging handlers that write to the stream `source` write to the stream `target` instead.
 
     A handler keeps the stream that was in `sys` when the handler was created.
     """

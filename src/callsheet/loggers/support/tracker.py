@@ -78,7 +78,7 @@ class Tracker(Logger):
         self.is_open = False
         self._is_ours = False
         self._saved: dict[str, Any] = {}
-        if find_spec(self.package) is None:  # raise MissingPackage now and not only when a run is opened
+        if find_spec(self.package) is None:  # raise MissingPackage now, rather than later when a run is opened
             self._module()
 
     @property
@@ -121,7 +121,7 @@ class Tracker(Logger):
                 self._close(ctx, ctx.run.outcome or Outcome.FINISHED)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the tracker's run id, and the name of callsheet's run, which shows whether a run is resumed or forked."""
+        """Return the tracker's run id and the training run's name. A run that loads this id under another name is a fork."""
         return dict(self._saved) if self._saved.get("run_id") else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -196,7 +196,7 @@ def check_no_secret(what: str, url: str | None, environment: str) -> None:
 
 def plain(value: Any) -> Any:
     """Return `value` as a number, a string or None, which trackers can show in a table cell."""
-    if hasattr(value, "item") and getattr(value, "size", None) is not None:  # `value` is a numpy scalar or array, or a tensor
+    if hasattr(value, "item") and getattr(value, "size", None) is not None:  # a numpy scalar or array, or a tensor
         try:
             value = value.item()
         except (RuntimeError, ValueError):  # `value` has more than one element

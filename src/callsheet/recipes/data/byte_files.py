@@ -118,7 +118,7 @@ class ByteFiles:
         return Windows(data, self.sequence_length, step=step, most=self.validation_windows)
 
     def baselines(self) -> tuple[float, float]:
-        """Return the validation losses of a unigram and of a bigram model of the training bytes, in nats per byte.
+        """Return the validation losses of a unigram model and a bigram model, counted on the training bytes, in nats per byte.
 
         The models count bytes and pairs of bytes. Counts start from one (Laplace's rule), so that no byte has probability 0.
         """

@@ -154,7 +154,7 @@ def _padding_on(tokenizer: Any, side: str) -> Iterator[None]:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the common beginning of two sequences of token ids.
+    """Return how many token ids two sequences have in common at their start.
 
     This length is where a part of a text begins in the text's tokens. A token that crosses the border belongs to the later part.
     """

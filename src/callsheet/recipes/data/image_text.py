@@ -97,7 +97,7 @@ class ImageText:
         return Example(place, *self._answers(messages, place, images), _text_of(messages[-1]))
 
     def _messages(self, row: Mapping[str, Any], place: str, is_question: bool) -> tuple[list[dict[str, Any]], list[Any]]:
-        """Return the messages of a row, with contents split into parts, and the row's images in the order of the image parts."""
+        """Return a row's messages, whose contents are split into text parts and image parts, and the row's images in the same order."""
         given = row.get("images") if row.get("images") is not None else row.get("image")
         loose = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
         if row.get("messages") is not None:

@@ -1,4 +1,4 @@
-"""Data for a classifier of source code: pieces of code, labelled with the Python package from which they come.
+"""Data for a classifier of source code: pieces of code, labeled with the Python package from which they come.
 
 They are real text with real classes, which every Python installation has.
 """
@@ -123,7 +123,7 @@ class Pieces(Table):
     def __len__(self) -> int:
         return len(self._pieces)
 
-    def __getitem__(self, index: int) -> dict[str, str]:  # type: ignore[override]  # no slices
+    def __getitem__(self, index: int) -> dict[str, str]:  # type: ignore[override]  # slices are not supported
         label, text, _ = self._pieces[index]
         return {"text": text, "label": label}
 

@@ -125,7 +125,7 @@ def check_kept_apart(model: nn.Module) -> None:
     """
     modes = [(module, module.training) for module in model.modules()]
     weight = next(model.parameters())
-    most = model.get_input_embeddings().num_embeddings - 1  # type: ignore[operator]  # a model of transformers
+    most = model.get_input_embeddings().num_embeddings - 1  # type: ignore[operator]  # mypy does not know that the model is one of transformers
     ids = torch.arange(1, 8, device=weight.device).clamp(max=most)[None]
     positions = torch.arange(7, device=weight.device).repeat(2)[None]
 

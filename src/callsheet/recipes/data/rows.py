@@ -174,11 +174,11 @@ class LineTable(Table):
         return f"{self._files[self._file[index]]}:{self._line[index]}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": {}}  # do not pickle the open files; a worker process opens them again
+        return {**self.__dict__, "_maps": {}}  # do not pickle the open files, because a worker process opens the files itself
 
 
 class DatasetTable(Table):
-    """A table of the rows of a dataset of the library `datasets`."""
+    """A table of rows from a dataset of the library `datasets`."""
 
     def __init__(self, dataset: Any, path: str) -> None:
         self._dataset = dataset

@@ -24,7 +24,7 @@ def byte_processor(image_size: int, patch_size: int) -> Any:
     """
     import transformers
 
-    # Choose the class that uses Pillow. In newer versions of transformers, the class with the plain name uses torchvision instead.
+    # Choose the class that uses Pillow. In newer versions of transformers, `CLIPImageProcessor` uses torchvision.
     images = getattr(transformers, "CLIPImageProcessorPil", None) or transformers.CLIPImageProcessor
     square = {"height": image_size, "width": image_size}
     return transformers.LlavaProcessor(

@@ -21,8 +21,8 @@ from callsheet.errors import ConfigError
 ALL_LINEAR = "all-linear"
 
 _HARMLESS_WARNINGS = (
-    "fan_in_fan_out is set to",  # peft has adapted this option to the type of the layer, as it should
-    "`is_gradient_checkpointing` is deprecated",  # peft uses a deprecated attribute of transformers
+    "fan_in_fan_out is set to",  # peft warns that it has adapted this option to the layer's type, which is right
+    "`is_gradient_checkpointing` is deprecated",  # peft itself reads this attribute of transformers
 )
 """The beginnings of those warnings of peft that are irrelevant to the user, and are suppressed."""
 
@@ -171,7 +171,7 @@ def _frozen(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _leave_out_frozen(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Remove the frozen weights from the model's state dict. They can be loaded from their source instead of a checkpoint.
+    """Remove the frozen weights from the model's state dict. These weights can be loaded from their source instead of a checkpoint.
 
     Without them, a checkpoint is a hundredth of the model's size.
     """

@@ -164,7 +164,7 @@ class VisionLanguageModel(LanguageModel):
             if word not in TOWERS:
                 freeze(model, [word])
                 continue
-            # Some models have their projector inside the vision tower. It does not count as part of the tower, so leave it out.
+            # Do not freeze a projector that a model has inside its vision tower: it does not count as a part of the tower.
             inside = tuple(_places(model, "projector", needed=False)) if word == "vision_tower" else ()
             prefixes = tuple(_places(model, word))
             for name, parameter in model.named_parameters():

@@ -56,7 +56,7 @@ class ClassificationTask(Task):
 
     @property
     def weighs_samples(self) -> bool:
-        """Whether the weight of a batch is its number of samples. This is the case if there are no class weights."""
+        """Whether the weight of a batch is its number of samples, which is the case if there are no class weights."""
         return self._weights is None
 
     def _weights_on_device_of(self, labels: Tensor) -> Tensor | None:

@@ -15,7 +15,7 @@ from callsheet.trainer.tasks import IGNORED_LABEL, Losses
 class DistillationTask(CausalTask):
     """A task with the loss `mix * ce_loss + (1 - mix) * kd_loss`, computed from the labels and a teacher's logits.
 
-    All three are means over the labelled tokens (Hinton, Vinyals and Dean 2015).
+    All three are means over the labeled tokens (Hinton, Vinyals and Dean 2015).
 
     `ce_loss` is the model's own loss, in nats. `kd_loss` is the Kullback-Leibler divergence KL(teacher || model),
     where the logits of both are divided by the temperature. It is multiplied by the square of the temperature, so that the size of

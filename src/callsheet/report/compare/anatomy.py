@@ -32,7 +32,7 @@ Key = tuple[Kind, str]
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The timed calls of one callback at one event, per step and per call.
+    """How long one callback takes at one event: per step, in a mean call, and in its slowest call.
 
     Args:
         per_step: the seconds per step.
@@ -111,8 +111,7 @@ def _timed_steps(window: Window) -> list[dict[str, float]]:
     """
     names = _spans_of_a_step()
     steps: dict[int, dict[str, float]] = {}
-    # The seconds that each span took while a batch was fetched. A batch is fetched before its step begins, so these slices are labeled
-    # with the number of the step before.
+    # The seconds of fetching, by span. They count for the next step, because a batch is fetched before its step.
     fetched: dict[str, float] = {}
     for each in window.slices:
         if not each.callback and each.name in names:
@@ -157,7 +156,7 @@ def anatomy(groups: Sequence[Sequence[Anatomy]]) -> list[dict[str, Any]]:
     """
     order: list[Key] = [("step", STEP_SECONDS), *(("span", name) for name in _spans_of_a_step())]
     rows: list[dict[str, Any]] = []
-    whole = [""] * len(groups)  # each group's mark for the whole step, on which the marks of its parts depend
+    whole = [""] * len(groups)  # for each group, the mark of the whole step, on which the marks of the step's parts depend
     for key in order + _callbacks([each for group in groups for each in group]):
         kind, name = key
         found = [[each.parts[key] for each in group if key in each.parts] for group in groups]
@@ -215,7 +214,7 @@ def _may_be_noise(kind: Kind, baseline: Sequence[Part], parts: Sequence[Part], i
 
 
 def _calls_differ(one: Mapping[str, Calls], other: Mapping[str, Calls]) -> bool:
-    """Return whether a callback's times clearly differ between two runs, at the event at which its time per step differs most."""
+    """Return whether a callback's times clearly differ between two runs. Compare them at the event with the largest difference."""
     change = {event: abs(one[event].per_step - other[event].per_step) for event in one if event in other}
     if not change:
         return False

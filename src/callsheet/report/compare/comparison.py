@@ -95,14 +95,14 @@ class Comparison:
         return [sum(each.steps for each in group) for group in self._anatomies()]
 
     def anatomy(self) -> list[dict[str, Any]]:
-        """Return the table that the function `anatomy` makes of the measured times: a row for the whole step, each span and each callback."""
+        """Return the table of measured times, with a row for the whole step, for each span and for each callback."""
         return anatomy(self._anatomies())
 
     def _anatomies(self) -> list[list[Anatomy]]:
         return [[each.once("anatomy", anatomy_of) for each in self.members(group)] for group in self.groups]
 
     def problems(self) -> list[dict[str, Any]]:
-        """Return the problems of all runs, the most serious first. Each problem has a list of run indices and details."""
+        """Return the problems of all runs, the most serious first. Each problem lists the runs that have it, by index, with details."""
         found: dict[tuple[str, str], list[tuple[int, str]]] = {}
         for place, each in enumerate(self.runs):
             for problem in each.once("problems", problems)[:_PROBLEMS_OF_ONE]:
@@ -234,7 +234,7 @@ def _groups(names: Sequence[str], given: Sequence[Mapping[str, Mapping[str, str]
 
 
 def _last_part(setting: str) -> str:
-    """Return the last part of a setting's dotted name, such as `lr` for `optimizer.lr`. It is used in the names of groups."""
+    """Return the last part of a setting's dotted name, such as `lr` for `optimizer.lr`. Names of groups contain this part."""
     return setting.rpartition(".")[2]
 
 

@@ -64,7 +64,7 @@ class Verdict:
 def judge(
     condition: Condition, baseline: Sequence[Mapping[str, Value]], other: Sequence[Mapping[str, Value]], name: str
 ) -> Verdict:
-    """Check a condition. It fails if the whole 95 % confidence interval of the difference from the baseline is beyond the limit.
+    """Check a condition. The condition fails if the whole 95 % confidence interval of the difference from the baseline is beyond the limit.
 
     A last value that is not finite fails.
 

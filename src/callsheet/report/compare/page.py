@@ -60,12 +60,12 @@ def data(comparison: Comparison, metrics: Sequence[str] = ()) -> dict[str, Any]:
             "images": _images(runs),
         }
     )
-    # `plain` replaces NaN and infinity, which JSON does not have. Curves and axes are large and contain neither, so `plain` is not called.
+    # Curves and axes contain no NaN or infinity, and are large, so they do not go through `plain`, which replaces these.
     return content | {"axes": [_axis(each, len(runs)) for each in runs], "curves": curves}
 
 
 def comparison_page(comparison: Comparison, metrics: Sequence[str] = ()) -> str:
-    """Return the page of a comparison as HTML. It contains as many images as fit into 10 MB.
+    """Return the page of a comparison as HTML. The page contains as many images as fit into 10 MB.
 
     Raises:
         MissingPackage: plotly is not installed.

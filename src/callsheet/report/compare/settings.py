@@ -32,7 +32,7 @@ def settings(run: RunFolder) -> dict[str, dict[str, str]]:
         for name in ("callbacks", "loggers")
         if isinstance(source.get(name), list)
     ]
-    # Values that were recorded from objects, such as the optimizer, replace the user's values, because the run used the recorded values.
+    # Values recorded from objects, such as the optimizer, replace the user's values, because the run used them.
     values = {**dict(_flat(given)), **{key: value for key, value in _flat(recorded) if value}}
     named = {key: value for key, value in values.items() if key.split(".")[-1] not in _OF_THE_RUN_ITSELF}
     environment = run.environment
@@ -60,7 +60,7 @@ def settings(run: RunFolder) -> dict[str, dict[str, str]]:
 
 
 def differences(runs: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, dict[str, list[str]]]:
-    """Return the settings that differ between the runs, by group and name, with the value of each run (empty if the run does not have the setting).
+    """Return the settings that differ between the runs: for each group and name, the value of each run (empty if it has none).
 
     A run that did not record a group, such as its packages, is left out of the comparison of that group only.
 
@@ -71,7 +71,7 @@ def differences(runs: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, di
     for group in GROUPS:
         names = dict.fromkeys(name for run in runs for name in run[group])
         rows = {name: [run[group].get(name, "") for run in runs] for name in names}
-        # If a run recorded settings but no callbacks, it had no callbacks. So its empty list counts as recorded, and is compared.
+        # A run that recorded settings but no callbacks had no callbacks. So its empty list of callbacks is compared.
         is_recorded = [any(run[group].values()) or (group == "callbacks" and any(run["settings"].values())) for run in runs]
         different = {
             name: values

@@ -133,7 +133,7 @@ def _spread(row: Mapping[str, Any]) -> str:
 def _with_deviation(mean: float, deviation: float) -> str:
     if not deviation or not math.isfinite(deviation) or abs(mean) >= 100_000:
         return f"{_number(mean)} ± {_number(deviation)}"
-    # Show two significant digits of the deviation (or all its digits before the point), and the mean with as many decimal places.
+    # Show two significant digits of the deviation (or all digits before the point), and as many decimals of the mean.
     places = min(12, max(0, 1 - math.floor(math.log10(deviation))))
     return f"{mean:.{places}f} ± {deviation:.{places}f}"
 
@@ -230,7 +230,7 @@ def _csv(comparison: Comparison, metrics: Sequence[str]) -> str:
     table = csv.writer(text, lineterminator="\n")
     table.writerow(columns)
     for row in rows:
-        # A mean of NaN or infinity is a result of a run, so write it as text. In the other columns, NaN means that the value is unknown.
+        # A mean that is NaN or infinite is a result, so write it as text. In other columns, NaN means an unknown value.
         mean = row["mean"] if math.isfinite(row["mean"]) else str(row["mean"])
         table.writerow([_csv_cell({**row, "mean": mean}[column]) for column in columns])
     return text.getvalue().rstrip("\n")

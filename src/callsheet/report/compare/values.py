@@ -27,7 +27,8 @@ _HIGHER_IS_BETTER = (
 )  # fmt: skip
 _NOT_COMPARED = ("time/", "lr/", "system/", "loss_spike/")
 """Families of metrics, such as speeds, whose last value does not show how good a run is."""
-_SKIPPED_RECORDS = 1  # leave out this many metrics records at the start, because the first steps also allocate memory and compile
+# Leave out this many metrics records at the start, because the first steps also allocate memory and compile.
+_SKIPPED_RECORDS = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +221,6 @@ def _one_more(several: Sequence[float], absolute: float) -> tuple[float, float]:
 
 
 def _variance(values: Sequence[float]) -> float:
-    """Return the sample variance. This is ten times as fast as `statistics.variance`, which uses exact fractions."""
+    """Return the sample variance. This function is ten times as fast as `statistics.variance`, which uses exact fractions."""
     mean = statistics.fmean(values)
     return math.fsum((value - mean) * (value - mean) for value in values) / (len(values) - 1)

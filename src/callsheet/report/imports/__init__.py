@@ -93,7 +93,7 @@ def importing(
     for line in empty:
         logger.warning("%s", line)
     for old in rename:
-        if old not in used:  # only warn, because the runs were imported already
+        if old not in used:  # log a warning instead of an error, because the runs are already imported
             logger.warning("--rename %s: no imported run has this metric%s", old, did_you_mean(old, metrics))
 
 
@@ -112,7 +112,7 @@ def _kind_of(source: Source, given: object, kind: str | None) -> str:
     """Return which tool, such as `tensorboard`, wrote the files at the source.
 
     Raises:
-        ConfigError: there is nothing that is recognised, or there are several kinds.
+        ConfigError: no known tool wrote files there, or several tools did.
     """
     if kind is not None:
         if not KINDS[kind].find(source):

@@ -44,7 +44,8 @@ class Metrics:
     """The values of a run's metrics, in compact arrays. The values may be added in any order."""
 
     def __init__(self) -> None:
-        self._columns: dict[str, tuple[array[int], array[float], array[float]]] = {}  # the steps, values and times of each metric
+        # Metric name -> the metric's steps, values and times.
+        self._columns: dict[str, tuple[array[int], array[float], array[float]]] = {}
         self.count = 0
         self.left_out: Counter[str] = Counter()
 

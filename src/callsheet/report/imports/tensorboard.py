@@ -76,7 +76,7 @@ def _name(folder: Path, source: Source) -> str:
 
 
 def _add_writer_folder(run: ImportedRun, part: ImportedRun) -> bool:
-    """Add `part` to the run if PyTorch's `add_scalars` or `add_hparams` wrote its folder. Return whether it was added.
+    """Add the subfolder `part` to the run if PyTorch's `add_scalars` or `add_hparams` wrote the subfolder. Return whether they did.
 
     `add_scalars("loss", {"train": ...})` writes the metric `loss` to the folder `loss_train`, and `add_hparams` writes to a folder
     whose name is a time.
@@ -162,7 +162,7 @@ class _EventReader:
     def _add(self, run: ImportedRun, event: Any, prefix: str, plugins: dict[str, str]) -> None:
         what = event.WhichOneof("what")
         if what == "session_log":
-            # A start event means that the run was resumed at this step, so older values of this and later steps are obsolete.
+            # A start event means that the run was resumed at this step: delete the values of this step and of later steps.
             if event.session_log.status == self._start and event.step > 0:
                 run.metrics.drop_from(event.step)
                 run.images = [image for image in run.images if image.step < event.step]

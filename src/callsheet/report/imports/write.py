@@ -106,7 +106,8 @@ def write(run: ImportedRun, to: Path, origin: Origin, *, name: str | None, taken
 def folder_name(name: str) -> str:
     """Return `name` changed to a folder name that every file system and every command accepts."""
     safe = re.sub(r"[^\w.-]", "_", re.sub(r"[/\\]+", "-", name))
-    return _cut(safe.lstrip(".-") or "run")  # a leading dot would hide the folder, and a leading hyphen would look like an option
+    # A leading dot would hide the folder, and a leading hyphen would look like an option.
+    return _cut(safe.lstrip(".-") or "run")
 
 
 def _cut(name: str) -> str:
@@ -190,7 +191,7 @@ def _write_files(run: ImportedRun, folder: Path, name: str, origin: Origin) -> i
             step, count = record.step, count + 1
             if evaluations is not None and (event := _evaluation(record)) is not None:
                 evaluations.append(event)
-                if len(evaluations) > _MOST_EVALUATIONS:  # these are too many to be single evaluations: they form a curve
+                if len(evaluations) > _MOST_EVALUATIONS:  # so many values form a curve, and are not shown as single evaluations
                     evaluations = None
         started = moment(run.started) if math.isfinite(moment(run.started)) else first
         events = stack.enter_context(open(folder / "events.jsonl", "w", encoding="utf-8"))

@@ -205,7 +205,7 @@ def _stateful_samplers(loader: Any) -> list[Any]:
 
 
 def _without_state(loader: Any) -> list[Any]:
-    """Return the samplers and iterables that have no state to save, and whose order may nevertheless change between epochs."""
+    """Return the samplers and iterables whose order may change between epochs, but which have no state that could be saved."""
     found = [sampler for sampler in samplers(loader) if not is_repeatable(sampler) and not hasattr(sampler, "state_dict")]
     if not isinstance(loader, DataLoader):
         found += [] if hasattr(loader, "state_dict") else [loader]
@@ -215,7 +215,7 @@ def _without_state(loader: Any) -> list[Any]:
 
 
 def attributes(owners: Iterable[Any]) -> dict[str, int]:
-    """Return a checksum for each attribute of these objects that has a plain type. `changed` compares two such results.
+    """Return a checksum for each attribute of `owners` that is a number, text, container or None. `changed` compares two such results.
 
     The epoch of an object with `set_epoch` is left out, because the Trainer sets it. Left out are also values that cannot be
     pickled, and those whose pickle is larger than a megabyte, not counting tensors and arrays.
@@ -307,7 +307,7 @@ def batching(loader: DataLoader[Any]) -> tuple[Any, int | None, bool]:
     If the user gave a batch sampler, return it instead of the sampler, with None as the batch size and False as `drop_last`.
     """
     batches: Any = loader.batch_sampler
-    # Compare the class by its name, because torchdata's own BatchSampler counts as plain too.
+    # Compare the class by its name, because torchdata has its own `BatchSampler`, which behaves like torch's.
     is_plain = isinstance(batches, BatchSampler) and type(batches).__name__ == "BatchSampler"
     return (batches.sampler, batches.batch_size, batches.drop_last) if is_plain else (batches, None, False)
 

@@ -29,7 +29,7 @@ class Order:
         self._checksums = array("I")  # the checksum after each batch of the epoch, in order
 
     def begin(self, again: Callable[[], None] | None = None) -> None:
-        """Begin an epoch: call `iter` of the sampler.
+        """Begin an epoch by calling `iter` on the sampler.
 
         Args:
             again: a function that restores the random states; given if the sampler has loaded a state. Some samplers then

@@ -37,7 +37,7 @@ def restore_generators(generators: Sequence[Any], states: Sequence[Any]) -> None
 
 
 def seed_generators(generators: Iterable[Any], number: int) -> None:
-    """Seed each of these generators with the 64-bit number `number`."""
+    """Seed each of the `generators` with the 64-bit number `number`."""
     for generator in generators:
         if isinstance(generator, torch.Generator):
             generator.manual_seed(number)

@@ -41,7 +41,7 @@ _NAMES = {"python": "Python's random state", "numpy": "NumPy's random state", "t
 
 
 class PreshardedData:
-    """The strategy `own`: each rank uses its own dataloader, with wrapped parts if these are needed to repeat an epoch after a resume.
+    """The strategy `own`: each rank uses its own dataloader. Its dataset or sampler is wrapped if the loader could not repeat an epoch.
 
     A dataloader with `state_dict` and `load_state_dict` saves its position within an epoch. For any other dataloader, a resumed
     run restores the random states of the epoch's start, draws the batches that were already trained on, and discards them. If the
@@ -83,7 +83,7 @@ class PreshardedData:
         self._warn_of_workers(is_new_epoch=True)
         if epoch is not None and epoch > 1 and self._loader is not self._given and hasattr(self._loader, "state_dict"):
             # Start the persistent workers now, because starting them draws random numbers.
-            # An uninterrupted run drew these numbers in its first epoch, and not in the epoch that begins now.
+            # An uninterrupted run starts its workers in the first epoch, so no such numbers are drawn in this epoch.
             iter(self._loader)
             restore_random_state_of(self._given, start)
         return self._shared_out(self._open(epoch, start if has_states else None), 0)
@@ -178,7 +178,7 @@ class PreshardedData:
         if self._order is not None:
             self._order.begin(partial(restore_random_state_of, self._given, restored) if restored is not None else None)
             if skipped:
-                # Before the order, a loader draws a seed for its workers. Draw a number too, so that the generator gives the same order.
+                # A loader draws a seed for its workers before it draws the order. Draw a number too, so that the order is the same.
                 if self._loader.generator is self._given.generator:
                     torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
                 self._order.skip(skipped, epoch)
@@ -276,7 +276,7 @@ class PreshardedData:
         return self._shared
 
     def _first_again(self) -> Any:
-        """Return the epoch's first batch again, for a rank that has no batches left while other ranks still have some."""
+        """Return the epoch's first batch again. A rank needs it if it has no batches left while other ranks still have some."""
         now = random_state_of(self._given)
         restore_random_state_of(self._given, self._at_start or now)
         if self._order is not None:

@@ -90,7 +90,7 @@ class RandomStream:
 
 
 class _Seeds:
-    """Seeds the random states before a wrapped dataset loads samples, from a seed, the epoch and numbers such as an index.
+    """Seeds the random states before a wrapped dataset loads samples. The seed is made of `seed`, the epoch and further numbers.
 
     The epoch is shared with the workers.
     """

@@ -29,7 +29,7 @@ def sharing_of(
     alone: bool | None = None,
     count_samples: CountSamples | None = None,
 ) -> Sharing:
-    """Return the strategy (`own`, `split` or `dealt`) by which the ranks divide the batches of this loader. This is a collective.
+    """Return the strategy (`own`, `split` or `dealt`) by which the ranks divide the loader's batches. All ranks must call this function.
 
     Args:
         seed: the same on all ranks.

@@ -65,7 +65,7 @@ class Sharing(Protocol):
 
 
 def empty_ranks(world: ProcessGroups, argument: str, is_empty: bool) -> ConfigError:
-    """Return the error to raise on all ranks because some ranks have no batch. This is a collective."""
+    """Return the error to raise on all ranks because some ranks have no batch. All ranks must call this function."""
     ranks = [rank for rank, has_none in enumerate(world.gather(is_empty)) if has_none]
     named = f"rank {ranks[0]}" if len(ranks) == 1 else f"the ranks {', '.join(map(str, ranks))}"
     return ConfigError(
