@@ -1,4 +1,4 @@
-"""The matrix: which callbacks of callsheet work in each framework's loop, and which of the framework's callbacks work in callsheet.
+"""The matrix: which callbacks of callsheet work in each framework's loop, and which callbacks of each framework work in callsheet's.
 
 `make matrix` runs the tests that write the JSON files in this folder, one for each framework. The same tests check that the files
 agree with their results. So the table records which callbacks were run, and with which version of the framework.
@@ -133,7 +133,7 @@ def about(bridge: str) -> str:
 
 
 def _limits(framework: Framework) -> list[tuple[str, str, Cell]]:
-    """Return (trainer, check, result) for each check of a trainer in `framework.derived` whose result has a reason."""
+    """Return the checks of the trainers in `framework.derived` whose results have a reason, as (trainer, check, result)."""
     return [(name, check, cell) for name, row in framework.derived.items() for check, cell in row.checks.items() if cell.why]
 
 

@@ -15,7 +15,7 @@ from callsheet.run.copies import replace
 
 
 class Fetches:
-    """Replaces a unit's methods that return its next batch, because torchtnt has no callback event for fetching.
+    """Replaces a unit's methods that fetch batches, because torchtnt does not call callbacks before a fetch or pass them the batch.
 
     Args:
         methods: the names of the unit's methods, each with the bound method that is called instead. This receives the unit's own
