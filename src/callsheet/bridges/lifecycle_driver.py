@@ -197,7 +197,7 @@ class LifecycleDriver:
         return has_changed
 
     def listens_to(self, name: str) -> bool:
-        """Return whether the host has to observe the span `name` of a step, because this span or a related one has listeners."""
+        """Return whether the host must observe the span `name` of a step, because this span or one observed with it has listeners."""
         return not self.parts[name].has_no_listeners
 
     def start(self, name: str) -> None:

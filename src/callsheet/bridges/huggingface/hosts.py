@@ -88,7 +88,7 @@ _LOGGED_ELSEWHERE = frozenset({"loss", "learning_rate", "epoch", "total_flos", "
 
 
 class _HostRequests:
-    """Passes callbacks' requests to save and evaluate on to the Trainer.
+    """Passes callbacks' requests for checkpoints and evaluations on to the Trainer.
 
     It is a separate object from the host, so that the run has no reference to the host.
     """

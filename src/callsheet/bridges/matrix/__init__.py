@@ -46,7 +46,7 @@ CHECKS = ("observers", "stop", "save", "EMA", "resume")
 
 @dataclass(frozen=True, slots=True)
 class Framework:
-    """A framework that has a bridge.
+    """A framework whose callbacks or loops callsheet supports through a bridge.
 
     `name` is the framework's name in sentences, and `version` the tested version. `how` is a sentence (without its full stop)
     that says how the framework was tested, if that was not a real training. `derived` has the trainers of other libraries that are built on it.
