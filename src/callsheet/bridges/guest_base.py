@@ -20,7 +20,7 @@ logger = logging.getLogger("callsheet")
 
 
 class NotOnTheList(NotSupported, AttributeError):
-    """Raised if another framework's callback uses an unsupported attribute. An AttributeError, so that `hasattr` returns False."""
+    """Raised if another framework's callback uses an unsupported attribute. It is an AttributeError, so `hasattr` returns False."""
 
 
 class Facade:

@@ -102,7 +102,7 @@ class _HostRequests:
         self._now("val_every_steps")
 
     def stop(self, *, now: bool = False) -> None:
-        """Make the recipe stop after the current step; with `now=True`, passed only before the first step, without any step."""
+        """Make the recipe stop after the current step. With `now=True` (used only before the first step), no step is trained."""
         scheduler = self._scheduler
         scheduler.max_steps = min(scheduler.max_steps, scheduler.step + (not now))
 

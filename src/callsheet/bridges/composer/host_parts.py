@@ -89,9 +89,9 @@ def _predecessors(handlers: Collection[str]) -> dict[Any, frozenset[str]]:
     found = {later: {earlier} for earlier, later in pairwise(events)}
     if inside := [event for event in events if event in _INSIDE[1:-1]]:
         found[inside[0]].add(inside[-1])  # after the last event of a microbatch, the next microbatch begins
-    # An optimizer may call its closure, which fires these events, several times in one step.
+    # If an optimizer calls its closure again, `before_train_batch` follows the last event of the previous call.
     found["before_train_batch"].add(next(event for event in reversed(events) if event in _INSIDE))
-    # A resumed Trainer fetches and skips the batches that it has already trained on, so it fires `before_dataloader` repeatedly.
+    # A resumed Trainer fetches and skips batches that it has trained on before, so it fires `before_dataloader` repeatedly.
     found["before_dataloader"] = {"", "epoch_end", "before_dataloader", "batch_checkpoint"}
     found["epoch_end"] = {"before_dataloader", "batch_checkpoint"}
     return {event: frozenset(several) for event, several in found.items()}
@@ -128,7 +128,7 @@ class SavedCheckpoints:
     def __init__(self, state: Any, logger: Any) -> None:
         self._state, self._logger = state, logger
         self.savers = [each for each in state.callbacks if isinstance(each, CheckpointSaver)]
-        self._saved_at = [each.last_checkpoint_batch for each in self.savers]  # the batch number of each saver's last checkpoint
+        self._saved_at = [each.last_checkpoint_batch for each in self.savers]  # the batch count at each saver's last checkpoint
 
     def save(self) -> None:
         """Make the Trainer's first `CheckpointSaver` save now, regardless of its interval."""

@@ -281,7 +281,7 @@ class IgniteHost(HostBase):
             else:
                 run.fail(error)
             self._release()
-        # If no handler for errors is attached, Ignite raises the error. So if only the host's is attached, it raises the error.
+        # If no error handler is attached, Ignite raises the error. If only the host's is attached, the host does so instead.
         if len(trainer._event_handlers[Events.EXCEPTION_RAISED]) == 1:
             raise error
 

@@ -511,7 +511,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             try:
                 save(path, *args, **given)
             except BaseException as error:
-                mark_as_users(error)  # raise the error to the user, since Lightning's own save has failed
+                mark_as_users(error)  # the error is raised and not only logged, because Lightning's own save has failed
                 raise
 
         try:
