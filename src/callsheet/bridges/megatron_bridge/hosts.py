@@ -228,7 +228,7 @@ class MegatronBridgeHost(HostBase):
             self._leave(error)
 
     def _skip_iterations(self, run: HostedRun) -> None:
-        """Count the iterations that Megatron has skipped, without reporting them, because of its setting `iterations_to_skip`."""
+        """Count the iterations that Megatron's setting `iterations_to_skip` has skipped. Megatron does not report them."""
         skipped, at, step = self._settings.get("train.iterations_to_skip"), run.state.timestamp.batch, self._settings.step
         if skipped and step is not None and step > at and all(iteration in skipped for iteration in range(at, step)):
             move(run, step)
