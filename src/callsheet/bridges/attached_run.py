@@ -229,7 +229,7 @@ class AttachedRun:
             try:
                 ctx.batch = batch = next(batches, None)
             except Exception as error:
-                mark_as_users(error)  # raise the error to the user, since training is impossible without data
+                mark_as_users(error)  # the error is raised and not only logged, because training cannot continue without data
                 raise
             if batch is not None:
                 # Append the batch before `on_fetch_end`, so that the batch is not lost if a callback fails at that event.
@@ -253,7 +253,7 @@ class AttachedRun:
 
     @property
     def _without_step(self) -> str:
-        """The error message for a loop that has not stepped the optimizer in its first step."""
+        """The error message for a loop that did not call `optimizer.step()` in its first training step."""
         batches = self._batches_per_step
         return (
             f"the loop has not stepped the optimizer in its first {f'{batches} batches' if batches > 1 else 'batch'}; set "
@@ -364,7 +364,7 @@ class AttachedRun:
             )
         try:
             self._close_epoch(continues=False)
-            # If a signal prevented an evaluation before the resume, `finish` runs this evaluation now.
+            # `finish` may run an evaluation that a signal prevented before this run was resumed.
             with self._position.at_checkpoint():
                 self._run.finish()
         except Exception as error:

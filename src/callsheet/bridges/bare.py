@@ -1,4 +1,4 @@
-"""The bare bridge: run callbacks in a training loop that is written by hand, with three more lines."""
+"""The bare bridge: runs callbacks in a hand-written training loop, to which only three lines are added."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _EVALUATION = (
 
 
 def _familiar() -> dict[str, str]:
-    """Return a hint for each argument that users know from other frameworks or the Trainer: what to use in `attach` instead."""
+    """Return hints by argument name: what to pass to `attach` instead of an argument of another framework or callsheet's Trainer."""
     of_evaluation = {name: _EVALUATION for name, meant in TRAINER_ARGUMENTS.items() if meant.startswith(_OF_EVALUATION)}
     shared = {name: meant for name, meant in TRAINER_ARGUMENTS.items() if meant.partition("=")[0] in _SHARED}
     return shared | of_evaluation | dict.fromkeys(_OF_EVALUATION, _EVALUATION)

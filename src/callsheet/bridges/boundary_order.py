@@ -1,4 +1,4 @@
-"""Decides which events may be fired between two steps, epochs or rounds of another framework's loop, to keep their order."""
+"""Decides which events may be fired between two steps, epochs or rounds of another framework's loop, to keep callsheet's order of events."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class BoundaryOrder:
         """The letters (see `allows`) of the events that were fired at the current boundary. None if training is not at a boundary."""
 
     def reach(self) -> None:
-        """Record that a step, epoch or round has ended. Training is then at a boundary, the place before the next one begins."""
+        """Record that a step, epoch or round has ended. Training is at a boundary until the next one begins."""
         self._fired = ""
 
     def leave(self) -> None:
@@ -58,7 +58,7 @@ class BoundaryOrder:
 
     def allows_save(self) -> bool:
         """Return whether the events of a checkpoint that the framework writes may be fired now."""
-        # If `on_checkpoint_due` (D) has no listeners, it was not fired before the save (S).
+        # Try `DS` too: `on_checkpoint_due` (D) is not fired before a save (S) if that event has no listeners.
         return self.allows("S") or self.allows("DS")
 
     def may_come(self, what: str) -> bool:
@@ -70,7 +70,7 @@ class BoundaryOrder:
         return True
 
     def is_barred(self, name: str) -> bool:
-        """Return whether the evaluation, test or prediction `name` must not begin now. If it must not, log a warning."""
+        """Return whether the evaluation, test or prediction `name` must not begin now. If so, log a warning."""
         if self._driver.innermost == "run" or (name == "eval_all" and self.may_come("E")):
             return False
         self._driver.warn_once(
@@ -93,7 +93,7 @@ class BoundaryOrder:
         )
 
     def excuse(self, what: str) -> None:
-        """Log a warning that a handler is not called, because it reads a field for which the framework has not provided a value."""
+        """Log a warning that a handler is not called because the framework has provided no value for a field that the handler reads."""
         self._driver.warn_once(
             f"{what}, and {self._host} has not provided it there. The handler is not called at this event; training continues."
         )

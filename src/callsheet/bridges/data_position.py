@@ -1,4 +1,4 @@
-"""The position in the data of a loop that gets its batches from callsheet, and how a resumed run returns to this position."""
+"""Counts which batches a loop has received from callsheet, so that a resumed run returns to the same position in the data."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class DataPosition:
         try:
             self._length = length_of(loader)
         except Exception as error:
-            mark_as_users(error)  # raise the error to the user, since training is impossible without data
+            mark_as_users(error)  # the error is raised and not only logged, because training cannot continue without data
             raise
         if restored is not None:
             try:
                 return self._restore(loader, restored, epoch)
             except Exception as error:
-                mark_as_users(error)  # raise the error to the user, because the requested resume has failed
+                mark_as_users(error)  # the error is raised and not only logged, because the requested resume has failed
                 raise
         self._set(loader)
         self._is_inside = True
@@ -66,7 +66,7 @@ class DataPosition:
         try:
             return self._data.begin(epoch + 1)
         except Exception as error:
-            mark_as_users(error)  # raise the error to the user, since training is impossible without data
+            mark_as_users(error)  # the error is raised and not only logged, because training cannot continue without data
             raise
 
     def begin_unobserved(self, loader: Iterable[Any], epoch: int) -> Iterator[Any]:
@@ -200,5 +200,5 @@ def _iterator(loader: Iterable[Any]) -> Iterator[Any]:
     try:
         return iter(loader)
     except Exception as error:
-        mark_as_users(error)  # raise the error to the user, since training is impossible without data
+        mark_as_users(error)  # the error is raised and not only logged, because training cannot continue without data
         raise

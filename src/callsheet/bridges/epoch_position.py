@@ -1,4 +1,4 @@
-"""Keeps the position in an epoch's data, for loops that iterate over the data themselves, so that a resumed run returns to it."""
+"""Counts the batches of an epoch in a loop that iterates over the data itself, so that a resumed run continues at the same batch."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class EvalEvents:
         if results:
             self.end()
 
-    # The driver calls these methods also if the framework has not reported the start, but only a later event.
+    # The driver calls the `_prepare` methods even if the framework has not reported an evaluation's start.
 
     def _prepare(self) -> None:
         self.ctx.step, self.ctx.epoch = self._training.step, self._training.epoch

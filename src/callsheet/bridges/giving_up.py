@@ -30,7 +30,7 @@ class ObservedRun(Protocol):
 
 
 def is_for_user(error: BaseException) -> bool:
-    """Return whether the error must be raised to the user. If not, the error is a bug in callsheet's host, on this rank or another.
+    """Return whether the error must be raised to the user. If not, it is only logged, as a bug in callsheet on this or another rank.
 
     The user must know about:
 

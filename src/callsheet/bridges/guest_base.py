@@ -20,7 +20,7 @@ logger = logging.getLogger("callsheet")
 
 
 class NotOnTheList(NotSupported, AttributeError):
-    """Raised if a guest uses an attribute that is not supported. It is an AttributeError too, so that `hasattr` returns False."""
+    """Raised if another framework's callback uses an unsupported attribute. It is an AttributeError, so `hasattr` returns False."""
 
 
 class Facade:
@@ -37,7 +37,7 @@ class Facade:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(name)  # Python itself reads names that begin with `__`, for example when it copies an object
+            raise AttributeError(name)  # no hint, since Python itself reads such names, for example when it copies an object
         # Python calls `__getattr__` for an allowed name only if the name is a property that has raised an AttributeError.
         if name in self._allowed():
             raise NotOnTheList(f"{self.OF}: {name!r} cannot be read now, only while an event that provides it is fired")
@@ -100,7 +100,7 @@ class SharedFirst(CompositeHandler):
             self._rest(ctx)
 
     def parts(self, entry: HandlerEntry, earlier: Sequence[HandlerEntry]) -> Iterator[HandlerEntry]:
-        """Split `entry` into an entry for the shared method, unless `earlier` contains one, and an entry for the guest's handler."""
+        """Yield a call sheet entry for the shared method, unless `earlier` has one, and then an entry for the guest's own handler."""
         first = self.first
         if all(each.handler != first for each in earlier):
             registration = Registration(first, type(self._guest.common).__name__, where(first), number=-1)

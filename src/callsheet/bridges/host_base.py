@@ -81,7 +81,7 @@ class HostBase:
     # --- the run ---
 
     def _forget_earlier_run(self) -> None:
-        """Before a run begins, end an earlier run whose training was ended by an exception that the framework did not report."""
+        """End an earlier run that is still open, because the framework did not report the exception that ended its training."""
         if self._run is not None:
             self._release()
         self._has_given_up = self._is_checked = False
@@ -233,5 +233,5 @@ def in_a_run(method: Callable[..., None]) -> Callable[..., None]:
         except BaseException as error:
             self._leave(error)
 
-    del called.__wrapped__  # some frameworks would read the parameters of the function in this attribute
+    del called.__wrapped__  # otherwise, some frameworks would read the parameters of the undecorated method
     return called

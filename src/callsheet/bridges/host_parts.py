@@ -69,7 +69,7 @@ class HostEvaluation:
         try:
             found = self._evaluates()
         except BaseException as error:
-            mark_as_users(error)  # raise the error to the user, since the framework's own evaluation has failed
+            mark_as_users(error)  # the error is raised and not only logged, because the framework's own evaluation has failed
             raise
         self._fire(found)
         return self.results
@@ -133,7 +133,7 @@ class HostCheckpoints:
         try:
             self._saves(requests)
         except BaseException as error:
-            mark_as_users(error)  # raise the error to the user, since the framework's own save has failed
+            mark_as_users(error)  # the error is raised and not only logged, because the framework's own save has failed
             raise
         return None
 

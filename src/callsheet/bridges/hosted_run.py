@@ -84,7 +84,7 @@ class HostedRun(Run):
     """The gradient norm of the step if the host knows it when `clip_gradients` ends, otherwise None."""
     counted = (0, 0)
     """The numbers of samples and tokens in the current step."""
-    _next_boundary = 0  # before this step, nothing is due at the end of a step, unless a callback has made a request
+    _next_boundary = 0  # the next step at whose end an action is due, apart from callbacks' requests
     _is_dropping = False  # whether `drop_step` is ending a step that must not be counted
 
     def __init__(
@@ -165,7 +165,7 @@ class HostedRun(Run):
     def _connect_parts(
         self, evaluates: Evaluates | None, saves: Callable[[tuple[Request, ...]], None] | None, *, in_background: bool
     ) -> None:
-        """Let the run evaluate with the framework, and save checkpoints with `saves` or, if that is None, in callsheet's format."""
+        """Let `evaluates` carry out evaluations, and `saves` write checkpoints. If `saves` is None, callsheet writes them itself."""
         self.evaluation = HostEvaluation(self.ctx, evaluates, lambda results: self.eval.fire(results), is_resumed=saves is None)
         checkpoints: CheckpointsPart
         if saves is not None:
@@ -182,9 +182,9 @@ class HostedRun(Run):
         return not isinstance(self.checkpoints, HostCheckpoints)
 
     def _made_driver(self, *, keeps_loss: bool) -> LifecycleDriver:
-        """Return the lifecycle driver of training. With `keeps_loss`, the loss of each step is read."""
-        # A checkpoint contains the last step's loss. Handlers of any event may request a checkpoint that callsheet writes.
-        # If the framework writes the checkpoint, only the handlers of the checkpoint's events read the loss.
+        """Create the lifecycle driver of training. With `keeps_loss=True`, every step's loss is read, even if no callback needs it."""
+        # A checkpoint contains the last step's loss, and a handler of any event may request a checkpoint from callsheet.
+        # If the framework writes the checkpoints, only handlers of checkpoint events read the last step's loss.
         may_read_loss = EVENTS if self._writes_checkpoints else _OF_CHECKPOINTS
         return LifecycleDriver(
             self.spans,
@@ -289,7 +289,7 @@ class HostedRun(Run):
         self.lifetime.end()
 
     def fails_by(self, leave: Callable[[Exception], None]) -> None:
-        """Set `leave`, a method of the host, as the function that handles errors in the hooks that observe the loop.
+        """Let `leave`, a method of the host, handle the errors in hooks that observe the loop.
 
         The function raises the error if the user must know about the error. Otherwise, the user's training continues. Only a weak
         reference to the host is kept.
@@ -297,7 +297,7 @@ class HostedRun(Run):
         self.driver.give_up = self.eval.driver.give_up = weakly(leave)
 
     def finish_undone(self, boundary: str, position: EpochPosition | DataPosition) -> bool:
-        """After a resume, run the evaluation that a signal prevented, before the resume, at the end of a step or epoch (`boundary`).
+        """In a resumed run, carry out the evaluation that a signal prevented at the end of a step or epoch (`boundary`).
 
         The random states of the evaluation are those of the checkpoint. Return whether training is over after the evaluation.
         """
@@ -391,7 +391,7 @@ class HostedRun(Run):
             best_metric_key=next((request.metric for request in requests if request.metric), None),
             requested_by=tuple(dict.fromkeys(request.by for request in requests)),
         )
-        # Without listeners, `on_checkpoint_due` is not fired. Record it as fired here, because a save may only follow this event.
+        # A save may only follow `on_checkpoint_due`, so record this event here even if it has no listeners and is not fired.
         if not self.manager.has_listeners.on_checkpoint_due and self._order.allows("DS"):
             self._order.may_come("D")
         if not self._order.may_come("S"):
@@ -474,7 +474,7 @@ class HostedRun(Run):
             ctx.loss, ctx.loss_dict = loss, {"loss": loss, **self.other_losses}
             if not self._is_dropping:
                 self.records.add(ctx.loss_dict, moved=not self.step_skipped)
-        # Set these fields here too, because the events at which they are set are not fired without listeners.
+        # Set `grad_norm` and `step_skipped` here too: the events that normally set them are not fired without listeners.
         ctx.grad_norm, ctx.step_skipped = self.grad_norm, self.step_skipped
         # If the optimizer's step was skipped or had no listeners, the learning rate was not read yet.
         if not ctx.has("learning_rate"):

@@ -127,7 +127,7 @@ class LifecycleDriver:
         self._is_recorded, self._is_loss_needed = is_recorded, is_loss_needed
         self.seen_links = -1
         """The version of the table of handlers (`Spans.links`) at the last `listen`."""
-        self._open = [parts["run"]]  # the open spans, innermost last; `run` is always the first, as `Lifetime` starts and ends it
+        self._open = [parts["run"]]  # the open spans, innermost last; `run`, which `Lifetime` starts and ends, is always first
         parts["run"].is_open = True
         self.has_listeners = False
         """Whether any event of a step had a listener at the last `listen`."""
@@ -176,7 +176,7 @@ class LifecycleDriver:
             return False
         has_changed, self.seen_links = self.seen_links < 0, self._spans.links
         lack_listeners = [all(part.span.starts is None and part.span.ends is None for part in group) for group in self._groups]
-        # If a handler of a later event reads the outputs of the forward pass, observe the forward pass even without listeners.
+        # If a handler of a later event reads the outputs of the forward pass, observe this pass even if nothing listens to it.
         lack_listeners[_BACKWARD] &= "outputs" not in self._ctx.kept
         # The backward pass counts as ended when the next span starts. So if it has listeners, observe the spans after it too.
         for later in _AFTER_BACKWARD:
@@ -197,7 +197,7 @@ class LifecycleDriver:
         return has_changed
 
     def listens_to(self, name: str) -> bool:
-        """Return whether the host has to observe the span `name` of a step, because this span or its group has listeners."""
+        """Return whether the host must observe the span `name` of a step, because this span or one observed with it has listeners."""
         return not self.parts[name].has_no_listeners
 
     def start(self, name: str) -> None:

@@ -65,7 +65,7 @@ def torch_optimizer(optimizer: Any) -> Optimizer:
 
 
 def without_ddp(model: Any) -> Any:
-    """Return the module inside a DistributedDataParallel, which callbacks see instead of the wrapper."""
+    """Return the module inside a DistributedDataParallel wrapper, for callbacks. Return any other model unchanged."""
     return getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model
 
 

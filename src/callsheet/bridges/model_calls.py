@@ -31,14 +31,14 @@ class ModelCalls(NotCopied):
         self._after = Hook(model.register_forward_hook)
 
     def begin_call(self, model: nn.Module, batch: Any) -> Any:
-        """Fire the events that begin with a call of `model`. Return `batch`, or the batch with which a callback has replaced it."""
+        """Fire the events at the start of a call of `model`. Return `batch`, or the batch with which a callback has replaced it."""
         raise NotImplementedError
 
     def start_forward(self) -> Any:
         """Start a microbatch and its forward pass, and return the microbatch, which a callback may have replaced."""
         run = self._run
         driver, ctx = run.driver, run.ctx
-        # End the previous microbatch and close its fields, because the framework may not have reported its end.
+        # End the previous microbatch and close its fields, because the framework may not have reported the microbatch's end.
         driver.end("microbatch")
         ctx.microbatch = ctx.batch
         driver.start("microbatch")

@@ -34,7 +34,7 @@ _watches: list[BackwardWatch] = []
 
 The latest is called first, so that a run inside a step of another run gets its own losses.
 """
-_backward = _ORIGINAL_BACKWARD  # the `Tensor.backward` that callsheet's wrapper has replaced, and which the wrapper calls
+_backward = _ORIGINAL_BACKWARD  # the `Tensor.backward` that callsheet's wrapper replaces and calls
 _is_installed = False  # whether callsheet's wrapper is installed, possibly below a wrapper of another library
 
 
@@ -99,13 +99,13 @@ class Hook:
             self.is_registered = False
 
 
-# Read torch's private flags, because `torch.jit.is_tracing` and `torch.compiler.is_compiling` need four more calls per forward pass.
+# Read torch's private flags: `torch.jit.is_tracing` and `torch.compiler.is_compiling` cost four more calls per pass.
 _is_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", torch.jit.is_tracing)  # type: ignore[attr-defined]
 _HAS_FLAG = hasattr(torch.compiler, "_is_compiling_flag")
 
 
 def is_traced() -> bool:
-    """Return whether torch is exporting or tracing the model. If so, hooks must do nothing, because the result would contain them.
+    """Return whether torch is exporting or tracing the model. If so, hooks must do nothing, or the result would contain them.
 
     The hook must be decorated with `not_compiled`, so that Dynamo does not compile this function.
     """
@@ -149,7 +149,7 @@ def start_forward(driver: LifecycleDriver, ctx: Context) -> None:
     microbatch = parts["microbatch"]
     if microbatch.done == len(microbatch.sequence):
         if parts["backward"].is_open:
-            return  # activation checkpointing repeats the forward pass during the backward pass
+            return  # not a new microbatch: activation checkpointing repeats a forward pass during the backward pass
         given = ctx.microbatch if ctx.has("microbatch") else None
         driver.end("microbatch")
         ctx.microbatch = given
@@ -564,7 +564,7 @@ class BackwardWatch:
                     self._driver.give_up(error)
 
     def run(self, loss: Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-        """Fire the events of `loss` and run its backward pass with these arguments of `backward`. Return whether this was done.
+        """Fire the events of `loss`, and run its backward pass with the given arguments. Return False if nothing was done.
 
         Do nothing if `loss` has several elements, or if this is not the training thread.
         """

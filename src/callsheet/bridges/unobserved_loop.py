@@ -27,7 +27,7 @@ class UnobservedLoop:
         self._ends_step = ends_step
         self._epoch = epoch
         self._was_in_step = was_in_step
-        # If a signal was received, the loop must end here, because the run that handles signals has ended.
+        # If a signal was received, the loop must end here, because nothing handles the signal after the run's end.
         self.is_over = run.signals.received is not None
         """Whether training has reached `max_duration`, or must end because of a signal."""
 

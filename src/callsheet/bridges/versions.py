@@ -73,7 +73,7 @@ def check_version(package: str, internals: Iterable[str] = (), *, needed_by: str
 
 
 def check_events(package: str, events: Iterable[str], known: Container[str]) -> None:
-    """Check that the framework still has the events that its host handles. The framework would not report a renamed event.
+    """Raise NotSupported if the framework lacks an event that the host handles, because an unknown event would just never be fired.
 
     Args:
         package: the name of the framework's package, as in `TESTED`.

@@ -1,4 +1,4 @@
-"""Tables: which events of callsheet each call of an Accelerate loop fires, and which events are never fired in such a loop."""
+"""Tables: which events of callsheet are fired at each call that an Accelerate loop makes, and which are never fired there."""
 
 from __future__ import annotations
 

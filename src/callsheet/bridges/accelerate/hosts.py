@@ -227,7 +227,7 @@ class AcceleratedRun(AttachedRun):
         return bool(self._accelerator.sync_gradients)
 
     def _fetch(self, batches: Iterator[Any], group: list[Any]) -> None:
-        """Append the next batch to `group`, unless the epoch is at its end. Fire the fetch events only for a step's first batch.
+        """Append the next batch to `group`, if the epoch has another one. Fire the fetch events only for a step's first batch.
 
         Batches are not fetched in advance, because the accelerator saves the dataloader's position.
         """
@@ -241,7 +241,7 @@ class AcceleratedRun(AttachedRun):
         try:
             batch = next(batches, None)
         except Exception as error:
-            mark_as_users(error)  # raise the error to the user, since training is impossible without data
+            mark_as_users(error)  # the error is raised and not only logged, because training cannot continue without data
             raise
         if batch is None:
             self._position.is_exhausted = True
@@ -308,7 +308,7 @@ class AcceleratedRun(AttachedRun):
         return norm
 
     def _save_state(self, saves: Callable[..., str], *args: Any, **kwargs: Any) -> str:
-        """Call `accelerator.save_state` and fire the checkpoint events. If the optimizer has stepped, end the step first."""
+        """Call `accelerator.save_state` and fire the checkpoint events. First end the training step if the optimizer has stepped."""
         try:
             if self._is_iterating and self._unobserved is None and self._hooks.optimizer.has_stepped:
                 self._end_microbatch()
@@ -336,7 +336,7 @@ class AcceleratedRun(AttachedRun):
             accelerator.save_state(str(Path(run.ctx.run.checkpoints) / f"step-{run.state.timestamp.batch}"))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the callbacks' states and the run's progress. If the run is registered, `accelerator.save_state` calls this."""
+        """Return the callbacks' states and the run's progress. `accelerator.save_state` calls this method of a registered run."""
         run = self._run
         self._is_saved = True
         if self._loaded is not None:
@@ -346,7 +346,7 @@ class AcceleratedRun(AttachedRun):
         return {**own_state(run), **self._position.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the callbacks' states and the run's progress: now, or at the start of the `with` block if it has not begun.
+        """Restore the callbacks' states and the run's progress: at once, or when the run's `with` block begins.
 
         Raises:
             RequestRejected: `load_state_dict` is called within an epoch.

@@ -1,4 +1,4 @@
-"""The position of a loop with an Accelerator in its data. The checkpoints are written by `accelerator.save_state`."""
+"""Counts which batches a loop with an Accelerator has used. Checkpoints are written by `accelerator.save_state`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AcceleratePosition(DataPosition):
         try:
             return iter(self._left_of(loader, epoch))
         except Exception as error:
-            mark_as_users(error)  # raise the error to the user, since training is impossible without data
+            mark_as_users(error)  # the error is raised and not only logged, because training cannot continue without data
             raise
 
     def begin_unobserved(self, loader: Iterable[Any], epoch: int) -> Iterator[Any]:
@@ -33,7 +33,7 @@ class AcceleratePosition(DataPosition):
 
     def _left_of(self, loader: Any, epoch: int) -> Iterable[Any]:
         self.taken, self._to_skip = self._to_skip, 0
-        # After a resume, the dataloader of the new process counts epochs from 0, so set the epoch of the run.
+        # After a resume, the new process's dataloader counts epochs from 0, so set its epoch to the run's epoch.
         if self._is_resumed and hasattr(loader, "set_epoch"):
             loader.set_epoch(epoch)
         # A stateful dataloader needs no skipping, because it continues at its saved position by itself.
@@ -41,7 +41,7 @@ class AcceleratePosition(DataPosition):
             return loader  # type: ignore[no-any-return]
         left = self._accelerator.skip_first_batches(loader, self.taken)
         if hasattr(loader, "iteration"):
-            # Before Accelerate 1.15, `left` counts epochs from 0, and would shuffle the data as in the first epoch.
+            # Before Accelerate 1.15, the dataloader `left` counts epochs from 0, so it would shuffle as in the first epoch.
             left.iteration = loader.iteration
         return left  # type: ignore[no-any-return]
 

@@ -13,7 +13,7 @@ from callsheet.core.context import Context
 
 
 class RecordTracker(GeneralTracker):  # type: ignore[misc]  # mypy does not read Accelerate's types
-    """A tracker that logs to callsheet what the loop logs with `accelerator.log`. `remove` removes it from the accelerator.
+    """A tracker that passes on to callsheet what the loop logs with `accelerator.log`, until `remove` is called.
 
     Args:
         accelerator: the Accelerator with which the loop logs.
@@ -27,7 +27,7 @@ class RecordTracker(GeneralTracker):  # type: ignore[misc]  # mypy does not read
 
     def __init__(self, accelerator: Accelerator, ctx: Context, give_up: Callable[[Exception], None]) -> None:
         self._accelerator, self.tracker, self._give_up = accelerator, ctx, give_up
-        super().__init__()  # call the base class last, because it reads the attributes that were just set
+        super().__init__()  # called last, because the base class reads the attributes that were just set
         accelerator.trackers.append(self)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:

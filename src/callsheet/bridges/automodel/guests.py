@@ -184,7 +184,7 @@ class AutoModelGuest(Guest):
         if ctx.run.world_size > 1:
             ranks = ctx.gather((losses, labels, tokens, right, samples))
             weights = [rank[1] if counts.are_tokens else rank[4] for rank in ranks]
-            # Use equal weights if no rank has counted labels or samples.
+            # Give all ranks the same weight if no rank has counted labels or samples.
             weights = weights if sum(weights) else [1.0] * len(ranks)
             whole = sum(weights)
             losses = {
@@ -269,7 +269,7 @@ class AutoModelGuest(Guest):
 
 
 class _Counts:
-    """Counts labels, tokens and samples in a step's microbatches. The sums stay on the device, so that counting never waits."""
+    """Counts labels, tokens and samples in a step's microbatches. The sums stay on the device, so counting does not wait for it."""
 
     def __init__(self) -> None:
         self.labels: Any = 0

@@ -91,7 +91,7 @@ class _HostRequests:
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self._changed: dict[str, Any] = {}  # the original values of those intervals of the scheduler that were changed
+        self._changed: dict[str, Any] = {}  # the original values of the scheduler's attributes that were changed, by name
 
     def save(self, requests: tuple[Request, ...]) -> None:
         """Make the recipe save after the current step: change the scheduler's checkpoint interval until `restore` is called."""
@@ -102,7 +102,7 @@ class _HostRequests:
         self._now("val_every_steps")
 
     def stop(self, *, now: bool = False) -> None:
-        """Make the recipe stop after the current step. With `now`, which is given before the first step, train no step at all."""
+        """Make the recipe stop after the current step. With `now=True` (used only before the first step), no step is trained."""
         scheduler = self._scheduler
         scheduler.max_steps = min(scheduler.max_steps, scheduler.step + (not now))
 

@@ -58,7 +58,7 @@ class DistEnv(Facade):
 
 
 class StepScheduler(Facade):
-    """The progress of training as AutoModel counts it: the first step and the first epoch are 0.
+    """The progress of training as AutoModel counts it: the first step and the first epoch have the number 0.
 
     After training, `step` is the number of steps. A callback may stop training by setting `sigterm_flag` to True, or `max_steps`
     to `step + 1`.
@@ -68,7 +68,7 @@ class StepScheduler(Facade):
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
-        self._is_in_training = False  # whether a step is in progress: False at on_train_start and on_train_end
+        self._is_in_training = False  # False during on_train_start and on_train_end, True during AutoModel's other hooks
 
     @property
     def step(self) -> int:
@@ -107,7 +107,7 @@ class StepScheduler(Facade):
 
     @max_steps.setter
     def max_steps(self, steps: int) -> None:
-        """Stop training after the current step. Raise NotSupported for a later step, which a guest cannot request."""
+        """Stop training after the current step. Raise NotSupported if `steps` asks for a later stop, which is not possible."""
         if steps > self.step + 1:
             raise NotSupported(
                 f"{self.OF}: max_steps={steps} at step {self.step}: a guest can end training only with the current step, not later"

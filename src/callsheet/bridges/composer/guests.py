@@ -158,7 +158,10 @@ class ComposerGuest(Guest):
         return run
 
     def _close(self, ctx: Context) -> None:
-        """Call `close` of the wrapped callback. When all guests are closed, call `post_close` of each. Errors are only logged."""
+        """Call the wrapped callback's `close`. When all Composer callbacks of the run are closed, call `post_close` of each.
+
+        Errors are only logged.
+        """
         run = self._run
         if run is None:
             return
@@ -284,4 +287,4 @@ class ComposerLoggerGuest(ComposerGuest):
 
 
 def _nothing(*_: Any) -> None:
-    """Do nothing. Called if a callback has no `close` or no `post_close`."""
+    """Do nothing. Takes the place of a method `close` or `post_close` that a callback does not have."""

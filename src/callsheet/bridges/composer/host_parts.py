@@ -88,9 +88,10 @@ def _predecessors(handlers: Collection[str]) -> dict[Any, frozenset[str]]:
     events = [event for event in _STEP if event in handlers]
     found = {later: {earlier} for earlier, later in pairwise(events)}
     if inside := [event for event in events if event in _INSIDE[1:-1]]:
-        found[inside[0]].add(inside[-1])  # the next microbatch
-    found["before_train_batch"].add(next(event for event in reversed(events) if event in _INSIDE))  # a closure is called again
-    # A resumed Trainer skips the batches that were trained on before the resume.
+        found[inside[0]].add(inside[-1])  # after the last event of a microbatch, the next microbatch begins
+    # If an optimizer calls its closure again, `before_train_batch` follows the last event of the previous call.
+    found["before_train_batch"].add(next(event for event in reversed(events) if event in _INSIDE))
+    # A resumed Trainer fetches and skips batches that it has trained on before, so it fires `before_dataloader` repeatedly.
     found["before_dataloader"] = {"", "epoch_end", "before_dataloader", "batch_checkpoint"}
     found["epoch_end"] = {"before_dataloader", "batch_checkpoint"}
     return {event: frozenset(several) for event, several in found.items()}
@@ -127,7 +128,7 @@ class SavedCheckpoints:
     def __init__(self, state: Any, logger: Any) -> None:
         self._state, self._logger = state, logger
         self.savers = [each for each in state.callbacks if isinstance(each, CheckpointSaver)]
-        self._saved_at = [each.last_checkpoint_batch for each in self.savers]  # the batch number of each saver's last checkpoint
+        self._saved_at = [each.last_checkpoint_batch for each in self.savers]  # the batch count at each saver's last checkpoint
 
     def save(self) -> None:
         """Make the Trainer's first `CheckpointSaver` save now, regardless of its interval."""
@@ -218,7 +219,7 @@ def is_one_number(value: Any) -> bool:
 
 
 def trained_on(loss: Any) -> Tensor:
-    """Return the loss on which Composer runs the backward pass. For several losses, this is the loss `total`, otherwise the sum."""
+    """Return the loss on which Composer runs the backward pass. Of several losses, return the one named `total`, or else the sum."""
     if isinstance(loss, Tensor):
         return loss if loss.dim() == 0 else loss.mean()
     if isinstance(loss, Mapping) and "total" in loss:

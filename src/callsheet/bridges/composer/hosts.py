@@ -51,7 +51,7 @@ def host(
         MissingPackage: Composer is not installed.
     """
     with needed_by("callsheet.bridges.composer.host"):
-        from callsheet.bridges.composer.trainer_host import ComposerHost  # imported here, since this module imports Composer
+        from callsheet.bridges.composer.trainer_host import ComposerHost  # imported here, since `trainer_host` imports Composer
 
     return ComposerHost(
         callbacks,

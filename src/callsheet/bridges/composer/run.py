@@ -130,7 +130,7 @@ class ComposerRun:
         self._since = time.perf_counter()
 
     def begin_eval(self) -> None:
-        """Set the counters of evaluations to 0, because the evaluation of a dataset or a prediction begins."""
+        """Set the counters of evaluations to 0, because a prediction or the evaluation of a dataset begins."""
         self.eval_counted, self.eval_batches, self._eval_since = Counted(), 0, time.perf_counter()
 
     def eval_stepped(self, ctx: Context) -> None:

@@ -243,7 +243,7 @@ class State(Facade):
 
 
 class _Wrapped:
-    """Wraps a model, which is in the attribute `module` as in DDP, because Composer's own callbacks expect such a wrapper."""
+    """Holds a model in the attribute `module`, as DDP does, because Composer's own callbacks expect such a wrapper."""
 
     def __init__(self, model: nn.Module) -> None:
         self.module = model

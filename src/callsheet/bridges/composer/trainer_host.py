@@ -114,7 +114,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         self._handlers, self._last_event = self._tables.training, ""
 
     def _loads(self) -> CheckpointInfo | None:
-        """Load the callbacks' states from the checkpoint that Composer has loaded. Return None for a new run."""
+        """Load the callbacks' states from Composer's loaded checkpoint. Return a description of the checkpoint; None for a new run."""
         run, saved, self._saved = self._run, self._saved, None
         at = self._state.timestamp
         if saved is not None:
@@ -137,7 +137,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         return CheckpointInfo(str(getattr(self._state, "load_path", None) or ""), int(at.batch), int(at.epoch), "periodic")
 
     def begin(self, trainer: Any) -> None:
-        """Add this host to a Trainer that was created without it, before `Trainer.fit` is called, and begin a run."""
+        """Begin a run in a Trainer that was created without this host. Call this method before `Trainer.fit`."""
         trainer.state.callbacks.append(self)
         self.run_event(Event.AFTER_LOAD, trainer.state, trainer.logger)
 
@@ -203,7 +203,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
     def _before_train_batch(self, state: Any) -> None:
         driver = self._run.driver
         self._losses.parts.clear()
-        # If the optimizer's step is open, the optimizer calls its closure again, and only the loss of the last call counts.
+        # If the optimizer's step has already begun, the optimizer calls its closure again, and only the last loss counts.
         if driver.is_open("optimizer_step"):
             self._handlers = self._tables.of_closure()
         else:

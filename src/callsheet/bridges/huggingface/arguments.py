@@ -110,7 +110,7 @@ def _default(name: str) -> Any:
 
 
 def _of_optimizer(ctx: Context) -> dict[str, Any]:
-    """Return the initial learning rate and the weight decay of the optimizer's first parameter group, without missing values."""
+    """Return the initial learning rate and the weight decay of the optimizer's first parameter group, if the group has them."""
     group = ctx.optimizer.param_groups[0] if ctx.has("optimizer") and ctx.optimizer is not None else {}
     found = {"learning_rate": group.get("initial_lr", group.get("lr")), "weight_decay": group.get("weight_decay")}
     return {name: float(value) for name, value in found.items() if value is not None}

@@ -250,7 +250,7 @@ class HuggingFaceGuest(Guest):
             self._check_logged()
             self._step, self._microbatches = ctx.step, 0
             self.control._new_step()
-            # Discard a request to end the epoch early: callsheet does not support such a request, and has logged a warning about it.
+            # Discard a request to end the epoch early. callsheet cannot carry it out, and has logged a warning about it.
             self.control._new_epoch()
             self._save_kind = ""
             if self._passed_on:

@@ -33,7 +33,7 @@ def find_trainer(state: Any, frame: FrameType | None) -> Any:
     for _ in range(_MAX_CALL_DEPTH):
         if frame is None:
             break
-        # Reading `f_locals` keeps a frame's variables alive as long as the frame, so read only the frames of methods.
+        # Read `f_locals` only in frames of methods, because reading it keeps a frame's variables alive as long as the frame.
         if frame.f_code.co_argcount and frame.f_code.co_varnames[0] == "self":
             found = frame.f_locals.get("self")
             if getattr(found, "__dict__", {}).get("state") is state and hasattr(found, "evaluate"):

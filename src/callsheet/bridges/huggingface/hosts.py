@@ -88,7 +88,7 @@ _LOGGED_ELSEWHERE = frozenset({"loss", "learning_rate", "epoch", "total_flos", "
 
 
 class _HostRequests:
-    """Passes callbacks' requests to save and evaluate on to the Trainer.
+    """Passes callbacks' requests for checkpoints and evaluations on to the Trainer.
 
     It is a separate object from the host, so that the run has no reference to the host.
     """
@@ -142,7 +142,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Wrap the Trainer's training loop, so that callsheet's run ends as failed when an error leaves the loop."""
         trainer, reference = find_trainer(state, sys._getframe()), weakref.ref(self)
-        # If the trainer has no `_inner_training_loop`, there is nothing to wrap, so callsheet notices an error in training only later.
+        # Without the method `_inner_training_loop`, nothing can be wrapped, so callsheet notices errors in training only later.
         if not hasattr(trainer, "_inner_training_loop"):
             if any((kind.__module__, kind.__name__) == ("transformers.trainer", "Trainer") for kind in type(trainer).__mro__):
                 self._warn(
@@ -160,7 +160,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
                     host._fail(error)
                 raise
 
-        # Do not wrap `train`: the wrapper has no strong reference to the trainer, so `Trainer(...).train()` could delete the trainer.
+        # Do not wrap `train`: the wrapper refers to the trainer weakly, so `Trainer(...).train()` could delete the trainer.
         WrappedMethods(trainer).wrap("_inner_training_loop", train, put=replace)
 
     @observing
@@ -218,7 +218,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         if trainer is None:
             self._warn("the Trainer was not found in the call stack: neither batches nor the steps of evaluations are reported")
         self._requests.is_written, self._prefix, self._stage = False, None, _BETWEEN_STEPS
-        if not args.eval_on_start:  # with `eval_on_start`, the round starts only after the first evaluation
+        if not args.eval_on_start:  # with `eval_on_start`, callsheet's span `round` starts only after the first evaluation
             run.driver.start("round")
 
     def _wrap_methods(self, trainer: Any) -> WrappedMethods:

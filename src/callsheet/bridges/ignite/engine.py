@@ -137,7 +137,7 @@ class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's 
                 handler(*event_args, *args, **kwargs)
 
     def terminate(self, skip_completed: bool = False) -> None:
-        """Request that callsheet's run stops. After this call, the only Ignite events that are fired are those at a run's end.
+        """Request that callsheet's run stops. After this call, only Ignite's events at the end of a run are fired.
 
         Args:
             skip_completed: whether `COMPLETED` is not fired either.

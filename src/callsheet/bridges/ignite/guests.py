@@ -120,7 +120,7 @@ class IgniteGuest(Guest):
         """Return whether an Ignite handler is attached for the event `theirs`."""
         if theirs in EVALUATOR_EVENTS:
             events = EVALUATOR_EVENTS[theirs]
-            # `_evaluator_iteration_started` counts the iterations, and handlers of an iteration's end read that count.
+            # Handlers of an iteration's end read the count of iterations, which only `_evaluator_iteration_started` updates.
             if theirs == "evaluator_iteration_started":
                 events += EVALUATOR_EVENTS["evaluator_iteration_completed"]
             return any(engine.listens_to(event) for engine in self.foreign.evaluators.values() for event in events)
@@ -206,7 +206,7 @@ class IgniteGuest(Guest):
             self.foreign._fire_event(Events.ITERATION_COMPLETED)
 
     def _epoch_completed(self, ctx: Context) -> None:
-        # If the epoch was left early, it is not counted, and Ignite fires no EPOCH_COMPLETED for it either.
+        # An epoch that was left early is not counted. In Ignite too, EPOCH_COMPLETED is not fired for such an epoch.
         if ctx.state.timestamp.epoch >= ctx.epoch:
             self._fire(Events.EPOCH_COMPLETED, ctx)
             self._log(ctx, self.foreign, "ignite")

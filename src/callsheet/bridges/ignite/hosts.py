@@ -162,7 +162,7 @@ class IgniteHost(HostBase):
 
     def _reset(self) -> None:
         self._microbatches = 0  # how many microbatches the current step has had
-        self._steps_left = 0  # how many steps ended before their last microbatch
+        self._steps_left = 0  # how many steps the engine has abandoned before their last microbatch
         self._in_epoch = False
         self._completed_iteration = -1  # the number of the latest iteration whose end Ignite has reported
         self._evaluations = _Evaluations()
@@ -191,7 +191,7 @@ class IgniteHost(HostBase):
         self._trainer = trainer
         for event in FIRED_AT:
             trainer.add_event_handler(event, getattr(self, f"_{event.value}"))
-        # Move the host's handler to the front, because Ignite calls no further handler after one that raises the exception again.
+        # Move the host's handler to the front: if a handler raises the exception again, Ignite calls no further handler.
         handlers = trainer._event_handlers[Events.EXCEPTION_RAISED]
         handlers.insert(0, handlers.pop())
         for name, evaluator in self._evaluators.items():
@@ -224,7 +224,7 @@ class IgniteHost(HostBase):
         run.control.hints = {"save": "give attach(trainer, checkpoint=...) the handler that writes checkpoints"}
         run.checkpoints.loads = lambda: me._load()
         never = NOT_FIRED + (() if self._saves is not None else OF_CHECKPOINTS) + (() if self._evaluators else OF_EVALUATIONS)
-        # `train` is not started here, because an evaluation before the first epoch is not part of training.
+        # The span `train` is not started here, because an evaluation before the first epoch is not part of training.
         self._begin_run(run, [self._training, self._eval_hooks], never)
         run.counts.follow(lambda: me._counted())
         self._stop_if_asked(run)
@@ -281,7 +281,7 @@ class IgniteHost(HostBase):
             else:
                 run.fail(error)
             self._release()
-        # Without a handler for errors, Ignite raises the error. If the host's handler is the only one, it also raises the error.
+        # If no error handler is attached, Ignite raises the error. If only the host's is attached, the host does so instead.
         if len(trainer._event_handlers[Events.EXCEPTION_RAISED]) == 1:
             raise error
 
@@ -336,7 +336,7 @@ class IgniteHost(HostBase):
             if run is None:
                 return
             driver, ctx, training = run.driver, run.ctx, self._training
-            # The end of the last iteration or the start of the epoch was not reported.
+            # Warn if Ignite has not reported the end of the last iteration or the start of the epoch.
             if training.backward.is_on or not self._in_epoch:
                 run.counts.doubt()
             training.backward.is_on = True
@@ -418,7 +418,7 @@ class IgniteHost(HostBase):
             self._reach(run)
 
     def _leave_step(self, run: HostedRun) -> None:
-        """Abandon the current step. Called when the engine skips the remaining iterations of the step.
+        """Abandon the current step, because the engine skips the remaining iterations of the step.
 
         The lifecycle driver fires the step's end later.
         """

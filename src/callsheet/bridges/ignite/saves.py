@@ -20,7 +20,7 @@ class Saves:
         """Call `saved` whenever a checkpoint handler that is attached to one of the `engines` has written a checkpoint."""
         from ignite.handlers.checkpoint import (
             CheckpointEvents,
-        )  # imported here, because Ignite before 0.5.3 does not have this class
+        )  # imported here, because Ignite before 0.5.3 does not have `CheckpointEvents`
 
         for engine in engines:
             if not engine.has_registered_events(CheckpointEvents.SAVED_CHECKPOINT):

@@ -214,7 +214,7 @@ class InstructLabGuest(Guest):
     # --- calling the hooks ---
 
     def _boundary(self) -> list[_HookCall]:
-        """Return the calls of `on_step_end` and `on_epoch_end` that are due. They were postponed until after evaluations and saves."""
+        """Return the due calls of `on_step_end` and `on_epoch_end`, which were postponed until evaluations and saves had ended."""
         ended: list[_HookCall] = []
         if self._ends_step:
             self._ends_step = False
@@ -236,7 +236,7 @@ class InstructLabGuest(Guest):
         return None if method is None else (method, seen(self.context, hook, **changes))
 
     def _call(self, *calls: _HookCall) -> Awaitable[None] | None:
-        """Call these hooks of the wrapped callback one after the other.
+        """Call the hooks of the wrapped callback that `calls` lists, one after the other.
 
         At the first `async` hook, return an awaitable that finishes it and calls the other hooks.
         """

@@ -1,4 +1,4 @@
-"""Runs callsheet's callbacks in InstructLab Training (as a host): it turns InstructLab's hooks into callsheet's events.
+"""Runs callsheet's callbacks in InstructLab Training (as a host), by turning InstructLab's hooks into callsheet's events.
 
 Everything here runs on the thread on which InstructLab calls its callbacks, while training continues. So the model is not available,
 requests are not supported, and collectives are not possible.
@@ -136,7 +136,7 @@ class InstructLabHost(HostBase):
             self.manager, HOST, strict=strict, hint="leave the callback out, or pass strict=False to continue without that"
         )
         self._lock_timeout_seconds = checked_lock_timeout(lock_timeout_seconds)
-        self._saved: TrainingContext | None = None  # the context of a save after an epoch's last step; None after `on_epoch_end`
+        self._saved: TrainingContext | None = None  # the context of a save after an epoch's last step, until `on_epoch_end`
         self._is_between = False  # whether training is between two steps
         self._reject()
 
@@ -295,7 +295,7 @@ class InstructLabHost(HostBase):
         """
         if not run.driver.is_open("epoch"):
             if context.epoch + 1 < context.max_epochs:
-                run.counts.doubt()  # InstructLab saves after an epoch's end only when training is over
+                run.counts.doubt()  # unexpected: InstructLab saves after an epoch's end only when training is over
                 return
             run.driver.end("round")
             run.fire_checkpoint(context, "round")

@@ -16,7 +16,7 @@ def host(
     strict: bool = True,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> Any:
-    """Wrap the callbacks in one callback of InstructLab, for `TrainingArgs(callbacks=[host([...])])` or its own `CallbackManager`.
+    """Wrap the callbacks in one InstructLab callback, for `TrainingArgs(callbacks=[host([...])])` or InstructLab's `CallbackManager`.
 
     InstructLab calls its callbacks on a separate thread. Training does not wait for them, and they cannot read the model. So
     callsheet's callbacks receive only what InstructLab reports, on each rank separately: losses, learning rates, speeds,

@@ -1,4 +1,4 @@
-"""The part of InstructLab that the host needs: its callbacks. Without them, the host raises `NotSupported`."""
+"""The part of InstructLab that the host needs: InstructLab's callbacks. In a release without them, the host raises `NotSupported`."""
 
 from importlib.machinery import PathFinder
 

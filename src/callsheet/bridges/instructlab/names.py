@@ -90,7 +90,7 @@ _FIELDS = frozenset(each.name for each in fields(TrainingContext))
 
 
 class TrainerCallback:
-    """The base class of InstructLab's callbacks: override the hooks to listen to. Callbacks observe training and cannot change it.
+    """The base class of InstructLab's callbacks: override the hooks that you need. Callbacks observe training and cannot change it.
 
     A hook may be `async`. Hooks are called on every rank, so check `context.is_world_process_zero` before work that must be done
     only once.
@@ -230,7 +230,7 @@ class CallbackManager:
             ValueError: there is no such hook; or, if a callback overrides it, the context has no such field.
         """
         if hook_name not in _HOOKS:
-            # The error begins with the words of InstructLab's error, because tests that were written for InstructLab may check for them.
+            # The error begins like InstructLab's error, because tests that were written for InstructLab may check its words.
             raise ValueError(f"Unknown hook: '{hook_name}'. Valid hooks: {list(HOOK_NAMES)}{did_you_mean(hook_name, HOOK_NAMES)}")
         if self._is_closed or not (listeners := [each for each in self._callbacks if listens_to(each, hook_name)]):
             return

@@ -86,7 +86,7 @@ class HookedRun(Run):
             state=TrainState(max_duration=Time.parse(f"{context.max_epochs}ep") if context.max_epochs else None),
             control=Control((), host=HOST),
             signals=SignalWatch(()),
-            # Use a group of one rank: collectives of this run could mix with those of training.
+            # Use a group of one rank, because the collectives of this run could otherwise mix with those of training.
             world=ProcessGroups(Ranks(), torch.device("cpu"), lock_timeout),
             log_every=Interval("1ba"),
             device=torch.device(device),
@@ -330,7 +330,7 @@ class HookedRun(Run):
         ctx.boundary = boundary
         self.manager.fire("on_checkpoint_due", ctx)
         ctx.close("on_checkpoint_due")
-        self._order.may_come("S")  # note that a save begins, which is always allowed after `on_checkpoint_due`
+        self._order.may_come("S")  # record that a save begins; this is always allowed after `on_checkpoint_due`
         with self.spans.checkpoint_save:
             self._write(context, info)
         ctx.close("on_checkpoint_save_end")
@@ -339,7 +339,7 @@ class HookedRun(Run):
         ctx.close("on_checkpoint_published")
 
     def _write(self, context: TrainingContext, info: CheckpointInfo) -> None:
-        """Add the callbacks' states to a checkpoint of InstructLab's."""
+        """Add the callbacks' states to a checkpoint that InstructLab has written."""
         run = self.ctx.run
         local = {"callbacks": self.callback_states.state_dict(), "metrics": self._metrics.state_dict()}
         saved_info = {"run": run.name, "step": info.step, "samples": context.total_samples}

@@ -7,7 +7,7 @@ with needed_by(__name__):
         NOT_FIRED,
         KerasHost,
         host,
-    )  # comes first, because `hosts` imports torch before Keras
+    )  # imported before `guests`, because `hosts` imports torch before Keras
 
     # isort: split
     from callsheet.bridges.keras.guests import KerasGuest, guest

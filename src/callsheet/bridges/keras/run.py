@@ -70,11 +70,11 @@ class KerasRun(Common):
         self._end(is_known=not ctx.state.evaluators)
 
     def on_checkpoint_due(self, ctx: Context) -> None:
-        """If an epoch has ended without an evaluation, let the guests call Keras's `on_epoch_end` now."""
+        """If an epoch has ended without an evaluation, let `on_epoch_end` of the Keras callbacks be called now."""
         self._end(is_known=ctx.boundary == "epoch")
 
     def on_train_end(self, ctx: Context) -> None:
-        """If Keras's `on_epoch_end` was not called for the last epoch yet, let the guests call it now."""
+        """Let `on_epoch_end` of the Keras callbacks be called now if it was not called for the last epoch yet."""
         self._end(is_known=True)
 
     def on_eval_all_start(self, ctx: Context) -> None:
@@ -105,7 +105,7 @@ class KerasRun(Common):
     on_predict_step_start = on_eval_step_start
 
     def _end(self, *, is_known: bool) -> None:
-        """Let the guests call Keras's `on_epoch_end` at this event if an epoch has ended and `is_known` is True.
+        """Let `on_epoch_end` of the Keras callbacks be called at this event if an epoch has ended and `is_known` is True.
 
         `is_known` is True if no evaluation of the epoch can follow.
         """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class OfGuest(Facade):
-    """The base class of this module's facades, whose values come from callsheet's context."""
+    """The base class of this module's facades, which replace Lightning's objects. Their values come from callsheet's context."""
 
     def __init__(self, guest: LightningGuest) -> None:
         self._guest = guest

@@ -103,7 +103,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
     # --- a run ---
 
     def _begin(self, trainer: Any, module: Any, mode: Mode = "eval", **options: Any) -> HostedRun:
-        """Begin a run of callsheet's callbacks. `mode` is `eval` for `Trainer.fit` and `Trainer.validate`."""
+        """Begin a run of callsheet's callbacks, in which evaluations of the kind `mode` are observed: `eval`, `test` or `predict`."""
         self._forget_earlier_run()
         folder = Path(trainer.log_dir or trainer.default_root_dir).absolute()
         self._run = run = HostedRun(
@@ -223,7 +223,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         """
         control = run.control
         run.driver.start("epoch")
-        if control.accumulation is not None:  # Lightning can change this number only between epochs
+        if control.accumulation is not None:  # Lightning can change the number of accumulated batches only between epochs
             trainer.accumulate_grad_batches, control.accumulation = control.accumulation, None
             self._set_epoch_length(trainer)
 
@@ -278,7 +278,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             watch, stepped = self._watch, self._stepped
             if not self._is_in_batch:  # the start of this batch was not reported
                 run.counts.doubt()
-            # If the step has begun already, the optimizer calls its closure again, or another optimizer steps.
+            # If this step has begun already, the optimizer is calling its closure again, or a second optimizer is stepping.
             if stepped.has_begun:
                 watch.keep_last()
                 return
@@ -511,7 +511,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             try:
                 save(path, *args, **given)
             except BaseException as error:
-                mark_as_users(error)  # raise the error to the user, since Lightning's own save has failed
+                mark_as_users(error)  # the error is raised and not only logged, because Lightning's own save has failed
                 raise
 
         try:

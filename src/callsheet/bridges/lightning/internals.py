@@ -1,4 +1,4 @@
-"""The parts of Lightning that the host needs and that are not public API. If one in `HOST` is missing, the host raises `NotSupported`.
+"""The non-public parts of Lightning that the host uses. If a part that is listed in `HOST` is missing, the host raises `NotSupported`.
 
 Their names are relative to `lightning.pytorch`, or to `pytorch_lightning` if only that is installed.
 """

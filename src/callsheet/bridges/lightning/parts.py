@@ -186,7 +186,7 @@ class Cadence:
 
     @staticmethod
     def is_able(trainer: Any) -> bool:
-        """Return whether `ask` works: a Trainer that evaluates at intervals of time has no `val_check_batch`."""
+        """Return whether `ask` can work. It needs `val_check_batch`, which a Trainer that evaluates at time intervals does not have."""
         return getattr(trainer, "val_check_batch", None) is not None
 
     def ask(self) -> None:

@@ -1,4 +1,4 @@
-"""The matrix: which callbacks of callsheet work in each framework's loop, and which of the framework's callbacks work in callsheet.
+"""The matrix: which callbacks of callsheet work in each framework's loop, and which callbacks of each framework work in callsheet's.
 
 `make matrix` runs the tests that write the JSON files in this folder, one for each framework. The same tests check that the files
 agree with their results. So the table records which callbacks were run, and with which version of the framework.
@@ -46,7 +46,7 @@ CHECKS = ("observers", "stop", "save", "EMA", "resume")
 
 @dataclass(frozen=True, slots=True)
 class Framework:
-    """A framework that has a bridge.
+    """A framework whose callbacks or loops callsheet supports through a bridge.
 
     `name` is the framework's name in sentences, and `version` the tested version. `how` is a sentence (without its full stop)
     that says how the framework was tested, if that was not a real training. `derived` has the trainers of other libraries that are built on it.
@@ -133,7 +133,7 @@ def about(bridge: str) -> str:
 
 
 def _limits(framework: Framework) -> list[tuple[str, str, Cell]]:
-    """Return (trainer, check, result) for each check of a trainer in `framework.derived` whose result has a reason."""
+    """Return the checks of the trainers in `framework.derived` whose results have a reason, as (trainer, check, result)."""
     return [(name, check, cell) for name, row in framework.derived.items() for check, cell in row.checks.items() if cell.why]
 
 

@@ -93,7 +93,7 @@ class MegatronBridgeHost(HostBase):
         super().__init__(callbacks, **options)
         self._has_trained = False  # whether training has begun in the current run
         if any(self.manager.list_callbacks(event) for event in ("on_data_init_start", "on_data_init_end")):
-            # Define this hook only if it is needed, because Megatron rejects a training length in epochs if any callback has the hook.
+            # Define this hook only if it is needed: Megatron rejects a training length in epochs if any callback has the hook.
             self.on_data_init_start = self._on_data_init_start
 
     # --- the run ---
@@ -228,7 +228,7 @@ class MegatronBridgeHost(HostBase):
             self._leave(error)
 
     def _skip_iterations(self, run: HostedRun) -> None:
-        """Count the iterations that Megatron has skipped, without reporting them, because of its setting `iterations_to_skip`."""
+        """Count the iterations that Megatron's setting `iterations_to_skip` has skipped. Megatron does not report them."""
         skipped, at, step = self._settings.get("train.iterations_to_skip"), run.state.timestamp.batch, self._settings.step
         if skipped and step is not None and step > at and all(iteration in skipped for iteration in range(at, step)):
             move(run, step)
@@ -254,7 +254,7 @@ class MegatronBridgeHost(HostBase):
                 driver.start_step()
             settings.loss, run.other_losses = _losses(context.loss_dict or {})
             run.step_skipped = bool(context.skipped_iter)
-            # A call of torch's optimizer fires these events. A skipped step does not call the optimizer, so fire the events here.
+            # If the step was skipped, torch's optimizer is not called, and so its events are not fired. Fire the events here.
             if run.step_skipped and driver.is_read:
                 driver.start_and_end("clip_gradients")
                 driver.start_and_end("optimizer_step")
@@ -267,7 +267,7 @@ class MegatronBridgeHost(HostBase):
             run.end_step()
             if self._is_pipelined:
                 run.records.last_loss = (
-                    None  # only the last pipeline stage has a loss, and the loss's mean would need a collective
+                    None  # only the last pipeline stage has a loss, and a mean over all ranks would need a collective
                 )
             if not self._is_checked and not run.step_skipped:
                 self._check_first_step(run)

@@ -1,4 +1,4 @@
-"""Megatron Bridge's package, whose version the bridge checks, and the attribute that the host uses and that is not public API."""
+"""The name of Megatron Bridge's package, and the non-public attribute of Megatron Bridge that the host uses if it exists."""
 
 PACKAGE = "megatron-bridge"
 

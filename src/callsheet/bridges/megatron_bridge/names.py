@@ -57,7 +57,7 @@ class CallbackContext:
 
 
 class Callback:
-    """The base class of callbacks: override the methods of the events to listen to."""
+    """The base class of callbacks: override the methods of the events that you need."""
 
     def on_data_init_start(self, context: CallbackContext) -> None:
         """Called before any data is opened. The model and the optimizer exist, and the checkpoint was loaded."""

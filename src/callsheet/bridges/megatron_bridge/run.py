@@ -47,7 +47,7 @@ class MegatronBridgeRun(Common):
         self._course: RunConstants | None = None
         self._longest: Time | None = None
         self._ctx: Context | None = None
-        if state is None:  # with a state that the user has given, the guest calls `drive` after each event
+        if state is None:  # if the user has given a state, the guest calls `drive` after each event instead
             call_when_moved(self.state, self.drive)
 
     def on_train_step_start(self, ctx: Context) -> None:

@@ -13,7 +13,7 @@ from callsheet.bridges.megatron_bridge.names import CallbackContext
 
 
 class _Moved(Facade):
-    """An object that calls a function whenever a callback sets the attribute named by `_MOVES`, because that may end training."""
+    """Calls a function whenever a callback sets the attribute named by `_MOVES`, because setting the attribute may end training."""
 
     _MOVES: ClassVar[str]
     __slots__ = ("_on_move",)  # a slot, so that `vars` of the object does not contain `_on_move`
@@ -98,7 +98,7 @@ class Timers:
 
 
 class Training(_Moved):
-    """The `context.state.cfg.train` of callbacks if the user gave no Megatron configuration. It has the length of training."""
+    """What callbacks get as `context.state.cfg.train` if the user gave no Megatron configuration: only the length of training."""
 
     OF = "Megatron Bridge's cfg.train"
     WRITABLE = frozenset({"train_iters"})
@@ -109,7 +109,7 @@ class Training(_Moved):
 
 
 class Config(Facade):
-    """The `context.state.cfg` of callbacks if the user gave no Megatron configuration."""
+    """What callbacks get as `context.state.cfg` if the user gave no Megatron configuration."""
 
     OF = "Megatron Bridge's configuration"
 

@@ -347,7 +347,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             self._reach(run, state)
 
     def _reach(self, run: HostedRun, state: State) -> None:
-        """Carry out the actions of the last step's or epoch's end, such as a save, that have waited for torchtnt's evaluation."""
+        """Carry out the actions after a step or epoch, such as a save, that have waited for torchtnt's evaluation."""
         waiting, self._waiting = self._waiting, ""
         if waiting == "step":
             self._end_step(run, state)

@@ -84,7 +84,7 @@ class TorchTNTRun(Common):
         if (late := self._late) is not None:
             self._late = None
             durations["train_iteration_time"].append(late)
-        # Do not record the wait for data at `on_fetch_end`, because torchtnt also records the wait only after the event for the batch.
+        # torchtnt records the wait for data just before `on_train_step_start`, so record it here and not at `on_fetch_end`.
         if (asked := self._asked_at) is not None:
             self._asked_at = None
             waits = durations["data_wait_time"]

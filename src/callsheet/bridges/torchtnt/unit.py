@@ -15,7 +15,7 @@ from callsheet.run.copies import replace
 
 
 class Fetches:
-    """Replaces a unit's methods that return its next batch, because torchtnt has no callback event for fetching.
+    """Replaces a unit's methods that fetch batches, because torchtnt calls no callback before a fetch, and passes no batch to callbacks.
 
     Args:
         methods: the names of the unit's methods, each with the bound method that is called instead. This receives the unit's own

@@ -56,7 +56,7 @@ def _sending(given: Callable[[Any], tuple[list[str], str]]) -> Callable[[Any], t
         with contextlib.ExitStack() as undo:
             variables = undo.enter_context(payload.post())
             undo.callback(lambda: [os.environ.pop(name, None) for name in variables])
-            with _without_host_methods(trainer, host):  # Ultralytics must not pickle the host; the payload has its callbacks
+            with _without_host_methods(trainer, host):  # Ultralytics must not pickle the host; its callbacks are sent separately
                 command, file = given(trainer)
             # Ultralytics does not know the file's path yet, so callsheet removes the file if an error follows.
             undo.push(functools.partial(_clean_after_error, trainer, file))
@@ -84,7 +84,7 @@ def _cleaning(given: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
 
 
 def _reporting(given: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `train` that calls the hosts' `teardown` also if the training fails, which releases before 8.4.177 do not."""
+    """Return a `train` that calls the hosts' `teardown` even if training fails. Ultralytics itself does so only since 8.4.177."""
 
     @functools.wraps(given)
     def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:

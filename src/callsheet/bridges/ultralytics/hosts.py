@@ -201,10 +201,10 @@ class UltralyticsHost(HostBase):
             wrapped.wrap(name, method)
         self._begin_epoch_counts(0)
         self._stage = _BETWEEN_BATCHES
-        # How often Ultralytics had begun the epoch again at the last `on_train_epoch_start`; see `_repeats_of`.
+        # How often Ultralytics had repeated the epoch when `on_train_epoch_start` was last called; see `_repeats_of`.
         self._repeats: tuple[int, int] | None = 0, 0
         self._has_unscaled = False  # whether the loop has unscaled the gradients, as it does just before the optimizer's step
-        # The loss and samples of the last epoch's batches after its last optimizer step. They count for the first step of this epoch.
+        # Loss and samples of the batches after the last epoch's last optimizer step. They count for this epoch's first step.
         self._from_last_epoch: tuple[Tensor | None, tuple[int, int]] = None, (0, 0)
         self._after_epoch = _AfterEpoch()
         self._epochs: int | None = None  # Ultralytics' count of completed epochs; None before the first epoch
@@ -264,7 +264,7 @@ class UltralyticsHost(HostBase):
             run.drop_step()
             self._from_last_epoch = None, (0, 0)
             run.close_epoch(is_whole=False)
-        # Carry out actions that are still due after the previous epoch: if Ultralytics reloads last.pt, it skips `on_fit_epoch_end`.
+        # If Ultralytics reloads last.pt, it skips `on_fit_epoch_end`, so carry out what is still due after the previous epoch.
         self._reach(run, trainer)
         self._begin_epoch_counts(len(trainer.train_loader))
         self._stage = _BETWEEN_BATCHES
@@ -281,7 +281,7 @@ class UltralyticsHost(HostBase):
     @in_a_run
     def on_train_epoch_end(self, run: HostedRun, trainer: Any) -> None:
         """End the epoch. Actions after the epoch, such as a save, are carried out when Ultralytics' validation has ended."""
-        is_time_over = trainer.args.time and trainer.stop  # Ultralytics then leaves the epoch within a batch
+        is_time_over = trainer.args.time and trainer.stop  # at its time limit, Ultralytics leaves the epoch within a batch
         if self._stage != _BETWEEN_BATCHES and not is_time_over:
             run.counts.doubt()
         self._epochs = trainer.epoch + 1
@@ -415,7 +415,7 @@ class UltralyticsHost(HostBase):
     def _end_step(self, run: HostedRun, trainer: Any) -> None:
         run.step_skipped = not self._training.optimizer.has_stepped
         losses = trainer.loss_items
-        if isinstance(losses, Tensor) and losses.ndim:  # older releases store the names in `loss_names`
+        if isinstance(losses, Tensor) and losses.ndim:  # older releases store the losses' names in `loss_names`
             losses = dict(zip(trainer.loss_names, losses, strict=True)) if len(losses) == len(trainer.loss_names) else {}
         run.other_losses = {name: each for name, each in losses.items() if name != "loss"} if isinstance(losses, Mapping) else {}
         run.end_step()
@@ -525,7 +525,7 @@ class UltralyticsHost(HostBase):
 
 
 def _repeats_of(trainer: Any) -> tuple[int, int] | None:
-    """Return how often Ultralytics has begun this epoch again: because memory ran out, and because the loss was not finite.
+    """Return two counts of Ultralytics' repetitions of this epoch: because memory ran out, and because the loss was not finite.
 
     Return None in releases that do not count this.
     """
