@@ -42,7 +42,7 @@ def _parameters_of(kind: type[Callback]) -> Mapping[str, Parameter]:
 
 
 def _familiar_arguments(parameters: Mapping[str, Parameter]) -> dict[str, str]:
-    """Return, for names of arguments of other frameworks' callbacks, which of the `parameters` to use instead, such as `keep=...`."""
+    """Map argument names of other frameworks' callbacks to those of `parameters`: `{"save_top_k": "keep=..."}`."""
     from callsheet.core.familiar_names import CALLBACK_ARGUMENTS
 
     return {name: f"{meant}=..." for name, meant in CALLBACK_ARGUMENTS.items() if meant in parameters}
@@ -139,7 +139,7 @@ class Callback(Hooks):
         """Handle every event. `ctx.event` is the name of the event."""
 
     def share_with(self, others: Sequence[Callback]) -> None:
-        """Share state with callbacks that were added earlier, so that work which several callbacks have in common is done only once.
+        """Share state with callbacks that were added earlier, so that several callbacks need not do the same work.
 
         The manager calls this when it adds the callback, unless the callback has a lane.
 
@@ -159,7 +159,7 @@ class Callback(Hooks):
         def __getattr__(self, name: str) -> Any:  # Python calls `__getattr__` only if there is no attribute `name`
             from callsheet.core import familiar_names
 
-            # If the class has this attribute, it is a property that raised an AttributeError; the last line raises that error again.
+            # If the class has an attribute `name`, it is a property that raised an AttributeError, which must be raised again.
             is_foreign = name in familiar_names.EVENTS or name in familiar_names.CALLBACK_METHODS
             if is_foreign and not hasattr(type(self), name):
                 raise AttributeError(
@@ -167,7 +167,7 @@ class Callback(Hooks):
                     f"a host, such as callsheet.bridges.huggingface.host([{type(self).__name__}(...)]), or callsheet.bridges.lightning.host",
                     name=name,
                 )
-            return object.__getattribute__(self, name)  # raises Python's usual AttributeError
+            return object.__getattribute__(self, name)  # raises Python's usual AttributeError, or that of a property
 
 
 def label_of(callback: Callback) -> str:
@@ -212,7 +212,7 @@ def every(interval: str | int | Time, *, at_end: bool = False) -> Callable[[F], 
 
 
 def at(phase: Phase) -> Callable[[F], F]:
-    """Decorate a handler so that it runs in another phase than the callback's other handlers.
+    """Decorate a handler so that it runs in another phase (such as `report`) than the callback's other handlers.
 
     Args:
         phase: one of `PHASES`: `change`, `measure`, `decide`, `save`, `report` or `restore`.
@@ -253,7 +253,7 @@ def local_rank_zero_only(function: F) -> F:
 
 
 def marks(function: Any) -> Marks:
-    """Return the options that the decorators set on a function or bound method."""
+    """Return the options that callsheet's decorators, such as `every`, have set on a function or bound method."""
     found: Marks = getattr(function, "__callsheet__", Marks())
     return found
 

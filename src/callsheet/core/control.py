@@ -70,7 +70,7 @@ class Control:
     def __init__(self, able: Iterable[str] = ("stop", "save", "evaluate"), *, is_shared: bool = False, host: str = "") -> None:
         self.able = set(able)
         self.host = host
-        self.hints: Mapping[str, str] = {}  # for each unsupported request by name, what the user can do instead
+        self.hints: Mapping[str, str] = {}  # for each unsupported request, what the user can do instead
         self._logged: set[tuple[str, str]] = set()
         self.is_shared = is_shared
         self.local_requests: list[Request] = []
@@ -82,7 +82,7 @@ class Control:
         self.load_path: str | None = None
         self.switched_off: list[Request] = []
         """The callbacks that all ranks have agreed to disable, each as a `Request`. The callback manager disables them."""
-        self.is_boundary_requested = False  # True if a callback in a lane has made a request that the loop has not read yet
+        self.is_boundary_requested = False  # True if another thread has made a request that the loop has not read yet
         self.is_rescheduled = False  # True if `CallbackManager.next_step` has changed since the loop last read it
         self.in_gate = False  # True while the manager calls a handler that runs on some ranks only
 
@@ -158,7 +158,7 @@ class Control:
 
     @property
     def stop_requested(self) -> Request | None:
-        """The first request to stop training, or None."""
+        """The first request to stop training; None if there is none."""
         return self._stop
 
     @property
@@ -173,11 +173,11 @@ class Control:
 
     @property
     def evaluate_requested(self) -> Request | None:
-        """The evaluation request that the loop will carry out at the next boundary (end of a step, epoch or round), or None."""
+        """The request for an evaluation that the loop will carry out after the current step, epoch or round; None if there is none."""
         return self._evaluate
 
     def supports(self, request: Request) -> bool:
-        """Return whether the loop supports the request. In another framework's loop, log an error if the request is not supported.
+        """Return whether the loop supports the request. If it does not, raise an error or, in another framework's loop, log one.
 
         Args:
             request: the request.
@@ -219,7 +219,7 @@ class Control:
         self.ask(Request("switch off", f"{failures} failures in a row", callback, kind=str(number)))
 
     def done(self, what: str) -> None:
-        """Remove the pending requests of one kind. The loop calls this method after it has carried out these requests.
+        """Remove the pending requests of one kind, such as `save`. The loop calls this method after it has carried them out.
 
         Args:
             what: `save`, `evaluate` or `stop`.
@@ -238,9 +238,9 @@ class Control:
         self.look_again()
 
     def look_again(self) -> None:
-        """Set `pending` to True if any request is left, otherwise to False. Called by the loop."""
+        """Set `pending` to whether any request is left. The loop calls this method after it has carried out requests."""
         self.pending = bool(self._saves) or self._evaluate is not None or self._stop is not None
-        # Read these two flags last: a callback's thread may set a flag at any time, and `pending` must then become True.
+        # Read the two flags only after setting `pending`, because another thread may set a flag meanwhile.
         if self.is_boundary_requested or self.is_rescheduled:
             self.pending = True
 
@@ -254,7 +254,7 @@ class Control:
         return taken
 
     def agree(self, request: Request) -> None:
-        """Accept a request that all ranks know about. The loop carries out the request at the next boundary (end of a step, epoch or round).
+        """Accept a request that all ranks know about. The loop carries it out after the current step, epoch or round.
 
         Args:
             request: the request.
