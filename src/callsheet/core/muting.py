@@ -14,7 +14,7 @@ from callsheet.core.dispatch_table import DispatchTable
 from callsheet.core.events import as_event
 from callsheet.errors import RegistrationError
 
-_MIN_MUTED_STEPS = 20  # muting for fewer steps costs more than it saves
+_MIN_MUTED_STEPS = 20  # muting a handler for fewer steps takes more time than it saves
 
 
 class Muting:
@@ -31,11 +31,11 @@ class Muting:
         return min((step - 1 for step, _, _ in self._wakes), default=inf)
 
     def reset(self) -> None:
-        """Forget all steps at which muted handlers should be called again."""
+        """Forget, for all muted handlers, the step from which they should be called again."""
         self._wakes = []
 
     def forget(self, registrations: list[Registration]) -> None:
-        """Forget when muted handlers of these callbacks should be called again, because the callbacks were removed."""
+        """Forget from which step muted handlers of these callbacks should be called again, because the callbacks were removed."""
         self._wakes = [wake for wake in self._wakes if wake[1] not in registrations]
 
     def mute(self, ctx: Context, callback: Callback, events: tuple[str, ...], is_muted: bool, until: int | None) -> None:
@@ -46,8 +46,8 @@ class Muting:
             RegistrationError: the callback is not on the call sheet.
         """
         changed = frozenset(as_event(event).value for event in events)
-        # Before `costs` has begun, the loop does not unmute handlers, so a handler that is muted until a step might stay muted.
-        # This check comes before the slow search for the registration, because a callback may call `ctx.mute` at every step.
+        # A loop that has not called `between_steps` yet (`has_begun` is False) might never unmute the handlers.
+        # Check this before the slow search for the registration, because a callback may call `ctx.mute` at every step.
         if until is not None and not (self._table.costs.has_begun and until >= ctx.step + _MIN_MUTED_STEPS):
             return
         registration = next((each for each in self._table.registrations if each.thing is callback), None)
@@ -62,18 +62,18 @@ class Muting:
         self._set(registration, registration.muted | changed if is_muted else registration.muted - changed)
 
     def unmute_due(self, step: int) -> None:
-        """Unmute, after `step`, the handlers that are to be called again from the next step on."""
+        """After `step`, unmute the handlers that must be called again from the next step on."""
         for wake in [each for each in self._wakes if each[0] <= step + 1]:
             self._wakes.remove(wake)
             _, registration, events = wake
             self._set(registration, registration.muted - events)
 
     def _waking(self, registration: Registration) -> frozenset[str]:
-        """Return the events for which the callback is muted only until some step."""
+        """Return the events for which the callback is muted until a certain step, and not until the run's end."""
         return frozenset[str]().union(*(events for _, each, events in self._wakes if each is registration))
 
     def _forget_wakes(self, registration: Registration, events: frozenset[str]) -> None:
-        """Forget until which step the callback was muted for these events, because a new call of `mute` or `unmute` now decides this."""
+        """Forget the step until which the callback was muted for these events, because `mute` or `unmute` was called again."""
         left = [(step, each, named - events if each is registration else named) for step, each, named in self._wakes]
         self._wakes = [wake for wake in left if wake[2]]
 

@@ -65,7 +65,7 @@ class HandlerOptions(NamedTuple):
 
 
 def check_callback(callback: object) -> Callback:
-    """Return `callback` if it is a valid instance of `Callback`.
+    """Return `callback` if it is a valid instance of `Callback`, otherwise raise an error.
 
     Raises:
         NotACallbackError: the argument is a class, or not a callback at all.
@@ -123,7 +123,7 @@ def check_callback(callback: object) -> Callback:
 
 
 def handlers_of(callback: Callback) -> dict[str, Callable[..., Any]]:
-    """Return the handlers of a checked callback by event. If the callback overrides `on_event`, that method handles all events."""
+    """Return a callback's handlers by event. If the callback overrides `on_event`, that method is the handler of every event."""
     events = {event: handler for event in EVENTS if not is_inherited(handler := getattr(callback, event), event)}
     for event, handler in events.items():
         if not callable(handler):
@@ -147,7 +147,7 @@ def handlers_of(callback: Callback) -> dict[str, Callable[..., Any]]:
 
 
 def is_inherited(handler: object, name: str) -> bool:
-    """Return whether `handler` is the empty method of the base class `Callback`, which need not be called."""
+    """Return whether a callback inherits this handler from `Callback`, whose methods are empty and need not be called."""
     return getattr(handler, "__func__", None) is getattr(Callback, name)
 
 
@@ -177,7 +177,7 @@ def resolve_options(owner: Any, handler: Callable[..., Any], label: str, given: 
 
 
 def entries_of(callback: Callback, registration: Registration) -> list[HandlerEntry]:
-    """Return the call-sheet entries of a checked callback's handlers. Raise the same errors as `handlers_of` and `resolve_options`."""
+    """Return a call-sheet entry for each handler of a callback. Raise the same errors as `handlers_of` and `resolve_options`."""
     return [_entry(event, handler, registration, callback, {}) for event, handler in handlers_of(inner(callback)).items()]
 
 
@@ -209,7 +209,7 @@ def entries_of_function(
 def _entry(
     event: str, handler: Callable[..., Any], registration: Registration, owner: Any, given: Mapping[str, Any]
 ) -> HandlerEntry:
-    """Return the call-sheet entry of a handler. Each option comes from `given`, else from a decorator, else from the callback `owner`."""
+    """Return a handler's call-sheet entry. Each option comes from `given`, else from a decorator, else from the callback `owner`."""
     options = resolve_options(owner, handler, registration.label, given)
     return HandlerEntry(event, ungated(handler), registration, **options._asdict())
 
