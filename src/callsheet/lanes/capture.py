@@ -1,4 +1,4 @@
-"""Copies an event's fields for callbacks that run in lanes, outside the training thread.
+"""When an event is fired, copies the context's fields for callbacks that run in lanes, which are other threads or processes.
 
 The training thread captures the fields in a tuple, and the lane's thread builds a snapshot from it.
 """
@@ -58,11 +58,11 @@ class DeviceNumbers:
         """The names of the fields that at least one lane reads at this event."""
         self._tensors: list[
             tuple[Any, int | None]
-        ] = []  # the copied tensors and their versions, so that a changed tensor is copied again
+        ] = []  # the tensors that were copied, with their versions, so that a tensor is copied again after a change
         self._copies: dict[int, Any] = {}
 
     def of(self, ctx: Context) -> dict[int, Any]:
-        """Return CPU copies of the scalar tensors in the available fields, by the `id` of the original tensor.
+        """Copy the scalar tensors in the available fields to the CPU. Return each copy by the `id` of its original tensor.
 
         For a scalar on an accelerator, the copy is a `Pending`.
         """
@@ -113,7 +113,7 @@ def _copies(tensors: list[Any]) -> list[Any]:
 
 
 class SnapshotCapture:
-    """Captures the context's fields when one event is fired. A lane later builds its callback's snapshot from the captured values.
+    """Captures the context's fields when an event is fired. Another thread later builds a callback's snapshot from these values.
 
     Args:
         event: the event's name; None outside events.
@@ -126,7 +126,7 @@ class SnapshotCapture:
     def __init__(self, event: str | None, needs: tuple[str, ...], by: str, inbox: Inbox, numbers: DeviceNumbers) -> None:
         available = fields_available(event) if event is not None else ()
         self._event = as_event(event) if event is not None else None
-        self._is_last = self._event is Event.RUN_END  # the run's outcome is known only at `on_run_end`
+        self._is_last = self._event is Event.RUN_END  # `ctx.run` has the run's outcome only at this event
         self._by, self._inbox, self._numbers = by, inbox, numbers
         wanted = [
             name
@@ -136,7 +136,7 @@ class SnapshotCapture:
         self._names = tuple(name for name in wanted if name in available or name in ALWAYS)
         self._changing = tuple(place for place, name in enumerate(self._names, _BEFORE_FIELDS) if name not in _STILL_FIELDS)
         numbers.names.update(name for name in self._names if name not in _STILL_FIELDS)
-        self._state: TrainState | None = None  # the `TrainState` for which the class `_kind` was made; None before that
+        self._state: TrainState | None = None  # the `TrainState` for which the class `_kind` was made
         self._kind: type[Snapshot] = Snapshot
         new = tuple(place for place, name in enumerate(self._names, _BEFORE_FIELDS) if name in _NEW_FIELDS)
         self._functions = _compiled_functions(self._names, self._changing, new)
@@ -198,12 +198,12 @@ class SnapshotCapture:
                 delattr(made, name)
 
     def snapshot_class_for(self, ctx: Context) -> tuple[type[Snapshot], TrainState | None]:
-        """Return the snapshot class for this run, and the `TrainState` for which the class stays valid (None: use the class once).
+        """Return the class for snapshots of this run, and the `TrainState` for which it stays valid (None: use the class once).
 
         The class is valid as long as `ctx.state` is that object.
         """
         if self._state is None or self._state is not ctx.state:
-            # This control has only the requests that a callback in a lane may make.
+            # `LaneControl` has only the requests that a callback in a lane (another thread) may make.
             control = LaneControl(ctx.control, self._inbox, self._by)
             self._kind = Snapshot.of_run(control, self._event, copy.copy(ctx.run))
             self._state = ctx.state if not self._is_last else None
@@ -279,7 +279,7 @@ def deliverer(capture, event, registration, handler, answered, fails):
 
 
 def _is_lone(value: Any) -> bool:
-    """Return whether a snapshot can hold the tensor without a copy, because it is on the CPU and has no autograd graph."""
+    """Return whether the tensor is on the CPU and has no autograd graph, so that a snapshot can hold it without a copy."""
     return value.is_cpu and not value.requires_grad
 
 
@@ -309,7 +309,7 @@ def copied(value: Any, scalars: Mapping[int, Any]) -> Any:
         return scalars[id(value)] if id(value) in scalars else value.detach().clone()
     if isinstance(value, Mapping):
         copies = {name: copied(each, scalars) for name, each in value.items()}
-        return type(value)(**copies) if is_dataclass(value) else copies  # a Hugging Face ModelOutput is a mapping and a dataclass
+        return type(value)(**copies) if is_dataclass(value) else copies  # a dataclass: Hugging Face's ModelOutput
     if type(value) in (list, tuple):
         return type(value)(copied(each, scalars) for each in value)
     if isinstance(value, tuple):

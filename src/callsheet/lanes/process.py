@@ -24,14 +24,14 @@ from callsheet.lanes.snapshot import Snapshot
 
 logger = logging.getLogger("callsheet")
 
-_START_SECONDS = 120.0  # time for a process to import the callback's module and build the callback, before it is killed
-_ANSWER_SECONDS = 1.0  # how long an idle process may take to answer, before it is killed
+_START_SECONDS = 120.0  # how long a process may take to import the callback's module and build the callback
+_ANSWER_SECONDS = 1.0  # how long an idle process may take to answer, before the process is killed
 
-_started: weakref.WeakSet[Process] = weakref.WeakSet()  # the `Process` callbacks whose child processes were started from here
+_started: weakref.WeakSet[Process] = weakref.WeakSet()  # the `Process` wrappers that have started a child process
 
 
 class ProcessDied(CallsheetError, RuntimeError):
-    """The process of a callback died. For the next event, a new process is started with the last known state of the callback."""
+    """The process in which a callback runs has died. At the next event, a new process starts with the callback's last known state."""
 
 
 class RemoteError(CallsheetError, RuntimeError):
@@ -83,7 +83,7 @@ class Process(Background):
         self._state: Mapping[str, Any] | None = None  # the last known state of the callback
 
     def call(self, method: str, snapshot: Snapshot, payload: Mapping[str, Any]) -> None:
-        """Call a method of the callback in the callback's process, and wait for the method's end. Called on the lane's thread.
+        """Call a method of the callback in the callback's process, and wait until it has returned. Called on the lane's thread.
 
         Args:
             method: the name of the method, such as `on_log`.
@@ -95,7 +95,7 @@ class Process(Background):
         self._ask(("call", method, fields, dict(payload), snapshot.control_values()), snapshot)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the state of the copy of the callback that runs in the callback's process.
+        """Return the callback's state, as it is in the callback's process.
 
         If the process does not answer within its deadline, return the last known state.
         """
@@ -107,14 +107,14 @@ class Process(Background):
         return self._state if self._state is not None else self.callback.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state into both copies of the callback: the copy in this process, and the copy in the callback's process."""
+        """Load the state into both copies of the callback: the one in this process and the one in the callback's own process."""
         self._state = state
         self.callback.load_state_dict(state)
         if self._child is not None:
             self._ask(("load_state_dict", state), seconds=self.lane_options.deadline)
 
     def begin(self) -> None:
-        """At the start of a run, allow the callback's process to start."""
+        """Allow the callback's process to start. Called at the start of a run."""
         self._is_over = False
 
     @property
@@ -134,7 +134,7 @@ class Process(Background):
         if not at_once:
             self._close_line()
         elif self._ending is not None:
-            self._ending.kill()  # leave the connection open: by reading from it, the lane's thread notices the end of the process
+            self._ending.kill()  # leave the connection open: the lane's thread reads from it and so notices the process's end
 
     def join(self, seconds: float) -> None:
         """Wait for the callback's process to exit after `end` was called, and kill the process if it does not exit in time.
@@ -156,14 +156,14 @@ class Process(Background):
         connection, self._connection = self._connection, None
         if connection is not None:
             with contextlib.suppress(OSError), socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as line:
-                # `shutdown` ends the connection for all processes; after `close`, a forked process could still keep the connection open.
+                # `shutdown` ends the connection for all processes. `close` alone would leave it open in a forked process.
                 line.shutdown(socket.SHUT_RDWR)
             connection.close()
 
     def _disown(self) -> None:
         """In a forked child, forget the callback's process and its connection, because both belong to the parent."""
         if self._child is not None:
-            # Only the parent can wait for the process. With a return code, Popen does not warn that the process is still running.
+            # A return code keeps Popen from warning that the process still runs. Only the parent can wait for the process.
             self._child.returncode = 0
         for end in (self._connection, self._theirs):
             if end is not None:
@@ -176,7 +176,7 @@ class Process(Background):
 
         With `seconds`, wait at most that long, including the time until another call of the lane has ended.
         """
-        # Pickle before the `try`, because a message that cannot be pickled must not end the callback's process.
+        # Pickle outside the `try` block, because a message that cannot be pickled must not end the callback's process.
         packed = pickle.dumps(message)
         if not self._lock.acquire(timeout=-1 if seconds is None else min(seconds, self.patience)):
             raise TimeoutError("the process was busy with another call all the time")
@@ -194,7 +194,7 @@ class Process(Background):
             self._end_child()
             ended = f"exit code {child.returncode}" if child is not None else "killed at the run's end"
             raise ProcessDied(f"the process of {self.name} died, {ended}") from None
-        except BaseException:  # end the process, because a late answer would be mistaken for the answer to the next message
+        except BaseException:  # end the process, since its late answer would be taken for the answer to the next message
             self._end_child(at_once=True)
             raise
         finally:

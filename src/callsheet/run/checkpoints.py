@@ -60,7 +60,7 @@ _OPTIMIZER_STATE = re.compile(r"optimizer\.state\.state\.(\d+)\.")
 
 
 class Typed:
-    """Saves and loads the state of an optimizer or scheduler, and checks that the class that loads a state has also saved it.
+    """Saves and loads the state of an optimizer or scheduler. Rejects a state that was saved by an object of another class.
 
     Without this check, the state of another class would be loaded, and an error would appear only later.
 
@@ -78,7 +78,7 @@ class Typed:
         return {"class": type(self.part).__name__, "state": self.part.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state, and warn of optimizer options that it changes. Raise ValueError if another class saved the state."""
+        """Load the state. Warn if this changes the optimizer's options. Raise ValueError if an object of another class saved the state."""
         if state["class"] != type(self.part).__name__:
             raise ValueError(
                 f"the state was saved by a {state['class']}, and this is a {type(self.part).__name__}; give a {state['class']}, or start a "
@@ -145,15 +145,15 @@ class Checkpoints:
         self._writer = AsyncWriter(world.saving) if in_background else None
         self._pending: CheckpointInfo | None = None  # the background save that is not yet published
         self._grace = grace
-        self._is_slow = False  # whether a save has taken longer than `grace`; this is logged once
+        self._is_slow = False  # whether a save has taken longer than `grace`, which is logged once
         self._began = 0.0  # when the background save began
         self._written: set[str] = set()  # the paths of the checkpoints that this process has written
-        self._not_saved: set[str] = set()  # entries of `user_state` that no checkpoint can hold; they are logged once
+        self._not_saved: set[str] = set()  # entries of `user_state` that no checkpoint can hold; each is logged once
         self._is_auto = False  # whether the run was resumed with "auto"
         self._stop: Mapping[str, Any] | None = None  # the stop request in the checkpoint from which `resume="auto"` continued
         self._abandoned: list[str] = []  # unfinished checkpoints of earlier processes, kept until this run has written one
-        self._prepare_at = sys.maxsize if self._writer is None else 0  # the step at which to try to allocate the writer's buffers
-        self._prepare_again = 1  # after this many steps, the allocation is tried again; the number doubles each time
+        self._prepare_at = sys.maxsize if self._writer is None else 0  # the step at which to allocate the writer's buffers
+        self._prepare_again = 1  # the allocation is tried again after this many steps; the number doubles each time
         self._tensors: dict[str, Tensor] | None = None  # the model's tensors, while a checkpoint is loaded
 
     @property
@@ -167,7 +167,7 @@ class Checkpoints:
         return self._pending is not None
 
     def check_writable(self) -> None:
-        """Before training begins, check that callbacks which save checkpoints regularly will be able to write them.
+        """Before training begins, check that callbacks which save checkpoints regularly may write to the folder for them.
 
         Raises:
             CheckpointError: on all ranks: rank 0 may not write to the checkpoints' folder.
@@ -188,7 +188,7 @@ class Checkpoints:
             raise CheckpointError(message)
 
     def durable(self) -> int:
-        """Return how many background saves this rank has finished. This never waits."""
+        """Return how many background saves this rank has finished so far, without waiting for one."""
         return self.begun - (self._writer is not None and not self._writer.is_done)
 
     def save(
@@ -238,7 +238,7 @@ class Checkpoints:
             check_owner = partial(self._guard.check, acquires=path is None)
             parameters = frozenset(name for name, _ in ctx.model.named_parameters(remove_duplicate=False))
             is_good = partial(_is_good, parameters, self._prefixes_of_weights())
-            # A checkpoint that exists at this path is from before a resume. `overwrite` removes it once the new one is committed.
+            # This path may hold a checkpoint from before a resume; `overwrite` removes it once the new one is committed.
             if self._writer is None or waits:
                 seal = write_checkpoint(
                     info.path,
@@ -298,12 +298,12 @@ class Checkpoints:
         return [callback for callback in map(inner, self._manager.callbacks) if callback.weights_in_state]
 
     def _prefixes_of_weights(self) -> tuple[str, ...]:
-        """Return the prefixes of the names of weights in a checkpoint: of the model's weights, and of weights that callbacks save."""
+        """Return prefixes that the names of weights have in a checkpoint: `model.`, and one for each callback that saves weights."""
         others = [f"callbacks.callbacks.{label_of(each)}.{each.weights_in_state}." for each in self._callbacks_with_weights()]
         return ("model.", *others)
 
     def _tensors_of_callbacks(self, weights: list[Tensor]) -> Iterator[Tensor]:
-        """Yield tensors as large as those that callbacks will save (such as averaged weights), for allocating buffers.
+        """Yield tensors that are as large as those that callbacks will save, such as averaged weights, to allocate buffers.
 
         These are the trained weights once for each such callback, and the callback's own tensors of other dtypes.
         """
@@ -314,12 +314,12 @@ class Checkpoints:
                 yield from (each for each in found if each.dtype not in dtypes)
 
     def publish(self, durable: int) -> None:
-        """Publish the background save (fire `on_checkpoint_published`), if all ranks know that it is durable."""
+        """Fire `on_checkpoint_published` for the background save, if all ranks know that the checkpoint is completely written."""
         if self._pending is not None and durable >= self.begun:
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the background save is durable on all ranks, and fire `on_checkpoint_published`.
+        """Wait until all ranks have completely written the background save, and fire `on_checkpoint_published`.
 
         Raises:
             CheckpointError: the save failed, on any rank.
@@ -331,13 +331,13 @@ class Checkpoints:
             self._fire_published(_sealed(info, seal))
 
     def close(self) -> None:
-        """Let the background save finish, if there is one. No event is fired, because the run is over."""
+        """If a background save is in progress, wait until it has finished. Fire no event, because the run is over."""
         finish_deletions()
         if self._writer is not None:
             self._writer.close()
 
     def _fire_published(self, info: CheckpointInfo) -> None:
-        self._guard.check()  # handlers may delete checkpoints, so raise an error first if another run has taken over the folder
+        self._guard.check()  # raises an error if another run has taken over the folder, before handlers can delete its checkpoints
         self._guard.mark()
         is_in_folder = info.path.rpartition("/")[0] == self.folder
         if not info.is_finite:
@@ -345,9 +345,9 @@ class Checkpoints:
         elif is_in_folder and self._world.rank == 0:
             try:
                 point_latest(info.path)
-            except CheckpointError as error:  # the file `latest` is only for users, so a failure must not end the run
+            except CheckpointError as error:  # only users need the file `latest`, so this failure must not end the run
                 logger.warning("the file %r does not name the newest checkpoint: %s", LATEST, error)
-        if is_in_folder:  # this run holds the folder's lock, so no other process is still writing the unfinished checkpoints
+        if is_in_folder:  # this run holds the folder's lock, so no other process is still writing checkpoints there
             abandoned, self._abandoned = self._abandoned, []
             for path in abandoned:
                 if path != info.path:
@@ -429,15 +429,15 @@ class Checkpoints:
         Training continues only if at least one of these settings has changed.
         """
         made = [
-            # Include the signature, because it contains the default values, which a user may change in the class.
+            # Include the constructor's signature, because a user may change a default value in it.
             (type(each).__qualname__, str(inspect.signature(type(each).__init__)), each._arguments)
             for each in self._manager.callbacks
             if label_of(each) == by
         ]
         return {
             "max_duration": str(self._ctx.state.max_duration),
-            # Save only a digest, because settings may contain secrets.
-            # Remove the addresses of objects from the text, because addresses differ between processes.
+            # Save a digest and not the settings themselves, because they may contain secrets.
+            # Remove the addresses of objects (`at 0x...`), because addresses differ between processes.
             "settings": hashlib.blake2s(re.sub(r" at 0x[0-9a-f]+", "", repr(made)).encode(), digest_size=8).hexdigest(),
         }
 
@@ -447,7 +447,7 @@ class Checkpoints:
         if self._world.rank == 0:
             try:
                 found = self._listed(resume)
-            except CallsheetError as error:  # keep the error, which is raised below on all ranks
+            except CallsheetError as error:  # keep this error of rank 0, to raise it below on all ranks
                 found = error
         found = self._world.of_rank_zero(found)
         if isinstance(found, CallsheetError):
@@ -510,7 +510,7 @@ class Checkpoints:
         return None
 
     def _parameters(self) -> list[Tensor]:
-        """Return the optimizer's parameters. A parameter's index in this list is its number in the optimizer's `state_dict`."""
+        """Return the optimizer's parameters, in the order in which the optimizer's `state_dict` numbers them."""
         optimizer = self.shared.get("optimizer")
         groups = optimizer.part.param_groups if isinstance(optimizer, Typed) else []
         return [parameter for group in groups for parameter in group["params"]]
@@ -531,7 +531,7 @@ class Checkpoints:
                 ) from error
 
     def _plain(self, user_state: dict[str, Any]) -> dict[str, Any]:
-        """Return the entries of `user_state` that a checkpoint can hold. Warn once about each other entry."""
+        """Return the entries of `user_state` that a checkpoint can hold. Warn once about each entry that it cannot hold."""
         plain: dict[str, Any] = {}
         for name, value in user_state.items():
             try:
@@ -550,7 +550,7 @@ class Checkpoints:
 
 
 def _is_good(parameters: frozenset[str], prefixes: tuple[str, ...], name: str, piece: Tensor) -> bool:
-    """Return whether the values in this piece of a saved tensor are valid. A weight, for example, must not be NaN.
+    """Return whether this piece of a saved tensor has only valid values: a weight, for example, must not be NaN.
 
     A weight must have no NaN or infinity, a buffer no NaN (masks contain infinities). Other tensors are not checked.
     """
@@ -562,7 +562,7 @@ def _is_good(parameters: frozenset[str], prefixes: tuple[str, ...], name: str, p
 
 
 def _sealed(info: CheckpointInfo, seal: Seal) -> CheckpointInfo:
-    """Return a copy of `info` with `size_bytes` and `is_finite` of the checkpoint that was written."""
+    """Return a copy of `info` in which `size_bytes` and `is_finite` are those of the checkpoint that was written."""
     return replace(info, size_bytes=seal.size_bytes, is_finite=seal.info["is_finite"])
 
 
@@ -582,7 +582,7 @@ def _tensors_in(tree: object) -> Iterator[Tensor]:
 
 
 def _info(path: str, found: Loaded) -> CheckpointInfo:
-    """Return the `CheckpointInfo` of a checkpoint that a Trainer wrote, from its manifest."""
+    """Return the `CheckpointInfo` that describes a checkpoint of a Trainer, as read from the checkpoint's manifest."""
     record = found.info
     names = ("step", "epoch", "kind", "train_loss", "val_losses", "best_metric_key", "is_finite", "requested_by")
     if any(name not in record for name in names):

@@ -1,4 +1,4 @@
-"""A filter for log messages on ranks above 0, so that a message does not appear once for every rank."""
+"""A filter that hides log messages on ranks above 0, so that each message appears once and not once for every rank."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ class LogRanks:
             handler.removeFilter(self._is_error)
         self._handlers = []
 
-    def _is_error(self, record: logging.LogRecord) -> bool:  # a bound method of this object, so `end` removes only this filter
+    def _is_error(self, record: logging.LogRecord) -> bool:  # a method, so that `end` removes only the filter of this object
         return record.levelno >= logging.ERROR

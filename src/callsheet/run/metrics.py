@@ -22,7 +22,7 @@ from callsheet.run.devices import on_one_device
 OVER: tuple[Over, ...] = get_args(Over)
 ACROSS: tuple[Across, ...] = get_args(Across)
 
-_FOLD = 256  # sum the values of a name when there are this many, because a loop that never makes a record would fill the memory
+_FOLD = 256  # replace the values of a name by their sum when there are this many, which limits memory
 _CUDA_GRAPHS = "torch._inductor.cudagraph_trees"  # the module that torch imports when it records the first CUDA graph
 
 
@@ -34,7 +34,7 @@ Names = str | tuple[str, ...]
 
 
 class Reducer(Protocol):
-    """Reduces values over the ranks. Every rank makes the same calls in the same order."""
+    """Reduces values over the ranks. Every rank must make the same calls in the same order."""
 
     def sum_and_max(self, sums: Sequence[float], maxima: Sequence[float]) -> tuple[list[float], list[float]]:
         """Return the sum over the ranks of each value in `sums`, and the maximum over the ranks of each value in `maxima`."""
@@ -61,7 +61,7 @@ class Series:
         self.values: list[Any] = []
         self.weights: list[Any] = []
         self.unweighted = 0  # the number of values that were logged without a weight; each counts with weight 1
-        self.last: Any = None  # the value that was logged last; `values` may hold sums, or products with weights, instead
+        self.last: Any = None  # the value that was logged last, which is not always in `values` (see `add`)
 
     def add(self, value: Any, weight: Any = None) -> None:
         """Add a logged value, with its weight."""
@@ -83,7 +83,7 @@ class Series:
             self.weights = [_total(self.weights)] if self.weights else []
 
     def split(self, names: Sequence[str]) -> Mapping[str, Series]:
-        """Return one series for each of the names whose values were logged in one tensor."""
+        """Split this series of tensors into one series for each of the tensors' `names`. Return the new series by name."""
         apart: dict[str, Series] = {}
         for place, name in enumerate(names):
             apart[name] = series = Series(self.over, self.across)
@@ -108,7 +108,7 @@ class MetricLog:
 
     def __init__(self, reducer: Reducer | None = None) -> None:
         self._series: dict[Names, Series] = {}  # each name is in exactly one series
-        self._how: Schema = {}  # all names of this rank, in the order in which they were first logged
+        self._how: Schema = {}  # all names that this rank has logged, in the order of their first use
         self._reducer = reducer
         self._schema: Schema = {}  # the names that the ranks have exchanged, so that all ranks know them
 
@@ -134,7 +134,7 @@ class MetricLog:
             series.add(value, weight)
 
     def series(self, names: Names, over: Over, across: Across) -> Series:
-        """Return the series of a metric, so that a loop can add a value to the series at every step without looking up the name.
+        """Return the series of a metric. A loop keeps it to add a value at every step without looking up the name.
 
         Args:
             names: one name, or a tuple of names for a one-dimensional tensor with a number for each.
@@ -148,7 +148,7 @@ class MetricLog:
         if series is None:
             one_of("over", over, OVER)
             one_of("across", across, ACROSS)
-            if names in self._how:  # this name was logged in one tensor with others so far: split that tensor's series
+            if names in self._how:  # so far, this name was logged in one tensor with other names: split that tensor's series
                 self._split(next(key for key in self._series if isinstance(key, tuple) and names in key))
                 return self.series(names, over, across)
             self._how |= dict.fromkeys((names,) if isinstance(names, str) else names, (over, across))
@@ -169,7 +169,7 @@ class MetricLog:
                 self.series(name, over, across).add(value, weight)
 
     def _split(self, names: tuple[str, ...]) -> None:
-        """Replace the series of a tensor with several names by one series for each name."""
+        """Replace the series of a tensor that was logged under several names by one series for each name."""
         apart: dict[Names, Series] = {}
         for key, series in self._series.items():
             apart.update(series.split(names) if key == names else {key: series})
@@ -233,7 +233,7 @@ class MetricLog:
         return {name: found[name] for name in self._schema}
 
     def clear(self) -> None:
-        """Remove everything that was logged since the last `take`, without waiting for a device."""
+        """Remove everything that was logged since the last `take`. This does not wait for a GPU."""
         for series in self._series.values():
             if series.values:
                 series.clear()
@@ -282,7 +282,7 @@ def _sum_slots(total: tuple[float, float] | None, across: Across) -> tuple[float
 
 
 def _max_slots(total: tuple[float, float] | None) -> tuple[float, float]:
-    """Return what this rank contributes to the maximum of a metric over all ranks: a value, and a code (0: no value, 1: a number, 2: NaN).
+    """Return what this rank contributes to a maximum over the ranks: a value, and a code (0: no value, 1: a number, 2: NaN).
 
     The code is needed because a maximum would lose a NaN.
     """
@@ -297,7 +297,7 @@ def _of_max_slots(value: float, mark: float) -> tuple[float, float]:
 
 
 def _digest(schema: Schema) -> int:
-    """Return a digest of the metric names and their options, in order, as a whole number that a float holds exactly."""
+    """Return a digest of the metric names and their options: a whole number that a float can represent exactly."""
     return int.from_bytes(hashlib.blake2b(repr(list(schema.items())).encode(), digest_size=6).digest())
 
 
@@ -317,7 +317,7 @@ def _merged(known: Schema, schemas: Sequence[Schema]) -> Schema:
 
 
 def lasting(tensor: Any) -> Any:
-    """Return the tensor, detached from its autograd graph, so that its value can be read after the step.
+    """Return the tensor detached from its autograd graph, and copied if a CUDA graph could overwrite it.
 
     `torch.compile(mode="reduce-overhead")` records CUDA graphs. Each call of the compiled function then writes its outputs to the
     same memory, and torch raises an error if an output of an earlier call is read. So if the process uses such graphs, a tensor
@@ -336,7 +336,7 @@ def scalar(name: str, value: Any) -> Any:
             raise ConfigError(
                 f"the metric {name!r} is a tensor of shape {tuple(value.shape)}, not a scalar; log its mean, or what you mean"
             )
-        return lasting(value)  # detach the tensor, because it could keep its autograd graph in memory until the record is made
+        return lasting(value)  # detached, because the tensor would keep its autograd graph in memory until the record is made
     try:
         if isinstance(value, str):
             raise TypeError
@@ -356,7 +356,7 @@ def _vector(names: tuple[str, ...], value: Any) -> Any:
 
 
 def _fetch(numbers: list[Any]) -> None:
-    """Replace scalar tensors by floats, and one-dimensional tensors by lists, in place, with only one copy from each device."""
+    """In the list `numbers`, replace scalar tensors by floats and one-dimensional tensors by lists. Copy once from each device."""
     by_device: dict[Any, list[int]] = {}
     for place, number in enumerate(numbers):
         if hasattr(number, "device"):
