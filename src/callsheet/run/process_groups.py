@@ -40,7 +40,7 @@ class LateAfterSignal(DistributedError):
 
 
 class HostGaveUp(DistributedError):
-    """Another rank left the run, because its host could not follow the framework's loop. On that rank, training continues without callsheet."""
+    """On another rank, callsheet could not follow the framework's loop and gave up; training continues there without callsheet."""
 
 
 class Pending:
@@ -54,7 +54,7 @@ class Pending:
     @property
     def is_done(self) -> bool:
         """Whether `wait` would return at once, because the reduction is complete."""
-        # FakeWork, which torch's fake backend for tests returns, never reports that it is completed.
+        # torch's fake backend for tests returns a `FakeWork`, which never reports that it is completed.
         return self._work is None or bool(self._work.is_completed()) or type(self._work).__name__ == "FakeWork"
 
     def wait(self, deadline: Callable[[], float] | None = None) -> list[float]:
@@ -70,7 +70,7 @@ class Pending:
         while deadline is not None and not self.is_done:
             if time.monotonic() > deadline():
                 raise LateAfterSignal("some rank did not answer in time after a preemption signal")
-            time.sleep(pause)  # poll, because waiting in the collective would delay signal handlers
+            time.sleep(pause)  # poll, because `work.wait()` would delay Python's signal handlers
             pause = min(2 * pause, 0.005)
         work, self._work = self._work, None
         if work is not None:
@@ -78,7 +78,7 @@ class Pending:
                 try:
                     work.wait()
                 finally:
-                    del work  # as long as the `Work` object exists, it keeps the group's connections open
+                    del work  # the `Work` object keeps the process group's connections open as long as it exists
         reduced: list[float] = self._payload.tolist()
         return reduced
 
@@ -114,7 +114,7 @@ class ProcessGroups:
         """The gloo group over which the ranks save checkpoints; None if there is one rank."""
         self.at_step: Callable[[], int] = lambda: 0
         """A function that returns the current step, for error messages. The Trainer or a host sets this attribute."""
-        self._is_ours = False  # whether this object made the program's process group
+        self._is_ours = False  # whether this object, and not the program, made the default process group
         self._answer_seconds = min(ANSWER_SECONDS, timeout / 4)
         self._presence: _Presence | None = None
         self._notes = _Notes("", self.rank, self._answer_seconds)
@@ -149,16 +149,16 @@ class ProcessGroups:
         return self._begin(values, distributed.ReduceOp.SUM).wait()
 
     def max(self, values: Sequence[float]) -> list[float]:
-        """Return the maxima over the ranks, element by element. Whole numbers are exact below 2**53."""
+        """Return the maxima over the ranks, element by element. Whole numbers below 2**53 are exact."""
         return self._begin(values, distributed.ReduceOp.MAX).wait()
 
     def sum_and_max(self, sums: Sequence[float], maxima: Sequence[float]) -> tuple[list[float], list[float]]:
-        """Return what `sum(sums)` and `max(maxima)` return; the two reductions run at the same time."""
+        """Return the sums over the ranks of `sums` and the maxima of `maxima`. Both reductions run at the same time."""
         first, second = self._begin(sums, distributed.ReduceOp.SUM), self._begin(maxima, distributed.ReduceOp.MAX)
         return first.wait(), second.wait()
 
     def begin_max(self, values: Sequence[float]) -> Pending:
-        """Begin to compute what `max` returns, and return at once. Calling `wait()` on the result returns the maxima."""
+        """Start to compute the maxima over the ranks, without waiting. `wait()` of the returned object returns them."""
         return self._begin(values, distributed.ReduceOp.MAX)
 
     def gather(self, value: Any) -> list[Any]:
@@ -180,7 +180,7 @@ class ProcessGroups:
         return values[0]
 
     def say(self, step: int, error: BaseException) -> None:
-        """Write to the rendezvous store why this rank ends the run, so that the other ranks can report the reason.
+        """Write to the rendezvous store the error with which this rank ends the run, so that other ranks can report it.
 
         After a `HostError`, the framework's training continues on this rank. The other ranks' collectives then raise `HostGaveUp`.
         """
@@ -191,12 +191,12 @@ class ProcessGroups:
             self._notes.leave(kind, f"at step {step}: {type(cause).__name__}: {first}")
 
     def lost(self, error: BaseException, what: str = "") -> DistributedError:
-        """Return the error to raise after a collective has failed with `error`. Its message names the ranks at fault.
+        """Return the error to raise after a collective has failed with `error`. The message says which ranks are at fault.
 
         The error is a `HostGaveUp` if a rank has left the run because its host could not follow the framework's loop. Otherwise, `what`
         says in its message which operation failed.
         """
-        traceback.clear_frames(error.__traceback__)  # the variables of the frames would keep the failed group's connections open
+        traceback.clear_frames(error.__traceback__)  # variables in the frames would keep the failed group's connections open
         first = (str(error).splitlines() or [""])[0]
         missing = self._missing(self.at_step(), error)
         if self._notes.has_read_of(_GAVE_UP):
@@ -234,7 +234,7 @@ class ProcessGroups:
         deadline = time.monotonic() + 0.8 * self._answer_seconds
         while True:
             said = {rank: notes.read(rank) for rank in ranks} | {self.rank: (_CUT_OFF if is_broken else _TIMED_OUT, str(step))}
-            # A rank without a note either still runs and has not reached this collective, or does not answer at all.
+            # A rank that has left no note either runs and has not reached this collective yet, or does not answer at all.
             silent = [rank for rank in ranks if said[rank] is None and not notes.answered(rank)]
             late = [rank for rank in ranks if said[rank] is None and rank not in silent]
             noted = {rank: note for rank, note in said.items() if note is not None}
@@ -321,7 +321,7 @@ class _Notes:
         self._kinds: set[str] = set()
 
     def ask(self, act: Callable[[], str]) -> str:
-        """Return the result of `act()`, which uses the rendezvous store. Raise TimeoutError if the store does not answer.
+        """Call `act`, which uses the rendezvous store, and return its result. Raise TimeoutError if the store does not answer.
 
         Raises:
             TimeoutError: the store does not answer, or failed to answer an earlier call.
@@ -336,7 +336,7 @@ class _Notes:
             raise
 
     def leave(self, kind: str, word: str) -> None:
-        """Write to the rendezvous store why this rank ends. Only the first call has an effect, because it is closest to the cause.
+        """Write to the rendezvous store why this rank ends. Later calls have no effect, because the first reason is the cause.
 
         Errors of the store are ignored: this rank is ending in any case, and must report its own error.
         """
@@ -346,7 +346,7 @@ class _Notes:
                 self.ask(lambda: self._set(f"gone/{self._rank}", json.dumps([kind, word])))
 
     def read(self, rank: int) -> tuple[str, str] | None:
-        """Return the kind and the text that `rank` wrote with `leave`, or None."""
+        """Return the kind and the text of the message that `rank` wrote with `leave`; None if there is no message."""
         word = self._get(f"gone/{rank}")
         if word is None:
             return None
@@ -355,7 +355,7 @@ class _Notes:
         return kind, text
 
     def has_read_of(self, kind: str) -> bool:
-        """Return whether `read` has found a message of this kind."""
+        """Return whether `read` has found, on any rank, a message of this kind, such as `_FAILED`."""
         return kind in self._kinds
 
     def question(self) -> None:
@@ -396,7 +396,7 @@ class _Presence:
         self._thread.start()
 
     def _run(self, notes: _Notes, pause: float) -> None:
-        # If the store or the process group has ended, no rank can ask whether this rank still runs, so end the thread.
+        # A RuntimeError or ValueError means that the store or the process group has ended, so no rank can ask any more.
         with contextlib.suppress(RuntimeError, ValueError):
             while not self._is_over.wait(pause):
                 if notes.is_asked():
@@ -405,7 +405,7 @@ class _Presence:
 
     def end(self) -> None:
         self._is_over.set()
-        if not self._notes.is_silent:  # if the store no longer answers, the thread may be blocked for ever, so do not wait for it
+        if not self._notes.is_silent:  # do not wait for the thread if the store is silent, since the thread may hang in a call
             self._thread.join(LOOK_SECONDS)
 
 

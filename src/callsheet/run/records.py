@@ -38,14 +38,14 @@ class Records:
         self._device = device
         self._world = world
         self._process: Any = None
-        if device.type != "cuda":  # make a new `Process` for each run, because after a fork an older one describes the parent
+        if device.type != "cuda":  # each run needs a new psutil `Process`: after a fork, an older one describes the parent
             self._process = load("psutil", extra="train", wanted_by="Trainer").Process()
-        self._passed = 0  # the number of log intervals that had passed when the last record was made
+        self._passed = 0  # how many log intervals were complete when the last record was made
         self._recorded_step = 0  # the step of the last record
 
     @property
     def are_read(self) -> bool:
-        """Whether a callback may listen to `on_log`. With several ranks this is always True, because other ranks' callbacks may listen."""
+        """Whether a callback may listen to `on_log`. With several ranks always True, because callbacks of other ranks may listen."""
         return self._world.size > 1 or self._has_listeners.on_log
 
     def add(self, losses: dict[str, Tensor], scale: Any = None, *, moved: bool = True) -> None:
@@ -56,7 +56,7 @@ class Records:
         if scale is not None:
             losses = {name: loss * scale for name, loss in losses.items()}
         loss = losses["loss"]
-        if moved:  # if the step was skipped, its loss may have overflowed, so do not keep it
+        if moved:  # not for a skipped step, since its loss may have overflowed
             self.last_loss = loss
         if not self.are_read:
             return
@@ -88,7 +88,7 @@ class Records:
             self.tally.since_record()
             self.metrics.clear()  # nothing reads the values, so discard them instead of waiting for the device
             return
-        # If the last record was made at this step, and no rank has logged anything since then, make no second record.
+        # Make no second record at the same step if no rank has logged anything since the first.
         if self._recorded_step == ctx.step and not self._world.max([bool(self.metrics)])[0]:
             return
         self._recorded_step = ctx.step
@@ -138,7 +138,7 @@ class Records:
         return int(self._process.memory_info().rss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the logged values that are not part of a metrics record yet, and when the last record was made."""
+        """Return the logged values that are in no metrics record yet, and the step at which the last record was made."""
         return {
             "metrics": self.metrics.state_dict(),
             "passed": self._passed,

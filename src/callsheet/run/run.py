@@ -31,7 +31,7 @@ from callsheet.run.signals import SignalWatch
 
 
 class CallbackStates:
-    """The states of all callbacks, which are stored in a checkpoint together.
+    """Saves and loads the states of all callbacks as one part of a checkpoint.
 
     The state of a callback that is isolated or has a lane is copied and checked when it is read. If a checkpoint cannot hold such
     a state, the checkpoint is written without it, and the run continues.
@@ -115,7 +115,7 @@ class Run:
         self.lifetime = lifetime = Lifetime(manager, ctx)
         self.guard = RunGuard(world, info, control, timeout=lock_timeout, is_busy=lambda: is_busy(lifetime))
         world.at_step = lambda: ctx.step
-        # The lifetime calls these functions in reverse order, so the lock of the run's folder is released last.
+        # At the run's end, these functions are called in reverse order, so the lock of the run's folder is released last.
         for close in (self.guard.end, world.close, self.agreement.end, log_ranks.end):
             lifetime.at_end(close)
 
@@ -139,7 +139,7 @@ class Run:
     def connect(
         self, evaluation: EvaluationPart, checkpoints: CheckpointsPart, boundaries: type[Boundaries] = Boundaries
     ) -> None:
-        """Connect the loop's evaluation and checkpoints to the run, and create `boundaries`, which uses both."""
+        """Connect the loop's evaluation and checkpoints to the run, and create `boundaries`, which carries them out when due."""
         self.checkpoints = checkpoints
         self.lifetime.at_end(checkpoints.close)
         self.agreement.durable = checkpoints.durable

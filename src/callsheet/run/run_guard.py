@@ -1,4 +1,4 @@
-"""Allows only one run to write to a run's folder: rank 0 holds a lock, and all ranks learn whether rank 0 has acquired the lock."""
+"""Ensures that only one run writes to a run's folder. Rank 0 acquires a lock, and tells all ranks whether it has the lock."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RunGuard:
         self._is_unguarded = False  # True if the lock's file cannot be created
         self._is_unwritable = False  # True if the run's folder is not writable
 
-        def request_boundary() -> None:  # the lock's thread calls this when the lock is lost; the loop reacts after its next step
+        def request_boundary() -> None:  # called by the lock's thread if the lock is lost; the loop reacts after its next step
             run.has_lost_folder = control.is_boundary_requested = control.pending = True
 
         self._lock: RunLock | None = None  # the lock of the run's folder, on rank 0 only
@@ -57,7 +57,7 @@ class RunGuard:
         """
         deadline = time.monotonic() + self._timeout
         while (rejection := self._world.of_rank_zero(self._attempt(deadline))) is None:
-            pass  # try again: an attempt is short, because no rank may wait for rank 0 longer than a collective's timeout
+            pass  # try again; each attempt is short, so that the other ranks do not time out while they wait for rank 0
         if rejection:
             raise RunInUseError(rejection)
 
@@ -102,7 +102,7 @@ class RunGuard:
         lock.check()
 
     def raise_if_lost(self) -> None:
-        """On rank 0, raise the error of `check` if the lock is already known to be lost.
+        """On rank 0, raise an error if the lock of the run's folder is already known to be lost.
 
         This does not read the disk.
         """
@@ -110,7 +110,7 @@ class RunGuard:
             self._lock.check()
 
     def begin(self) -> None:
-        """On rank 0, record that training begins. From now on the folder is marked as the folder of a run."""
+        """On rank 0, record that training begins, and mark the folder as the folder of a run (with a file `run.json`)."""
         self._has_begun = True
         self.mark()
 
@@ -138,7 +138,7 @@ class RunGuard:
     def _cannot_lock(self, error: OSError) -> None:
         if not self._is_unguarded:
             self._is_unguarded = True
-            # If nothing can be written to the folder, runs cannot disturb each other there, so a warning is not needed.
+            # In a folder that is not writable, two runs cannot overwrite each other's files, so do not warn.
             self._is_unwritable = self._run.folder is not None and bool(why_not_writable(self._run.folder))
             if self._is_unwritable:
                 return

@@ -102,7 +102,7 @@ class Claim:
         """
         if self.machine_id != machine_id():
             return False
-        if self.pid == os.getpid():  # an unknown token is from an earlier process with the same pid, or from before `exec`
+        if self.pid == os.getpid():  # a token unknown here is from an earlier process with this pid, or from before `exec`
             return self.token not in _tokens
         return process_started(self.pid) != self.process_started
 
@@ -126,7 +126,7 @@ def _path_of(folder: Path) -> Path:
 
 
 class RunLock:
-    """The lock of one run's folder. Each run of this process has its own lock object.
+    """The lock of one run's folder. If a process has several runs, each has its own lock object.
 
     If the first run of a process is not busy, a second run of the same process takes its lock over without waiting, and the first
     run loses it. This happens when a notebook makes two Trainers of one name, and when a recipe passes its lock to its Trainer.
@@ -160,7 +160,7 @@ class RunLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether this run held its folder's lock at the last check. Unlike `check`, this does not read the lock files again."""
+        """Whether this run held its folder's lock when that was last checked. Does not read the lock files, unlike `check`."""
         return self._ownership is not None and not self._lost
 
     @property
@@ -170,7 +170,7 @@ class RunLock:
 
     @property
     def was_acquired(self) -> bool:
-        """Whether this run holds the lock of its folder, or held it and lost it."""
+        """Whether this run has acquired the lock of its folder, even if it has lost the lock since."""
         return self._ownership is not None or bool(self._lost)
 
     def acquire(self, timeout: float) -> None:
@@ -188,7 +188,7 @@ class RunLock:
             time.sleep(_POLL_SECONDS)
 
     def attempt(self) -> Owner | None:
-        """Acquire the lock if it is free; otherwise return its owner, without waiting.
+        """Without waiting, acquire the lock and return None or, if another run holds the lock, return the owner.
 
         Raises:
             OSError: no file can be created beside the run's folder.
@@ -321,7 +321,7 @@ class RunLock:
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that owns a lock. `claim` is None if the lock file cannot be read yet."""
+    """The process that holds a lock. `claim`, the content of the lock file, is None if the file cannot be read yet."""
 
     claim: Claim | None
     is_in_this_process: bool = False
@@ -360,17 +360,17 @@ class _Ownership:
         self._thread.start()
 
     def is_intact(self) -> bool:
-        """Return whether this process still owns the run's folder.
+        """Return whether this process still holds the lock of the run's folder.
 
         If the folder cannot be read, the answer is yes, since no other run can take the folder over then.
         """
         if self._is_in_place():
             return True
-        time.sleep(_SECOND_LOOK_SECONDS)  # a process that only waits for the lock may withdraw its claim, so look again
+        time.sleep(_SECOND_LOOK_SECONDS)  # look twice, because the other claim may be withdrawn at once
         return self._is_in_place()
 
     def successor(self) -> Claim | None:
-        """Return the claim of the process that took over the run's folder from this process."""
+        """Return the claim of the process that has taken the lock over from this process; None if there is none."""
         try:
             claims = _claims(self._path)
         except OSError:
@@ -378,7 +378,7 @@ class _Ownership:
         return _parsed(claims[max(claims)]) if claims else None
 
     def withdraw(self) -> None:
-        """Remove the lock file of a claim that did not get the lock."""
+        """Remove this process's lock file, because another process has got the lock."""
         os.close(self._descriptor)
         self._remove()
 
@@ -387,7 +387,7 @@ class _Ownership:
         self._is_over.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(HEARTBEAT_SECONDS)
-            if self._thread.is_alive():  # the thread hangs in the file system and still uses the descriptor: do not close it
+            if self._thread.is_alive():  # the thread hangs in a call that uses the descriptor, so do not close the descriptor
                 return
         os.close(self._descriptor)
         with contextlib.suppress(OSError):
@@ -398,7 +398,7 @@ class _Ownership:
         _tokens.discard(self.claim.token)
         with contextlib.suppress(FileNotFoundError):
             self._file.unlink()
-        with contextlib.suppress(OSError):  # `rmdir` fails if the folder is not empty, because another process waits for the lock
+        with contextlib.suppress(OSError):  # `rmdir` fails if the folder holds the lock file of another process
             self._path.rmdir()
             for folder in reversed(self._created):
                 folder.rmdir()
@@ -450,7 +450,7 @@ def machine_id() -> str:
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     with contextlib.suppress(OSError):
-        # Two containers of one machine share the boot id but have separate process ids, so add the namespace of the process ids.
+        # Containers on one machine share the boot id, but not the process ids, so add the namespace of the process ids.
         parts.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(parts)
 
@@ -499,7 +499,7 @@ def _created(path: Path, folders: list[Path]) -> int | None:
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
             return None
-        except FileNotFoundError:  # a run that has just ended has removed the folder
+        except FileNotFoundError:  # another run that has just ended has removed the folder, so try again
             continue
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 

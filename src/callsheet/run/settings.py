@@ -55,7 +55,7 @@ def settings_of(
     for name, describe in parts.items():
         try:
             described = describe()
-        except Exception as error:  # the user's objects may raise any error, which must not end the run
+        except Exception as error:  # an error in an object of the user, for example in a property, must not end the run
             verb = "are" if name.endswith("s") else "is"
             logger.warning("The run's %s cannot be described, and %s not recorded with its settings: %s", name, verb, error)
             continue
@@ -111,7 +111,7 @@ def _model(model: nn.Module | None) -> dict[str, Any]:
 def _optimizer(optimizer: Any) -> dict[str, Any]:
     if optimizer is None:
         return {}
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate and other libraries wrap the optimizer, so unwrap it
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # unwrap the optimizer of Accelerate and other libraries
     groups = [_group(group) for group in getattr(optimizer, "param_groups", None) or [{}]]
     common = {name: value for name, value in groups[0].items() if all(group.get(name) == value for group in groups)}
     different = {
@@ -134,7 +134,7 @@ def _group(group: Mapping[str, Any]) -> dict[str, Any]:
 def _scheduler(scheduler: Any) -> dict[str, Any]:
     if scheduler is None:
         return {}
-    scheduler = getattr(scheduler, "scheduler", scheduler)  # Accelerate wraps the scheduler, so unwrap it
+    scheduler = getattr(scheduler, "scheduler", scheduler)  # unwrap the scheduler, which Accelerate wraps
     values = {name: value for name, value in vars(scheduler).items() if not name.startswith("_") and name not in _CHANGING}
     values = {name: value for name, value in values.items() if not hasattr(value, "param_groups")}
     return {"class_path": _path(type(scheduler)), "init_args": plain(values)}
@@ -142,7 +142,7 @@ def _scheduler(scheduler: Any) -> dict[str, Any]:
 
 def _callback(callback: Callback, depth: int = 0) -> dict[str, Any]:
     callback = inner(callback)
-    foreign = getattr(callback, "foreign", None)  # for another framework's callback, the constructor's arguments are unknown
+    foreign = getattr(callback, "foreign", None)  # another framework's callback, whose arguments are unknown
     if foreign is not None:
         return {"class_path": _path(type(foreign))}
     parameters = inspect.signature(type(callback).__init__).parameters

@@ -24,9 +24,9 @@ from callsheet.errors import ConfigError, DistributedError
 T = TypeVar("T")
 
 POLL_SECONDS = 0.01
-_LINGER_SECONDS = 0.5  # rank 0 waits up to this time, so that the other ranks can read its message
+_LINGER_SECONDS = 0.5  # how long rank 0 waits before it ends, so that the other ranks can read its message
 
-_meetings = count()  # numbers the stores that this process opens; all ranks open the same stores, so they agree on the numbers
+_meetings = count()  # the number of the next store to open; it is the same on all ranks, which open the same stores
 
 
 def within(seconds: float, act: Callable[[], T]) -> T:
@@ -48,7 +48,7 @@ def within(seconds: float, act: Callable[[], T]) -> T:
 
 
 def keeper_of_store() -> str:
-    """Return which process serves the rendezvous store, for error messages: rank 0, or the launcher."""
+    """Return, for error messages, which process serves the rendezvous store: rank 0, or the launcher."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return "rank 0"
     return f"the launcher at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -79,7 +79,7 @@ def attempt_store(ranks: Ranks, timeout: float) -> Any:
                 return PrefixStore(f"callsheet/{name}", store)
             except DistributedError:
                 raise
-            except RuntimeError as error:  # rank 0 has closed the store of an earlier run and opens a new one, so try again
+            except RuntimeError as error:  # this was the store of an earlier run, which rank 0 has closed: try again
                 if base is not None or time.monotonic() > deadline:
                     first = (str(error).splitlines() or [""])[0]
                     raise DistributedError(
@@ -160,7 +160,7 @@ def _failed(store: Any, ranks: Ranks, name: str, timeout: float) -> str:
     everyone = range(ranks.world_size)
     words, accepted = _read(store, "word", everyone), _read(store, "accepted", everyone)
     absent = [rank for rank in everyone if (accepted[rank] != name if name else words[rank] is None)]
-    absent = absent or [0]  # if no rank is missing, name rank 0, because it has not confirmed the list of ranks
+    absent = absent or [0]  # if no other rank is missing, rank 0 is at fault: it has not confirmed the list of ranks
     message = f"{named_ranks(absent)} of {ranks.world_size} did not join the others within {timeout:g} s: not started, dead or suspended"
     if ranks.rank == 0:
         store.set("failed", json.dumps([message, words]))
