@@ -222,9 +222,8 @@ class Context:
             ConfigError: `over` or `across` is unknown or differs from an earlier call for the same name, a value is not a single
                 number for each name, or `values` is no dictionary.
         """
-        if (
-            misplaced or misnamed or type(values) is not dict
-        ):  # the common case, one dict, is not checked, because the call of `check_logged` would make each `log` slower
+        # In the common case, a single dict, do not call `check_logged`, because the call would make each `log` slower.
+        if misplaced or misnamed or type(values) is not dict:
             check_logged(values, misplaced, misnamed)
         if across == "same" and self.event == Event.LOG:
             self.record = replace(self.record, values={**self.record.values, **_floats(values)})

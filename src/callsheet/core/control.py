@@ -312,9 +312,8 @@ def _asker() -> str:
     while frame is not None and frame.f_code.co_filename not in _DISPATCH:
         code = frame.f_code
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if isinstance(
-            first, Hooks
-        ):  # test for `Hooks`, the base class of `Callback`, because importing `Callback` here would be circular
+        # Test for `Hooks`, the base class of `Callback`, because importing `Callback` here would be circular.
+        if isinstance(first, Hooks):
             return getattr(first, "name", "") or type(first).__name__
         frame = frame.f_back  # type: ignore[assignment]  # the outermost frame has no caller, which ends the loop
     return asking.f_code.co_qualname

@@ -31,22 +31,20 @@ MODES = ("sampled", "all", "off")
 WINDOW_STEPS = 4
 _FIRST_STEP = 2  # the first steps are not timed, since they include memory allocation and compilation
 _STEPS_PER_TIMED_STEP = 16  # on average, at most one in `_STEPS_PER_TIMED_STEP` steps is timed
-# The pause between two timing windows: `_MAX_PAUSE_SECONDS` or `_PAUSE_SHARE` of the run's time so far, whichever is less.
+# The pause between timing windows: `_MAX_PAUSE_SECONDS` or `_PAUSE_SHARE` of the run's time so far, whichever is less.
 _MAX_PAUSE_SECONDS, _PAUSE_SHARE = 1.0, 0.25
-# If costs were sent `t` seconds after the run's start, they are sent next after `_PUBLISH_GROWTH * t + _PUBLISH_SECONDS`.
+# Costs that are sent `t` seconds after the run's start are sent again after `_PUBLISH_GROWTH * t + _PUBLISH_SECONDS`.
 _PUBLISH_GROWTH, _PUBLISH_SECONDS = (1.1, 2.0)
 _MAX_SLICES = 20_000  # the most slices (timed spans and calls) to keep of one timing window
-_MIN_WARN_STEPS = 20  # before this many steps were timed, there is no warning about a slow callback, except at the run's end
-# At the end of a short run, warn about a callback that takes more than this fraction of a step and more than these seconds.
+_MIN_WARN_STEPS = 20  # do not warn about a slow callback before so many steps were timed, except at the run's end
+# At the end of a short run, warn about a callback that takes more than this fraction of a step and these seconds.
 _CLEAR_SHARE, _CLEAR_SECONDS = 0.25, 10e-3
 _MIN_WARN_SECONDS = 50e-6  # a callback that takes fewer seconds per step than this limit causes no warning
 
 _STEP = ("fetch", "train_step")
 """The names of the spans that make up one training step."""
-_STEP_PARTS = (
-    *_STEP,
-    "on_checkpoint_due",
-)  # `on_checkpoint_due` is fired after the step, but its time counts as part of the step
+# The event `on_checkpoint_due` is fired after the step, but its time counts as part of the step.
+_STEP_PARTS = (*_STEP, "on_checkpoint_due")
 
 
 def _path_events() -> frozenset[str]:

@@ -56,13 +56,12 @@ class DeviceNumbers:
     def __init__(self) -> None:
         self.names: set[str] = set()
         """The names of the fields that at least one lane reads at this event."""
-        self._tensors: list[
-            tuple[Any, int | None]
-        ] = []  # the tensors that were copied, with their versions, so that a tensor is copied again after a change
+        # The tensors that were copied, with their versions, so that a tensor is copied again after a change.
+        self._tensors: list[tuple[Any, int | None]] = []
         self._copies: dict[int, Any] = {}
 
     def of(self, ctx: Context) -> dict[int, Any]:
-        """Copy the scalar tensors in the available fields to the CPU. Return each copy by the `id` of its original tensor.
+        """Copy the scalar tensors in the available fields to the CPU. Return a dict of the copies by the `id` of the original tensor.
 
         For a scalar on an accelerator, the copy is a `Pending`.
         """

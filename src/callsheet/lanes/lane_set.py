@@ -153,7 +153,7 @@ class LaneSet:
         return None
 
     def with_drain(self, run_end: CompiledEvent) -> CompiledEvent:
-        """Add to the handlers of `on_run_end` one that waits for callbacks in lanes (other threads) before the loggers are called.
+        """Return `on_run_end`, compiled with one more handler, which waits for callbacks in other threads before loggers are called.
 
         The loggers close their files at `on_run_end`, so what the lanes log must arrive before that.
         """

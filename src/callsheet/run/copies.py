@@ -63,7 +63,7 @@ def _set(attributes: dict[str, Any], name: str, value: Any) -> None:
 
 
 class _Reducer:
-    """Reduces the objects of a class for `copy` and `pickle`, without the hooks and attributes that callsheet added.
+    """Takes objects of a class apart for `copy` and `pickle`, without the hooks and attributes that callsheet added.
 
     The reducer is in `copyreg.dispatch_table` as long as an object of the class has additions. A class that defines `__deepcopy__` has an entry
     in the table of `copy.deepcopy` too, which would otherwise call that method on the object as it is.

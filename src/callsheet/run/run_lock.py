@@ -378,7 +378,7 @@ class _Ownership:
         return _parsed(claims[max(claims)]) if claims else None
 
     def withdraw(self) -> None:
-        """Remove this process's lock file, because another process has got the lock."""
+        """Remove the lock file with which this process tried, without success, to get the lock."""
         os.close(self._descriptor)
         self._remove()
 
