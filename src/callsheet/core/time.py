@@ -129,7 +129,7 @@ class Time:
 
     @classmethod
     def parse(cls, value: str | int | Time, default: TimeUnit | None = None) -> Time:
-        """Convert a value that a user wrote, such as `"10ba"`, to a Time.
+        """Return a value that a user wrote, such as `"10ba"`, as a Time.
 
         Args:
             value: a Time, a string such as `"10ba"`, or a whole number.
