@@ -56,7 +56,7 @@ class Registration:
         return not isinstance(self.thing, Callback) or self.thing.lane == "inline"
 
     def matches(self, what: object) -> bool:
-        """Return whether `what` is the registered function, the registered callback (or the one inside `Background`), or its class."""
+        """Return whether `what` is the registered function, the registered callback (with or without `Background`), or the class of the callback."""
         if isinstance(what, type):
             return self.callback is not None and isinstance(self.callback, what)
         if isinstance(what, Callback):
@@ -64,7 +64,7 @@ class Registration:
         return self.thing == what  # compared by `==` and not `is`, because each read of a bound method makes a new object
 
     def logger_method(self, name: str) -> Callable[..., Any] | None:
-        """Return the callback's method `name`, such as `log_table`; None if it does not exist or is the empty method of `Logger`."""
+        """Return the callback's method `name`, such as `log_table`; None if there is no such method, or only `Logger`'s empty one."""
         method: Callable[..., Any] | None = getattr(self.callback, name, None)
         return None if getattr(method, "does_nothing", False) else method
 

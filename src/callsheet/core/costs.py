@@ -235,7 +235,7 @@ class Costs:
         """The step after which the next timing window begins, or after which the open one ends."""
 
     def advance(self, step: int, *, is_needed: bool) -> bool:
-        """Begin or end a timing window if the step for that has come. Return whether one has begun or ended.
+        """Begin or end a timing window if it is time to do so. Return whether one has begun or ended.
 
         Args:
             step: the number of completed steps. The first call decides after which step the first timing window begins.

@@ -27,7 +27,7 @@ def note_span(error: BaseException, span: str, ctx: Context) -> None:
 def take_noted_span(error: BaseException) -> tuple[str, Context] | None:
     """Return what `note_span` stored on `error` (the innermost span and the loop's context), and remove it from `error`.
 
-    Removing the note has three effects: the error does not keep the model alive, it can be pickled, and an outer run can note its
+    The removal has three effects: the error does not keep the model alive, it can be pickled, and an outer run can note its
     own span.
     """
     noted: tuple[str, Context] | None = error.__dict__.pop("_callsheet_span", None)
