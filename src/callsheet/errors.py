@@ -160,7 +160,7 @@ def check_arguments(
     kwargs: Mapping[str, Any],
     familiar: Callable[[], Mapping[str, str]],
 ) -> None:
-    """Raise `UnknownArgument`, with a hint, if a call has an unknown argument, or passes a keyword-only argument by position.
+    """Raise `UnknownArgument`, with a hint, if a call has an unknown argument, or gives a keyword-only argument by position.
 
     Args:
         called: the function's name in the message.

@@ -230,7 +230,7 @@ def compiled(
 
 
 def compile_event(calls: Sequence[Call], event: Event) -> CompiledEvent:
-    """Pack the functions to call for an event into a `CompiledEvent`, the tuple that the manager reads when it fires the event."""
+    """Pack the calls of one event into a `CompiledEvent`, the tuple that the manager reads when it fires the event."""
     handlers: list[Any] = [handler for handler, _ in calls]
     more: More | None = None
     for start in reversed(range(2, len(calls), 3)):
@@ -241,7 +241,7 @@ def compile_event(calls: Sequence[Call], event: Event) -> CompiledEvent:
 
 
 def recover(compiled_event: CompiledEvent, failed: Handler, error: BaseException, ctx: Context) -> None:
-    """After the handler `failed` has raised `error`, call those later handlers that must run in any case, then raise `error` again.
+    """After the handler `failed` raised `error`, call the later handlers that must always run, then raise the error again.
 
     These are the later handlers of phases `report` and `restore`; at `on_exception` and `on_run_end` they are all later handlers.
     Their own errors are logged, so that they do not hide the first error.

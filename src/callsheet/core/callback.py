@@ -139,7 +139,7 @@ class Callback(Hooks):
         """Handle every event. `ctx.event` is the name of the event."""
 
     def share_with(self, others: Sequence[Callback]) -> None:
-        """Share state with callbacks that were added earlier, so that several callbacks need not do the same work.
+        """Share state with callbacks that were added earlier, so that work which several callbacks have in common is done only once.
 
         The manager calls this when it adds the callback, unless the callback has a lane.
 

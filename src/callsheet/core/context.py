@@ -170,7 +170,7 @@ class Context:
         return self.dispatcher.current if self.dispatcher is not None else None
 
     def sibling(self, accumulator: Accumulator | None = None) -> Context:
-        """Return a new context for another loop of the same run, such as the evaluation loop.
+        """Return a context for another loop of the same run, such as an evaluation.
 
         The two contexts share all fields that are always available.
 

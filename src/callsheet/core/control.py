@@ -70,7 +70,7 @@ class Control:
     def __init__(self, able: Iterable[str] = ("stop", "save", "evaluate"), *, is_shared: bool = False, host: str = "") -> None:
         self.able = set(able)
         self.host = host
-        self.hints: Mapping[str, str] = {}  # for each unsupported request, what the user can do instead
+        self.hints: Mapping[str, str] = {}  # for each unsupported request by name, what the user can do instead
         self._logged: set[tuple[str, str]] = set()
         self.is_shared = is_shared
         self.local_requests: list[Request] = []
@@ -219,7 +219,7 @@ class Control:
         self.ask(Request("switch off", f"{failures} failures in a row", callback, kind=str(number)))
 
     def done(self, what: str) -> None:
-        """Remove the pending requests of one kind, such as `save`. The loop calls this method after it has carried them out.
+        """Remove the pending requests of one kind. The loop calls this method after it has carried out these requests.
 
         Args:
             what: `save`, `evaluate` or `stop`.
@@ -238,7 +238,7 @@ class Control:
         self.look_again()
 
     def look_again(self) -> None:
-        """Set `pending` to whether any request is left. The loop calls this method after it has carried out requests."""
+        """Set `pending` to True if any request is left, otherwise to False. Called by the loop."""
         self.pending = bool(self._saves) or self._evaluate is not None or self._stop is not None
         # Read the two flags only after setting `pending`, because another thread may set a flag meanwhile.
         if self.is_boundary_requested or self.is_rescheduled:

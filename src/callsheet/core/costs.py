@@ -53,7 +53,7 @@ def _path_events() -> frozenset[str]:
     These are the events of the spans in a step, and `on_checkpoint_due`, which is fired after each step.
     """
     spans = [*_STEP, "eval_step", "test_step", "predict_step"]
-    for name in spans:  # this loop also visits the names that its body appends to `spans`
+    for name in spans:  # the loop also visits the names that its body appends to `spans`
         spans += [inner for inner in names_in(SPANS[name].order) if inner in SPANS and inner not in spans]
     return frozenset(
         {event for name in spans for event in (SPANS[name].start_event, SPANS[name].end_event)} | {"on_checkpoint_due"}

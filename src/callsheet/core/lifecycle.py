@@ -435,7 +435,7 @@ EVENTS: tuple[str, ...] = canonical_order()
 
 
 def events_within(*spans: str) -> tuple[str, ...]:
-    """Return the events of these spans and of all spans nested in them, in the order in which the events occur in a run."""
+    """Return the events of these spans and of all spans inside them, in the order in which the events occur in a run."""
     found: set[str] = set()
     for name in spans:
         if name in POINTS:

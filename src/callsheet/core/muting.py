@@ -31,11 +31,11 @@ class Muting:
         return min((step - 1 for step, _, _ in self._wakes), default=inf)
 
     def reset(self) -> None:
-        """Forget, for all muted handlers, the step from which they should be called again."""
+        """Forget all steps at which muted handlers should be called again."""
         self._wakes = []
 
     def forget(self, registrations: list[Registration]) -> None:
-        """Forget from which step muted handlers of these callbacks should be called again, because the callbacks were removed."""
+        """Forget when muted handlers of these callbacks should be called again, because the callbacks were removed."""
         self._wakes = [wake for wake in self._wakes if wake[1] not in registrations]
 
     def mute(self, ctx: Context, callback: Callback, events: tuple[str, ...], is_muted: bool, until: int | None) -> None:
@@ -62,7 +62,7 @@ class Muting:
         self._set(registration, registration.muted | changed if is_muted else registration.muted - changed)
 
     def unmute_due(self, step: int) -> None:
-        """After `step`, unmute the handlers that must be called again from the next step on."""
+        """Unmute, after `step`, the handlers that are to be called again from the next step on."""
         for wake in [each for each in self._wakes if each[0] <= step + 1]:
             self._wakes.remove(wake)
             _, registration, events = wake

@@ -57,7 +57,7 @@ def read_ranks() -> Ranks:
 
 
 def initialised_distributed() -> Any | None:
-    """Return the module torch.distributed if the program has imported it and has initialized a process group, otherwise None."""
+    """Return the module torch.distributed if the program has imported it and has made a process group, otherwise None."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed

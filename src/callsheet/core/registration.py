@@ -123,7 +123,7 @@ def check_callback(callback: object) -> Callback:
 
 
 def handlers_of(callback: Callback) -> dict[str, Callable[..., Any]]:
-    """Return a callback's handlers by event. If the callback overrides `on_event`, that method is the handler of every event."""
+    """Return the handlers of a checked callback by event. If the callback overrides `on_event`, that method handles all events."""
     events = {event: handler for event in EVENTS if not is_inherited(handler := getattr(callback, event), event)}
     for event, handler in events.items():
         if not callable(handler):
@@ -177,7 +177,7 @@ def resolve_options(owner: Any, handler: Callable[..., Any], label: str, given: 
 
 
 def entries_of(callback: Callback, registration: Registration) -> list[HandlerEntry]:
-    """Return a call-sheet entry for each handler of a callback. Raise the same errors as `handlers_of` and `resolve_options`."""
+    """Return the call-sheet entries of a checked callback's handlers. Raise the same errors as `handlers_of` and `resolve_options`."""
     return [_entry(event, handler, registration, callback, {}) for event, handler in handlers_of(inner(callback)).items()]
 
 
@@ -209,7 +209,7 @@ def entries_of_function(
 def _entry(
     event: str, handler: Callable[..., Any], registration: Registration, owner: Any, given: Mapping[str, Any]
 ) -> HandlerEntry:
-    """Return a handler's call-sheet entry. Each option comes from `given`, else from a decorator, else from the callback `owner`."""
+    """Return the call-sheet entry of a handler. Each option comes from `given`, else from a decorator, else from the callback `owner`."""
     options = resolve_options(owner, handler, registration.label, given)
     return HandlerEntry(event, ungated(handler), registration, **options._asdict())
 

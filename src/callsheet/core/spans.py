@@ -56,7 +56,7 @@ class Span:
         elif self.ends is not None:
             self._fire(self.ends)
 
-    def _fire(self, compiled: CompiledEvent) -> None:  # copies the body of CallbackManager.fire to save a call per event
+    def _fire(self, compiled: CompiledEvent) -> None:  # repeats the body of CallbackManager.fire to save one call per event
         first, second, more, event, _ = compiled
         ctx, dispatcher = self._ctx, self._dispatcher
         outer, dispatcher.current = dispatcher.current, event

@@ -105,7 +105,7 @@ def _callbacks(registrations: Iterable[Registration]) -> dict[Registration, Call
 
 
 def _may_fail(registration: Registration) -> bool:
-    """Return whether errors that the callback raises are only logged."""
+    """Return whether errors of the callback are logged instead of raised."""
     return not registration.is_inline or getattr(registration.thing, "on_error", "") == "isolate"
 
 

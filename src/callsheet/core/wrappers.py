@@ -106,7 +106,7 @@ def _checking_randomness(handler: Handler, entry: HandlerEntry, ctx: Context) ->
 
 
 def isolated(handler: Handler, registration: Registration, event: str, ctx: Context) -> None:
-    """Call a handler, and log its errors instead of raising them. Disable its callback after too many failures in a row."""
+    """Call a handler and log its errors instead of raising them. Disable the callback after too many failures in a row."""
     if (registration.is_off or registration.muted) and registration.is_silent_at(event):
         return
     try:

@@ -112,7 +112,7 @@ def _copies(tensors: list[Any]) -> list[Any]:
 
 
 class SnapshotCapture:
-    """Captures the context's fields when an event is fired. Another thread later builds a callback's snapshot from these values.
+    """Captures the context's fields when one event is fired. A lane later builds its callback's snapshot from the captured values.
 
     Args:
         event: the event's name; None outside events.
@@ -197,7 +197,7 @@ class SnapshotCapture:
                 delattr(made, name)
 
     def snapshot_class_for(self, ctx: Context) -> tuple[type[Snapshot], TrainState | None]:
-        """Return the class for snapshots of this run, and the `TrainState` for which it stays valid (None: use the class once).
+        """Return the snapshot class for this run, and the `TrainState` for which the class stays valid (None: use the class once).
 
         The class is valid as long as `ctx.state` is that object.
         """
@@ -278,7 +278,7 @@ def deliverer(capture, event, registration, handler, answered, fails):
 
 
 def _is_lone(value: Any) -> bool:
-    """Return whether the tensor is on the CPU and has no autograd graph, so that a snapshot can hold it without a copy."""
+    """Return whether a snapshot can hold the tensor without a copy, because it is on the CPU and has no autograd graph."""
     return value.is_cpu and not value.requires_grad
 
 

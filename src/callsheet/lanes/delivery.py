@@ -119,7 +119,7 @@ class LaneDelivery:
 
     @classmethod
     def of_line(cls, entry: HandlerEntry, lane: CallbackLane, numbers: DeviceNumbers) -> Callable[[Context], None]:
-        """Return a function that puts the event into the queue of the callback's lane (thread or process).
+        """Return a function that puts the event into the lane's queue.
 
         The training thread calls the function in place of the handler, which runs in another thread or process.
         """

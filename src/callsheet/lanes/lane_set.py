@@ -74,7 +74,7 @@ class LaneSet:
 
     @property
     def dropped(self) -> dict[Registration, int]:
-        """How many events each callback's lane (thread or process) has dropped in this run. Lanes that have ended are included."""
+        """How many events each callback's lane (thread or process) has dropped in this run, including lanes that have ended."""
         return self._dropped | {registration: each.lane.dropped for registration, each in self._lanes.items()}
 
     def reset(self) -> None:
@@ -82,7 +82,7 @@ class LaneSet:
         self.undelivered, self._dropped, self._until = {}, {}, inf
 
     def forget(self, registrations: list[Registration]) -> None:
-        """Forget the handlers of callbacks that were removed. Their threads still handle the events that are in their queues."""
+        """Forget the handlers of callbacks that were removed. The callbacks' threads still handle the events in their queues."""
         self._enqueuers = {
             entry: enqueue for entry, enqueue in self._enqueuers.items() if entry.registration not in registrations
         }
@@ -144,7 +144,7 @@ class LaneSet:
                     and isinstance(registration.thing, Callback)
                     and keeps_state(registration.thing)
                 ):
-                    # The callback's current state may be in the old lane's process: move the state before that process ends.
+                    # The current state may be in the process of the old lane, so move the state before that process ends.
                     self._move_state(old, old.thing, registration, registration.thing)
                 self._dropped[old] = lane.lane.dropped
                 lane.end()
@@ -178,7 +178,7 @@ class LaneSet:
     # --- waiting for the lanes ---
 
     def process_messages(self, ctx: Context) -> None:
-        """Carry out what callbacks in lanes (other threads) have sent: log their values and add their requests."""
+        """Carry out the messages of callbacks in lanes (other threads): values that they have logged, and their requests."""
         self._inbox.empty(ctx)
 
     def flush(self) -> None:
@@ -295,7 +295,7 @@ class LaneSet:
 
 
 def _is_same(one: Registration, other: Registration) -> bool:
-    """Return whether two registrations are of the same function or callback. A `Background` wrapper makes no difference."""
+    """Return whether two registrations have the same function or the same callback, without regard to `Background` wrappers."""
     return one.thing == other.thing if one.callback is None else one.callback is other.callback
 
 

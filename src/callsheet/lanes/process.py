@@ -31,7 +31,7 @@ _started: weakref.WeakSet[Process] = weakref.WeakSet()  # the `Process` wrappers
 
 
 class ProcessDied(CallsheetError, RuntimeError):
-    """The process in which a callback runs has died. At the next event, a new process starts with the callback's last known state."""
+    """The process of a callback died. For the next event, a new process is started with the last known state of the callback."""
 
 
 class RemoteError(CallsheetError, RuntimeError):
@@ -83,7 +83,7 @@ class Process(Background):
         self._state: Mapping[str, Any] | None = None  # the last known state of the callback
 
     def call(self, method: str, snapshot: Snapshot, payload: Mapping[str, Any]) -> None:
-        """Call a method of the callback in the callback's process, and wait until it has returned. Called on the lane's thread.
+        """Call a method of the callback in the callback's process, and wait for the method's end. Called on the lane's thread.
 
         Args:
             method: the name of the method, such as `on_log`.
@@ -107,14 +107,14 @@ class Process(Background):
         return self._state if self._state is not None else self.callback.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state into both copies of the callback: the one in this process and the one in the callback's own process."""
+        """Load the state into both copies of the callback: the copy in this process, and the copy in the callback's process."""
         self._state = state
         self.callback.load_state_dict(state)
         if self._child is not None:
             self._ask(("load_state_dict", state), seconds=self.lane_options.deadline)
 
     def begin(self) -> None:
-        """Allow the callback's process to start. Called at the start of a run."""
+        """At the start of a run, allow the callback's process to start."""
         self._is_over = False
 
     @property
@@ -134,7 +134,7 @@ class Process(Background):
         if not at_once:
             self._close_line()
         elif self._ending is not None:
-            self._ending.kill()  # leave the connection open: the lane's thread reads from it and so notices the process's end
+            self._ending.kill()  # leave the connection open: by reading from it, the lane's thread notices the end of the process
 
     def join(self, seconds: float) -> None:
         """Wait for the callback's process to exit after `end` was called, and kill the process if it does not exit in time.
@@ -156,7 +156,7 @@ class Process(Background):
         connection, self._connection = self._connection, None
         if connection is not None:
             with contextlib.suppress(OSError), socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as line:
-                # `shutdown` ends the connection for all processes. `close` alone would leave it open in a forked process.
+                # `shutdown` ends the connection for all processes; after `close`, a forked process could still keep the connection open.
                 line.shutdown(socket.SHUT_RDWR)
             connection.close()
 
@@ -176,7 +176,7 @@ class Process(Background):
 
         With `seconds`, wait at most that long, including the time until another call of the lane has ended.
         """
-        # Pickle outside the `try` block, because a message that cannot be pickled must not end the callback's process.
+        # Pickle before the `try`, because a message that cannot be pickled must not end the callback's process.
         packed = pickle.dumps(message)
         if not self._lock.acquire(timeout=-1 if seconds is None else min(seconds, self.patience)):
             raise TimeoutError("the process was busy with another call all the time")
@@ -194,7 +194,7 @@ class Process(Background):
             self._end_child()
             ended = f"exit code {child.returncode}" if child is not None else "killed at the run's end"
             raise ProcessDied(f"the process of {self.name} died, {ended}") from None
-        except BaseException:  # end the process, since its late answer would be taken for the answer to the next message
+        except BaseException:  # end the process, because a late answer would be mistaken for the answer to the next message
             self._end_child(at_once=True)
             raise
         finally:

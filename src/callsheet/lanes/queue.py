@@ -24,11 +24,11 @@ from callsheet.errors import text_of
 
 logger = logging.getLogger("callsheet")
 
-_starting = threading.RLock()  # held while a lane's thread is started
+_starting = threading.RLock()  # this lock is held while a lane's thread is started
 _LOOK_SECONDS = 0.1  # time between two checks of a queue; a check wakes a thread, which delays training by about 0.2 ms
 _IDLE_LOOK_SECONDS = 0.4  # the longest time between two checks by the dispatcher thread, while all lanes are idle
 _WAIT_SECONDS = 0.002  # time between two checks of a lane while the training thread waits for the lane
-_BUSY_SHARE = 0.02  # warn about a lane whose thread computes for more than this fraction of the time
+_BUSY_SHARE = 0.02  # a lane whose thread computes for more than this fraction of the time causes a warning
 _BUSY_AFTER_SECONDS = 5.0  # the time between two checks of the processor time that a lane's thread has used
 _BUSY_SECONDS = 0.5  # check earlier if a lane's thread has used this much processor time since the last check
 _BLOCKED_SECONDS = 0.5  # how long training must have waited for a full queue before a warning
@@ -102,7 +102,7 @@ class Lane:
         self._finish = finish
         self._wake_on_put = wake_on_put
         self._in_hand = False
-        self._has_given_up = False  # True if `put` no longer waits when the queue is full
+        self._has_given_up = False  # True if `put` no longer waits for room in a full queue
         self._has_warned_busy = False
         self._blocked = 0.0  # seconds that training has waited for room in the queue
         self._blocked_since = inf  # when training first waited for room in the queue; inf if training has not waited
@@ -167,7 +167,7 @@ class Lane:
 
     def _begin(self) -> bool:
         """Start the queue's thread if it has not been started. Return False if no thread can be started."""
-        with _starting:  # several threads may call this method at the same time
+        with _starting:  # the dispatcher's thread, and threads that call `put` or `drain`, may get here at the same time
             if self._thread is None and not self.is_inert:
                 thread = threading.Thread(target=self._work, name=f"callsheet-lane-{self.name}", daemon=True)
                 try:
@@ -196,7 +196,7 @@ class Lane:
                 if (kind := self._kind(waiting.item)) in newer:
                     self._forget(waiting)
                 newer.add(kind)
-            return True  # the queue may exceed its limit, since it now holds only the latest item of each kind
+            return True  # the queue may exceed its limit, because it holds only the latest item of each kind
         if self.options.overflow == "block" and not self._has_given_up and not self.is_own_thread:
             if self._waited_for_room():
                 return True
@@ -264,7 +264,7 @@ class Lane:
 
     def _run_waiting_items(self) -> None:
         items, popleft, run = self.items, self.items.popleft, self._run
-        self._in_hand = True  # set this before taking an item from the queue, so that `left` always counts the item
+        self._in_hand = True  # set before the item leaves the queue, so that `left` counts the item at any time
         while items:
             for _ in range(_LOOK_EVERY):
                 try:
@@ -283,7 +283,7 @@ class Lane:
         self._in_hand = False
 
     def _warn_if_busy(self) -> None:
-        """Warn once if the lane's thread computes so much that training slows down: only one thread at a time runs Python code."""
+        """Warn once if the lane's thread computes so much that it slows training, because only one thread at a time runs Python code."""
         if self._has_warned_busy:
             return
         (began, used), now = self._looked_at, (time.monotonic(), time.thread_time())
@@ -305,7 +305,7 @@ class Lane:
 
 
 class _Waiting:
-    """A wrapper around one item in a queue. It is equal only to itself, so `remove` cannot remove another, equal item."""
+    """A wrapper around one item in a queue, equal only to itself, so that `remove` does not remove another item that is equal."""
 
     __slots__ = ("item",)
 
@@ -322,14 +322,14 @@ class _Dispatcher:
         self._thread: threading.Thread | None = None
 
     def take(self, lane: Lane) -> None:
-        """Check the queue of this lane regularly from now on."""
+        """Start to check the queue of this lane regularly."""
         with self._lock:
             self._lanes.add(lane)
             if self._thread is None:
                 thread = threading.Thread(target=self._look, name="callsheet-lanes", daemon=True)
                 try:
                     thread.start()
-                except RuntimeError:  # no thread can start while the interpreter shuts down; `drain` then checks the queue
+                except RuntimeError:  # the interpreter is shutting down, so no thread can start; `drain` then checks the lane
                     return
                 self._thread = thread
 
@@ -369,7 +369,7 @@ class _Dispatcher:
                     is_idle = is_idle and lane.is_idle
                     lane.look()
             pause = min(2 * pause, _IDLE_LOOK_SECONDS) if is_idle else _LOOK_SECONDS
-            del lane, lanes  # drop these references, so that a lane can be freed when nothing else refers to it
+            del lane, lanes  # drop these references, so that a lane that nobody uses can be freed
 
 
 _dispatcher = _Dispatcher()

@@ -70,7 +70,7 @@ class Inbox:
                 logger.error("The message %r from the lane of %s failed: %s", message.what, message.by, text_of(error))
 
     def log_lost(self) -> None:
-        """Log, for each callback, how many of its messages arrived after the run's end and so had no effect.
+        """Log how many messages of each callback arrived after the run's end and had no effect.
 
         Requests are not counted, because there is nothing left to stop.
         """
@@ -226,7 +226,7 @@ class Snapshot(Context):
 
     @classmethod
     def of_run(cls, control: LaneControl, event: Event | None, run: RunInfo | None) -> type[Snapshot]:
-        """Return a class for the snapshots of one event of a run. Values that all snapshots share are attributes of the class."""
+        """Return the snapshot class for one event of a run. Values that all its snapshots share are attributes of the class."""
         same = {"__slots__": (), "__module__": cls.__module__, "_lane": control, "control": control}
         return type(cls.__name__, (cls,), same | {"event": event, "run": run})
 

@@ -26,7 +26,7 @@ class StateCalls:
     def start(
         self, calls: Mapping[Registration, Callable[[], T]], deadline: Callable[[Registration], float]
     ) -> dict[Registration, Callable[[], T]]:
-        """Start the calls. Return, for each callback, a function that waits for the call and returns its result or raises its error.
+        """Start the calls. Return for each callback a function that waits for the result of its call, or raises the call's error.
 
         The function raises TimeoutError `deadline` seconds after the start, or at once if an earlier call for the callback has
         still not returned.

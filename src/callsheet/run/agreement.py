@@ -36,7 +36,7 @@ class Agreement:
     """
 
     def __init__(self, world: ProcessGroups, control: Control, signals: SignalWatch) -> None:
-        self._next = 0  # when `_steps` reaches this value, read the other ranks' messages
+        self._next = 0  # the value of `_steps` at which to read the other ranks' messages
         self._steps = 0  # the number of training and evaluation steps so far
         self._evaluated = 0  # the number of evaluation steps so far
         self.published = 0
@@ -69,7 +69,7 @@ class Agreement:
         return sys.maxsize if self._world.size == 1 else self._next - self._evaluated
 
     def end(self) -> None:
-        """Drop the message that is being exchanged, because this message keeps the connections to the other ranks open."""
+        """Release the message that is being exchanged, because it keeps the connections to the other ranks open."""
         self._pending = None
 
     def look(self, step: int) -> None:
@@ -103,7 +103,7 @@ class Agreement:
         self.change_pace()
 
     def change_pace(self) -> None:
-        """For now, exchange a message at every step, because the next steps may be much slower than those measured so far.
+        """Exchange a message at every step for now, because the next steps may be much slower than the steps measured so far.
 
         All ranks must call this at the same point.
         """
@@ -117,7 +117,7 @@ class Agreement:
         self._next = self._steps + max(1, self._period)
 
     def _measured_period(self) -> int:
-        """Return how many steps fit into `PERIOD_SECONDS`, as measured since the last message; 0 if one step takes longer.
+        """Return the number of steps that fit into `PERIOD_SECONDS`, as measured since the last message; 0 if not even one fits.
 
         All ranks use the result of rank 0.
         """
@@ -159,7 +159,7 @@ class Agreement:
                 self._signal = signal.Signals(number)
 
     def _deadline(self, began: float) -> float:
-        """Return the time until which to wait for the other ranks; infinite if no preemption signal has arrived.
+        """Return the time until which to wait for the other ranks; infinite unless a preemption signal has arrived.
 
         A launcher signals all ranks, even after one has died; a rank that has not answered by this time will not answer at all.
 

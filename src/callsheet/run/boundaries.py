@@ -58,7 +58,7 @@ class Boundaries:
         self._checkpoints = checkpoints
         self._guard = guard
         self._is_alone = ctx.run.world_size == 1
-        self._next_due = 0  # before this step, nothing but a metrics record can be due, so other checks are skipped
+        self._next_due = 0  # before this step, only a metrics record can be due, so the other checks are skipped
         self.is_preempted = False
         """True once a signal has preempted the run and `on_preempt` has been fired."""
 
@@ -124,9 +124,9 @@ class Boundaries:
         logs = records.are_due(ctx)
         if logs or boundary != "step" or self.is_over or self._due():
             records.tally.update_timestamp(ctx.state)
-        if self.is_over:  # the next record may be the last, so wait for what callbacks in other threads are logging
+        if self.is_over:  # the next record may be the last, so wait for values that callbacks in other threads are logging
             self._manager.flush_lanes(ctx)
-        if logs or self.is_over or self._due():  # ask again, because the updated counts may have reached `max_duration`
+        if logs or self.is_over or self._due():  # call `_due` again, because the updated counts may have reached `max_duration`
             records.fire_log(ctx)
             self._preempt()
         return self._end(boundary)
@@ -179,7 +179,7 @@ class Boundaries:
                 self._save_requested()
 
     def finish(self) -> None:
-        """After training, carry out the requests, evaluations and saves that are not done yet.
+        """After training, carry out the requests, evaluations and saves that are left.
 
         Save what was requested after the last boundary, such as at `on_train_end`. Run the evaluation that a signal prevented, if
         it is still due. Wait for background saves.
@@ -196,7 +196,7 @@ class Boundaries:
         finish_deletions()
 
     def begin(self) -> None:
-        """Begin training. If a callback had stopped the run before this resume, stop the run again, unless settings have changed.
+        """Begin training. If a callback stopped the run before it was resumed, stop the run again, unless settings have changed.
 
         Raises:
             CheckpointError: callbacks request regular checkpoints, and they cannot be written.
@@ -288,7 +288,7 @@ class Boundaries:
         undone = self._evaluation.undone
         assert undone is not None
         self.evaluate({name: self._evaluation.loaders[name] for name in undone.names}, standalone=False)
-        # Do not record an evaluation as done if a preemption signal has ended it early, so that a resumed run repeats it.
+        # If a preemption signal has ended the evaluation early, do not record it as done, so that a resumed run repeats it.
         if self._agreement.signal is None or not self._evaluation.ends_at_signal:
             self._evaluation.done(self._ctx, undone.names)
 

@@ -145,15 +145,15 @@ class Checkpoints:
         self._writer = AsyncWriter(world.saving) if in_background else None
         self._pending: CheckpointInfo | None = None  # the background save that is not yet published
         self._grace = grace
-        self._is_slow = False  # whether a save has taken longer than `grace`, which is logged once
+        self._is_slow = False  # whether a save has taken longer than `grace`; this is logged once
         self._began = 0.0  # when the background save began
         self._written: set[str] = set()  # the paths of the checkpoints that this process has written
-        self._not_saved: set[str] = set()  # entries of `user_state` that no checkpoint can hold; each is logged once
+        self._not_saved: set[str] = set()  # entries of `user_state` that no checkpoint can hold; they are logged once
         self._is_auto = False  # whether the run was resumed with "auto"
         self._stop: Mapping[str, Any] | None = None  # the stop request in the checkpoint from which `resume="auto"` continued
         self._abandoned: list[str] = []  # unfinished checkpoints of earlier processes, kept until this run has written one
         self._prepare_at = sys.maxsize if self._writer is None else 0  # the step at which to allocate the writer's buffers
-        self._prepare_again = 1  # the allocation is tried again after this many steps; the number doubles each time
+        self._prepare_again = 1  # after this many steps, the allocation is tried again; the number doubles each time
         self._tensors: dict[str, Tensor] | None = None  # the model's tensors, while a checkpoint is loaded
 
     @property
@@ -188,7 +188,7 @@ class Checkpoints:
             raise CheckpointError(message)
 
     def durable(self) -> int:
-        """Return how many background saves this rank has finished so far, without waiting for one."""
+        """Return how many background saves this rank has finished. This never waits."""
         return self.begun - (self._writer is not None and not self._writer.is_done)
 
     def save(
@@ -238,7 +238,7 @@ class Checkpoints:
             check_owner = partial(self._guard.check, acquires=path is None)
             parameters = frozenset(name for name, _ in ctx.model.named_parameters(remove_duplicate=False))
             is_good = partial(_is_good, parameters, self._prefixes_of_weights())
-            # This path may hold a checkpoint from before a resume; `overwrite` removes it once the new one is committed.
+            # A checkpoint that exists at this path is from before a resume. `overwrite` removes it once the new one is committed.
             if self._writer is None or waits:
                 seal = write_checkpoint(
                     info.path,
@@ -303,7 +303,7 @@ class Checkpoints:
         return ("model.", *others)
 
     def _tensors_of_callbacks(self, weights: list[Tensor]) -> Iterator[Tensor]:
-        """Yield tensors that are as large as those that callbacks will save, such as averaged weights, to allocate buffers.
+        """Yield tensors as large as those that callbacks will save (such as averaged weights), for allocating buffers.
 
         These are the trained weights once for each such callback, and the callback's own tensors of other dtypes.
         """
@@ -345,9 +345,9 @@ class Checkpoints:
         elif is_in_folder and self._world.rank == 0:
             try:
                 point_latest(info.path)
-            except CheckpointError as error:  # only users need the file `latest`, so this failure must not end the run
+            except CheckpointError as error:  # the file `latest` is only for users, so a failure must not end the run
                 logger.warning("the file %r does not name the newest checkpoint: %s", LATEST, error)
-        if is_in_folder:  # this run holds the folder's lock, so no other process is still writing checkpoints there
+        if is_in_folder:  # this run holds the folder's lock, so no other process is still writing the unfinished checkpoints
             abandoned, self._abandoned = self._abandoned, []
             for path in abandoned:
                 if path != info.path:
@@ -429,15 +429,15 @@ class Checkpoints:
         Training continues only if at least one of these settings has changed.
         """
         made = [
-            # Include the constructor's signature, because a user may change a default value in it.
+            # Include the signature, because it contains the default values, which a user may change in the class.
             (type(each).__qualname__, str(inspect.signature(type(each).__init__)), each._arguments)
             for each in self._manager.callbacks
             if label_of(each) == by
         ]
         return {
             "max_duration": str(self._ctx.state.max_duration),
-            # Save a digest and not the settings themselves, because they may contain secrets.
-            # Remove the addresses of objects (`at 0x...`), because addresses differ between processes.
+            # Save only a digest, because settings may contain secrets.
+            # Remove the addresses of objects from the text, because addresses differ between processes.
             "settings": hashlib.blake2s(re.sub(r" at 0x[0-9a-f]+", "", repr(made)).encode(), digest_size=8).hexdigest(),
         }
 
@@ -447,7 +447,7 @@ class Checkpoints:
         if self._world.rank == 0:
             try:
                 found = self._listed(resume)
-            except CallsheetError as error:  # keep this error of rank 0, to raise it below on all ranks
+            except CallsheetError as error:  # keep the error, which is raised below on all ranks
                 found = error
         found = self._world.of_rank_zero(found)
         if isinstance(found, CallsheetError):
@@ -510,7 +510,7 @@ class Checkpoints:
         return None
 
     def _parameters(self) -> list[Tensor]:
-        """Return the optimizer's parameters, in the order in which the optimizer's `state_dict` numbers them."""
+        """Return the optimizer's parameters. A parameter's index in this list is its number in the optimizer's `state_dict`."""
         optimizer = self.shared.get("optimizer")
         groups = optimizer.part.param_groups if isinstance(optimizer, Typed) else []
         return [parameter for group in groups for parameter in group["params"]]
@@ -550,7 +550,7 @@ class Checkpoints:
 
 
 def _is_good(parameters: frozenset[str], prefixes: tuple[str, ...], name: str, piece: Tensor) -> bool:
-    """Return whether this piece of a saved tensor has only valid values: a weight, for example, must not be NaN.
+    """Return whether the values in this piece of a saved tensor are valid. A weight, for example, must not be NaN.
 
     A weight must have no NaN or infinity, a buffer no NaN (masks contain infinities). Other tensors are not checked.
     """
@@ -562,7 +562,7 @@ def _is_good(parameters: frozenset[str], prefixes: tuple[str, ...], name: str, p
 
 
 def _sealed(info: CheckpointInfo, seal: Seal) -> CheckpointInfo:
-    """Return a copy of `info` in which `size_bytes` and `is_finite` are those of the checkpoint that was written."""
+    """Return a copy of `info` with `size_bytes` and `is_finite` of the checkpoint that was written."""
     return replace(info, size_bytes=seal.size_bytes, is_finite=seal.info["is_finite"])
 
 
@@ -582,7 +582,7 @@ def _tensors_in(tree: object) -> Iterator[Tensor]:
 
 
 def _info(path: str, found: Loaded) -> CheckpointInfo:
-    """Return the `CheckpointInfo` that describes a checkpoint of a Trainer, as read from the checkpoint's manifest."""
+    """Return the `CheckpointInfo` of a checkpoint that a Trainer wrote, from its manifest."""
     record = found.info
     names = ("step", "epoch", "kind", "train_loss", "val_losses", "best_metric_key", "is_finite", "requested_by")
     if any(name not in record for name in names):

@@ -47,7 +47,7 @@ def without_additions(*things: Any) -> Iterator[None]:
 
 
 def _without_addition(name: str, value: Any) -> Any:
-    """Return the value that an attribute would have without the hooks or the function that callsheet added."""
+    """Return the attribute's value without the hook or function that callsheet added."""
     if isinstance(value, OrderedDict) and "hooks" in name and not _hooks.isdisjoint(value):
         return type(value)((key, hook) for key, hook in value.items() if key not in _hooks)
     while isinstance(value, FunctionType) and _BEFORE in vars(value):

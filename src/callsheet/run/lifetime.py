@@ -144,7 +144,7 @@ class Lifetime:
         ctx.close_all()
 
     def _log_early_end(self, outcome: Outcome) -> None:
-        """Log why training ended early, unless a callback shows the reason or this process has made no training step."""
+        """Log why training ended early, unless a callback shows the reason or this process has not trained."""
         run, state = self._ctx.run, self._ctx.state
         is_shown = any(inner(each).shows_outcome for each in self._manager.callbacks)
         has_trained = state.timestamp.batch > state.baseline.batch

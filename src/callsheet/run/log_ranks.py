@@ -1,4 +1,4 @@
-"""A filter that hides log messages on ranks above 0, so that each message appears once and not once for every rank."""
+"""A filter for log messages on ranks above 0, so that a message does not appear once for every rank."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class MetricLog:
 
     def __init__(self, reducer: Reducer | None = None) -> None:
         self._series: dict[Names, Series] = {}  # each name is in exactly one series
-        self._how: Schema = {}  # all names that this rank has logged, in the order of their first use
+        self._how: Schema = {}  # all names of this rank, in the order in which they were first logged
         self._reducer = reducer
         self._schema: Schema = {}  # the names that the ranks have exchanged, so that all ranks know them
 
@@ -148,7 +148,7 @@ class MetricLog:
         if series is None:
             one_of("over", over, OVER)
             one_of("across", across, ACROSS)
-            if names in self._how:  # so far, this name was logged in one tensor with other names: split that tensor's series
+            if names in self._how:  # this name was logged in one tensor with others so far: split that tensor's series
                 self._split(next(key for key in self._series if isinstance(key, tuple) and names in key))
                 return self.series(names, over, across)
             self._how |= dict.fromkeys((names,) if isinstance(names, str) else names, (over, across))
@@ -169,7 +169,7 @@ class MetricLog:
                 self.series(name, over, across).add(value, weight)
 
     def _split(self, names: tuple[str, ...]) -> None:
-        """Replace the series of a tensor that was logged under several names by one series for each name."""
+        """Replace the series of a tensor with several names by one series for each name."""
         apart: dict[Names, Series] = {}
         for key, series in self._series.items():
             apart.update(series.split(names) if key == names else {key: series})
@@ -233,7 +233,7 @@ class MetricLog:
         return {name: found[name] for name in self._schema}
 
     def clear(self) -> None:
-        """Remove everything that was logged since the last `take`. This does not wait for a GPU."""
+        """Remove everything that was logged since the last `take`, without waiting for a device."""
         for series in self._series.values():
             if series.values:
                 series.clear()
@@ -297,7 +297,7 @@ def _of_max_slots(value: float, mark: float) -> tuple[float, float]:
 
 
 def _digest(schema: Schema) -> int:
-    """Return a digest of the metric names and their options: a whole number that a float can represent exactly."""
+    """Return a digest of the metric names and their options, in order, as a whole number that a float holds exactly."""
     return int.from_bytes(hashlib.blake2b(repr(list(schema.items())).encode(), digest_size=6).digest())
 
 
@@ -336,7 +336,7 @@ def scalar(name: str, value: Any) -> Any:
             raise ConfigError(
                 f"the metric {name!r} is a tensor of shape {tuple(value.shape)}, not a scalar; log its mean, or what you mean"
             )
-        return lasting(value)  # detached, because the tensor would keep its autograd graph in memory until the record is made
+        return lasting(value)  # detach the tensor, because it could keep its autograd graph in memory until the record is made
     try:
         if isinstance(value, str):
             raise TypeError

@@ -54,7 +54,7 @@ class Pending:
     @property
     def is_done(self) -> bool:
         """Whether `wait` would return at once, because the reduction is complete."""
-        # torch's fake backend for tests returns a `FakeWork`, which never reports that it is completed.
+        # FakeWork, which torch's fake backend for tests returns, never reports that it is completed.
         return self._work is None or bool(self._work.is_completed()) or type(self._work).__name__ == "FakeWork"
 
     def wait(self, deadline: Callable[[], float] | None = None) -> list[float]:
@@ -78,7 +78,7 @@ class Pending:
                 try:
                     work.wait()
                 finally:
-                    del work  # the `Work` object keeps the process group's connections open as long as it exists
+                    del work  # as long as the `Work` object exists, it keeps the group's connections open
         reduced: list[float] = self._payload.tolist()
         return reduced
 
@@ -149,7 +149,7 @@ class ProcessGroups:
         return self._begin(values, distributed.ReduceOp.SUM).wait()
 
     def max(self, values: Sequence[float]) -> list[float]:
-        """Return the maxima over the ranks, element by element. Whole numbers below 2**53 are exact."""
+        """Return the maxima over the ranks, element by element. Whole numbers are exact below 2**53."""
         return self._begin(values, distributed.ReduceOp.MAX).wait()
 
     def sum_and_max(self, sums: Sequence[float], maxima: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -180,7 +180,7 @@ class ProcessGroups:
         return values[0]
 
     def say(self, step: int, error: BaseException) -> None:
-        """Write to the rendezvous store the error with which this rank ends the run, so that other ranks can report it.
+        """Write to the rendezvous store why this rank ends the run, so that the other ranks can report the reason.
 
         After a `HostError`, the framework's training continues on this rank. The other ranks' collectives then raise `HostGaveUp`.
         """
@@ -191,7 +191,7 @@ class ProcessGroups:
             self._notes.leave(kind, f"at step {step}: {type(cause).__name__}: {first}")
 
     def lost(self, error: BaseException, what: str = "") -> DistributedError:
-        """Return the error to raise after a collective has failed with `error`. The message says which ranks are at fault.
+        """Return the error to raise after a collective has failed with `error`. Its message names the ranks at fault.
 
         The error is a `HostGaveUp` if a rank has left the run because its host could not follow the framework's loop. Otherwise, `what`
         says in its message which operation failed.
@@ -234,7 +234,7 @@ class ProcessGroups:
         deadline = time.monotonic() + 0.8 * self._answer_seconds
         while True:
             said = {rank: notes.read(rank) for rank in ranks} | {self.rank: (_CUT_OFF if is_broken else _TIMED_OUT, str(step))}
-            # A rank that has left no note either runs and has not reached this collective yet, or does not answer at all.
+            # A rank without a note either still runs and has not reached this collective, or does not answer at all.
             silent = [rank for rank in ranks if said[rank] is None and not notes.answered(rank)]
             late = [rank for rank in ranks if said[rank] is None and rank not in silent]
             noted = {rank: note for rank, note in said.items() if note is not None}
@@ -321,7 +321,7 @@ class _Notes:
         self._kinds: set[str] = set()
 
     def ask(self, act: Callable[[], str]) -> str:
-        """Call `act`, which uses the rendezvous store, and return its result. Raise TimeoutError if the store does not answer.
+        """Return the result of `act()`, which uses the rendezvous store. Raise TimeoutError if the store does not answer.
 
         Raises:
             TimeoutError: the store does not answer, or failed to answer an earlier call.
@@ -336,7 +336,7 @@ class _Notes:
             raise
 
     def leave(self, kind: str, word: str) -> None:
-        """Write to the rendezvous store why this rank ends. Later calls have no effect, because the first reason is the cause.
+        """Write to the rendezvous store why this rank ends. Only the first call has an effect, because it is closest to the cause.
 
         Errors of the store are ignored: this rank is ending in any case, and must report its own error.
         """

@@ -40,12 +40,12 @@ class Records:
         self._process: Any = None
         if device.type != "cuda":  # each run needs a new psutil `Process`: after a fork, an older one describes the parent
             self._process = load("psutil", extra="train", wanted_by="Trainer").Process()
-        self._passed = 0  # how many log intervals were complete when the last record was made
+        self._passed = 0  # the number of log intervals that had passed when the last record was made
         self._recorded_step = 0  # the step of the last record
 
     @property
     def are_read(self) -> bool:
-        """Whether a callback may listen to `on_log`. With several ranks always True, because callbacks of other ranks may listen."""
+        """Whether a callback may listen to `on_log`. With several ranks this is always True, because other ranks' callbacks may listen."""
         return self._world.size > 1 or self._has_listeners.on_log
 
     def add(self, losses: dict[str, Tensor], scale: Any = None, *, moved: bool = True) -> None:
@@ -88,7 +88,7 @@ class Records:
             self.tally.since_record()
             self.metrics.clear()  # nothing reads the values, so discard them instead of waiting for the device
             return
-        # Make no second record at the same step if no rank has logged anything since the first.
+        # If the last record was made at this step, and no rank has logged anything since then, make no second record.
         if self._recorded_step == ctx.step and not self._world.max([bool(self.metrics)])[0]:
             return
         self._recorded_step = ctx.step
@@ -138,7 +138,7 @@ class Records:
         return int(self._process.memory_info().rss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the logged values that are in no metrics record yet, and the step at which the last record was made."""
+        """Return the logged values that are not part of a metrics record yet, and when the last record was made."""
         return {
             "metrics": self.metrics.state_dict(),
             "passed": self._passed,

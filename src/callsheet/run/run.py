@@ -115,7 +115,7 @@ class Run:
         self.lifetime = lifetime = Lifetime(manager, ctx)
         self.guard = RunGuard(world, info, control, timeout=lock_timeout, is_busy=lambda: is_busy(lifetime))
         world.at_step = lambda: ctx.step
-        # At the run's end, these functions are called in reverse order, so the lock of the run's folder is released last.
+        # The lifetime calls these functions in reverse order, so the lock of the run's folder is released last.
         for close in (self.guard.end, world.close, self.agreement.end, log_ranks.end):
             lifetime.at_end(close)
 

@@ -42,7 +42,7 @@ class RunGuard:
         self._is_unguarded = False  # True if the lock's file cannot be created
         self._is_unwritable = False  # True if the run's folder is not writable
 
-        def request_boundary() -> None:  # called by the lock's thread if the lock is lost; the loop reacts after its next step
+        def request_boundary() -> None:  # the lock's thread calls this when the lock is lost; the loop reacts after its next step
             run.has_lost_folder = control.is_boundary_requested = control.pending = True
 
         self._lock: RunLock | None = None  # the lock of the run's folder, on rank 0 only
@@ -57,7 +57,7 @@ class RunGuard:
         """
         deadline = time.monotonic() + self._timeout
         while (rejection := self._world.of_rank_zero(self._attempt(deadline))) is None:
-            pass  # try again; each attempt is short, so that the other ranks do not time out while they wait for rank 0
+            pass  # try again: an attempt is short, because no rank may wait for rank 0 longer than a collective's timeout
         if rejection:
             raise RunInUseError(rejection)
 
@@ -138,7 +138,7 @@ class RunGuard:
     def _cannot_lock(self, error: OSError) -> None:
         if not self._is_unguarded:
             self._is_unguarded = True
-            # In a folder that is not writable, two runs cannot overwrite each other's files, so do not warn.
+            # If nothing can be written to the folder, runs cannot disturb each other there, so a warning is not needed.
             self._is_unwritable = self._run.folder is not None and bool(why_not_writable(self._run.folder))
             if self._is_unwritable:
                 return

@@ -126,7 +126,7 @@ def _path_of(folder: Path) -> Path:
 
 
 class RunLock:
-    """The lock of one run's folder. If a process has several runs, each has its own lock object.
+    """The lock of one run's folder. Each run of this process has its own lock object.
 
     If the first run of a process is not busy, a second run of the same process takes its lock over without waiting, and the first
     run loses it. This happens when a notebook makes two Trainers of one name, and when a recipe passes its lock to its Trainer.
@@ -160,7 +160,7 @@ class RunLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether this run held its folder's lock when that was last checked. Does not read the lock files, unlike `check`."""
+        """Whether this run held its folder's lock at the last check. Unlike `check`, this does not read the lock files again."""
         return self._ownership is not None and not self._lost
 
     @property
@@ -360,13 +360,13 @@ class _Ownership:
         self._thread.start()
 
     def is_intact(self) -> bool:
-        """Return whether this process still holds the lock of the run's folder.
+        """Return whether this process still owns the run's folder.
 
         If the folder cannot be read, the answer is yes, since no other run can take the folder over then.
         """
         if self._is_in_place():
             return True
-        time.sleep(_SECOND_LOOK_SECONDS)  # look twice, because the other claim may be withdrawn at once
+        time.sleep(_SECOND_LOOK_SECONDS)  # a process that only waits for the lock may withdraw its claim, so look again
         return self._is_in_place()
 
     def successor(self) -> Claim | None:
@@ -387,7 +387,7 @@ class _Ownership:
         self._is_over.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(HEARTBEAT_SECONDS)
-            if self._thread.is_alive():  # the thread hangs in a call that uses the descriptor, so do not close the descriptor
+            if self._thread.is_alive():  # the thread hangs in the file system and still uses the descriptor: do not close it
                 return
         os.close(self._descriptor)
         with contextlib.suppress(OSError):
@@ -450,7 +450,7 @@ def machine_id() -> str:
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     with contextlib.suppress(OSError):
-        # Containers on one machine share the boot id, but not the process ids, so add the namespace of the process ids.
+        # Two containers of one machine share the boot id but have separate process ids, so add the namespace of the process ids.
         parts.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(parts)
 

@@ -55,7 +55,7 @@ def settings_of(
     for name, describe in parts.items():
         try:
             described = describe()
-        except Exception as error:  # an error in an object of the user, for example in a property, must not end the run
+        except Exception as error:  # the user's objects may raise any error, which must not end the run
             verb = "are" if name.endswith("s") else "is"
             logger.warning("The run's %s cannot be described, and %s not recorded with its settings: %s", name, verb, error)
             continue
@@ -134,7 +134,7 @@ def _group(group: Mapping[str, Any]) -> dict[str, Any]:
 def _scheduler(scheduler: Any) -> dict[str, Any]:
     if scheduler is None:
         return {}
-    scheduler = getattr(scheduler, "scheduler", scheduler)  # unwrap the scheduler, which Accelerate wraps
+    scheduler = getattr(scheduler, "scheduler", scheduler)  # Accelerate wraps the scheduler, so unwrap it
     values = {name: value for name, value in vars(scheduler).items() if not name.startswith("_") and name not in _CHANGING}
     values = {name: value for name, value in values.items() if not hasattr(value, "param_groups")}
     return {"class_path": _path(type(scheduler)), "init_args": plain(values)}

@@ -59,7 +59,7 @@ class SignalWatch:
         if self._signals and threading.current_thread() is threading.main_thread() and not self._earlier:
             for number in self._signals:
                 if number is signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
-                    continue  # the process was started in the background, so that Ctrl-C does not end it: keep it so
+                    continue  # a background process ignores SIGINT: do not change this, because Ctrl-C should not end it
                 self._earlier[number] = signal.signal(number, self._note)
             self._clock = _Clock(self)
             _active.append(self)
@@ -72,7 +72,7 @@ class SignalWatch:
             self._clock = None
 
     def saw(self, number: int) -> None:
-        """Record the time at which a signal arrived. The thread of `_Clock` calls this, perhaps before the signal's handler runs."""
+        """Record when a signal arrived, whether or not its handler has run yet. The thread of `_Clock` calls this."""
         if number in self._signals and self.arrived_at is None:
             self.arrived_at = time.monotonic()
 
@@ -90,7 +90,7 @@ class SignalWatch:
         if self in _active:
             _active.remove(self)
         for number, earlier in self._earlier.items():
-            if earlier is not None:  # None means that C code has set the handler, which Python cannot restore
+            if earlier is not None:  # if C code has set the handler, `earlier` is None, and Python cannot restore it
                 signal.signal(number, earlier)
         self._earlier.clear()
 
@@ -115,7 +115,7 @@ class _Clock:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         earlier = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        if earlier != -1:  # keep the file descriptor that other code, such as an asyncio loop, has set before
+        if earlier != -1:  # other code, such as an asyncio loop, has set a file descriptor before: keep that descriptor
             signal.set_wakeup_fd(earlier)
         self._thread = threading.Thread(target=self._run, args=(watch,), name="callsheet-signals", daemon=True)
         self._thread.start()
@@ -123,7 +123,7 @@ class _Clock:
     def _run(self, watch: SignalWatch) -> None:
         while True:
             for number in os.read(self._read, 64):
-                if number == 0:  # `close` sends 0, which is not the number of a signal, to end this thread
+                if number == 0:  # no signal has the number 0: `close` sends 0 to end this thread
                     return
                 watch.saw(number)
 
@@ -136,7 +136,7 @@ class _Clock:
     def close_descriptors(self) -> None:
         """Close the file descriptors of the pipe."""
         current = signal.set_wakeup_fd(-1)
-        if current not in (-1, self._write):  # keep the file descriptor that other code has set in the meantime
+        if current not in (-1, self._write):  # other code has set another file descriptor since: keep that descriptor
             signal.set_wakeup_fd(current)
         os.close(self._write)
         os.close(self._read)

@@ -24,7 +24,7 @@ from callsheet.errors import ConfigError, DistributedError
 T = TypeVar("T")
 
 POLL_SECONDS = 0.01
-_LINGER_SECONDS = 0.5  # how long rank 0 waits before it ends, so that the other ranks can read its message
+_LINGER_SECONDS = 0.5  # rank 0 waits up to this time, so that the other ranks can read its message
 
 _meetings = count()  # the number of the next store to open; it is the same on all ranks, which open the same stores
 
@@ -48,7 +48,7 @@ def within(seconds: float, act: Callable[[], T]) -> T:
 
 
 def keeper_of_store() -> str:
-    """Return, for error messages, which process serves the rendezvous store: rank 0, or the launcher."""
+    """Return which process serves the rendezvous store, for error messages: rank 0, or the launcher."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return "rank 0"
     return f"the launcher at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -79,7 +79,7 @@ def attempt_store(ranks: Ranks, timeout: float) -> Any:
                 return PrefixStore(f"callsheet/{name}", store)
             except DistributedError:
                 raise
-            except RuntimeError as error:  # this was the store of an earlier run, which rank 0 has closed: try again
+            except RuntimeError as error:  # rank 0 has closed the store of an earlier run and opens a new one, so try again
                 if base is not None or time.monotonic() > deadline:
                     first = (str(error).splitlines() or [""])[0]
                     raise DistributedError(

@@ -55,7 +55,7 @@ class Tally:
         self._seconds = 0.0
 
     def since_record(self) -> tuple[int, int, float]:
-        """Return the numbers of samples, tokens and seconds of training since the last call of this method."""
+        """Return how many samples, tokens and seconds of training there were since the last call of this method."""
         record, self._record = self._record, (0, 0, 0.0)
         return record
 
@@ -75,7 +75,7 @@ class Tally:
         return {"samples": int(samples), "tokens": int(tokens), "seconds": seconds, "record": list(self._record)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the counts that `state_dict` returned. Rank 0 takes those of all ranks, so the number of ranks may have changed."""
+        """Load the counts that `state_dict` returned. Rank 0 gets the counts of all ranks, so a run may resume with more or fewer ranks."""
         is_counted = self._world.rank == 0
         self.samples, self.tokens = (state["samples"], state["tokens"]) if is_counted else (0, 0)
         self._seconds = state["seconds"] if is_counted else 0.0
