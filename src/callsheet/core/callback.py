@@ -31,7 +31,7 @@ ERROR_POLICIES: tuple[OnError, ...] = get_args(OnError)
 foreign_hints: list[Callable[[object], str]] = []
 """Functions that take an object that is not a callback, and return a hint for the error message.
 
-`import callsheet` adds a function that recognises callbacks of other frameworks, which `core` must not import.
+`import callsheet` adds a function that recognizes callbacks of other frameworks, which `core` must not import.
 """
 
 

@@ -206,7 +206,7 @@ class ProcessGroups:
     def _missing(self, step: int, error: BaseException) -> str:
         """Return a text that says which ranks are at fault, or why this rank cannot find that out.
 
-        If several ranks wait in a ring, the death of a rank fails only its neighbours' collectives. So this rank asks the others
+        If several ranks wait in a ring, the death of a rank fails only its neighbors' collectives. So this rank asks the others
         through the store whether they are present, and they answer while they wait. A rank that answers is named as the one at
         fault only if no other rank can be.
         """
