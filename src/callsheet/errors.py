@@ -41,11 +41,11 @@ class MixedUnitsError(CallsheetError, TypeError):
 
 
 class RequestRejected(CallsheetError, RuntimeError):
-    """The loop does not support a request or call, or does not allow it at this point."""
+    """The training loop does not support a request or a call of a callback, or does not allow it at this point."""
 
 
 class RunEndedError(CallsheetError, RuntimeError):
-    """A method that would continue a run was called after the run's end."""
+    """A method that continues a run, such as `fit`, was called after the run's end."""
 
 
 class CheckpointError(CallsheetError, RuntimeError):
@@ -128,7 +128,7 @@ def did_you_mean(name: str, valid: Iterable[str], *, cutoff: float = 0.5) -> str
 
 
 def unknown_arguments(strays: Sequence[str], options: Iterable[str]) -> str:
-    """Return an error message for a command's unknown arguments. It suggests the valid option most similar to the first unknown option."""
+    """Return an error message for unknown arguments of a command. The message suggests an option similar to the first unknown one."""
     wrong = next((word.partition("=")[0] for word in strays if word.startswith("--")), None)
     return f"unknown arguments: {' '.join(strays)}{did_you_mean(wrong, options) if wrong is not None else ''}"
 
@@ -207,7 +207,7 @@ def _where_class(kind: Any) -> str:
 
 
 def mark_as_users(error: BaseException) -> None:
-    """Mark an error as raised by the user's code, such as a callback or a dataset. A host raises such an error instead of logging it."""
+    """Mark an error as raised by the user's code, such as a callback or a dataset, so that it ends training and is not only logged."""
     error.__dict__["_callsheet_users"] = True  # setattr would fail if the exception is a frozen dataclass
 
 

@@ -1,1 +1,1 @@
-"""The core: a run's events, callbacks, their context, their requests, and the manager. The package imports only the standard library."""
+"""The core of callsheet: events, callbacks, their context and requests, and the manager. It imports only the standard library."""

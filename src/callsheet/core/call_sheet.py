@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("callsheet")
 
-_ENDING_EVENTS = frozenset({Event.RUN_END, Event.EXCEPTION})  # a disabled callback still receives `on_run_end` and `on_exception`
+_ENDING_EVENTS = frozenset({Event.RUN_END, Event.EXCEPTION})  # events that even a disabled callback receives
 _ALWAYS_CALLED = frozenset({"report", "restore"})  # phases whose handlers are called even after another handler failed
 
 
 @dataclass(eq=False, slots=True)
 class Registration:
-    """A callback or function that was added to the manager, with its failures and muted events in the current run.
+    """A callback or function that was added to the manager; also counts its failures and lists the events for which it is muted.
 
     `thing` is the function or the callback, with its `Background` wrapper if there is one.
     """
@@ -56,7 +56,7 @@ class Registration:
         return not isinstance(self.thing, Callback) or self.thing.lane == "inline"
 
     def matches(self, what: object) -> bool:
-        """Return whether `what` is the registered function, the registered callback (or the one inside `Background`), or its class."""
+        """Return whether `what` is the registered function, the registered callback (with or without `Background`), or the class of the callback."""
         if isinstance(what, type):
             return self.callback is not None and isinstance(self.callback, what)
         if isinstance(what, Callback):
@@ -64,12 +64,12 @@ class Registration:
         return self.thing == what  # compared by `==` and not `is`, because each read of a bound method makes a new object
 
     def logger_method(self, name: str) -> Callable[..., Any] | None:
-        """Return the callback's method `name`, such as `log_table`; None if it does not exist or is the empty method of `Logger`."""
+        """Return the callback's method `name`, such as `log_table`; None if there is no such method, or only `Logger`'s empty one."""
         method: Callable[..., Any] | None = getattr(self.callback, name, None)
         return None if getattr(method, "does_nothing", False) else method
 
     def reset(self) -> None:
-        """Forget the failures and muted events of the previous run."""
+        """Forget the failures of the previous run, and for which events the callback was muted (not called)."""
         self.failures = self.failures_in_a_row = 0
         self.is_off = self.cannot_write = False
         self.last_failure, self.muted = "", frozenset()
@@ -127,11 +127,11 @@ class CompositeHandler(ABC):
 
     @abstractmethod
     def __call__(self, ctx: Context) -> None:
-        """Call all parts in order. A lane (a background thread or process) calls the whole handler in this way."""
+        """Call the handlers that this handler consists of, in order. Used only in lanes (background threads or processes)."""
 
     @abstractmethod
     def parts(self, entry: HandlerEntry, earlier: Sequence[HandlerEntry]) -> Iterable[HandlerEntry]:
-        """Return one call-sheet entry for each part of this handler. The returned entries replace `entry`, the row of the whole handler.
+        """Return a call-sheet row for each handler that this one consists of. These rows replace `entry`, the row of the whole handler.
 
         `earlier` are the entries of the handlers that are called before `entry`.
         """
@@ -207,7 +207,7 @@ def compiled(
     in_lane: Callable[[HandlerEntry], Handler],
     timed: Timed | None = None,
 ) -> CompiledEvent:
-    """Compile the call-sheet entries of one event to the functions that are called for this event on this rank.
+    """From all handlers of one event, return those to call on this rank, each wrapped to check its interval and other options.
 
     Args:
         event: the event's name.
@@ -282,7 +282,7 @@ def _call_rest(compiled_event: CompiledEvent, first: int, ctx: Context) -> None:
 
 
 def marked(compiled_event: CompiledEvent, mark: HandlerEntry) -> CompiledEvent:
-    """Return the compiled event with one more handler, `mark`, which records the time at which the event is fired.
+    """Return a copy of the compiled event with one more function, `mark`, which records the time when the event is fired.
 
     The added handler is called last at the end of a span, and first at any other event.
     """

@@ -31,7 +31,7 @@ ERROR_POLICIES: tuple[OnError, ...] = get_args(OnError)
 foreign_hints: list[Callable[[object], str]] = []
 """Functions that take an object that is not a callback, and return a hint for the error message.
 
-`import callsheet` adds a function that recognises callbacks of other frameworks, which `core` must not import.
+`import callsheet` adds a function that recognizes callbacks of other frameworks, which `core` must not import.
 """
 
 
@@ -42,7 +42,7 @@ def _parameters_of(kind: type[Callback]) -> Mapping[str, Parameter]:
 
 
 def _familiar_arguments(parameters: Mapping[str, Parameter]) -> dict[str, str]:
-    """Return, for names of arguments of other frameworks' callbacks, which of the `parameters` to use instead, such as `keep=...`."""
+    """Map argument names of other frameworks' callbacks to those of `parameters`: `{"save_top_k": "keep=..."}`."""
     from callsheet.core.familiar_names import CALLBACK_ARGUMENTS
 
     return {name: f"{meant}=..." for name, meant in CALLBACK_ARGUMENTS.items() if meant in parameters}
@@ -159,7 +159,7 @@ class Callback(Hooks):
         def __getattr__(self, name: str) -> Any:  # Python calls `__getattr__` only if there is no attribute `name`
             from callsheet.core import familiar_names
 
-            # If the class has this attribute, it is a property that raised an AttributeError; the last line raises that error again.
+            # If the class has an attribute `name`, it is a property that raised an AttributeError, which must be raised again.
             is_foreign = name in familiar_names.EVENTS or name in familiar_names.CALLBACK_METHODS
             if is_foreign and not hasattr(type(self), name):
                 raise AttributeError(
@@ -167,7 +167,7 @@ class Callback(Hooks):
                     f"a host, such as callsheet.bridges.huggingface.host([{type(self).__name__}(...)]), or callsheet.bridges.lightning.host",
                     name=name,
                 )
-            return object.__getattribute__(self, name)  # raises Python's usual AttributeError
+            return object.__getattribute__(self, name)  # raises Python's usual AttributeError, or that of a property
 
 
 def label_of(callback: Callback) -> str:
@@ -212,7 +212,7 @@ def every(interval: str | int | Time, *, at_end: bool = False) -> Callable[[F], 
 
 
 def at(phase: Phase) -> Callable[[F], F]:
-    """Decorate a handler so that it runs in another phase than the callback's other handlers.
+    """Decorate a handler so that it runs in another phase (such as `report`) than the callback's other handlers.
 
     Args:
         phase: one of `PHASES`: `change`, `measure`, `decide`, `save`, `report` or `restore`.
@@ -253,7 +253,7 @@ def local_rank_zero_only(function: F) -> F:
 
 
 def marks(function: Any) -> Marks:
-    """Return the options that the decorators set on a function or bound method."""
+    """Return the options that callsheet's decorators, such as `every`, have set on a function or bound method."""
     found: Marks = getattr(function, "__callsheet__", Marks())
     return found
 

@@ -163,7 +163,7 @@ class Context:
 
     @property
     def event(self) -> Event | None:
-        """The event that is being fired, or None.
+        """The event that is being fired; None between events.
 
         The event is read from the dispatcher, because writing a field of the context at every event would make each event slower.
         """
@@ -222,9 +222,8 @@ class Context:
             ConfigError: `over` or `across` is unknown or differs from an earlier call for the same name, a value is not a single
                 number for each name, or `values` is no dictionary.
         """
-        if (
-            misplaced or misnamed or type(values) is not dict
-        ):  # the common case, one dict, is not checked, because the call of `check_logged` would make each `log` slower
+        # In the common case, a single dict, do not call `check_logged`, because the call would make each `log` slower.
+        if misplaced or misnamed or type(values) is not dict:
             check_logged(values, misplaced, misnamed)
         if across == "same" and self.event == Event.LOG:
             self.record = replace(self.record, values={**self.record.values, **_floats(values)})
@@ -232,7 +231,7 @@ class Context:
             self._accumulator.log(values, over=over, across=across, weight=weight)
 
     def logged(self, family: str) -> dict[str, Any]:
-        """Return the last value of each metric in a family that this rank has logged since the last metrics record.
+        """For each metric of a family, such as `train`, return the last value that this rank logged since the last metrics record.
 
         Values that the loop logs, such as `train/loss`, are included only if `on_log` has a handler.
 
@@ -352,14 +351,14 @@ class Context:
         return True
 
     def close(self, event: str) -> None:
-        """Delete the fields that are not available after an event. The loop calls this after firing the event.
+        """Delete the context's fields that are no longer available after an event. The loop calls this after firing the event.
 
         Args:
             event: the name of the event that was fired.
         """
         if self.kept:
             for name, keeps in _CLOSED_BY.get(event, ()):
-                if not (keeps and name in self.kept):  # a field in `keep_fields` stays available until `Field.kept_until`
+                if not (keeps and name in self.kept):  # a callback may keep a field available with `keep_fields`
                     setattr(self, name, None)
                     delattr(self, name)
         else:
@@ -369,7 +368,7 @@ class Context:
             delete(self)
 
     def close_all(self, *, before: str = "") -> None:
-        """Delete all fields that are not always available. Called as a run ends.
+        """Delete all fields of the context, except those that are available at every event. Called as a run ends.
 
         Args:
             before: the name of an event; the fields that `close(before)` deletes are kept. Empty: no such field is kept.
@@ -388,7 +387,7 @@ class Context:
         def __getattr__(self, name: str) -> Any:  # Python calls `__getattr__` only if the attribute has no value
             if name in FIELDS:
                 raise FieldNotAvailable(_not_available(name, self.event), name=name)
-            # `name=` keeps Python from adding another suggestion to the message.
+            # Without the argument `name`, Python would add its own suggestion to the message.
             raise AttributeError(f"the context has no field {name!r}{_field_hint(name)}", name=name)
 
 
@@ -400,7 +399,7 @@ def _field_hint(name: str) -> str:
 
 
 def _floats(values: Loggable) -> dict[str, float]:
-    """Return each logged metric as a float, by name. A tensor that was logged under several names becomes one float for each."""
+    """Return each logged metric as a float, by name. A tensor that was logged under several names becomes one float per name."""
     found: dict[str, float] = {}
     for name, value in values.items():
         try:
@@ -434,7 +433,7 @@ def _not_available(name: str, event: str | None) -> str:
 _CLOSED_BY: dict[str, tuple[tuple[str, bool], ...]] = {}
 for _field in FIELDS.values():
     for _event in {*(closes for _, closes in _field.windows), *filter(None, [_field.kept_until])}:
-        _keeps = _event == _field.windows[0][1]  # whether a field in `keep_fields` stays available after `_event`
+        _keeps = _event == _field.windows[0][1]  # whether the field stays available after `_event` if `keep_fields` has it
         _CLOSED_BY[_event] = (*_CLOSED_BY.get(_event, ()), (_field.name, _keeps))
 
 
@@ -447,7 +446,7 @@ def _deleter(names: Iterable[str]) -> Callable[[Context], None]:
     # Assign None first, because `del` of a slot without a value raises an error.
     lines = "".join(f"    ctx.{name} = None\n    del ctx.{name}\n" for name in names)
     scope: dict[str, Any] = {}
-    exec(f"def delete(ctx):\n{lines}    return", scope)  # `exec` is safe here, since the names come from the lifecycle's table
+    exec(f"def delete(ctx):\n{lines}    return", scope)  # `exec` is safe, since `FIELDS` defines all these names
     delete: Callable[[Context], None] = scope["delete"]
     return delete
 

@@ -82,7 +82,7 @@ class Control:
         self.load_path: str | None = None
         self.switched_off: list[Request] = []
         """The callbacks that all ranks have agreed to disable, each as a `Request`. The callback manager disables them."""
-        self.is_boundary_requested = False  # True if a callback in a lane has made a request that the loop has not read yet
+        self.is_boundary_requested = False  # True if another thread has made a request that the loop has not read yet
         self.is_rescheduled = False  # True if `CallbackManager.next_step` has changed since the loop last read it
         self.in_gate = False  # True while the manager calls a handler that runs on some ranks only
 
@@ -158,7 +158,7 @@ class Control:
 
     @property
     def stop_requested(self) -> Request | None:
-        """The first request to stop training, or None."""
+        """The first request to stop training; None if there is none."""
         return self._stop
 
     @property
@@ -173,11 +173,11 @@ class Control:
 
     @property
     def evaluate_requested(self) -> Request | None:
-        """The evaluation request that the loop will carry out at the next boundary (end of a step, epoch or round), or None."""
+        """The request for an evaluation that the loop will carry out after the current step, epoch or round; None if there is none."""
         return self._evaluate
 
     def supports(self, request: Request) -> bool:
-        """Return whether the loop supports the request. In another framework's loop, log an error if the request is not supported.
+        """Return whether the loop supports the request. If it does not, raise an error or, in another framework's loop, log one.
 
         Args:
             request: the request.
@@ -240,7 +240,7 @@ class Control:
     def look_again(self) -> None:
         """Set `pending` to True if any request is left, otherwise to False. Called by the loop."""
         self.pending = bool(self._saves) or self._evaluate is not None or self._stop is not None
-        # Read these two flags last: a callback's thread may set a flag at any time, and `pending` must then become True.
+        # Read the two flags only after setting `pending`, because another thread may set a flag meanwhile.
         if self.is_boundary_requested or self.is_rescheduled:
             self.pending = True
 
@@ -254,7 +254,7 @@ class Control:
         return taken
 
     def agree(self, request: Request) -> None:
-        """Accept a request that all ranks know about. The loop carries out the request at the next boundary (end of a step, epoch or round).
+        """Accept a request that all ranks know about. The loop carries it out after the current step, epoch or round.
 
         Args:
             request: the request.
@@ -312,9 +312,8 @@ def _asker() -> str:
     while frame is not None and frame.f_code.co_filename not in _DISPATCH:
         code = frame.f_code
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if isinstance(
-            first, Hooks
-        ):  # test for `Hooks`, the base class of `Callback`, because importing `Callback` here would be circular
+        # Test for `Hooks`, the base class of `Callback`, because importing `Callback` here would be circular.
+        if isinstance(first, Hooks):
             return getattr(first, "name", "") or type(first).__name__
         frame = frame.f_back  # type: ignore[assignment]  # the outermost frame has no caller, which ends the loop
     return asking.f_code.co_qualname

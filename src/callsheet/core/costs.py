@@ -31,22 +31,20 @@ MODES = ("sampled", "all", "off")
 WINDOW_STEPS = 4
 _FIRST_STEP = 2  # the first steps are not timed, since they include memory allocation and compilation
 _STEPS_PER_TIMED_STEP = 16  # on average, at most one in `_STEPS_PER_TIMED_STEP` steps is timed
-# The pause between two timing windows: `_MAX_PAUSE_SECONDS`, or `_PAUSE_SHARE` of the run's time so far if that is less.
+# The pause between timing windows: `_MAX_PAUSE_SECONDS` or `_PAUSE_SHARE` of the run's time so far, whichever is less.
 _MAX_PAUSE_SECONDS, _PAUSE_SHARE = 1.0, 0.25
-# Costs are published next when the run's time reaches `_PUBLISH_GROWTH` times the time of the last publication, plus `_PUBLISH_SECONDS`.
+# Costs that are sent `t` seconds after the run's start are sent again after `_PUBLISH_GROWTH * t + _PUBLISH_SECONDS`.
 _PUBLISH_GROWTH, _PUBLISH_SECONDS = (1.1, 2.0)
-_MAX_SLICES = 20_000  # the maximum number of timed slices to keep of one timing window, since a long evaluation may have more
-_MIN_WARN_STEPS = 20  # how many timed steps a warning about a slow callback requires during the run
-# At the end of a short run, warn about a callback only if it exceeds both limits: this fraction of a step, and these seconds per step.
+_MAX_SLICES = 20_000  # the most slices (timed spans and calls) to keep of one timing window
+_MIN_WARN_STEPS = 20  # do not warn about a slow callback before so many steps were timed, except at the run's end
+# At the end of a short run, warn about a callback that takes more than this fraction of a step and these seconds.
 _CLEAR_SHARE, _CLEAR_SECONDS = 0.25, 10e-3
 _MIN_WARN_SECONDS = 50e-6  # a callback that takes fewer seconds per step than this limit causes no warning
 
 _STEP = ("fetch", "train_step")
 """The names of the spans that make up one training step."""
-_STEP_PARTS = (
-    *_STEP,
-    "on_checkpoint_due",
-)  # `on_checkpoint_due` is fired after the step, but its time counts as part of the step
+# The event `on_checkpoint_due` is fired after the step, but its time counts as part of the step.
+_STEP_PARTS = (*_STEP, "on_checkpoint_due")
 
 
 def _path_events() -> frozenset[str]:
@@ -98,9 +96,9 @@ class Failures(NamedTuple):
 def failures_of(
     registrations: Iterable[Registration], dropped: Mapping[Registration, int], undelivered: Mapping[Registration, int]
 ) -> tuple[Failures, ...]:
-    """Return the failures and lost events of these callbacks, and the lost events of callbacks that were removed.
+    """For each callback that failed or lost events, return how often. Callbacks that were removed are included if they lost events.
 
-    Callbacks without failures are left out.
+    An event is lost if the callback's lane dropped or did not deliver it.
     """
     return tuple(
         Failures(each.label, each.failures, each.is_off, each.last_failure, dropped.get(each, 0), undelivered.get(each, 0))
@@ -133,7 +131,7 @@ class CostReport(NamedTuple):
     failures: tuple[Failures, ...] = ()
 
     def share(self, cost: Cost) -> float:
-        """Return the callback's time at this event as a fraction of the timed steps or, if every call is timed, of the run.
+        """Return `cost` as a fraction of the time of the timed steps or, if every call is timed, of the time of the run.
 
         Args:
             cost: one of `costs`.
@@ -237,7 +235,7 @@ class Costs:
         """The step after which the next timing window begins, or after which the open one ends."""
 
     def advance(self, step: int, *, is_needed: bool) -> bool:
-        """Begin or end a timing window if that is due. Return whether a timing window has begun or ended.
+        """Begin or end a timing window if it is time to do so. Return whether one has begun or ended.
 
         Args:
             step: the number of completed steps. The first call decides after which step the first timing window begins.
@@ -260,7 +258,7 @@ class Costs:
         return self._open is not None
 
     def wraps(self, event: str, *, in_window: bool) -> bool:
-        """Return whether handlers of `event` are timed. This may depend on whether a timing window is open (`in_window`)."""
+        """Return whether handlers of `event` are timed. For some events, this depends on whether a timing window is open (`in_window`)."""
         return self.mode == "all" or (self.mode == "sampled" and (in_window or event not in PATH_EVENTS))
 
     def timed(self, handler: Handler, entry: HandlerEntry) -> Handler:
@@ -385,7 +383,7 @@ def _nested(opened: _Open) -> list[Slice]:
         name = SPAN_OF[event]
         if event == SPANS[name].start_event:
             stack.append((name, moment))
-        elif stack and stack[-1][0] == name:  # a span that began before the timing window is left out
+        elif stack and stack[-1][0] == name:  # not the case for a span that began before the timing window
             slices.append(Slice(name, stack[-1][1] - opened.start, moment - stack[-1][1], step))
             stack.pop()
     return sorted(slices, key=lambda each: (each.begin, -each.seconds))

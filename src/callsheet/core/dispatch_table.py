@@ -51,7 +51,7 @@ class DispatchTable:
         self._spans: list[Spans] = []
 
     def add(self, registrations: Sequence[Registration], entries: Sequence[HandlerEntry]) -> None:
-        """Add callbacks and their handlers, and recompile all events."""
+        """Add callbacks and their handlers, and compile anew which functions are called for each event."""
         self.registrations = [*self.registrations, *registrations]
         for entry in entries:
             self.entries[entry.event].append(entry)
@@ -62,7 +62,7 @@ class DispatchTable:
         self.changed()
 
     def lane_set(self) -> LaneSet:
-        """Return the lanes of the callbacks. The first call imports the module `lane_set` and creates the `LaneSet`."""
+        """Return the callbacks' lanes (threads and processes). The first call imports `lane_set` and creates the `LaneSet`."""
         if self.lanes is None:
             from callsheet.lanes.lane_set import LaneSet
 
@@ -70,7 +70,7 @@ class DispatchTable:
         return self.lanes
 
     def remove(self, registrations: list[Registration]) -> None:
-        """Remove callbacks and their handlers, and recompile all events."""
+        """Remove callbacks and their handlers, and compile anew which functions are called for each event."""
         self.registrations = [each for each in self.registrations if each not in registrations]
         for event, entries in self.entries.items():
             self.entries[event] = [entry for entry in entries if entry.registration not in registrations]
@@ -84,7 +84,7 @@ class DispatchTable:
         return spans
 
     def open(self, ranks: Ranks) -> None:
-        """Begin a run on these ranks: reset the callbacks' failures, muted events and intervals, and compile all events."""
+        """Prepare for a run: reset the callbacks' failures, muted events and intervals, and compile the functions for each event."""
         self.ranks = ranks
         for registration in self.registrations:
             registration.reset()
@@ -99,7 +99,7 @@ class DispatchTable:
         self._forget()
 
     def lookup(self, event: str) -> CompiledEvent:
-        """Return the compiled event: the handlers to call on this rank. Works both outside and inside a run."""
+        """Return the functions to call for an event on this rank, as one tuple. May also be called outside a run."""
         if not self.active:
             self.compile()
         return self.active[event]
@@ -110,22 +110,22 @@ class DispatchTable:
         return self._plain[event][0] is not None
 
     def changed(self, *events: str) -> None:
-        """Recompile these events after their handlers have changed. Without arguments, recompile all events."""
+        """Compile anew which functions are called for these events, because handlers have changed. No arguments mean all events."""
         is_running = bool(self._spans) or self.ranks is not None
         is_compiled = is_running and bool(events) and bool(self._plain)
         if not is_compiled:
             self._forget()
-        if is_running:  # recompile now, so that the change takes effect at the next event
+        if is_running:  # compile now, so that the change takes effect at the next event
             self.compile(events if is_compiled else EVENTS)
 
     def compile(self, events: Iterable[str] = EVENTS) -> None:
-        """Compile these events from the current handlers and their options."""
+        """Compile, from the handlers and their options, which functions are called for these events."""
         self._plain, self._timed = self._table(self._plain, events, in_window=False), {}
         self.has_listeners.link(self._plain, events)
         self.use_window(events)
 
     def use_window(self, events: Iterable[str] = EVENTS) -> None:
-        """Use the table of timed handlers from now on if a timing window is open (steps are being timed), otherwise the plain table."""
+        """Call timed handlers from now on if a timing window is open (steps are being timed), otherwise handlers without timing."""
         if self.costs.is_window and not self._timed:
             self._timed = self._table({}, EVENTS, in_window=True)
         self.active.update(self._timed if self.costs.is_window else self._plain)
@@ -137,7 +137,7 @@ class DispatchTable:
         self._plain, self._timed = {}, {}
 
     def _table(self, table: Mapping[str, CompiledEvent], events: Iterable[str], *, in_window: bool) -> dict[str, CompiledEvent]:
-        """Return a copy of `table` in which these events are compiled again from the current handlers."""
+        """Return a copy of `table` in which the functions for these events are compiled anew from the current handlers."""
         ranks = self.ranks or read_ranks()
         table = dict(table)
         for event in events:

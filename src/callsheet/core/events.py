@@ -88,7 +88,7 @@ def as_event(name: str) -> Event:
 
 
 def event_hint(name: str) -> str:
-    """Return `; did you mean 'on_x'?` for a name that is misspelled or from another framework; empty if no event is similar."""
+    """Return `; did you mean 'on_x'?` for a name that is misspelled or from another framework; `""` if no event is similar."""
     from callsheet.core import familiar_names  # imported here, because only error messages need this module
 
     meant = familiar_names.EVENTS.get(name)

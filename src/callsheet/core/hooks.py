@@ -21,7 +21,7 @@ class Hooks:
         """Called first, by the trainer's constructor. The run's name, folder and ranks are known."""
 
     def on_checkpoint_load_start(self, ctx: Context) -> Awaitable[None] | None:
-        """Called before the loop looks for a checkpoint to load. A callback may name one with `ctx.control.load(path)`."""
+        """Called before the loop looks for a checkpoint to load. A callback may choose the checkpoint with `ctx.control.load(path)`."""
 
     def on_checkpoint_load_end(self, ctx: Context) -> Awaitable[None] | None:
         """Called when the checkpoint has been loaded, except for the random states. `ctx.checkpoint` is None if there was none to load.
@@ -66,7 +66,7 @@ class Hooks:
         """
 
     def on_fetch_end(self, ctx: Context) -> Awaitable[None] | None:
-        """Called when the batch is on the device. It may be replaced. `ctx.batch` is None when the data has run out.
+        """Called when the batch is on the device. `ctx.batch` may be replaced; it is None when the data has run out.
 
         Available here: optimizer, scheduler, batch.
         """
@@ -108,7 +108,7 @@ class Hooks:
         """
 
     def on_loss_end(self, ctx: Context) -> Awaitable[None] | None:
-        """Called when the microbatch's loss has been computed. It may be replaced.
+        """Called when the microbatch's loss has been computed. `ctx.loss` may be replaced.
 
         Available here: optimizer, scheduler, batch, microbatch, outputs, loss.
         """
@@ -210,7 +210,7 @@ class Hooks:
         """
 
     def on_eval_end(self, ctx: Context) -> Awaitable[None] | None:
-        """Called after one named dataset has been evaluated. Its losses and metrics are aggregated.
+        """Called after one named dataset has been evaluated and its losses and metrics have been aggregated.
 
         Available here: optimizer, scheduler, eval_name, standalone, eval_losses.
         """
@@ -240,7 +240,7 @@ class Hooks:
         """
 
     def on_epoch_end(self, ctx: Context) -> Awaitable[None] | None:
-        """Called after an epoch (a pass over the training data), or when training stops within it.
+        """Called after an epoch (a pass over the training data), or when training stops within the epoch.
 
         Available here: optimizer, scheduler.
         """
@@ -288,7 +288,7 @@ class Hooks:
         """
 
     def on_test_end(self, ctx: Context) -> Awaitable[None] | None:
-        """Called after the last test batch. The test losses are aggregated.
+        """Called after the last test batch, when the test losses have been aggregated.
 
         Available here: optimizer, scheduler, eval_losses.
         """

@@ -1,4 +1,4 @@
-"""The lifecycle: the one table of a run's events, the order of the events, and the context fields that are available at each event.
+"""The lifecycle: one table of all events of a run, their order, and the context fields that are available at each event.
 
 No other file lists event names or fields by hand. The `Callback` methods, `Event`, the spans, the docs' tables, the bridges' maps and the
 tests' oracles are generated from this table (`make generate`) or checked against it.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-VERSION = "1.0"  # the major number changes if an event, field or order is removed or changes its meaning
+VERSION = "1.0"  # the major number changes if an event or field is removed or changes its meaning, or the order changes
 
 
 class Span(NamedTuple):
@@ -86,7 +86,7 @@ SPANS: dict[str, Span] = {
         ),
         Span(
             "checkpoint_load",
-            "Called before the loop looks for a checkpoint to load. A callback may name one with `ctx.control.load(path)`.",
+            "Called before the loop looks for a checkpoint to load. A callback may choose the checkpoint with `ctx.control.load(path)`.",
             "Called when the checkpoint has been loaded, except for the random states. `ctx.checkpoint` is None if there was none to load.",
         ),
         Span(
@@ -109,13 +109,13 @@ SPANS: dict[str, Span] = {
         Span(
             "epoch",
             "Called before an epoch (a pass over the training data), and again when a run resumes in the middle of an epoch.",
-            "Called after an epoch (a pass over the training data), or when training stops within it.",
+            "Called after an epoch (a pass over the training data), or when training stops within the epoch.",
             f"((fetch+ train_step {BOUNDARY})* fetch* | {BOUNDARY} (fetch+ train_step {BOUNDARY})* fetch*)",
         ),
         Span(
             "fetch",
             "Called before the next batch is requested from the dataloader. A step may take several batches.",
-            "Called when the batch is on the device. It may be replaced. `ctx.batch` is None when the data has run out.",
+            "Called when the batch is on the device. `ctx.batch` may be replaced; it is None when the data has run out.",
         ),
         Span(
             "train_step",
@@ -143,7 +143,7 @@ SPANS: dict[str, Span] = {
         Span(
             "loss",
             "Called before the loss is computed.",
-            "Called when the microbatch's loss has been computed. It may be replaced.",
+            "Called when the microbatch's loss has been computed. `ctx.loss` may be replaced.",
         ),
         Span(
             "backward",
@@ -169,7 +169,7 @@ SPANS: dict[str, Span] = {
         Span(
             "eval",
             "Called before one named dataset is evaluated.",
-            "Called after one named dataset has been evaluated. Its losses and metrics are aggregated.",
+            "Called after one named dataset has been evaluated and its losses and metrics have been aggregated.",
             "eval_step*",
         ),
         Span("eval_step", "Called before an evaluation batch.", "Called after an evaluation batch.", "eval_forward"),
@@ -181,7 +181,7 @@ SPANS: dict[str, Span] = {
         Span(
             "test",
             "Called before the first test batch. The model is in evaluation mode.",
-            "Called after the last test batch. The test losses are aggregated.",
+            "Called after the last test batch, when the test losses have been aggregated.",
             "test_step*",
         ),
         Span("test_step", "Called before a test batch.", "Called after a test batch.", "test_forward"),
@@ -404,7 +404,7 @@ FIELDS: dict[str, Field] = {
 
 
 def names_in(order: str) -> list[str]:
-    """Return the names of spans and single events in the regular expression `order`. Each name is returned once, at its first place."""
+    """Return the names of spans and single events in the regular expression `order`, each once, in the order of first occurrence."""
     return list(dict.fromkeys(re.findall(r"[a-z_]+", order)))
 
 

@@ -70,9 +70,7 @@ class CallbackManager:
         self.has_listeners = self._table.has_listeners
         self._active = self._table.active  # a second reference to the dict of `_table`, which makes `fire` faster
         self._muting = Muting(self._table)
-        self._numbers = (
-            count()
-        )  # numbers the callbacks and functions as they are added, in an order that is the same on all ranks
+        self._numbers = count()  # for numbering callbacks and functions as they are added, in the same order on all ranks
         self._ctx: weakref.ref[Context] | None = None  # the context of the run in progress
         self._is_over = False  # True from the end of a run until another run begins
         self.add(callbacks)
@@ -245,7 +243,7 @@ class CallbackManager:
             first, second, more, named, calls = self._active[event]
         except KeyError:
             first, second, more, named, calls = self._table.lookup(as_event(event))
-            ctx.dispatcher = self  # `open` sets the dispatcher as well, but a context need not have been passed to `open`
+            ctx.dispatcher = self  # set again here, because this context may never have been passed to `open`
             self._is_over = False
         if first is not None:
             outer, self.current = self.current, named
@@ -329,11 +327,11 @@ class CallbackManager:
 
     @property
     def next_step(self) -> int:
-        """The step after which the loop must call `between_steps`. This step may have changed if `control.pending` is set."""
+        """The step after which the loop must call `between_steps`. Read it again when `control.pending` is set: it may have changed."""
         return int(min(self.costs.next_step, self._muting.next_step))
 
     def between_steps(self, step: int) -> None:
-        """Do what is due after `step`: start or stop timing the handlers, and call handlers again that were muted until this step.
+        """Do what is due after `step`: start or stop timing the handlers, and unmute the handlers that were muted until now.
 
         The loop calls this before the first step, and after each step that `next_step` names.
 
@@ -363,9 +361,8 @@ class CallbackManager:
 
         The loop calls this at each boundary.
         """
-        ctx.control.is_boundary_requested = (
-            False  # cleared before the messages are read, so that a later message sets the flag again
-        )
+        # Clear this flag before reading the messages, so that a message which arrives meanwhile sets the flag again.
+        ctx.control.is_boundary_requested = False
         if self._table.lanes is not None:
             self._table.lanes.process_messages(ctx)
         while ctx.control.switched_off:
@@ -396,7 +393,7 @@ class CallbackManager:
             self._table.lanes.limit_waits(seconds)
 
     def drain(self, ctx: Context) -> None:
-        """Wait until callbacks in other threads have handled all events fired so far, but at most for 0.8 of their deadlines.
+        """Wait until callbacks in other threads have handled all events so far, for each at most 80 % of its deadline.
 
         Called before `on_run_end` is fired.
         """
@@ -421,7 +418,7 @@ class CallbackManager:
     # --- saving and loading the callbacks' state ---
 
     def state_dict(self, *, copied: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> dict[str, Any]:
-        """Return `user_state`, and the state of every callback that has one.
+        """Return the state of every callback that has a state, and `user_state`, the dict that all callbacks share.
 
         A callback in a lane must return its state within its lane's deadline. If it does not, or if it or an isolated callback
         raises, the error is logged, and the checkpoint records that the state is missing.
@@ -458,7 +455,7 @@ class CallbackManager:
     # --- private methods that the methods above share ---
 
     def _enter(self, registrations: list[Registration], entries: list[HandlerEntry]) -> None:
-        """Add callbacks and the table entries of their handlers. If one of them is invalid in the current run, add none."""
+        """Add callbacks, with the call-sheet entries of their handlers. If one entry is invalid in the current run, add none."""
         ctx = self._open_ctx
         if ctx is not None:
             for entry in entries:

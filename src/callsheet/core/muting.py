@@ -14,7 +14,7 @@ from callsheet.core.dispatch_table import DispatchTable
 from callsheet.core.events import as_event
 from callsheet.errors import RegistrationError
 
-_MIN_MUTED_STEPS = 20  # muting for fewer steps costs more than it saves
+_MIN_MUTED_STEPS = 20  # muting a handler for fewer steps takes more time than it saves
 
 
 class Muting:
@@ -46,8 +46,8 @@ class Muting:
             RegistrationError: the callback is not on the call sheet.
         """
         changed = frozenset(as_event(event).value for event in events)
-        # Before `costs` has begun, the loop does not unmute handlers, so a handler that is muted until a step might stay muted.
-        # This check comes before the slow search for the registration, because a callback may call `ctx.mute` at every step.
+        # A loop that has not called `between_steps` yet (`has_begun` is False) might never unmute the handlers.
+        # Check this before the slow search for the registration, because a callback may call `ctx.mute` at every step.
         if until is not None and not (self._table.costs.has_begun and until >= ctx.step + _MIN_MUTED_STEPS):
             return
         registration = next((each for each in self._table.registrations if each.thing is callback), None)
@@ -69,11 +69,11 @@ class Muting:
             self._set(registration, registration.muted - events)
 
     def _waking(self, registration: Registration) -> frozenset[str]:
-        """Return the events for which the callback is muted only until some step."""
+        """Return the events for which the callback is muted until a certain step, and not until the run's end."""
         return frozenset[str]().union(*(events for _, each, events in self._wakes if each is registration))
 
     def _forget_wakes(self, registration: Registration, events: frozenset[str]) -> None:
-        """Forget until which step the callback was muted for these events, because a new call of `mute` or `unmute` now decides this."""
+        """Forget the step until which the callback was muted for these events, because `mute` or `unmute` was called again."""
         left = [(step, each, named - events if each is registration else named) for step, each, named in self._wakes]
         self._wakes = [wake for wake in left if wake[2]]
 

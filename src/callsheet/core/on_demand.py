@@ -16,7 +16,7 @@ _PACKAGES = ("callsheet", "callsheet.callbacks", "callsheet.loggers")
 
 
 def attributes(package: str, modules: Mapping[str, str], subpackages: Collection[str] = ()) -> Callable[[str], Any]:
-    """Return a `__getattr__` for a package, which imports each attribute at its first use, from the module that `modules` names.
+    """Return a `__getattr__` function for a package. It imports each attribute at first use, from the module given in `modules`.
 
     If an optional package is missing, the error names the command that installs it. An unknown attribute raises AttributeError,
     or ImportError in `from package import name`; the message says which name callsheet uses instead, or which package has it.
@@ -31,19 +31,17 @@ def attributes(package: str, modules: Mapping[str, str], subpackages: Collection
         if name in modules:
             with needed_by(f"{package}.{name}"):
                 found = getattr(importlib.import_module(modules[name]), name)
-            setattr(
-                sys.modules[package], name, found
-            )  # store the attribute in the package, so that `__getattr__` is called only once for it
+            # Store the attribute in the package, so that `__getattr__` is called only once for each attribute.
+            setattr(sys.modules[package], name, found)
             return found
         if name in subpackages:
-            return importlib.import_module(
-                f"{package}.{name}"
-            )  # importing a submodule also stores it as an attribute of the package
+            # The import of a submodule also stores the submodule as an attribute of the package.
+            return importlib.import_module(f"{package}.{name}")
         hint = _hint(package, name)
         if hint and _is_import_from(sys._getframe(1)):
-            # In a `from package import name` statement, Python would replace the message of an AttributeError by its own.
+            # In `from package import name`, raise ImportError, because Python would replace an AttributeError and its hint.
             raise ImportError(f"cannot import name {name!r} from {package!r}; {hint}", name=package)
-        # Without the argument `name`, Python would add another suggestion to the traceback.
+        # Without the argument `name`, Python would add its own suggestion to the traceback.
         raise AttributeError(f"module {package!r} has no attribute {name!r}{f'; {hint}' if hint else ''}", name=name)
 
     return get

@@ -41,7 +41,7 @@ A module that only one class needs is not listed here; that class names it when 
 """
 
 _INSTALLED_BY = {module: f"'callsheet[{extra}]'" for extra, modules in _EXTRAS.items() for module in modules} | {
-    "accelerate": "accelerate",  # the following entries are frameworks for which callsheet has a bridge
+    "accelerate": "accelerate",  # this entry and those below are frameworks for which callsheet has a bridge
     "ignite": "pytorch-ignite",
     "keras": "keras",
     "lightning": "lightning",
@@ -49,7 +49,7 @@ _INSTALLED_BY = {module: f"'callsheet[{extra}]'" for extra, modules in _EXTRAS.i
     "torchtnt": "torchtnt",
     "composer": "mosaicml",
     "ultralytics": "ultralytics",
-    "axolotl": "axolotl",  # the following entries are packages that callsheet's plugins need
+    "axolotl": "axolotl",  # this entry and those below are packages that callsheet's plugins need
     "pydantic": "pydantic",
     "swift": "ms-swift",
 }
@@ -112,7 +112,7 @@ def _missing(module: str, installed_by: str, wanted_by: str) -> MissingPackage:
 
 
 def _is_only_a_folder(package: ModuleType) -> bool:
-    """Return whether `package` is not a package but only a folder of the same name in the working directory.
+    """Return whether the imported `package` is in fact only a folder of this name in the working directory.
 
     Such a folder may be one in which an experiment tracker stores its files.
     """

@@ -10,7 +10,7 @@ from typing import Any
 def random_state() -> dict[str, Any]:
     """Return every random state of this process, as plain data, arrays and tensors.
 
-    CUDA's states are read only if CUDA is initialised. Reading them waits until the device has finished its work.
+    CUDA's states are read only if CUDA is initialized. Reading them waits until the device has finished its work.
     """
     state: dict[str, Any] = {"python": random.getstate()}
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")

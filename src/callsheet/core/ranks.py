@@ -24,7 +24,7 @@ class Ranks(NamedTuple):
     world_size: int = 1
 
     def passes(self, gate: RankGate) -> bool:
-        """Return whether a handler with this rank gate is called on this rank."""
+        """Return whether a handler that is limited to the ranks of `gate` (such as `"zero"`) is called on this rank."""
         if gate == "all":
             return True
         if gate == "zero":
@@ -75,7 +75,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def check_gate(gate: object) -> str | frozenset[int]:
-    """Return a valid rank gate, which says on which ranks a handler is called, with a set of ranks converted to a frozenset.
+    """Check a rank gate, the option that limits a handler to some ranks, and return it. A set of ranks becomes a frozenset.
 
     Raises:
         ConfigError: the gate is neither `"all"`, `"zero"`, `"local_zero"` nor a non-empty set of ranks.

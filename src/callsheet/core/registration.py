@@ -65,7 +65,7 @@ class HandlerOptions(NamedTuple):
 
 
 def check_callback(callback: object) -> Callback:
-    """Return `callback` if it is a valid instance of `Callback`.
+    """Return `callback` if it is a valid instance of `Callback`, otherwise raise an error.
 
     Raises:
         NotACallbackError: the argument is a class, or not a callback at all.
@@ -147,7 +147,7 @@ def handlers_of(callback: Callback) -> dict[str, Callable[..., Any]]:
 
 
 def is_inherited(handler: object, name: str) -> bool:
-    """Return whether `handler` is the empty method of the base class `Callback`, which need not be called."""
+    """Return whether a callback inherits this handler from `Callback`, whose methods are empty and need not be called."""
     return getattr(handler, "__func__", None) is getattr(Callback, name)
 
 

@@ -20,14 +20,14 @@ from callsheet.core.lifecycle import EVENTS, SPANS
 
 
 def note_span(error: BaseException, span: str, ctx: Context) -> None:
-    """Store on `error` the span (part of the run) in which it was raised. Only the first call, for the innermost span, counts."""
+    """Store on `error` the span (part of the run) in which `error` was raised. If an inner span was stored before, do nothing."""
     error.__dict__.setdefault("_callsheet_span", (span, ctx))  # setattr would fail if the exception is a frozen dataclass
 
 
 def take_noted_span(error: BaseException) -> tuple[str, Context] | None:
-    """Return the innermost span in which `error` was raised, and the context of its loop. Remove the note from the error.
+    """Return what `note_span` stored on `error` (the innermost span and the loop's context), and remove it from `error`.
 
-    Removing the note has three effects: the error does not keep the model alive, it can be pickled, and an outer run can note its
+    The removal has three effects: the error does not keep the model alive, it can be pickled, and an outer run can note its
     own span.
     """
     noted: tuple[str, Context] | None = error.__dict__.pop("_callsheet_span", None)
@@ -92,7 +92,7 @@ for _span in SPANS.values():
 
 
 class Spans:
-    """A context manager for each span of a run, as an attribute with the span's name, which fires the span's start and end events."""
+    """A context manager for each span of a run: `with spans.epoch:` fires `on_epoch_start` and `on_epoch_end`."""
 
     __slots__ = ("ctx", "links", *SPANS)
 
@@ -136,7 +136,7 @@ class Spans:
             setattr(self, name, Span(name, ctx, dispatcher))
 
     def link(self, table: Mapping[str, CompiledEvent], events: Iterable[str]) -> None:
-        """For each of these events, pass the handlers that `table` now contains to the spans that fire the event."""
+        """Give the handlers that `table` now contains for these events to the spans that fire the events."""
         self.links += 1
         for event in events:
             compiled = table[event]
@@ -145,7 +145,7 @@ class Spans:
 
 
 class HasListeners:
-    """A boolean attribute for each event, with the event's name: whether the event has a handler.
+    """Boolean attributes named after the events: `has_listeners.on_log` says whether `on_log` has a handler.
 
     `if has_listeners.on_log:` costs no more than reading a flag.
     """
@@ -217,6 +217,6 @@ class HasListeners:
             setattr(self, event, False)
 
     def link(self, table: Mapping[str, CompiledEvent], events: Iterable[str]) -> None:
-        """Set the attribute of each of these events: True if `table` now contains a handler for the event."""
+        """For each of these events, set the attribute with its name to whether `table` now contains a handler for the event."""
         for event in events:
             setattr(self, event, table[event][0] is not None)

@@ -110,7 +110,7 @@ def _may_fail(registration: Registration) -> bool:
 
 
 def _started(calls: Mapping[Registration, Callable[[], T]], lanes: LaneSet | None) -> Mapping[Registration, Callable[[], T]]:
-    """Start the calls for callbacks in lanes, and return `calls` with a function that waits for the result in place of each of them."""
+    """Start the calls for callbacks in other threads. Return `calls`, in which functions that wait for the results replace these calls."""
     return calls if lanes is None else lanes.state_calls(calls)
 
 

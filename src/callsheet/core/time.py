@@ -32,9 +32,8 @@ class TimeUnit(StrEnum):
 
 _FRACTIONAL = frozenset({TimeUnit.DURATION, TimeUnit.SECOND})
 _WHOLE = ", and only dur and sec take fractions; give whole ones, as in '10ba'"
-_SPELLED_OUT = {unit.name.lower(): unit for unit in TimeUnit} | {
-    "step": TimeUnit.BATCH
-}  # for hints: the error for "10steps" suggests "ba"
+# For hints in error messages: the error for "10steps" suggests the unit "ba".
+_SPELLED_OUT = {unit.name.lower(): unit for unit in TimeUnit} | {"step": TimeUnit.BATCH}
 
 # The patterns `_COUNT` and `_CLOCK` also match some invalid numbers, which int() and float() reject afterwards.
 # The patterns are strings, so that `re` compiles each pattern at its first use and not when this module is imported.
@@ -130,7 +129,7 @@ class Time:
 
     @classmethod
     def parse(cls, value: str | int | Time, default: TimeUnit | None = None) -> Time:
-        """Return a Time from a value that a user wrote.
+        """Return a value that a user wrote, such as `"10ba"`, as a Time.
 
         Args:
             value: a Time, a string such as `"10ba"`, or a whole number.
@@ -215,7 +214,7 @@ class Time:
         return f'Time("{self}")'
 
 
-# The position of each unit's counter in a `Timestamp`. The first six fields of a `Timestamp` have the same order as the units.
+# The position of each unit's counter in a `Timestamp`, whose first six fields are in the order of these units.
 _COUNTED = [unit for unit in TimeUnit if unit is not TimeUnit.DURATION]
 _SLOT: dict[TimeUnit, int] = {unit: slot for slot, unit in enumerate(_COUNTED)}
 

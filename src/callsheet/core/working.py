@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _TERMINAL_SECONDS = 1.0
-_FIRST_SECONDS, _NEXT_SECONDS = 5.0, 30.0  # seconds until the first status line and between later ones, if the output is a log
+_FIRST_SECONDS, _NEXT_SECONDS = 5.0, 30.0  # in a log: seconds before the first status line, and between later lines
 
 
 @contextmanager

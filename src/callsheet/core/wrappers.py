@@ -1,4 +1,4 @@
-"""Wrappers of handlers. They check the interval and the rank, log errors instead of raising them, and check the random state."""
+"""Wrappers of handlers. They check the interval, reject requests that need all ranks, log errors, and check the random state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
 
 
 def wrapped(entry: HandlerEntry, checking: bool, in_lane: Callable[[HandlerEntry], Handler], timed: Timed | None) -> Handler:
-    """Return the handler of a table entry with the wrappers that its options need, such as a check of the rank.
+    """Return the handler of a call-sheet entry, wrapped as its options require, for example to check the interval.
 
     A handler without such options is returned unchanged, so it has no overhead.
     """
@@ -60,7 +60,7 @@ def _when_due(handler: Handler, entry: HandlerEntry, every: Interval, ctx: Conte
     state = ctx.state
     elapsed = state.elapsed if every.at_end or every.every.unit is TimeUnit.DURATION else None
     now = every.index(state.timestamp, elapsed)
-    if entry.previous is None:  # the handler's event is fired for the first time in this process
+    if entry.previous is None:  # the event is fired for the first time since the run was started or resumed
         entry.previous = _first_index(every, entry.added_at or state.baseline, ctx)
     is_end = every.at_end and state.is_complete
     due = now > entry.previous or (is_end and not entry.was_end)
@@ -78,7 +78,7 @@ def _first_index(every: Interval, since: Timestamp, ctx: Context) -> int:
 
 
 def in_gate(handler: Handler, ctx: Context) -> None:
-    """Call a handler that runs only on some ranks. During the call, requests and collectives that need all ranks are rejected."""
+    """Call a handler that runs on some ranks only. Meanwhile, reject its requests and collectives that need all ranks."""
     outer, ctx.control.in_gate = ctx.control.in_gate, True
     try:
         handler(ctx)
@@ -165,7 +165,7 @@ def failed(registration: Registration, event: str, ctx: Context, error: Exceptio
     )
     if registration.failures_in_a_row == FAILURES_ALLOWED:
         if ctx.control.is_shared:
-            # All ranks must disable the callback at the same step, so `ctx.control` sends the request to the other ranks.
+            # All ranks must disable the callback at the same step, so ask the other ranks through `ctx.control`.
             ctx.control.switch_off(registration.label, registration.number, registration.failures_in_a_row)
         else:
             registration.switch_off(registration.failures_in_a_row)

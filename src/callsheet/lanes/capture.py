@@ -1,4 +1,4 @@
-"""Copies an event's fields for callbacks that run in lanes, outside the training thread.
+"""When an event is fired, copies the context's fields for callbacks that run in lanes, which are other threads or processes.
 
 The training thread captures the fields in a tuple, and the lane's thread builds a snapshot from it.
 """
@@ -56,13 +56,12 @@ class DeviceNumbers:
     def __init__(self) -> None:
         self.names: set[str] = set()
         """The names of the fields that at least one lane reads at this event."""
-        self._tensors: list[
-            tuple[Any, int | None]
-        ] = []  # the copied tensors and their versions, so that a changed tensor is copied again
+        # The tensors that were copied, with their versions, so that a tensor is copied again after a change.
+        self._tensors: list[tuple[Any, int | None]] = []
         self._copies: dict[int, Any] = {}
 
     def of(self, ctx: Context) -> dict[int, Any]:
-        """Return CPU copies of the scalar tensors in the available fields, by the `id` of the original tensor.
+        """Copy the scalar tensors in the available fields to the CPU. Return a dict of the copies by the `id` of the original tensor.
 
         For a scalar on an accelerator, the copy is a `Pending`.
         """
@@ -126,7 +125,7 @@ class SnapshotCapture:
     def __init__(self, event: str | None, needs: tuple[str, ...], by: str, inbox: Inbox, numbers: DeviceNumbers) -> None:
         available = fields_available(event) if event is not None else ()
         self._event = as_event(event) if event is not None else None
-        self._is_last = self._event is Event.RUN_END  # the run's outcome is known only at `on_run_end`
+        self._is_last = self._event is Event.RUN_END  # `ctx.run` has the run's outcome only at this event
         self._by, self._inbox, self._numbers = by, inbox, numbers
         wanted = [
             name
@@ -136,7 +135,7 @@ class SnapshotCapture:
         self._names = tuple(name for name in wanted if name in available or name in ALWAYS)
         self._changing = tuple(place for place, name in enumerate(self._names, _BEFORE_FIELDS) if name not in _STILL_FIELDS)
         numbers.names.update(name for name in self._names if name not in _STILL_FIELDS)
-        self._state: TrainState | None = None  # the `TrainState` for which the class `_kind` was made; None before that
+        self._state: TrainState | None = None  # the `TrainState` for which the class `_kind` was made
         self._kind: type[Snapshot] = Snapshot
         new = tuple(place for place, name in enumerate(self._names, _BEFORE_FIELDS) if name in _NEW_FIELDS)
         self._functions = _compiled_functions(self._names, self._changing, new)
@@ -203,7 +202,7 @@ class SnapshotCapture:
         The class is valid as long as `ctx.state` is that object.
         """
         if self._state is None or self._state is not ctx.state:
-            # This control has only the requests that a callback in a lane may make.
+            # `LaneControl` has only the requests that a callback in a lane (another thread) may make.
             control = LaneControl(ctx.control, self._inbox, self._by)
             self._kind = Snapshot.of_run(control, self._event, copy.copy(ctx.run))
             self._state = ctx.state if not self._is_last else None
@@ -309,7 +308,7 @@ def copied(value: Any, scalars: Mapping[int, Any]) -> Any:
         return scalars[id(value)] if id(value) in scalars else value.detach().clone()
     if isinstance(value, Mapping):
         copies = {name: copied(each, scalars) for name, each in value.items()}
-        return type(value)(**copies) if is_dataclass(value) else copies  # a Hugging Face ModelOutput is a mapping and a dataclass
+        return type(value)(**copies) if is_dataclass(value) else copies  # a dataclass: Hugging Face's ModelOutput
     if type(value) in (list, tuple):
         return type(value)(copied(each, scalars) for each in value)
     if isinstance(value, tuple):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class LaneExit(Exception):
-    """Replaces SystemExit, or another error that would end the program, if a callback in another thread raised it.
+    """Replaces an error that would end the program, such as SystemExit, if a callback raised the error in another thread.
 
     A `LaneExit` is not raised, but logged and counted as a failure of the callback.
     """
@@ -46,7 +46,7 @@ class CallbackLane:
             self._process.begin()
 
     def end(self) -> None:
-        """End the callback's thread and, if there is one, its process. A busy process is killed. Call `join` to wait for the process."""
+        """End the callback's thread and its process, if there is one. Kill a busy process. Call `join` to wait for the process."""
         is_busy = not self.lane.is_idle
         close([self.lane])
         if self._process is not None:
@@ -86,7 +86,7 @@ class CallbackLane:
 
 
 def join(lanes: Iterable[CallbackLane]) -> None:
-    """After `end` was called on all these lanes, wait until their processes have exited, for at most `END_SECONDS` together."""
+    """Wait until the processes of these lanes have exited, in total at most `END_SECONDS`. Call `end` on each lane before."""
     until = time.monotonic() + END_SECONDS
     for lane in lanes:
         lane.join(max(0.0, until - time.monotonic()))

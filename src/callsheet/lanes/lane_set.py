@@ -33,8 +33,8 @@ logger = logging.getLogger("callsheet")
 
 T = TypeVar("T")
 
-_BEFORE_THE_END = 0.8  # the events before `on_run_end` must be handled within this fraction of a lane's deadline
-_BEFORE_LOGGERS_END = 0.9  # after this fraction of a lane's deadline, the loggers' `on_run_end` no longer waits for the lane
+_BEFORE_THE_END = 0.8  # for the events before `on_run_end`, a lane has this fraction of its deadline
+_BEFORE_LOGGERS_END = 0.9  # the `on_run_end` of loggers waits for other lanes for this fraction of their deadlines
 _SETTLE_SECONDS = 0.2  # how long the last metrics record waits for values that callbacks in lanes log
 _STATE_SECONDS = 1.0  # how long `state_dict` may take for a callback whose lane has hung before
 _MIN_STATE_SECONDS = 0.1  # `state_dict` is given at least this long, even if a preemption signal leaves no time
@@ -62,7 +62,7 @@ class LaneSet:
         The counts are kept until another run begins.
         """
         # For each lane that was too slow for a checkpoint, the number of items that it had processed by then.
-        # Checkpoints do not wait for such a lane until its number of processed items has grown.
+        # A checkpoint does not wait for a lane in this dict, unless the lane has processed more items since.
         self._behind: dict[Registration, int] = {}
         # For each lane that was too slow for a metrics record, the number of items that it had processed by then.
         self._slow: dict[Registration, int] = {}
@@ -125,7 +125,7 @@ class LaneSet:
         return self._lanes[registration]
 
     def _left_lane(self, registration: Registration) -> CallbackLane | None:
-        """Return the lane (thread or process) that a callback had before it was removed, if the same callback is now added again.
+        """If a callback was removed and is now added again, return the lane (thread or process) that it had before.
 
         Return None if there is no such lane.
 
@@ -137,7 +137,7 @@ class LaneSet:
                 if old.thing == registration.thing:
                     lane.registration = registration
                     return lane
-                # The callback was wrapped in a new `Background`, so end its old thread.
+                # The callback has a new `Background` wrapper, and so a new thread. End the old thread.
                 drain([lane.lane], lane.lane.options.deadline)
                 if (
                     isinstance(old.thing, Callback)
@@ -153,7 +153,7 @@ class LaneSet:
         return None
 
     def with_drain(self, run_end: CompiledEvent) -> CompiledEvent:
-        """Return the compiled `on_run_end` with one more handler, which is called before the loggers and waits for callbacks in lanes.
+        """Return `on_run_end`, compiled with one more handler, which waits for callbacks in other threads before loggers are called.
 
         The loggers close their files at `on_run_end`, so what the lanes log must arrive before that.
         """
@@ -196,7 +196,7 @@ class LaneSet:
         self._until = time.monotonic() + seconds
 
     def drain(self, share: float = _BEFORE_THE_END) -> list[str]:
-        """Wait for all callbacks in lanes to handle the events fired so far, for each callback at most `share` of its deadline.
+        """Wait until callbacks in other threads have handled all events so far, for each at most the fraction `share` of its deadline.
 
         Return a description of the events that were not delivered.
         """
@@ -206,7 +206,7 @@ class LaneSet:
         return [str(each) for each in left]
 
     def close(self) -> None:
-        """End the threads and processes of all callbacks. Wait for all at the same time, for each at most until its deadline.
+        """End the threads and processes of all callbacks. First wait for their events to be handled, until each one's deadline.
 
         Log which events were not delivered by then.
         """
@@ -251,11 +251,12 @@ class LaneSet:
         for registration in self._behind:
             logger.error("The state of %s is out of date: its lane has not handled all events in time", registration.label)
         for registration in stateful:
-            if isinstance(registration.thing, Background):  # a lane that has already missed its deadline gets no more time
+            if isinstance(registration.thing, Background):
+                # A lane that has missed its deadline gets no more time for `state_dict`.
                 registration.thing.patience = 0.0 if registration in self._behind else self._seconds_for_states
 
     def _ready(self, registrations: Iterable[Registration]) -> set[Registration]:
-        """Return the callbacks whose state can be saved at once, before they have handled their queued events (`state_is_ready`).
+        """Return the callbacks whose `state_is_ready` is True: their state can be saved before they have handled all queued events.
 
         A property is read on another thread, with a deadline, because it is code of the user.
         """

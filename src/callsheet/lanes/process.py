@@ -24,10 +24,10 @@ from callsheet.lanes.snapshot import Snapshot
 
 logger = logging.getLogger("callsheet")
 
-_START_SECONDS = 120.0  # time for a process to import the callback's module and build the callback, before it is killed
-_ANSWER_SECONDS = 1.0  # how long an idle process may take to answer, before it is killed
+_START_SECONDS = 120.0  # how long a process may take to import the callback's module and build the callback
+_ANSWER_SECONDS = 1.0  # how long an idle process may take to answer, before the process is killed
 
-_started: weakref.WeakSet[Process] = weakref.WeakSet()  # the `Process` callbacks whose child processes were started from here
+_started: weakref.WeakSet[Process] = weakref.WeakSet()  # the `Process` wrappers that have started a child process
 
 
 class ProcessDied(CallsheetError, RuntimeError):
@@ -95,7 +95,7 @@ class Process(Background):
         self._ask(("call", method, fields, dict(payload), snapshot.control_values()), snapshot)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the state of the copy of the callback that runs in the callback's process.
+        """Return the callback's state, as it is in the callback's process.
 
         If the process does not answer within its deadline, return the last known state.
         """
@@ -163,7 +163,7 @@ class Process(Background):
     def _disown(self) -> None:
         """In a forked child, forget the callback's process and its connection, because both belong to the parent."""
         if self._child is not None:
-            # Only the parent can wait for the process. With a return code, Popen does not warn that the process is still running.
+            # A return code keeps Popen from warning that the process still runs. Only the parent can wait for the process.
             self._child.returncode = 0
         for end in (self._connection, self._theirs):
             if end is not None:

@@ -42,7 +42,7 @@ def serve(connection: Connection) -> None:
         except (EOFError, OSError):
             return
         try:
-            message = pickle.loads(received)  # raises an error if a class cannot be imported here; the next call may succeed
+            message = pickle.loads(received)  # an error here, such as a class that cannot be imported, fails only this call
             answer = None
             if callback is None:
                 callback = CallbackSpec(*message).build()

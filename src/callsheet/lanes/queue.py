@@ -25,12 +25,12 @@ from callsheet.errors import text_of
 logger = logging.getLogger("callsheet")
 
 _starting = threading.RLock()  # this lock is held while a lane's thread is started
-_LOOK_SECONDS = 0.1  # time between two checks of a queue; each thread that wakes up delays the training thread by about 0.2 ms
+_LOOK_SECONDS = 0.1  # time between two checks of a queue; a check wakes a thread, which delays training by about 0.2 ms
 _IDLE_LOOK_SECONDS = 0.4  # the longest time between two checks by the dispatcher thread, while all lanes are idle
 _WAIT_SECONDS = 0.002  # time between two checks of a lane while the training thread waits for the lane
 _BUSY_SHARE = 0.02  # a lane whose thread computes for more than this fraction of the time causes a warning
-_BUSY_AFTER_SECONDS = 5.0  # the time after which a lane's processor time is checked again
-_BUSY_SECONDS = 0.5  # a lane that has used this much processor time since the last check is checked earlier
+_BUSY_AFTER_SECONDS = 5.0  # the time between two checks of the processor time that a lane's thread has used
+_BUSY_SECONDS = 0.5  # check earlier if a lane's thread has used this much processor time since the last check
 _BLOCKED_SECONDS = 0.5  # how long training must have waited for a full queue before a warning
 _LOOK_EVERY = 64  # in a lane that is never empty, the number of items between two checks of its processor time
 
@@ -110,7 +110,7 @@ class Lane:
         self._looked_at = time.monotonic(), 0.0  # the wall clock and the thread's processor time at the last check
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
-        self._helping = threading.Lock()  # this lock is held by a caller that processes the items, because the lane has no thread
+        self._helping = threading.Lock()  # held by a caller that processes the items itself, since no thread can start
         _dispatcher.take(self)
 
     def put(self, item: Any) -> None:
@@ -120,9 +120,9 @@ class Lane:
         """
         waiting = len(self.items)
         if waiting >= self._looked_from:
-            if self._thread is None:  # start the lane's thread now, because no thread can start later, during shutdown
+            if self._thread is None:  # start the thread with the first item: at the interpreter's shutdown none can start
                 self._begin()
-            self.look()  # wake the lane's thread now: the queue may overflow before the dispatcher's next check
+            self.look()  # wake the lane's thread, because the queue may overflow before the dispatcher checks it next
             if waiting >= self._limit and not self._make_room(item):
                 return
         if not self.is_inert:
@@ -158,7 +158,7 @@ class Lane:
         self._wake.set()
 
     def look(self) -> None:
-        """Wake the queue's thread if the thread sleeps and the queue has items. The dispatcher and waiting callers call this method."""
+        """Wake the queue's thread if the thread sleeps and the queue has items."""
         if not self.items or self._in_hand:
             return
         if self._thread is None and not self._begin():
@@ -179,7 +179,7 @@ class Lane:
         return True
 
     def _help(self) -> None:
-        """Process the waiting items in the calling thread, if the queue's own thread cannot be started."""
+        """Process the waiting items in the calling thread. Used if the queue's own thread cannot be started."""
         if self._helping.acquire(blocking=False):
             self._thread = threading.current_thread()
             try:
@@ -189,7 +189,7 @@ class Lane:
                 self._helping.release()
 
     def _make_room(self, item: Any) -> bool:
-        """Make room for `item` in a full queue, as `overflow` says. Return whether `item` may be put."""
+        """Make room for `item` in a full queue, as the option `overflow` says. Return whether `item` may be added."""
         if self._forgets_kinds:
             newer = {self._kind(item)}
             for waiting in reversed(list(self.items)):
@@ -345,7 +345,7 @@ class _Dispatcher:
             self._lanes.discard(lane)
 
     def forget_all(self) -> None:
-        """In a forked child, forget all lanes, because lanes, threads and locks belong to the parent."""
+        """In a forked child process, forget all lanes, because their threads run only in the parent."""
         global _starting
         _starting = threading.RLock()
         lanes = list(self._lanes)
@@ -380,7 +380,7 @@ if hasattr(os, "register_at_fork"):
 def drain(
     lanes: Iterable[Lane], deadline: float | Callable[[Lane], float] | None = None, *, share: float = 1.0
 ) -> list[Undelivered]:
-    """Wait until the lanes' threads have processed all items. Return which lanes had items left at their deadlines.
+    """Wait until the lanes (queues with threads) have processed all items. Return those that had items left at their deadlines.
 
     Args:
         lanes: all are waited for at the same time.

@@ -110,7 +110,7 @@ class LaneControl:
 
     @property
     def save_requested(self) -> Request | None:
-        """The save request whose kind the next checkpoint gets; see `Control.save_requested`."""
+        """The save request that decides the kind of the next checkpoint; see `Control.save_requested`."""
         return self._control.save_requested
 
     @property
@@ -134,7 +134,7 @@ class LaneControl:
         return self._control.load_path
 
     def values(self) -> dict[str, Any]:
-        """Return everything that can be read from this control as plain data, from which `control_of` makes a control."""
+        """Return the contents of this control as plain data, from which `control_of` makes a control in another process."""
         requests = (self.stop_requested, self.evaluate_requested, *self.save_requests)
         return {
             "able": self.able,
@@ -146,7 +146,7 @@ class LaneControl:
         }
 
     def request_boundary(self) -> None:
-        """Ask the loop to process the messages of lanes after the current step, and to carry out the requests in them."""
+        """Ask the loop to process, after the current step, the messages and requests of callbacks in other threads."""
         self._control.is_boundary_requested = True
         self._control.pending = True
 
@@ -194,9 +194,8 @@ class LaneControl:
                 f"control.{request.what}(replicated=True) does not work in a lane, where ranks are at different steps; leave replicated out"
             )
         if not self._control.host:
-            self._control.supports(
-                request
-            )  # raise an error if unsupported; in another framework's loop, the training thread logs it
+            # Raise an error if the request is not supported. In another framework's loop, the training thread logs this error.
+            self._control.supports(request)
         self.inbox.put(LaneMessage("ask", {"request": request}, self.by))
         self.request_boundary()
 
@@ -211,7 +210,9 @@ def control_of(values: Mapping[str, Any]) -> Control:
 
 
 class Snapshot(Context):
-    """A context that does not change. Logged values become part of the next metrics record; requests act after a later step.
+    """The context that a callback in another thread receives: fields that do not change, and methods to log values and make requests.
+
+    Logged values become part of the next metrics record; requests act after a later step.
 
     Raises:
         FieldNotAvailable: on reading a field that the snapshot does not hold; the message says how to get the field.
@@ -263,7 +264,7 @@ class Snapshot(Context):
         return self._lane.values()
 
     def forward(self, message: LaneMessage) -> None:
-        """Pass on a message from a callback in another process."""
+        """Pass on, to the training thread, a message from a callback in another process."""
         self._lane.inbox.put(message)
         if message.what == "ask":
             self._lane.request_boundary()

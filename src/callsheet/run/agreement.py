@@ -1,4 +1,4 @@
-"""Agreement: if one rank makes a request, all ranks learn of the request and carry it out at the same step, without waiting."""
+"""If one rank makes a request, such as to stop, all ranks learn of the request and carry it out at the same step, without waiting."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class Agreement:
 
     @property
     def signal(self) -> signal.Signals | None:
-        """The preemption signal that a rank has received and all ranks know of, or None."""
+        """The preemption signal that some rank has received and all ranks know of; None if there is none."""
         return self._signals.received if self._world.size == 1 else self._signal
 
     @property
     def seconds_left(self) -> float:
-        """The seconds that are left of the grace period, which begins when any rank receives a preemption signal.
+        """How many seconds are left before the launcher kills the ranks, after any rank has received a preemption signal.
 
         The launcher kills all ranks after that, also those that received no signal.
         """
@@ -81,7 +81,7 @@ class Agreement:
         if self._steps >= self._next:
             self._read()
             self._send()
-            if not self._period:  # steps are long, so waiting here for the other ranks takes less time than acting one step later
+            if not self._period:  # a step is so long that waiting here for the other ranks is faster than acting one step later
                 self._read()
 
     def evaluated_step(self, step: int) -> None:

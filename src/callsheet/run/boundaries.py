@@ -27,7 +27,7 @@ from callsheet.run.run_guard import RunGuard
 
 logger = logging.getLogger("callsheet")
 
-# The units of time that are counted only when a metrics record is made.
+# Samples, tokens and seconds are added to the run's timestamp only at metrics records and at the ends of epochs.
 _COUNTED_AT_RECORDS = frozenset({TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.SECOND})
 
 
@@ -68,16 +68,16 @@ class Boundaries:
         return self._ctx.state.is_complete or self._ctx.control.stop_requested is not None or self._agreement.signal is not None
 
     def next_step(self) -> int:
-        """Return the next step after which something may have to be done, such as a log, an evaluation or a checkpoint.
+        """Return the next step after which something may be due, such as a metrics record, an evaluation or a checkpoint.
 
         Units other than batches advance only at log boundaries and ends of epochs.
         """
         ctx = self._ctx
         step, longest = ctx.state.timestamp.batch, ctx.state.max_duration
         self._next_due = 0
-        if self._evaluation.due(ctx, is_over=False):  # an evaluation left from before a resume runs after the first step
+        if self._evaluation.due(ctx, is_over=False):  # after a resume, an unfinished evaluation runs after the first step
             return step + 1
-        if self._checkpoints.is_writing and self._is_alone:  # with several ranks, `Agreement` checks whether the save is durable
+        if self._checkpoints.is_writing and self._is_alone:  # with several ranks, `Agreement` checks whether a save is done
             return step + 1
         ctx.control.is_rescheduled = False
         ctx.control.look_again()
@@ -94,7 +94,7 @@ class Boundaries:
         return min(*steps, self._next_of(self._records.every))
 
     def _next_of(self, every: Interval) -> int:
-        """Return the next step at which an interval of `every` may be complete.
+        """Return the next step at which `every`, an interval such as "every 100 batches", may be due.
 
         For a unit that advances only at log boundaries, return `sys.maxsize`.
         """
@@ -132,7 +132,7 @@ class Boundaries:
         return self._end(boundary)
 
     def finish_undone(self, boundary: str) -> bool:
-        """After a resume, run the evaluation that was still due when the checkpoint was saved, then save a checkpoint if one is due.
+        """After a resume, run the evaluation that was due but not done when the checkpoint was saved. Then save a checkpoint if one is due.
 
         Do nothing if the evaluation belongs to the end of another `boundary`, which is `step`, `epoch` or `round`.
 
@@ -154,7 +154,7 @@ class Boundaries:
         self.fire_checkpoint_due(boundary)
         if boundary == "step" and ctx.step >= self._manager.next_step:
             self._manager.between_steps(ctx.step)
-        return is_over  # a stop that was requested at `on_checkpoint_due` takes effect at the next boundary
+        return is_over  # computed above, so a stop that is requested at `on_checkpoint_due` takes effect at the next boundary
 
     def leave_evaluation(self) -> bool:
         """Carry out the requests that handlers have made during an evaluation between two epochs.
@@ -236,7 +236,7 @@ class Boundaries:
         return results
 
     def save(self, requests: tuple[Request, ...] = (), path: str | None = None, *, waits: bool = False) -> CheckpointInfo | None:
-        """Save a checkpoint for these requests. If there are no requests, the user has called `Trainer.save_checkpoint`.
+        """Save a checkpoint for these requests. `requests` is empty if the user has called `Trainer.save_checkpoint`.
 
         Return None if another framework's loop saves the checkpoint later.
         """
@@ -245,7 +245,7 @@ class Boundaries:
 
     @property
     def _is_unread(self) -> bool:
-        """Return whether no callback reads the metrics record that is due now, so that it need not be made.
+        """Whether a metrics record that is due now need not be made, because no callback reads it.
 
         The record is not skipped if a request is pending, a checkpoint is being written, or training is over.
         """
@@ -264,7 +264,7 @@ class Boundaries:
         return self._evaluation.due(ctx, is_over)
 
     def _plan(self, boundary: str) -> bool:
-        """Store which evaluations are due in a `DueEvaluation`, which checkpoints contain until the evaluations are done.
+        """Record which evaluations are due. Checkpoints contain this record (a `DueEvaluation`) until the evaluations are done.
 
         Return whether to run the evaluations now.
         """
@@ -303,13 +303,13 @@ class Boundaries:
         if received is None or self.is_preempted:
             return
         self.is_preempted = True
-        self._manager.limit_lane_waits(self._agreement.seconds_left)  # the launcher also kills ranks that received no signal
+        self._manager.limit_lane_waits(self._agreement.seconds_left)  # the launcher will kill all ranks soon
         is_ctrl_c = received is signal.SIGINT
         outcome = self._lifetime.outcome = Outcome.INTERRUPTED if is_ctrl_c else Outcome.PREEMPTED
         self._lifetime.reasons[outcome] = f"signal {received.name}{' (Ctrl-C)' if is_ctrl_c else ''}"
         self._manager.fire(Event.PREEMPT, self._ctx)
         request = self._ctx.control.save_requested
-        if request is None or request.kind != "preempt":  # a handler of `on_preempt` may have requested this checkpoint
+        if request is None or request.kind != "preempt":  # a handler of `on_preempt` may already have made this request
             self._ctx.control.save(f"signal {received.name}", kind="preempt", replicated=True)
 
     @contextmanager

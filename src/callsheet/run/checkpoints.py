@@ -60,7 +60,7 @@ _OPTIMIZER_STATE = re.compile(r"optimizer\.state\.state\.(\d+)\.")
 
 
 class Typed:
-    """Saves and loads the state of an optimizer or scheduler, and checks that the class that loads a state has also saved it.
+    """Saves and loads the state of an optimizer or scheduler. Rejects a state that was saved by an object of another class.
 
     Without this check, the state of another class would be loaded, and an error would appear only later.
 
@@ -78,7 +78,7 @@ class Typed:
         return {"class": type(self.part).__name__, "state": self.part.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state, and warn of optimizer options that it changes. Raise ValueError if another class saved the state."""
+        """Load the state. Warn if this changes the optimizer's options. Raise ValueError if an object of another class saved the state."""
         if state["class"] != type(self.part).__name__:
             raise ValueError(
                 f"the state was saved by a {state['class']}, and this is a {type(self.part).__name__}; give a {state['class']}, or start a "
@@ -152,7 +152,7 @@ class Checkpoints:
         self._is_auto = False  # whether the run was resumed with "auto"
         self._stop: Mapping[str, Any] | None = None  # the stop request in the checkpoint from which `resume="auto"` continued
         self._abandoned: list[str] = []  # unfinished checkpoints of earlier processes, kept until this run has written one
-        self._prepare_at = sys.maxsize if self._writer is None else 0  # the step at which to try to allocate the writer's buffers
+        self._prepare_at = sys.maxsize if self._writer is None else 0  # the step at which to allocate the writer's buffers
         self._prepare_again = 1  # after this many steps, the allocation is tried again; the number doubles each time
         self._tensors: dict[str, Tensor] | None = None  # the model's tensors, while a checkpoint is loaded
 
@@ -167,7 +167,7 @@ class Checkpoints:
         return self._pending is not None
 
     def check_writable(self) -> None:
-        """Before training begins, check that callbacks which save checkpoints regularly will be able to write them.
+        """Before training begins, check that callbacks which save checkpoints regularly may write to the folder for them.
 
         Raises:
             CheckpointError: on all ranks: rank 0 may not write to the checkpoints' folder.
@@ -298,7 +298,7 @@ class Checkpoints:
         return [callback for callback in map(inner, self._manager.callbacks) if callback.weights_in_state]
 
     def _prefixes_of_weights(self) -> tuple[str, ...]:
-        """Return the prefixes of the names of weights in a checkpoint: of the model's weights, and of weights that callbacks save."""
+        """Return prefixes that the names of weights have in a checkpoint: `model.`, and one for each callback that saves weights."""
         others = [f"callbacks.callbacks.{label_of(each)}.{each.weights_in_state}." for each in self._callbacks_with_weights()]
         return ("model.", *others)
 
@@ -314,12 +314,12 @@ class Checkpoints:
                 yield from (each for each in found if each.dtype not in dtypes)
 
     def publish(self, durable: int) -> None:
-        """Publish the background save (fire `on_checkpoint_published`), if all ranks know that it is durable."""
+        """Fire `on_checkpoint_published` for the background save, if all ranks know that the checkpoint is completely written."""
         if self._pending is not None and durable >= self.begun:
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the background save is durable on all ranks, and fire `on_checkpoint_published`.
+        """Wait until all ranks have completely written the background save, and fire `on_checkpoint_published`.
 
         Raises:
             CheckpointError: the save failed, on any rank.
@@ -331,13 +331,13 @@ class Checkpoints:
             self._fire_published(_sealed(info, seal))
 
     def close(self) -> None:
-        """Let the background save finish, if there is one. No event is fired, because the run is over."""
+        """If a background save is in progress, wait until it has finished. Fire no event, because the run is over."""
         finish_deletions()
         if self._writer is not None:
             self._writer.close()
 
     def _fire_published(self, info: CheckpointInfo) -> None:
-        self._guard.check()  # handlers may delete checkpoints, so raise an error first if another run has taken over the folder
+        self._guard.check()  # raises an error if another run has taken over the folder, before handlers delete its checkpoints
         self._guard.mark()
         is_in_folder = info.path.rpartition("/")[0] == self.folder
         if not info.is_finite:
@@ -531,7 +531,7 @@ class Checkpoints:
                 ) from error
 
     def _plain(self, user_state: dict[str, Any]) -> dict[str, Any]:
-        """Return the entries of `user_state` that a checkpoint can hold. Warn once about each other entry."""
+        """Return the entries of `user_state` that a checkpoint can hold. Warn once about each entry that it cannot hold."""
         plain: dict[str, Any] = {}
         for name, value in user_state.items():
             try:

@@ -29,7 +29,7 @@ _hooks: set[int] = set()
 
 @contextmanager
 def without_additions(*things: Any) -> Iterator[None]:
-    """Remove callsheet's hooks and attributes from the objects while the `with` block runs."""
+    """While the `with` block runs, remove the hooks and attributes that callsheet has added to the objects."""
     changed = [
         (vars(thing), name, value, without)
         for thing in things
@@ -42,7 +42,7 @@ def without_additions(*things: Any) -> Iterator[None]:
         yield
     finally:
         for attributes, name, value, without in changed:
-            if attributes.get(name, _ABSENT) is without:  # if other code has set the attribute since, keep the new value
+            if attributes.get(name, _ABSENT) is without:  # keep a value that other code has set in the meantime
                 attributes[name] = value
 
 
@@ -63,7 +63,7 @@ def _set(attributes: dict[str, Any], name: str, value: Any) -> None:
 
 
 class _Reducer:
-    """Reduces the objects of a class for `copy` and `pickle`, without the hooks and attributes that callsheet added.
+    """Takes objects of a class apart for `copy` and `pickle`, without the hooks and attributes that callsheet added.
 
     The reducer is in `copyreg.dispatch_table` as long as an object of the class has additions. A class that defines `__deepcopy__` has an entry
     in the table of `copy.deepcopy` too, which would otherwise call that method on the object as it is.
@@ -79,16 +79,16 @@ class _Reducer:
 
     def __call__(self, thing: Any) -> Any:
         with without_additions(thing):
-            # Protocol 2 is the lowest one that `copy`, `pickle` and `torch.save` use, and its result is valid in higher protocols.
+            # Use protocol 2, the lowest that `copy`, `pickle` and `torch.save` use. Its result is valid in higher protocols too.
             made = self._before(thing) if self._before is not None else thing.__reduce_ex__(2)
             return _detached(made, vars(thing))
 
     def begin(self) -> None:
-        """Record that an addition was made to an object of the class."""
+        """Record that a hook or attribute was added to an object of the class."""
         self._additions += 1
 
     def end(self) -> None:
-        """Record that an addition was removed. After the last one, remove this reducer from the tables of `copy` and `pickle`."""
+        """Record that a hook or attribute was removed. After the last one, remove this reducer from the tables of `copy` and `pickle`."""
         self._additions -= 1
         if self._additions or _reducers.get(self._kind) is not self:
             return
@@ -105,7 +105,7 @@ def _deepcopy(thing: Any, memo: dict[int, Any]) -> Any:
 
 
 def _detached(made: Any, attributes: dict[str, Any]) -> Any:
-    """Copy the attribute dictionary in a reduced value, because callsheet's additions are put back into the original."""
+    """In a result of `__reduce_ex__`, replace the object's `__dict__` by a copy, because callsheet's additions return to the original."""
     if made is attributes:
         return dict(made)
     return tuple(_detached(each, attributes) for each in made) if type(made) is tuple else made
@@ -117,7 +117,7 @@ def _reducer_of(thing: Any) -> _Reducer:
 
 
 def add_hook(register: Callable[..., Any], hook: Callable[..., Any]) -> Callable[[], None]:
-    """Register a hook that is left out of copies of the object. Return the function that removes the hook.
+    """Register a hook that copies of the object will not have. Return a function that removes the hook.
 
     Args:
         register: a method of a module or an optimizer such as `register_forward_hook`, or a `functools.partial` of one.
@@ -138,7 +138,7 @@ def add_hook(register: Callable[..., Any], hook: Callable[..., Any]) -> Callable
 
 
 def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute to a function, which is left out of copies of the object. Return the function that restores the earlier value."""
+    """Set an attribute of an object to a function, but not in copies of the object. Return a function that restores the earlier value."""
     attributes, reducer = vars(owner), _reducer_of(owner)
     reducer.begin()
     setattr(value, _BEFORE, attributes.get(name, _ABSENT))
@@ -151,8 +151,8 @@ def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
         if now is value:
             _set(attributes, name, before)
             return
-        # If another library has replaced the attribute since, leave the new value in place, because it may still call our function.
-        # If a later replacement by callsheet is in place, make it restore the value from before this replacement.
+        # If another library has set the attribute since, keep its value, which may still call our function.
+        # If callsheet has replaced our function by a later one, make that one restore the value from before ours.
         while isinstance(now, FunctionType) and _BEFORE in vars(now):
             if vars(now)[_BEFORE] is value:
                 setattr(now, _BEFORE, before)

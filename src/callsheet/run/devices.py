@@ -1,4 +1,4 @@
-"""Tensors on different devices.
+"""Moves tensors from different devices to one device.
 
 A model may be split over several GPUs, or keep a part in host memory, and the values of a checkpoint are loaded into host memory.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def on_one_device(tensors: list[Any]) -> list[Any]:
-    """Return the tensors on one device, so that they can be stacked.
+    """Move the tensors to one device, so that they can be stacked, and return them.
 
     If they are on several devices, they are copied to the first of these that is not the host, so no device is waited for.
     """

@@ -31,7 +31,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_of_collective(error: BaseException) -> bool:
-    """Return whether a collective operation failed, either one of callsheet's or one of torch's.
+    """Return whether the error comes from a failed collective operation, of callsheet or of torch.
 
     torch's backends have no exception class of their own, so the text of the error is checked.
 
@@ -45,7 +45,7 @@ def is_of_collective(error: BaseException) -> bool:
 
 
 def out_of_memory_note(device: torch.device, hints: Iterable[str]) -> str:
-    """Return a text that says how much memory is in use, and lists what to try (`hints`)."""
+    """Return a note for an out-of-memory error: how much memory is in use, and what to try (`hints`)."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         held = (

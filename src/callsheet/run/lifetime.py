@@ -129,7 +129,7 @@ class Lifetime:
             return
         span, ctx = take_noted_span(error) or ("run", self._ctx)
         ctx.exception, ctx.span = error, span
-        if isinstance(error, RunLockLostError):  # only rank 0 holds the lock; other ranks learn from this error that it is lost
+        if isinstance(error, RunLockLostError):  # only rank 0 checks the lock, so other ranks learn of its loss from the error
             ctx.run.has_lost_folder = True
         outcome = Outcome.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Outcome.FAILED
         if outcome is Outcome.FAILED:
@@ -152,7 +152,7 @@ class Lifetime:
             logger.warning("%s: training ended at step %d, %s", run.name, self._ctx.step, run.outcome_reason)
 
     def _reason(self, outcome: Outcome) -> str:
-        """Return a default reason for the run's outcome, for example which request stopped the run."""
+        """Return the reason for the run's outcome if the loop gave none, for example which request stopped the run."""
         ctx = self._ctx
         if outcome is Outcome.FINISHED:
             if ctx.state.is_complete:

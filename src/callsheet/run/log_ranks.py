@@ -47,5 +47,5 @@ class LogRanks:
             handler.removeFilter(self._is_error)
         self._handlers = []
 
-    def _is_error(self, record: logging.LogRecord) -> bool:  # a bound method of this object, so `end` removes only this filter
+    def _is_error(self, record: logging.LogRecord) -> bool:  # a method, so that `end` removes only this object's filter
         return record.levelno >= logging.ERROR

@@ -22,7 +22,7 @@ from callsheet.run.devices import on_one_device
 OVER: tuple[Over, ...] = get_args(Over)
 ACROSS: tuple[Across, ...] = get_args(Across)
 
-_FOLD = 256  # sum the values of a name when there are this many, because a loop that never makes a record would fill the memory
+_FOLD = 256  # replace the values of a name by their sum when there are this many, which limits memory
 _CUDA_GRAPHS = "torch._inductor.cudagraph_trees"  # the module that torch imports when it records the first CUDA graph
 
 
@@ -34,7 +34,7 @@ Names = str | tuple[str, ...]
 
 
 class Reducer(Protocol):
-    """Reduces values over the ranks. Every rank makes the same calls in the same order."""
+    """Reduces values over the ranks. Every rank must make the same calls in the same order."""
 
     def sum_and_max(self, sums: Sequence[float], maxima: Sequence[float]) -> tuple[list[float], list[float]]:
         """Return the sum over the ranks of each value in `sums`, and the maximum over the ranks of each value in `maxima`."""
@@ -61,7 +61,7 @@ class Series:
         self.values: list[Any] = []
         self.weights: list[Any] = []
         self.unweighted = 0  # the number of values that were logged without a weight; each counts with weight 1
-        self.last: Any = None  # the value that was logged last; `values` may hold sums, or products with weights, instead
+        self.last: Any = None  # the value that was logged last, which is not always in `values` (see `add`)
 
     def add(self, value: Any, weight: Any = None) -> None:
         """Add a logged value, with its weight."""
@@ -83,7 +83,7 @@ class Series:
             self.weights = [_total(self.weights)] if self.weights else []
 
     def split(self, names: Sequence[str]) -> Mapping[str, Series]:
-        """Return one series for each of the names whose values were logged in one tensor."""
+        """Split this series of tensors into one series for each of the tensors' `names`. Return the new series by name."""
         apart: dict[str, Series] = {}
         for place, name in enumerate(names):
             apart[name] = series = Series(self.over, self.across)
@@ -134,7 +134,7 @@ class MetricLog:
             series.add(value, weight)
 
     def series(self, names: Names, over: Over, across: Across) -> Series:
-        """Return the series of a metric, so that a loop can add a value to the series at every step without looking up the name.
+        """Return the series of a metric. A loop keeps it to add a value at every step without looking up the name.
 
         Args:
             names: one name, or a tuple of names for a one-dimensional tensor with a number for each.
@@ -282,7 +282,7 @@ def _sum_slots(total: tuple[float, float] | None, across: Across) -> tuple[float
 
 
 def _max_slots(total: tuple[float, float] | None) -> tuple[float, float]:
-    """Return what this rank contributes to the maximum of a metric over all ranks: a value, and a code (0: no value, 1: a number, 2: NaN).
+    """Return what this rank contributes to a maximum over the ranks: a value, and a code (0: no value, 1: a number, 2: NaN).
 
     The code is needed because a maximum would lose a NaN.
     """
@@ -317,7 +317,7 @@ def _merged(known: Schema, schemas: Sequence[Schema]) -> Schema:
 
 
 def lasting(tensor: Any) -> Any:
-    """Return the tensor, detached from its autograd graph, so that its value can be read after the step.
+    """Return the tensor detached from its autograd graph, and copied if a CUDA graph could overwrite it.
 
     `torch.compile(mode="reduce-overhead")` records CUDA graphs. Each call of the compiled function then writes its outputs to the
     same memory, and torch raises an error if an output of an earlier call is read. So if the process uses such graphs, a tensor
@@ -356,7 +356,7 @@ def _vector(names: tuple[str, ...], value: Any) -> Any:
 
 
 def _fetch(numbers: list[Any]) -> None:
-    """Replace scalar tensors by floats, and one-dimensional tensors by lists, in place, with only one copy from each device."""
+    """In the list `numbers`, replace scalar tensors by floats and one-dimensional tensors by lists. Copy once from each device."""
     by_device: dict[Any, list[int]] = {}
     for place, number in enumerate(numbers):
         if hasattr(number, "device"):

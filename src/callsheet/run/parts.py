@@ -32,7 +32,7 @@ class DueEvaluation:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
-        """Return the `DueEvaluation` that a checkpoint stores. Earlier versions of callsheet named the last field `is_told`."""
+        """Return the `DueEvaluation` for the fields that a checkpoint stores. Earlier versions named the last field `is_told`."""
         return cls(**{("is_checkpoint_due_fired" if name == "is_told" else name): value for name, value in state.items()})
 
 
@@ -53,7 +53,7 @@ class EvaluationPart(Protocol):
 
     @property
     def is_resumed(self) -> bool:
-        """Whether checkpoints store an evaluation that is due but not done, so that a resumed run carries out this evaluation."""
+        """Whether checkpoints store an evaluation that is due but not done. If so, a resumed run carries it out."""
 
     @property
     def ends_at_signal(self) -> bool:
@@ -119,7 +119,7 @@ class CheckpointsPart(Protocol):
         val_losses: Mapping[str, float],
         waits: bool,
     ) -> CheckpointInfo | None:
-        """Save a checkpoint for these requests. There are none if the user called `Trainer.save_checkpoint`.
+        """Save a checkpoint for these requests. `requests` is empty if the user called `Trainer.save_checkpoint`.
 
         Return None if another framework's loop saves the checkpoint later.
         """
@@ -134,7 +134,7 @@ class CheckpointsPart(Protocol):
         """Return the number of background saves that this rank has finished."""
 
     def close(self) -> None:
-        """Let a background save finish, because the run has ended."""
+        """Wait until a background save, if there is one, has finished. Called at the run's end."""
 
     def prepare(self, step: int) -> None:
         """After training step `step`, allocate the buffers that the first background save needs."""

@@ -40,7 +40,7 @@ class LateAfterSignal(DistributedError):
 
 
 class HostGaveUp(DistributedError):
-    """Another rank left the run, because its host could not follow the framework's loop. On that rank, training continues without callsheet."""
+    """On another rank, callsheet could not follow the framework's loop and gave up; training continues there without callsheet."""
 
 
 class Pending:
@@ -70,7 +70,7 @@ class Pending:
         while deadline is not None and not self.is_done:
             if time.monotonic() > deadline():
                 raise LateAfterSignal("some rank did not answer in time after a preemption signal")
-            time.sleep(pause)  # poll, because waiting in the collective would delay signal handlers
+            time.sleep(pause)  # poll, because `work.wait()` would delay Python's signal handlers
             pause = min(2 * pause, 0.005)
         work, self._work = self._work, None
         if work is not None:
@@ -114,7 +114,7 @@ class ProcessGroups:
         """The gloo group over which the ranks save checkpoints; None if there is one rank."""
         self.at_step: Callable[[], int] = lambda: 0
         """A function that returns the current step, for error messages. The Trainer or a host sets this attribute."""
-        self._is_ours = False  # whether this object made the program's process group
+        self._is_ours = False  # whether this object, and not the program, made the default process group
         self._answer_seconds = min(ANSWER_SECONDS, timeout / 4)
         self._presence: _Presence | None = None
         self._notes = _Notes("", self.rank, self._answer_seconds)
@@ -153,12 +153,12 @@ class ProcessGroups:
         return self._begin(values, distributed.ReduceOp.MAX).wait()
 
     def sum_and_max(self, sums: Sequence[float], maxima: Sequence[float]) -> tuple[list[float], list[float]]:
-        """Return what `sum(sums)` and `max(maxima)` return; the two reductions run at the same time."""
+        """Return the sums over the ranks of `sums` and the maxima of `maxima`. Both reductions run at the same time."""
         first, second = self._begin(sums, distributed.ReduceOp.SUM), self._begin(maxima, distributed.ReduceOp.MAX)
         return first.wait(), second.wait()
 
     def begin_max(self, values: Sequence[float]) -> Pending:
-        """Begin to compute what `max` returns, and return at once. Calling `wait()` on the result returns the maxima."""
+        """Start to compute the maxima over the ranks, without waiting. `wait()` of the returned object returns them."""
         return self._begin(values, distributed.ReduceOp.MAX)
 
     def gather(self, value: Any) -> list[Any]:
@@ -196,7 +196,7 @@ class ProcessGroups:
         The error is a `HostGaveUp` if a rank has left the run because its host could not follow the framework's loop. Otherwise, `what`
         says in its message which operation failed.
         """
-        traceback.clear_frames(error.__traceback__)  # the variables of the frames would keep the failed group's connections open
+        traceback.clear_frames(error.__traceback__)  # variables in the frames would keep the failed group's connections open
         first = (str(error).splitlines() or [""])[0]
         missing = self._missing(self.at_step(), error)
         if self._notes.has_read_of(_GAVE_UP):
@@ -206,7 +206,7 @@ class ProcessGroups:
     def _missing(self, step: int, error: BaseException) -> str:
         """Return a text that says which ranks are at fault, or why this rank cannot find that out.
 
-        If several ranks wait in a ring, the death of a rank fails only its neighbours' collectives. So this rank asks the others
+        If several ranks wait in a ring, the death of a rank fails only its neighbors' collectives. So this rank asks the others
         through the store whether they are present, and they answer while they wait. A rank that answers is named as the one at
         fault only if no other rank can be.
         """
@@ -346,7 +346,7 @@ class _Notes:
                 self.ask(lambda: self._set(f"gone/{self._rank}", json.dumps([kind, word])))
 
     def read(self, rank: int) -> tuple[str, str] | None:
-        """Return the kind and the text that `rank` wrote with `leave`, or None."""
+        """Return the kind and the text of the message that `rank` wrote with `leave`; None if there is no message."""
         word = self._get(f"gone/{rank}")
         if word is None:
             return None
@@ -355,7 +355,7 @@ class _Notes:
         return kind, text
 
     def has_read_of(self, kind: str) -> bool:
-        """Return whether `read` has found a message of this kind."""
+        """Return whether `read` has found, on any rank, a message of this kind, such as `_FAILED`."""
         return kind in self._kinds
 
     def question(self) -> None:
@@ -396,7 +396,7 @@ class _Presence:
         self._thread.start()
 
     def _run(self, notes: _Notes, pause: float) -> None:
-        # If the store or the process group has ended, no rank can ask whether this rank still runs, so end the thread.
+        # A RuntimeError or ValueError means that the store or the process group has ended, so no rank can ask any more.
         with contextlib.suppress(RuntimeError, ValueError):
             while not self._is_over.wait(pause):
                 if notes.is_asked():
@@ -405,7 +405,7 @@ class _Presence:
 
     def end(self) -> None:
         self._is_over.set()
-        if not self._notes.is_silent:  # if the store no longer answers, the thread may be blocked for ever, so do not wait for it
+        if not self._notes.is_silent:  # do not wait for the thread if the store is silent, since the thread may hang in a call
             self._thread.join(LOOK_SECONDS)
 
 

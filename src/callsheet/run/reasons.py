@@ -13,7 +13,7 @@ _URL = re.compile(r"\b(https?://)(?:[^\s/@'\"]*@)?([^\s/?#'\"<>]+)[^\s'\"<>)]*")
 _LOGIN = re.compile(r"(\b\w+://)[^\s/@'\"]+@")
 _SECRET = re.compile(
     r"(?i)\b([\w-]*(?:password|passwd|passphrase|secret|token(?!iz)|(?:api|access|private)[_-]?key|credential|authorization)[\w-]*|pwd?)"
-    r"([\"']?[^\S\n]*[=:][^\S\n]*)(?:bearer\s+|basic\s+)?[^\s,;)]+"  # the name, the sign `=` or `:`, and the secret must be on one line
+    r"([\"']?[^\S\n]*[=:][^\S\n]*)(?:bearer\s+|basic\s+)?[^\s,;)]+"  # matches only if all is on one line
 )
 _KEY_BLOCK = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
 
@@ -44,7 +44,7 @@ def without_credentials(text: str) -> str:
 
 
 def is_secret(name: str) -> bool:
-    """Return whether an option or a field of this name holds a credential, such as `api_key`.
+    """Return whether the name of an option or a field, such as `api_key`, says that the value is a credential.
 
     A number of tokens, such as `max_new_tokens`, is not a credential, and neither is the id of a special token.
     """
@@ -52,7 +52,7 @@ def is_secret(name: str) -> bool:
 
 
 def without_secrets(values: Any) -> Any:
-    """Return settings with `...` in place of credentials: values with a key such as `api_key`, and credentials inside texts.
+    """Return settings with `...` in place of credentials: of values under a name such as `api_key`, and of credentials inside texts.
 
     Mappings, lists and tuples become new dicts and lists; everything else that is no text stays as it is.
     """
@@ -67,6 +67,6 @@ def without_secrets(values: Any) -> Any:
 
 
 def error_line(error: BaseException) -> str:
-    """Return the type and the text of `error` in one line, shortened and cleaned as in `one_line`."""
+    """Return the type and the text of `error` as one line, shortened and without credentials, as `one_line` does."""
     text = text_of(error)
     return one_line(f"{type(error).__name__}: {text}" if text else type(error).__name__)

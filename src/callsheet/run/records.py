@@ -38,7 +38,7 @@ class Records:
         self._device = device
         self._world = world
         self._process: Any = None
-        if device.type != "cuda":  # make a new `Process` for each run, because after a fork an older one describes the parent
+        if device.type != "cuda":  # each run needs a new psutil `Process`: after a fork, an older one describes the parent
             self._process = load("psutil", extra="train", wanted_by="Trainer").Process()
         self._passed = 0  # the number of log intervals that had passed when the last record was made
         self._recorded_step = 0  # the step of the last record
@@ -56,7 +56,7 @@ class Records:
         if scale is not None:
             losses = {name: loss * scale for name, loss in losses.items()}
         loss = losses["loss"]
-        if moved:  # if the step was skipped, its loss may have overflowed, so do not keep it
+        if moved:  # not for a skipped step, since its loss may have overflowed
             self.last_loss = loss
         if not self.are_read:
             return

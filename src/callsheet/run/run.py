@@ -31,7 +31,7 @@ from callsheet.run.signals import SignalWatch
 
 
 class CallbackStates:
-    """The states of all callbacks, which are stored in a checkpoint together.
+    """Saves and loads the states of all callbacks as one part of a checkpoint.
 
     The state of a callback that is isolated or has a lane is copied and checked when it is read. If a checkpoint cannot hold such
     a state, the checkpoint is written without it, and the run continues.
@@ -139,7 +139,7 @@ class Run:
     def connect(
         self, evaluation: EvaluationPart, checkpoints: CheckpointsPart, boundaries: type[Boundaries] = Boundaries
     ) -> None:
-        """Connect the loop's evaluation and checkpoints to the run, and create `boundaries`, which uses both."""
+        """Connect the loop's evaluation and checkpoints to the run, and create `boundaries`, which carries them out when due."""
         self.checkpoints = checkpoints
         self.lifetime.at_end(checkpoints.close)
         self.agreement.durable = checkpoints.durable

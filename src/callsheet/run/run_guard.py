@@ -1,4 +1,4 @@
-"""Allows only one run to write to a run's folder: rank 0 holds a lock, and all ranks learn whether rank 0 has acquired the lock."""
+"""Ensures that only one run writes to a run's folder. Rank 0 acquires a lock, and tells all ranks whether it has the lock."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class RunGuard:
         lock.check()
 
     def raise_if_lost(self) -> None:
-        """On rank 0, raise the error of `check` if the lock is already known to be lost.
+        """On rank 0, raise an error if the lock of the run's folder is already known to be lost.
 
         This does not read the disk.
         """
@@ -110,7 +110,7 @@ class RunGuard:
             self._lock.check()
 
     def begin(self) -> None:
-        """On rank 0, record that training begins. From now on the folder is marked as the folder of a run."""
+        """On rank 0, record that training begins, and mark the folder as the folder of a run (with a file `run.json`)."""
         self._has_begun = True
         self.mark()
 

@@ -102,7 +102,7 @@ class Claim:
         """
         if self.machine_id != machine_id():
             return False
-        if self.pid == os.getpid():  # an unknown token is from an earlier process with the same pid, or from before `exec`
+        if self.pid == os.getpid():  # a token unknown here is from an earlier process with this pid, or from before `exec`
             return self.token not in _tokens
         return process_started(self.pid) != self.process_started
 
@@ -170,7 +170,7 @@ class RunLock:
 
     @property
     def was_acquired(self) -> bool:
-        """Whether this run holds the lock of its folder, or held it and lost it."""
+        """Whether this run has acquired the lock of its folder, even if it has lost the lock since."""
         return self._ownership is not None or bool(self._lost)
 
     def acquire(self, timeout: float) -> None:
@@ -188,7 +188,7 @@ class RunLock:
             time.sleep(_POLL_SECONDS)
 
     def attempt(self) -> Owner | None:
-        """Acquire the lock if it is free; otherwise return its owner, without waiting.
+        """Without waiting, acquire the lock and return None or, if another run holds the lock, return the owner.
 
         Raises:
             OSError: no file can be created beside the run's folder.
@@ -321,7 +321,7 @@ class RunLock:
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that owns a lock. `claim` is None if the lock file cannot be read yet."""
+    """The process that holds a lock. `claim`, the content of the lock file, is None if the file cannot be read yet."""
 
     claim: Claim | None
     is_in_this_process: bool = False
@@ -370,7 +370,7 @@ class _Ownership:
         return self._is_in_place()
 
     def successor(self) -> Claim | None:
-        """Return the claim of the process that took over the run's folder from this process."""
+        """Return the claim of the process that has taken the lock over from this process; None if there is none."""
         try:
             claims = _claims(self._path)
         except OSError:
@@ -378,7 +378,7 @@ class _Ownership:
         return _parsed(claims[max(claims)]) if claims else None
 
     def withdraw(self) -> None:
-        """Remove the lock file of a claim that did not get the lock."""
+        """Remove the lock file with which this process tried, without success, to get the lock."""
         os.close(self._descriptor)
         self._remove()
 
@@ -398,7 +398,7 @@ class _Ownership:
         _tokens.discard(self.claim.token)
         with contextlib.suppress(FileNotFoundError):
             self._file.unlink()
-        with contextlib.suppress(OSError):  # `rmdir` fails if the folder is not empty, because another process waits for the lock
+        with contextlib.suppress(OSError):  # `rmdir` fails if the folder holds the lock file of another process
             self._path.rmdir()
             for folder in reversed(self._created):
                 folder.rmdir()
@@ -499,7 +499,7 @@ def _created(path: Path, folders: list[Path]) -> int | None:
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
             return None
-        except FileNotFoundError:  # a run that has just ended has removed the folder
+        except FileNotFoundError:  # another run that has just ended has removed the folder, so try again
             continue
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 

@@ -111,7 +111,7 @@ def _model(model: nn.Module | None) -> dict[str, Any]:
 def _optimizer(optimizer: Any) -> dict[str, Any]:
     if optimizer is None:
         return {}
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate and other libraries wrap the optimizer, so unwrap it
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # unwrap the optimizer of Accelerate and other libraries
     groups = [_group(group) for group in getattr(optimizer, "param_groups", None) or [{}]]
     common = {name: value for name, value in groups[0].items() if all(group.get(name) == value for group in groups)}
     different = {
@@ -142,7 +142,7 @@ def _scheduler(scheduler: Any) -> dict[str, Any]:
 
 def _callback(callback: Callback, depth: int = 0) -> dict[str, Any]:
     callback = inner(callback)
-    foreign = getattr(callback, "foreign", None)  # for another framework's callback, the constructor's arguments are unknown
+    foreign = getattr(callback, "foreign", None)  # another framework's callback, whose arguments are unknown
     if foreign is not None:
         return {"class_path": _path(type(foreign))}
     parameters = inspect.signature(type(callback).__init__).parameters

@@ -153,7 +153,7 @@ def _signal(given: str | int) -> signal.Signals:
 
 
 def _after_fork() -> None:
-    for watch in reversed(_active.copy()):  # innermost first, because each watch restores the handler that was set before its own
+    for watch in reversed(_active.copy()):  # innermost first: each watch restores the handler that it has replaced
         watch.after_fork()
 
 

@@ -26,7 +26,7 @@ T = TypeVar("T")
 POLL_SECONDS = 0.01
 _LINGER_SECONDS = 0.5  # rank 0 waits up to this time, so that the other ranks can read its message
 
-_meetings = count()  # numbers the stores that this process opens; all ranks open the same stores, so they agree on the numbers
+_meetings = count()  # the number of the next store to open; it is the same on all ranks, which open the same stores
 
 
 def within(seconds: float, act: Callable[[], T]) -> T:
@@ -160,7 +160,7 @@ def _failed(store: Any, ranks: Ranks, name: str, timeout: float) -> str:
     everyone = range(ranks.world_size)
     words, accepted = _read(store, "word", everyone), _read(store, "accepted", everyone)
     absent = [rank for rank in everyone if (accepted[rank] != name if name else words[rank] is None)]
-    absent = absent or [0]  # if no rank is missing, name rank 0, because it has not confirmed the list of ranks
+    absent = absent or [0]  # if no other rank is missing, rank 0 is at fault: it has not confirmed the list of ranks
     message = f"{named_ranks(absent)} of {ranks.world_size} did not join the others within {timeout:g} s: not started, dead or suspended"
     if ranks.rank == 0:
         store.set("failed", json.dumps([message, words]))

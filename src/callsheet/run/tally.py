@@ -65,7 +65,7 @@ class Tally:
         return self._record[2] + self._seconds + running
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts that are not in the timestamp yet, and the counts that are not in a metrics record yet.
+        """Return two sets of counts: those that are not in the run's timestamp yet, and those that are in no metrics record yet.
 
         The first are samples, tokens and seconds since the last call of `update_timestamp`, added up over all ranks. The second
         were added to the timestamp since the last metrics record. This is a collective.
