@@ -23,7 +23,7 @@ model, other = (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)) for _
 optimizer, steps_other = (torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, other))
 loader = DataLoader(TensorDataset(x, y), batch_size=8)
 step, counts = 0, []
-def squared(inputs, targets):
+SETUPdef squared(inputs, targets):
     return nn.functional.mse_loss(model(inputs), targets)
 def evaluate():
     with torch.no_grad():
@@ -48,18 +48,23 @@ losses.append(loss.item())
 
 
 def observed(
-    folder: Path, *, before: str = "", after: str = "", end: str = "", body: str = _BODY
+    folder: Path, *, before: str = "", after: str = "", end: str = "", body: str = _BODY, setup: str = ""
 ) -> tuple[list[float], list[int], RunFolder]:
     """Run the loop alone and under `callsheet exec`, and return its losses, the numbers of its hooks at each step, and the run.
 
-    From step `LATER` on, each step begins with `before` and ends with `after`. `end` is at the end of each epoch.
+    From step `LATER` on, each step begins with `before` and ends with `after`. `end` is at the end of each epoch, and
+    `setup` before the first.
     """
     lines = [body]
     if before:
         lines.insert(0, f"if step >= {LATER}:{indent(before, '    ')}")
     if after:
         lines.append(f"if step >= {LATER}:{indent(after, '    ')}")
-    script = _LOOP.replace("BODY", indent("\n".join(lines), " " * 8)).replace("    END", indent(end or "pass", "    "))
+    script = (
+        _LOOP.replace("SETUP", setup)
+        .replace("BODY", indent("\n".join(lines), " " * 8))
+        .replace("    END", indent(end or "pass", "    "))
+    )
     (folder / "train.py").write_text(script)
     (folder / "callbacks.yaml").write_text("- class_path: callsheet.loggers.JSONLLogger\n")
     alone = run_forked(folder, "train.py")
@@ -130,3 +135,30 @@ def test_what_a_regular_loop_does_later(name: str, does: dict[str, str], tmp_pat
     known = [(recorded, loss) for recorded, loss in zip(found, losses, strict=True) if recorded is not None]
     assert len(known) >= len(losses) - 1
     assert [recorded for recorded, _ in known] == pytest.approx([loss for _, loss in known])
+
+
+ACCUMULATES = """
+if place == 0:
+    optimizer.zero_grad()
+    total, place = 0.0, PLACES
+loss = squared(inputs, targets)
+loss.backward()
+total, place = total + loss.item(), place - 1
+if place == 0:
+    optimizer.step()
+    losses.append(total)
+"""
+
+
+@pytest.mark.parametrize("places", ["2", "1 + step % 3", "1 if step < 30 else 2"])
+def test_a_regular_loop_accumulates_gradients(places: str, tmp_path: Path) -> None:
+    """Steps of several batches, and epochs that end within a step: losses, samples and epochs are right."""
+    setup = "import weakref\nplace, references = 0, []\n"
+    ends = f"\nif place == 0:{indent(f'{chr(10)}if step > 40: assert all(each() is None for each in references[:-1])', '    ')}\n"
+    body = ACCUMULATES.replace("PLACES", places) + ends + "references.append(weakref.ref(inputs))\n"
+    losses, _, run = observed(tmp_path, body=body, setup=setup)
+    assert losses_of(run) == pytest.approx(losses)
+    samples = [record.values["time/sample"] for record in run.records]
+    assert samples[-1] in (8 * STEPS, 8 * (STEPS - 1))  # the last step may lack its second batch
+    assert samples == sorted(samples)
+    assert run.records[-1].values["time/epoch"] in (3, 4)

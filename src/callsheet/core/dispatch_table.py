@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -118,16 +118,17 @@ class DispatchTable:
         if is_running:  # compile now, so that the change takes effect at the next event
             self.compile(events if is_compiled else EVENTS)
 
-    def compile(self, events: Iterable[str] = EVENTS) -> None:
+    def compile(self, events: Collection[str] = EVENTS) -> None:
         """Compile, from the handlers and their options, which functions are called for these events."""
-        self._plain, self._timed = self._table(self._plain, events, in_window=False), {}
+        self._plain = self._table(self._plain, events, in_window=False)
+        self._timed = {event: made for event, made in self._timed.items() if event not in events}
         self.has_listeners.link(self._plain, events)
         self.use_window(events)
 
     def use_window(self, events: Iterable[str] = EVENTS) -> None:
         """Call timed handlers from now on if a timing window is open (steps are being timed), otherwise handlers without timing."""
-        if self.costs.is_window and not self._timed:
-            self._timed = self._table({}, EVENTS, in_window=True)
+        if self.costs.is_window and len(self._timed) < len(EVENTS):
+            self._timed = self._table(self._timed, [each for each in EVENTS if each not in self._timed], in_window=True)
         self.active.update(self._timed if self.costs.is_window else self._plain)
         for spans in self._spans:
             spans.link(self.active, events)
