@@ -140,7 +140,7 @@ def test_the_resolved_configuration_repeats_the_run(recipe: Path, capsys: pytest
         (["train", "tiny.yaml", "--callbacks", '[{"class_path": "test_cli.Misspelt"}]'], "did you mean 'on_train_step_end'?"),
         (["train", "broken.yaml"], "broken.yaml:1: this is not YAML"),
         (["train", "nameless.yaml"], "its key `recipe` must name one of "),
-        (["train", "misspelt.yaml"], "misspelt.yaml:19: there is no key 'max_durtion'; did you mean 'max_duration'?"),
+        (["train", "misspelled.yaml"], "misspelled.yaml:19: there is no key 'max_durtion'; did you mean 'max_duration'?"),
     ],
 )
 def test_bad_input_is_named_with_a_hint(
@@ -148,7 +148,7 @@ def test_bad_input_is_named_with_a_hint(
 ) -> None:
     Path("broken.yaml").write_text("recipe: [")
     Path("nameless.yaml").write_text("max_duration: 3ba")
-    Path("misspelt.yaml").write_text(TINY + "max_durtion: 3ba\n")
+    Path("misspelled.yaml").write_text(TINY + "max_durtion: 3ba\n")
     assert main(arguments) == 2
     err = capsys.readouterr().err
     assert said in err

@@ -174,7 +174,7 @@ def test_pending_says_whether_there_is_anything_to_look_at() -> None:
     assert seen == [True, True, False]
 
 
-def test_a_misspelt_done_drops_no_stop() -> None:
+def test_a_misspelled_done_drops_no_stop() -> None:
     control = Control()
     control.stop("x")
     with pytest.raises(ConfigError, match=r"there is no request 'saev'; did you mean 'save'\?"):

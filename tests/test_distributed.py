@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from callsheet.core.ranks import Ranks, check_gate, gather, initialised_distributed, read_ranks
+from callsheet.core.ranks import Ranks, check_gate, gather, initialized_distributed, read_ranks
 from callsheet.errors import ConfigError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")
@@ -95,16 +95,16 @@ def test_what_is_no_gate_is_rejected(gate: object) -> None:
 
 def test_alone_nothing_communicates() -> None:
     assert gather("x") == ["x"]
-    assert initialised_distributed() is None
+    assert initialized_distributed() is None
 
 
 PROGRAM = """
 import sys, torch.distributed as dist
-from callsheet.core.ranks import gather, initialised_distributed, read_ranks
+from callsheet.core.ranks import gather, initialized_distributed, read_ranks
 rank = int(sys.argv[1])
 before = read_ranks()
 dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2)
-assert initialised_distributed() is dist
+assert initialized_distributed() is dist
 print(before.rank, before.world_size, read_ranks().rank, read_ranks().world_size, gather({"rank": rank}))
 dist.destroy_process_group()
 """

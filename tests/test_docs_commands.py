@@ -389,7 +389,7 @@ def test_the_commands_of_a_block_are_accepted(block: Block, tmp_path: Path, monk
         "ssh trainer.example callsheet watch big --prt 8080",
     ],
 )
-def test_a_misspelt_command_is_found(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_misspelled_command_is_found(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises((SystemExit, AssertionError, ValueError, OSError)):
         parse(command)
@@ -460,7 +460,7 @@ def test_the_complete_jobs_in_the_docs_record_what_a_report_needs() -> None:
     ] == []
 
 
-def test_yaml_with_a_misspelt_key_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_yaml_with_a_misspelled_key_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     block = next(block for block in BLOCKS if block.kind == "yaml" and "sequence_length" in block.text)
     wrong = Block(block.page, block.line, "yaml", block.text.replace("sequence_length", "sequence_lenght"))
     with pytest.raises(AssertionError):

@@ -538,7 +538,7 @@ def test_a_script_without_a_guard_is_rejected(tmp_path: Path, tmp: Path) -> None
 
 @pytest.fixture
 def long_job(tmp_path: Path, tmp: Path) -> Iterator[subprocess.Popen[str]]:
-    """The script, training for ever; it has saved its first checkpoint."""
+    """The script, training forever; it has saved its first checkpoint."""
     (tmp_path / "job.py").write_text(PARTS + "from callsheet import launch\n" + MAIN)
     process = started("job.py", str(tmp_path), "1000000ep", str(tmp_path / "no" / "hold"), cwd=tmp_path)
     wait_for(lambda: find_checkpoints(tmp_path / "job" / "checkpoints").checkpoints, process)

@@ -256,7 +256,7 @@ def test_the_package_exports_what_a_user_writes() -> None:
 
 
 def test_import_callsheet_is_enough_for_the_public_modules() -> None:
-    """`callsheet.callbacks.SpeedMonitor` works without `import callsheet.callbacks`, and a misspelt name gets one hint."""
+    """`callsheet.callbacks.SpeedMonitor` works without `import callsheet.callbacks`, and a misspelled name gets one hint."""
     names = sorted([each.partition(".")[2] for each in PUBLIC if "." in each] + [*PUBLIC_FOLDERS])
     assert sorted(callsheet._SUBPACKAGES) == names
     code = f"import callsheet; print([getattr(callsheet, name).__name__ for name in {names}]); callsheet.Calback"

@@ -34,7 +34,7 @@ def rejection(kind: type[CallsheetError], given: Any) -> str:
 
 
 class Misspelt(Callback):
-    def on_train_stepend(self, ctx: Context) -> None: ...  # line: misspelt
+    def on_train_stepend(self, ctx: Context) -> None: ...  # line: misspelled
 
 
 class Prefixless(Callback):
@@ -83,7 +83,7 @@ def worded(**words: Any) -> Callback:
 
 def test_an_unknown_event_names_the_callback_the_line_and_the_nearest() -> None:
     assert rejection(UnknownEventError, Misspelt()) == (
-        f"unknown event 'on_train_stepend'; did you mean 'on_train_step_end'? (callback Misspelt, {at_line('misspelt')})"
+        f"unknown event 'on_train_stepend'; did you mean 'on_train_step_end'? (callback Misspelt, {at_line('misspelled')})"
     )
 
 

@@ -90,7 +90,9 @@ def figures(name: str) -> Callable[[], list[str]]:
     def lines() -> list[str]:
         if not path.exists():
             return ["(not measured yet: `make bench`)"]
-        return "\n".join(line for line in path.read_text().splitlines() if not line.startswith("# ")).strip().splitlines()
+        text = "\n".join(line for line in path.read_text().splitlines() if not line.startswith("# ")).strip()
+        # A caption becomes a sentence, because text follows some of the tables.
+        return re.sub(r"(?m)^([^|\n].*[^.:;!?|*\n])$(?=\n\n|\Z)", r"\1.", text).splitlines()
 
     return lines
 

@@ -105,7 +105,7 @@ def test_an_error_names_the_place_of_the_function(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("event", ["on_train_stepend", "train_step_end"])
-def test_a_misspelt_event_is_an_error(event: str) -> None:
+def test_a_misspelled_event_is_an_error(event: str) -> None:
     functions: dict[str, Any] = {event: record_step}
     with pytest.raises(UnknownEventError, match="did you mean 'on_train_step_end'"):
         Lambda(**functions)

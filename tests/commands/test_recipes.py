@@ -35,7 +35,7 @@ def test_a_copy_is_the_same_recipe_and_is_not_overwritten(
     assert Path(path).read_text() == "mine"
 
 
-def test_a_misspelt_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelled_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes", "--copy", "pretran"]) == 2
     assert "there is no recipe 'pretran'; did you mean 'pretrain'?" in capsys.readouterr().err
     with pytest.raises(SystemExit):

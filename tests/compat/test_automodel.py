@@ -432,7 +432,7 @@ def test_a_configuration_is_read_from_a_file_and_the_command_line(tmp_path: Path
     assert FinetuneRecipeForVLM.OURS.__name__ == "FinetuneVLM"
     with pytest.raises(ConfigError, match="teacher_model: a distillation needs a teacher"):
         KnowledgeDistillationRecipeForNextTokenPrediction(llm(tmp_path))
-    labelled = classification(tmp_path)
+    labeled = classification(tmp_path)
     labelled["dataset"]["column_mapping"] = {"answer": "label"}
     with pytest.raises(ConfigError, match=r"dataset\.column_mapping: give text_column"):
         TrainFinetuneRecipeForSequenceClassification(labelled)

@@ -67,7 +67,7 @@ def folder_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     chats = [{"prompt": f"{i} + {i} =", "completion": str(2 * i) * 100} for i in range(128)]
     for name in ("data/train", "data/billing", "chats"):
         save_rows(tmp_path / f"{name}.jsonl", chats)
-    labelled = [{"text": name, "label": label} for name, label in (("apple", "fruit"), ("zinc", "metal")) for _ in range(8)]
+    labeled = [{"text": name, "label": label} for name, label in (("apple", "fruit"), ("zinc", "metal")) for _ in range(8)]
     for name in ("train", "shop"):
         save_rows(tmp_path / f"{name}.jsonl", labelled)
     Image.new("RGB", (12, 9), "red").save(tmp_path / "red.png")

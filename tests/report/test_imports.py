@@ -658,7 +658,7 @@ def test_sources_that_are_not_clear_are_rejected(board: Path, tmp_path: Path) ->
         import_runs("http://localhost:5000", tmp_path / "runs")
     (tmp_path / "empty").mkdir()
     with pytest.raises(
-        ConfigError, match=r"has nothing that import recognises. It looks for tensorboard: .* Name the kind with --from"
+        ConfigError, match=r"has nothing that import recognizes. It looks for tensorboard: .* Name the kind with --from"
     ):
         import_runs(tmp_path / "empty", tmp_path / "runs")
     csv_log(board / "csv", "step,train_loss\n1,0.5\n")
@@ -695,7 +695,7 @@ def test_links_out_of_the_source_are_not_followed(board: Path, tmp_path: Path) -
     inside.mkdir()
     (inside / "folder").symlink_to(board)
     (inside / event_file(board / "one").name).symlink_to(event_file(board / "one"))
-    with pytest.raises(ConfigError, match="nothing that import recognises"):
+    with pytest.raises(ConfigError, match="nothing that import recognizes"):
         import_runs(inside, tmp_path / "runs")
 
 
@@ -744,7 +744,7 @@ def test_values_of_one_step_are_one_record_and_the_last_one_counts() -> None:
 def test_a_file_that_only_looks_like_a_database(tmp_path: Path) -> None:
     (tmp_path / "x.db").write_bytes(b"SQLite format 3\x00" + os.urandom(4000))
     assert sqlite_copy.tables(tmp_path / "x.db") == {}
-    with pytest.raises(ConfigError, match="nothing that import recognises"):
+    with pytest.raises(ConfigError, match="nothing that import recognizes"):
         import_runs(tmp_path, tmp_path / "runs")
 
 

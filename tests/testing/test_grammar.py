@@ -381,7 +381,7 @@ def test_the_end_of_the_enclosing_span_is_accepted_as_the_last_event() -> None:
         check_events(["on_train_step_end"], within="train_step")
 
 
-def test_a_misspelt_span_is_rejected() -> None:
+def test_a_misspelled_span_is_rejected() -> None:
     with pytest.raises(ConfigError, match="'trian'; did you mean 'train'"):
         GrammarChecker(orders={"trian": "round*"})
     with pytest.raises(ConfigError, match="'trian'; did you mean 'train'"):
@@ -396,7 +396,7 @@ def readable_along(events: list[str]) -> list[tuple[str, frozenset[str]]]:
     seen = []
     for event in events:
         checker.check(event)
-        seen.append((event, checker.readable(event) - frozenset(ALWAYS)))
+        seen.append((event, checker.readable() - frozenset(ALWAYS)))
     return seen
 
 
@@ -463,7 +463,7 @@ def test_fields_that_are_always_available_are_readable_at_every_event() -> None:
     checker = GrammarChecker()
     for event in trained(*STEP):
         checker.check(event)
-        assert checker.readable(event) >= frozenset(ALWAYS)
+        assert checker.readable() >= frozenset(ALWAYS)
 
 
 @pytest.mark.parametrize("name", ["one step", "everything at a step's boundary", "everything after a round"])

@@ -374,7 +374,7 @@ def check(plan: Plan) -> list[str]:
         if seen.event == "on_exception":
             assert {"exception", "span"} <= seen.readable
         else:
-            assert seen.readable == checker.readable(seen.event) | kept, seen.event
+            assert seen.readable == checker.readable() | kept, seen.event
         if plan.keeps_outputs and seen.event in ("on_forward_end", "on_train_step_end", "on_exception"):
             kept = {"outputs"} if seen.event == "on_forward_end" else set()
         assert (seen.event == "on_run_end") == (seen.outcome is not None)

@@ -203,7 +203,7 @@ def test_ranks_train_what_one_process_trains(kind: str, world_size: int, name: s
         assert found[name]["samples"] == EPOCHS * CASES[name].samples
 
 
-# --- a mean over labelled tokens ---
+# --- a mean over labeled tokens ---
 
 TOKEN_STEPS = 5
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from callsheet.core.callback import Callback, label_of, one_of
 from callsheet.core.context import Context
-from callsheet.core.ranks import initialised_distributed
+from callsheet.core.ranks import initialized_distributed
 from callsheet.core.run_state import RunInfo, TrainState
 from callsheet.errors import ConfigError, HangError
 
@@ -236,7 +236,7 @@ class HangDetector(Callback):
             file.flush()
             # The list of threads may be incomplete, because faulthandler writes at most 100 threads.
             faulthandler.dump_traceback(file, all_threads=True)
-        if initialised_distributed() is not None:
+        if initialized_distributed() is not None:
             collectives = sys.modules["torch"]._C._distributed_c10d
             dump = getattr(collectives, "_dump_fr_trace_json", None) or getattr(collectives, "_dump_nccl_trace_json", None)
             trace = dump() if dump is not None else b""

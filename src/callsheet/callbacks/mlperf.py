@@ -26,7 +26,7 @@ from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")
 
-_CHECK_SECONDS = 300.0  # time limit of the user's command `cache_clear_cmd`, in seconds
+_CLEAR_CACHE_SECONDS = 300.0  # time limit of the user's command `cache_clear_cmd`, in seconds
 
 
 class MLPerfCallback(Callback):
@@ -271,7 +271,7 @@ def _place(ctx: Context) -> dict[str, int]:
 def _problem_of(command: list[str]) -> str:
     """Run a command. Return why it failed, or an empty string if it succeeded."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_CHECK_SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_CLEAR_CACHE_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return f"it ended with {done.returncode}: {(done.stderr or done.stdout).strip()}" if done.returncode else ""

@@ -19,7 +19,7 @@ def import_runs(
     """Import runs of other tools. Print a line for each run as soon as its folder is complete.
 
     Raises:
-        ConfigError: an argument is invalid, nothing is recognised, or a folder would be overwritten.
+        ConfigError: an argument is invalid, nothing is recognized, or a folder would be overwritten.
         MissingPackage: the package that reads the files is not installed.
     """
     names = dict(_pair(text) for text in rename)

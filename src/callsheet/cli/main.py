@@ -256,7 +256,7 @@ def _add_runs(command: AddsCommand) -> None:
         action="append",
         default=[],
         metavar="CONDITION",
-        help="list only runs that fulfil this condition; may be repeated",
+        help="list only runs that fulfill this condition; may be repeated",
     )
     runs.add_argument("--columns", default="", metavar="COLUMN,...", help="the columns to print, separated by commas")
     runs.add_argument("--sort", default="started", metavar="COLUMN", help="the column to sort by (default: started)")

@@ -225,7 +225,7 @@ def recipe_parser(kind: type[Recipe[Any]], path: Path, *, command: str, title: s
         parser_mode=names.FORMAT,
         formatter_class=KeyHelp,
         exit_on_error=False,
-        allow_abbrev=False,  # a misspelt key is an error, even if it is the beginning of a valid key
+        allow_abbrev=False,  # a misspelled key is an error, even if it is the beginning of a valid key
     )
     parser.add_argument(
         "--recipe", type=str, help="the name of a shipped recipe, or the import path of your own class; every file needs it"

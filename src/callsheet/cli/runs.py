@@ -93,7 +93,7 @@ def runs(
 
     Args:
         folder: contains the runs' folders.
-        where: conditions such as `validation/loss < 2`; only runs that fulfil all of them are listed.
+        where: conditions such as `validation/loss < 2`; only runs that fulfill all of them are listed.
         columns: names of columns, metrics and settings; empty: the default columns.
         sort: the name of a column, metric or setting.
         is_reversed: whether to sort the other way round.
@@ -203,7 +203,9 @@ def _condition(text: str) -> tuple[str, str, str]:
 
 
 def _fulfils(column: Column, row: RunRow, compared: str, wanted: str) -> bool:
-    """Return whether the run fulfils a condition of `--where`. A run whose value is unknown does not fulfil it."""
+    """Return whether the run fulfills a condition of `--where`. Except for tags, a run whose value is unknown fulfills no condition with a
+    comparison other than `~`, which searches the value's text.
+    """
     value = column.value(row)
     if compared == "~":
         return wanted.lower() in str(value).lower()

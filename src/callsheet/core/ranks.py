@@ -50,13 +50,13 @@ def read_ranks() -> Ranks:
         return int(text) if text else default
 
     rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1)
-    distributed = initialised_distributed()
+    distributed = initialized_distributed()
     if distributed is not None:
         rank, world_size = distributed.get_rank(), distributed.get_world_size()
     return Ranks(rank, number("LOCAL_RANK", rank), number("GROUP_RANK", 0), world_size)
 
 
-def initialised_distributed() -> Any | None:
+def initialized_distributed() -> Any | None:
     """Return the module torch.distributed if the program has imported it and has made a process group, otherwise None."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -66,7 +66,7 @@ def initialised_distributed() -> Any | None:
 
 def gather(value: Any) -> list[Any]:
     """Return the `value` of every rank, in the order of ranks. This is a collective: every rank must call it."""
-    distributed = initialised_distributed()
+    distributed = initialized_distributed()
     if distributed is None or distributed.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * distributed.get_world_size()

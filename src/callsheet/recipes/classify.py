@@ -14,7 +14,7 @@ from callsheet.core.callback import Callback, one_of
 from callsheet.core.manager import CallbackManager
 from callsheet.errors import ConfigError
 from callsheet.recipes.data.class_labels import WEIGHTS, ClassLabels, agreed_with_head, class_weights
-from callsheet.recipes.data.labelled_texts import TOO_LONG, LabelledTexts
+from callsheet.recipes.data.labeled_texts import TOO_LONG, LabeledTexts
 from callsheet.recipes.data.package_pieces import PackagePieces
 from callsheet.recipes.data.padding import Padding
 from callsheet.recipes.data.rows import Rows, Stream, Table, prepared
@@ -113,7 +113,7 @@ class Classify(Recipe[ClassifyConfig]):
             raise ConfigError("labels: the classes of streamed rows are not known before training; name them in `labels`")
         self.labels = labels = agreed_with_head(labels, config.model, may_reorder=config.labels is None)
         cuts, most = config.too_long == "truncate", config.sequence_length
-        self.texts = LabelledTexts(self.tokenizer, labels, *columns, most, cuts)
+        self.texts = LabeledTexts(self.tokenizer, labels, *columns, most, cuts)
         self.counts = ByteCounts(len(labels))
         for name, rows in self.sets.items():
             for place, row in rows.places() if isinstance(rows, Table) else ():

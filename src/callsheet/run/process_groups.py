@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from callsheet.core.ranks import Ranks, initialised_distributed
+from callsheet.core.ranks import Ranks, initialized_distributed
 from callsheet.errors import DistributedError, HostError, text_of
 from callsheet.run.store import attempt_store, keeper_of_store, named_ranks, within
 
@@ -123,7 +123,7 @@ class ProcessGroups:
             return
         group_timeout = timedelta(seconds=timeout - self._answer_seconds)
         with _as_distributed_error():
-            if initialised_distributed() is None:
+            if initialized_distributed() is None:
                 distributed.init_process_group(
                     "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                     store=attempt_store(ranks, timeout),
@@ -276,7 +276,7 @@ class ProcessGroups:
         if self._presence is not None:
             self._presence.end()
             self._presence = None
-        if self.size == 1 or initialised_distributed() is None:
+        if self.size == 1 or initialized_distributed() is None:
             return
         self._notes.leave(_LEFT, "")
         if self._is_ours:

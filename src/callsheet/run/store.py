@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch does not declare these exports
 
-from callsheet.core.ranks import Ranks, initialised_distributed
+from callsheet.core.ranks import Ranks, initialized_distributed
 from callsheet.errors import ConfigError, DistributedError
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ _meetings = count()  # the number of the next store to open; it is the same on a
 def within(seconds: float, act: Callable[[], T]) -> T:
     """Return the result of `act()`, or raise `TimeoutError` if it takes longer than `seconds`.
 
-    Most calls of a store have no timeout, and block for ever if the process that keeps the store is suspended. So they run on a
+    Most calls of a store have no timeout, and block forever if the process that keeps the store is suspended. So they run on a
     thread that can be abandoned.
     """
     answer: Future[T] = Future()
@@ -65,7 +65,7 @@ def attempt_store(ranks: Ranks, timeout: float) -> Any:
         ConfigError: the environment does not contain the store's address.
         DistributedError: some ranks did not join within `timeout` seconds; the message names them.
     """
-    distributed = initialised_distributed()
+    distributed = initialized_distributed()
     base: Any = distributed.distributed_c10d._get_default_store() if distributed is not None else None
     deadline = time.monotonic() + timeout
     where = _rendezvous_address() if base is None else None

@@ -203,12 +203,8 @@ class GrammarChecker:
             self._open.pop()
         self._follow_windows(event, depth)
 
-    def readable(self, event: str) -> frozenset[str]:
-        """Return the fields that callbacks may read at the event that was checked last.
-
-        Args:
-            event: the name of the event.
-        """
+    def readable(self) -> frozenset[str]:
+        """Return the fields that callbacks may read at the event that was checked last."""
         return frozenset(ALWAYS) | self._windows.keys()
 
     def finish(self) -> None:

@@ -220,7 +220,7 @@ def check_numbers(arguments: Mapping[str, Any]) -> None:
     if arguments["gradient_accumulation_steps"] is None:
         raise ConfigError("gradient_accumulation_steps=None: give 1 for one batch per step")
     if arguments["timeout_seconds"] is None:
-        raise ConfigError("timeout_seconds=None: a rank that waits for ever reports nothing; give a number of seconds")
+        raise ConfigError("timeout_seconds=None: a rank that waits forever reports nothing; give a number of seconds")
     checked_lock_timeout(arguments["lock_timeout_seconds"])
     seed = arguments["seed"]
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):

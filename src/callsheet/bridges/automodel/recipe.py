@@ -12,7 +12,7 @@ import torch
 
 from callsheet.bridges.guest_base import Facade
 from callsheet.core.context import Context
-from callsheet.core.ranks import initialised_distributed
+from callsheet.core.ranks import initialized_distributed
 from callsheet.core.time import TimeUnit
 from callsheet.errors import NotSupported, did_you_mean
 
@@ -51,7 +51,7 @@ class DistEnv(Facade):
     @property
     def backend(self) -> str:
         """The backend of the process group; the default for the device if there is no process group."""
-        distributed = initialised_distributed()
+        distributed = initialized_distributed()
         if distributed is not None:
             return str(distributed.get_backend())
         return "nccl" if self.device.type == "cuda" else "gloo"

@@ -156,7 +156,7 @@ def markdown_of_derived() -> list[str]:
     for each in frameworks().values():
         for name, row in each.derived.items():
             lines.append(f"| `{name}` | {row.library} | {' | '.join(_sign(row.checks.get(check)) for check in CHECKS)} |")
-        limits += [f"- `{name}`, {check}: {cell.why}" for name, check, cell in _limits(each)]
+        limits += [f"- `{name}`, {check}: {cell.why}." for name, check, cell in _limits(each)]
     return [*lines, *([""] if limits else []), *limits]
 
 
@@ -167,9 +167,9 @@ def markdown_of(bridge: str) -> list[str]:
     marked = {name: cell for name, cell in sorted(found.callbacks.items()) if cell.verdict != "works"}
     if found.callbacks:
         working = sum(cell.verdict == "works" for cell in found.callbacks.values())
-        rest = " The others are limited (~) or rejected (✗):" if marked else ""
+        rest = " The built-in callbacks in the following table are limited (~) or rejected (✗)." if marked else ""
         lines += [
-            f"{working} of callsheet's {len(found.callbacks)} built-in callbacks work here as in callsheet's own Trainer.{rest}",
+            f"{working} of callsheet's {len(found.callbacks)} built-in callbacks work in {found.name} as in callsheet's own Trainer.{rest}",
             "",
         ]
     if marked:

@@ -2,7 +2,7 @@
 
 Code that is written for Megatron Bridge works with these classes, whether or not Megatron Bridge is installed.
 
-The behaviour is that of the original, even if it is surprising: a tuple passed to `add` registers nothing, a misspelt hook is
+The behavior is that of the original, even if it is surprising: a tuple passed to `add` registers nothing, a misspelled hook is
 never called, and a callback that is registered while an event is fired is called for that event. If the original ignores such a
 mistake, callsheet logs a warning.
 """
@@ -226,7 +226,7 @@ def should_fire(callback_manager: CallbackManager | None, event_name: str) -> bo
 
 
 def _warn_of_mistakes(callback: Any, has_a_hook: bool) -> None:
-    """Warn if `add` registers nothing, or if a method's name is a misspelt event name. Megatron Bridge ignores both mistakes."""
+    """Warn if `add` registers nothing, or if a method's name is a misspelled event name. Megatron Bridge ignores both mistakes."""
     if not has_a_hook:
         logger.warning("add(%.80r) registers nothing: pass a callback, or a list of callbacks", callback)
         return

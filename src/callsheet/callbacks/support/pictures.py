@@ -16,7 +16,7 @@ Key = str | int
 
 _CHANNELS = (1, 3, 4)
 _IGNORED = 255  # the label of pixels to ignore in segmentation datasets; negative labels are ignored too
-_GREY = 0.5
+_GRAY = 0.5
 
 
 def _palette() -> Tensor:
@@ -46,7 +46,7 @@ class Pictures:
         if self.predictions is None or self.labels is None:
             return [image.squeeze(-1) for image in images]
         parts = zip(images, self.predictions.cpu(), self.labels.cpu(), strict=True)
-        return [torch.cat([_within_one(image), coloured(predicted), coloured(true)], dim=1) for image, predicted, true in parts]
+        return [torch.cat([_within_one(image), colored(predicted), colored(true)], dim=1) for image, predicted, true in parts]
 
 
 def images_in(batch: Any, key: Key | None, channels_last: bool | None) -> Tensor | None:
@@ -119,10 +119,10 @@ def classes(tensor: Tensor, channels_last: bool | None, images: Tensor, *, are_s
     return tensor.long()
 
 
-def coloured(numbers: Tensor) -> Tensor:
+def colored(numbers: Tensor) -> Tensor:
     """Return the class indices as RGB colors, which adds a last dimension. Ignored pixels are gray."""
     judged = (numbers >= 0) & (numbers != _IGNORED)
-    return torch.where(judged[..., None], PALETTE[numbers % _IGNORED], torch.tensor(_GREY))
+    return torch.where(judged[..., None], PALETTE[numbers % _IGNORED], torch.tensor(_GRAY))
 
 
 def _within_one(image: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from callsheet.compat.megatron_bridge.gpt import GPTModel, as_recipe_step
 from callsheet.compat.megatron_bridge.trackers import Trackers
 from callsheet.core.callback import Callback as OwnCallback
 from callsheet.core.context import Context
-from callsheet.core.ranks import initialised_distributed, read_ranks
+from callsheet.core.ranks import initialized_distributed, read_ranks
 from callsheet.errors import ConfigError, NotSupported
 from callsheet.recipes.data.byte_files import ByteFiles
 from callsheet.recipes.models.language_model import LanguageModel
@@ -66,7 +66,7 @@ def pretrain(
     step = as_recipe_step(forward_step_func, state)
     job = job_of(config)
     trackers = Trackers(config, state)
-    is_alone = initialised_distributed() is None and read_ranks().world_size == 1
+    is_alone = initialized_distributed() is None and read_ranks().world_size == 1
     try:
         if is_alone:
             distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -79,7 +79,7 @@ def pretrain(
         return recipe
     finally:
         trackers.close()
-        if is_alone and initialised_distributed() is not None:
+        if is_alone and initialized_distributed() is not None:
             distributed.destroy_process_group()
 
 

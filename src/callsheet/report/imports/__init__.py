@@ -53,7 +53,7 @@ def import_runs(
         A summary of each imported run.
 
     Raises:
-        ConfigError: an argument is invalid, nothing is recognised, or a folder in `to` would be overwritten.
+        ConfigError: an argument is invalid, nothing is recognized, or a folder in `to` would be overwritten.
         MissingPackage: the package that reads the files is not installed.
     """
     given = [sources] if isinstance(sources, (str, os.PathLike)) else list(sources)
@@ -125,5 +125,5 @@ def _kind_of(source: Source, given: object, kind: str | None) -> str:
         )
     if not found:
         looked = "; ".join(f"{name}: {module.LOOKS_FOR}" for name, module in KINDS.items())
-        raise ConfigError(f"{given} has nothing that import recognises. It looks for {looked}. Name the kind with --from")
+        raise ConfigError(f"{given} has nothing that import recognizes. It looks for {looked}. Name the kind with --from")
     return found[0]

@@ -13,7 +13,7 @@ TOO_LONG = ("truncate", "reject")
 
 
 @dataclass(frozen=True)
-class LabelledTexts:
+class LabeledTexts:
     """Converts rows with a text and a label to samples of token ids and a class index.
 
     All methods are called with the row's place, and raise a ConfigError that names it if they cannot use the row.
