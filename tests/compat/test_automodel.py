@@ -433,9 +433,9 @@ def test_a_configuration_is_read_from_a_file_and_the_command_line(tmp_path: Path
     with pytest.raises(ConfigError, match="teacher_model: a distillation needs a teacher"):
         KnowledgeDistillationRecipeForNextTokenPrediction(llm(tmp_path))
     labeled = classification(tmp_path)
-    labelled["dataset"]["column_mapping"] = {"answer": "label"}
+    labeled["dataset"]["column_mapping"] = {"answer": "label"}
     with pytest.raises(ConfigError, match=r"dataset\.column_mapping: give text_column"):
-        TrainFinetuneRecipeForSequenceClassification(labelled)
+        TrainFinetuneRecipeForSequenceClassification(labeled)
 
 
 def test_the_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
