@@ -69,7 +69,7 @@ def folder_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         save_rows(tmp_path / f"{name}.jsonl", chats)
     labeled = [{"text": name, "label": label} for name, label in (("apple", "fruit"), ("zinc", "metal")) for _ in range(8)]
     for name in ("train", "shop"):
-        save_rows(tmp_path / f"{name}.jsonl", labelled)
+        save_rows(tmp_path / f"{name}.jsonl", labeled)
     Image.new("RGB", (12, 9), "red").save(tmp_path / "red.png")
     for name in ("train", "validation"):
         save_rows(
