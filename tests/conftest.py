@@ -13,15 +13,18 @@ from pathlib import Path
 
 import pytest
 
+from forked import fork_for_multiprocessing  # type: ignore[import-not-found]  # pytest has its folder on the path
+
 gc.disable()  # until `pytest_runtestloop`: the imports create a million objects, and none of them is garbage
 
 pytest_plugins = ["built_ins"]  # its fixtures
 
 
 def pytest_configure() -> None:
-    """A shell starts what it puts into the background with Ctrl-C ignored, and a trainer respects that; tests of Ctrl-C need it back."""
+    """Start processes quickly, and with Ctrl-C: a shell ignores it in what it puts into the background, and a trainer respects that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    fork_for_multiprocessing()
 
 
 @pytest.hookimpl(tryfirst=True)

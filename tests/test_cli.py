@@ -19,6 +19,7 @@ from callsheet.report import RunFolder
 from callsheet.report.notes import Notes
 from callsheet.run.run_lock import RunLock
 from callsheet.run.run_marker import mark_run
+from forked import python  # type: ignore[import-not-found]  # pytest has its folder on the path
 
 TINY = """
 recipe: pretrain
@@ -51,7 +52,7 @@ def test_a_callback_is_found_in_the_current_folder(recipe: Path, capsys: pytest.
         "from callsheet import Callback\nclass Shout(Callback):\n    def on_run_end(self, ctx):\n        print('LOUD', ctx.run.outcome)\n"
     )
     command = [
-        sys.executable,
+        python(),
         "-c",
         "import sys; del sys.path[0]; from callsheet.cli.main import main; sys.exit(main(sys.argv[1:]))",
     ]

@@ -1,7 +1,6 @@
 """Ranks and gates; two real processes where there is something to gather."""
 
 import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from hypothesis import strategies as st
 
 from callsheet.core.ranks import Ranks, check_gate, gather, initialized_distributed, read_ranks
 from callsheet.errors import ConfigError
+from forked import python  # type: ignore[import-not-found]  # pytest has its folder on the path
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")
 
@@ -116,9 +116,7 @@ def test_two_processes_gather_in_the_order_of_ranks_and_the_process_group_has_th
 ) -> None:
     meet = f"file://{tmp_path_factory.mktemp('meet') / 'store'}"
     started = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), meet], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        subprocess.Popen([python(), "-c", PROGRAM, str(rank), meet], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for rank in (0, 1)
     ]
     ended = [process.communicate(timeout=120) for process in started]

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from callsheet import Event
+from forked import on_path  # type: ignore[import-not-found]  # pytest has its folder on the path
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -61,11 +62,10 @@ def printed_by_shell(commands: str, folder: Path) -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         commands = commands.replace("29400", str(free.getsockname()[1]))
-    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # python, torchrun and callsheet
     process = subprocess.Popen(
         ["bash", "-c", commands],
         cwd=folder,
-        env=os.environ | {"PATH": programs, "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PATH": on_path(), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

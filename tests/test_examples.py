@@ -19,6 +19,7 @@ import torch
 
 from callsheet.checkpoint import find_checkpoints, newest, read_checkpoint
 from callsheet.testing import run_ranks
+from forked import python  # type: ignore[import-not-found]  # pytest has its folder on the path
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -72,14 +73,14 @@ def losses(output: str) -> list[float]:
 
 @pytest.mark.test_all
 def test_a_loop_of_one_s_own_runs_and_learns(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "own_loop.py")]
+    command = [python(), str(EXAMPLES / "own_loop.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert losses(done.stdout)[-1] < losses(done.stdout)[0] / 10
 
 
 def launched(script: Path, folder: Path) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(script), str(folder)]
+    command = [python(), "-m", "torch.distributed.run", "--nproc_per_node", "2", str(script), str(folder)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -145,7 +146,7 @@ def test_fine_tuning_with_callbacks_of_one_s_own(
 @pytest.mark.slow
 def test_fine_tuning_on_eight_ranks_under_torchrun(tmp_path: Path) -> None:
     command = [
-        sys.executable,
+        python(),
         "-m",
         "torch.distributed.run",
         "--nproc_per_node",

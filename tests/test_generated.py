@@ -4,7 +4,6 @@ import importlib
 import inspect
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,14 @@ from callsheet.core.events import Event
 from callsheet.core.hooks import Hooks
 from callsheet.core.lifecycle import EVENTS, FIELDS, SPANS, description, fields_available
 from callsheet.core.spans import HasListeners, Spans
+from forked import python  # type: ignore[import-not-found]  # pytest has its folder on the path
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_nothing_generated_is_stale() -> None:
     ran = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "generate.py"), "--check"], capture_output=True, text=True, check=False, cwd=ROOT
+        [python(), str(ROOT / "tools" / "generate.py"), "--check"], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
 

@@ -27,6 +27,7 @@ from callsheet.errors import ConfigError
 from callsheet.launcher import LaunchError, RankFailure, launch
 from callsheet.transport import TransportError
 from callsheet.transport.payload import KEY, PAYLOAD
+from forked import python  # type: ignore[import-not-found]  # pytest has its folder on the path
 
 pytestmark = pytest.mark.test_all
 
@@ -93,9 +94,9 @@ def assert_nothing_left(tmp: Path) -> None:
     assert [path for path in tmp.iterdir() if path.name.startswith(("callsheet", "torchelastic"))] == []
 
 
-def started(*command: str, cwd: Path, **environment: str) -> subprocess.Popen[str]:
+def started(*command: str, cwd: Path, program: str = sys.executable, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, *command],
+        [program, *command],
         cwd=cwd,
         env=os.environ | environment,
         stdout=subprocess.PIPE,
@@ -371,6 +372,7 @@ def comes_back(factor: float, callbacks: list[Any]) -> Any:
 
 
 def test_results_come_back_by_rank(tmp: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", python())  # the other tests start interpreters
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
     callback = SavesCount(["x"])
@@ -525,7 +527,7 @@ def test_a_script_without_a_guard_is_rejected(tmp_path: Path, tmp: Path) -> None
     (tmp_path / "job.py").write_text(
         "from callsheet import launch\ndef work(): return 1\nprint('begins', flush=True)\nlaunch(work)\n"
     )
-    process = started("job.py", cwd=tmp_path)
+    process = started("job.py", cwd=tmp_path, program=python())
     output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     assert output.splitlines() == ["begins"]
@@ -540,7 +542,7 @@ def test_a_script_without_a_guard_is_rejected(tmp_path: Path, tmp: Path) -> None
 def long_job(tmp_path: Path, tmp: Path) -> Iterator[subprocess.Popen[str]]:
     """The script, training forever; it has saved its first checkpoint."""
     (tmp_path / "job.py").write_text(PARTS + "from callsheet import launch\n" + MAIN)
-    process = started("job.py", str(tmp_path), "1000000ep", str(tmp_path / "no" / "hold"), cwd=tmp_path)
+    process = started("job.py", str(tmp_path), "1000000ep", str(tmp_path / "no" / "hold"), cwd=tmp_path, program=python())
     wait_for(lambda: find_checkpoints(tmp_path / "job" / "checkpoints").checkpoints, process)
     yield process
     if process.poll() is None:

@@ -45,6 +45,7 @@ from callsheet.transport.data import decode, encode
 from callsheet.transport.fingerprint import differences, fingerprint
 from callsheet.transport.payload import KEY, PAYLOAD, open_payload
 from callsheet.transport.sealed import Key, PrivateFolder, read_private, seal, unseal, write_private
+from forked import python  # type: ignore[import-not-found]  # pytest has its folder on the path
 
 SECRETIVE = "the content of the payload"
 
@@ -509,7 +510,7 @@ if {guard}:
 
 
 def said(*command: str, cwd: Path, stdin: str | None = None) -> str:
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=cwd, input=stdin, check=False)
+    done = subprocess.run([python(), *command], capture_output=True, text=True, cwd=cwd, input=stdin, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -538,7 +539,7 @@ def test_a_class_that_the_script_s_import_would_not_define_is_rejected_with_a_hi
     (tmp_path / "broken.py").write_text(script(more="if __name__ != '__main__': raise OSError('no such thing here')"))
     assert "OSError: no such thing here\n  at " in said("broken.py", cwd=tmp_path)
     (tmp_path / "unguarded.py").write_text(script(guard="True").replace("    except TransportError", "    except KeyError"))
-    done = subprocess.run([sys.executable, "unguarded.py"], capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = subprocess.run([python(), "unguarded.py"], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 1
     assert "pack() was called while a new process imports the script: put the call under" in done.stderr
 

@@ -7,11 +7,12 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from forked import on_path  # type: ignore[import-not-found]  # pytest has its folder on the path
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = ROOT / "examples" / "tutorial"
@@ -60,7 +61,6 @@ def experiments(chapter: str) -> Iterator[tuple[dict[str, str], str, str]]:
 
 def run(commands: str, folder: Path, *, are_errors_shown: bool = False) -> str:
     """Run shell commands in a folder with a copy of the programs. Return what they print."""
-    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # python and torchrun
     done = subprocess.run(
         ["bash", "-c", commands],
         stdout=subprocess.PIPE,
@@ -68,7 +68,7 @@ def run(commands: str, folder: Path, *, are_errors_shown: bool = False) -> str:
         text=True,
         check=False,
         cwd=folder,
-        env=os.environ | {"PATH": programs, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        env=os.environ | {"PATH": on_path(), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
         timeout=240,
     )
     assert are_errors_shown or done.returncode == 0, done.stdout + done.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from callsheet.report import RunFolder
-from exec.forked import run_forked  # type: ignore[import-not-found]  # pytest has its folder on the path
+from forked import run_forked  # type: ignore[import-not-found]  # pytest has its folder on the path
 
 DATA = """
 import hashlib, os, sys, torch

@@ -29,6 +29,7 @@ from callsheet.errors import NotSupported, RegistrationError, RunInUseError
 from callsheet.loggers import JSONLLogger, read_metrics
 from callsheet.run.run_lock import RunLock
 from callsheet.testing import Recorder, Subject, check_events, run_ranks
+from forked import python  # type: ignore[import-not-found]  # pytest has its folder on the path
 
 from .loops import instructlab as own_loop
 from .loops.instructlab import Loop
@@ -436,7 +437,7 @@ def test_it_goes_through_the_package_s_own_transport(tmp_path: Path) -> None:
     tests = str(Path(__file__).parents[1])
     with given.sent():
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([tests, *filter(None, sys.path)])}
-        subprocess.run([sys.executable, str(script), sent, str(tmp_path / "out")], env=environment, check=True, timeout=120)
+        subprocess.run([python(), str(script), sent, str(tmp_path / "out")], env=environment, check=True, timeout=120)
     assert [record.step for record in read_metrics(tmp_path / "out")][-1] == 6
     assert "CALLSHEET_PAYLOAD" not in os.environ
 

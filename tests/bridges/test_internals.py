@@ -35,7 +35,7 @@ from callsheet.bridges.versions import has
 from callsheet.callbacks import LRMonitor
 from callsheet.errors import NotSupported
 from callsheet.testing import Recorder
-from exec.forked import run_forked  # type: ignore[import-not-found]  # pytest has its folder on the path
+from forked import run_forked  # type: ignore[import-not-found]  # pytest has its folder on the path
 
 from .cells import loop_of
 from .faults import FailsInSpan

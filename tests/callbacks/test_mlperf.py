@@ -20,6 +20,7 @@ from callsheet.callbacks.mlperf import MLPerfCallback
 from callsheet.callbacks.support.mlperf_result import ResultFile, found, now_ms, samples
 from callsheet.errors import ConfigError
 from callsheet.testing import run_ranks
+from forked import python  # type: ignore[import-not-found]  # pytest has its folder on the path
 
 DATA = [(torch.ones(4, 2), torch.ones(4, 1))] * 4
 GIVEN = {"train_samples": 16, "eval_samples": 4} | {
@@ -613,7 +614,7 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
         "except MissingPackage as error:\n"
         "    print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = subprocess.run([python(), "-c", script], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert "pip install 'callsheet[mlperf]'" in done.stdout, done.stderr
 
 
@@ -647,7 +648,7 @@ def _leaves_no_handlers() -> Iterator[None]:
 @pytest.mark.test_all
 def test_the_checker_accepts_the_result_of_the_example(tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "mlperf.py"
-    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = subprocess.run([python(), str(example)], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert str(results(tmp_path)[0].relative_to(tmp_path)) in done.stdout
     assert status(tmp_path) == "success"

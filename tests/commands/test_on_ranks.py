@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from callsheet.loggers import read_metrics
 from callsheet.recipes import PretrainConfig
 from callsheet.recipes.data.byte_files import ByteFiles
 from callsheet.recipes.models.language_model import LanguageModel
+from forked import python  # type: ignore[import-not-found]  # pytest has its folder on the path
 
 from .sample import Asked, contents
 
@@ -26,7 +26,7 @@ TESTS = Path(__file__).parent.parent
 
 
 def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "callsheet", *arguments]
+    command = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "callsheet", *arguments]
     environment = os.environ | {"PYTHONPATH": str(TESTS), "CALLSHEET_DATA__VALIDATION_WINDOWS": "6"}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=280)
 

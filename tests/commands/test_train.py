@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,13 +13,14 @@ import pytest
 
 from callsheet.cli.main import main
 from callsheet.loggers import read_metrics
+from forked import python  # type: ignore[import-not-found]  # pytest has its folder on the path
 
 RUN = Path("runs/tiny")
 
 
 def started(*options: str) -> subprocess.Popen[str]:
     path = os.pathsep.join(str(folder) for folder in (Path(__file__).parents[2] / "src", Path(__file__).parents[1]))
-    command = [sys.executable, "-m", "callsheet", "train", "tiny.yaml", *options]
+    command = [python(), "-m", "callsheet", "train", "tiny.yaml", *options]
     return subprocess.Popen(
         command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -36,6 +36,7 @@ from callsheet.compat.instructlab import (
 from callsheet.errors import ConfigError, NotSupported
 from callsheet.loggers import JSONLLogger, read_metrics
 from callsheet.transport import TransportError
+from forked import python  # type: ignore[import-not-found]  # pytest has its folder on the path
 
 
 @pytest.fixture
@@ -551,7 +552,7 @@ def test_on_two_processes_from_a_script_as_it_is_written_there(base: Path, tmp_p
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     ran = subprocess.run(
-        [sys.executable, str(script), str(base), str(tmp_path)], capture_output=True, text=True, check=False, timeout=240
+        [python(), str(script), str(base), str(tmp_path)], capture_output=True, text=True, check=False, timeout=240
     )
     assert ran.returncode == 0, ran.stderr
     recorded = [written_in(tmp_path, rank) for rank in (0, 1)]

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from callsheet.report import RunFolder
+from forked import run_forked  # type: ignore[import-not-found]  # pytest has its folder on the path
 
-from .forked import run_forked
 from .scripts import SCRIPTS
 
 SCRIPT = """

@@ -8,8 +8,7 @@ import pytest
 
 from callsheet.exec.log_pace import LogPace
 from callsheet.report import RunFolder
-
-from .forked import run_forked
+from forked import run_forked  # type: ignore[import-not-found]  # pytest has its folder on the path
 
 SCRIPT = """
 import sys, torch

@@ -10,8 +10,8 @@ import pytest
 
 from callsheet.exec.bare_loop import _REGULAR_STEPS
 from callsheet.report import RunFolder
+from forked import run_forked  # type: ignore[import-not-found]  # pytest has its folder on the path
 
-from .forked import run_forked
 from .scripts import _BEGIN
 
 LATER = _REGULAR_STEPS + 16  # a step long after the calls are no longer watched; a later one begins an epoch of 12 steps

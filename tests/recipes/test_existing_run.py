@@ -6,13 +6,13 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from callsheet.errors import ConfigError
 from callsheet.recipes.existing_run import reject_another_job
+from forked import python  # type: ignore[import-not-found]  # pytest has its folder on the path
 
 PROGRAM = """
 import json, sys, time
@@ -40,7 +40,7 @@ def test_ranks_that_were_started_by_hand_receive_the_decision(how: str) -> None:
         port = free.getsockname()[1]
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, how],
+            [python(), "-c", PROGRAM, how],
             env={
                 **{name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")},
                 "RANK": str(rank),

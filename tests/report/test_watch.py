@@ -11,7 +11,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +34,7 @@ from callsheet.loggers import JSONLLogger
 from callsheet.report import live_run, watch
 from callsheet.report.live_run import LiveRun
 from callsheet.report.watch import WatchServer
+from forked import python  # type: ignore[import-not-found]  # pytest has its folder on the path
 
 HERE = Path(__file__).parent
 DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 3
@@ -691,7 +691,7 @@ def test_a_port_that_is_taken_is_named(ended: Path, serve: Callable[[Path], Watc
 
 
 def watch_command(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "callsheet", "watch", *arguments]
+    command = [python(), "-m", "callsheet", "watch", *arguments]
     left_out = ("DISPLAY", "WAYLAND_DISPLAY", "SSH_CONNECTION", "BROWSER")
     known = {name: value for name, value in os.environ.items() if name not in left_out}
     return subprocess.Popen(
@@ -782,7 +782,7 @@ def job_and_url(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str, 
     try:
         assert watch.stdout.readline() == "there is no run in runs/live yet\n"
         assert "waiting for it" in watch.stdout.readline()
-        job = subprocess.Popen([sys.executable, str(HERE / "live_job.py"), str(tmp_path / "runs"), "live"])
+        job = subprocess.Popen([python(), str(HERE / "live_job.py"), str(tmp_path / "runs"), "live"])
         said = watch.stdout.readline()
         (url,) = re.findall(r"watching runs/live: (http://127\.0\.0\.1:\d+/\?token=[\w-]{43})\n", said)
         yield job, url, tmp_path / "runs" / "live"

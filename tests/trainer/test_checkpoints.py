@@ -26,6 +26,7 @@ from callsheet.callbacks import CheckpointSaver
 from callsheet.checkpoint import find_checkpoints, read_checkpoint, read_manifest
 from callsheet.errors import CheckpointError, ConfigError
 from callsheet.testing import Recorder, check_events, run_ranks
+from forked import python  # type: ignore[import-not-found]  # pytest has its folder on the path
 
 from .small_run import History, SavesAt, result, run_small, small_trainer
 
@@ -289,9 +290,7 @@ def test_what_a_killed_save_left_is_ignored_quietly_and_deleted(
     file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = os.pathsep.join([str(Path(callsheet.__file__).parents[1]), str(Path(__file__).parents[2])])
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path), file], env={**os.environ, "PYTHONPATH": path}, check=False
-    )
+    done = subprocess.run([python(), "-c", KILLED, str(tmp_path), file], env={**os.environ, "PYTHONPATH": path}, check=False)
     assert done.returncode == -signal.SIGKILL
     left = tmp_path / "small" / "checkpoints" / "ep0-ba2"
     assert left.is_dir()

@@ -10,7 +10,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,6 +27,7 @@ from callsheet import Callback, Context, Outcome, Trainer
 from callsheet.checkpoint import read_checkpoint, read_manifest, write_checkpoint
 from callsheet.errors import CheckpointError, ConfigError
 from callsheet.testing import Recorder, check_events
+from forked import started  # type: ignore[import-not-found]  # pytest has its folder on the path
 
 from .small_run import (
     LOADERS,
@@ -577,13 +577,9 @@ def test_loading_restores_the_whole_state_of_the_optimizer(run_of_three: Path) -
 
 def start_script(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     folder.mkdir(parents=True, exist_ok=True)
-    return subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(folder), str(folder / "report.json"), *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process: subprocess.Popen[str] = started(str(SCRIPT), str(folder), str(folder / "report.json"), *arguments, **pipes)
+    return process
 
 
 def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
