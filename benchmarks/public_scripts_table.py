@@ -100,8 +100,8 @@ def table_of(
     return "\n".join(
         [
             _BEGIN,
-            f"Of {len(shown)} scripts, {whole} are observed with forward pass, backward pass and optimizer step, and with all logged losses equal. "
-            f"The observation changed the final weights of {changed} scripts.",
+            f"Of {len(shown)} scripts, {whole} are observed completely: forward pass, backward pass and optimizer step are recognized, and each logged "
+            f"loss equals the one on which the script called `backward()`. The observation changed the final weights of {changed} scripts.",
             "",
             f"{'; '.join(sorted(versions))}. The last column is the commit of callsheet.",
             "",

@@ -38,7 +38,7 @@ class ModelCalls(NotCopied):
         """Start a microbatch and its forward pass, and return the microbatch, which a callback may have replaced."""
         run = self._run
         driver, ctx = run.driver, run.ctx
-        # End the previous microbatch and close its fields, because the framework may not have reported the microbatch's end.
+        # End the previous microbatch, because the framework may not have reported its end. Then the microbatch's fields are unavailable.
         driver.end("microbatch")
         ctx.microbatch = ctx.batch
         driver.start("microbatch")

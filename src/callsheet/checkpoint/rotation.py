@@ -20,7 +20,7 @@ _CLAIMS = "checkpoint_claims"
 
 
 def rotate(ctx: Context, by: str, keep: int | None) -> bool:
-    """Keep `ctx.checkpoint` if the callback named `by` requested it. Then release checkpoints of this callback until `keep` are left.
+    """If the callback `by` requested `ctx.checkpoint`, keep it for this callback, and release the callback's others until `keep` are left.
 
     Return whether the callback requested the checkpoint. A checkpoint that every callback has released is deleted.
 

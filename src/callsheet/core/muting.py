@@ -27,7 +27,7 @@ class Muting:
 
     @property
     def next_step(self) -> float:
-        """The step after which `unmute_due` must be called; infinite if no callback is muted until a certain step."""
+        """The step after which `unmute_due` must be called next. Infinite if no muted handler is to be called again at a set step."""
         return min((step - 1 for step, _, _ in self._wakes), default=inf)
 
     def reset(self) -> None:

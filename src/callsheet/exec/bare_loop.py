@@ -433,7 +433,7 @@ class BareLoop(NotCopied):
         self._be_irregular()
 
     def watch_calls(self) -> None:
-        """Register hooks for the model's calls, because an evaluation may begin. For speed, regular loops run without these hooks."""
+        """Register hooks that see the model's calls, so that an evaluation is noticed. For speed, they are absent while the loop is regular."""
         if self._sees_forward and not self._sees_calls and get_ident() == self._thread:
             self._guarded(self._install_forward_hooks, True)
 

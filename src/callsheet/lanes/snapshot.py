@@ -70,7 +70,7 @@ class Inbox:
                 logger.error("The message %r from the lane of %s failed: %s", message.what, message.by, text_of(error))
 
     def log_lost(self) -> None:
-        """Log how many messages of each callback arrived after the run's end and had no effect.
+        """Log, for each callback, how many of its messages to the training thread arrived after the run's end and had no effect.
 
         Requests are not counted, because there is nothing left to stop.
         """

@@ -73,7 +73,7 @@ class Agreement:
         self._pending = None
 
     def look(self, step: int) -> None:
-        """After training step `step`, read the message of the other ranks and send the next one, if a message is due."""
+        """If an exchange is due after training step `step`, read the messages of the other ranks and send this rank's next message."""
         if self._world.size == 1:
             self.published = self.durable()
             return

@@ -27,7 +27,7 @@ from callsheet.run.run_guard import RunGuard
 
 logger = logging.getLogger("callsheet")
 
-# Samples, tokens and seconds are added to the run's timestamp only at metrics records and at the ends of epochs.
+# The run's counts of samples, tokens and seconds are updated only at metrics records and at the ends of epochs.
 _COUNTED_AT_RECORDS = frozenset({TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.SECOND})
 
 

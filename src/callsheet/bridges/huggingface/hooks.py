@@ -87,7 +87,7 @@ class HuggingFaceForwardHooks(ModelCalls):
             self.is_computing = False
 
     def prediction_step(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `method`, the Trainer's `prediction_step`. During an evaluation, the model's first call in `method` begins an evaluation step."""
+        """Call `method`, the Trainer's `prediction_step`. During an evaluation, an evaluation step begins when `method` calls the model."""
         if not self._run.eval.driver.is_open("eval_all"):
             return method(*args, **kwargs)
         self.expected = "eval"

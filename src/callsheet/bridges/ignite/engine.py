@@ -159,7 +159,7 @@ class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's 
         return bool(self._event_handlers.get(event))
 
     def owners(self) -> list[Any]:
-        """Return each attached handler once: the function, or the object to which a method belongs."""
+        """Return the owners of the attached handlers, without duplicates. A method's owner is its object; a function is its own owner."""
         found: dict[int, Any] = {}
         for registered in self._event_handlers.values():
             for handler, _, _ in registered:

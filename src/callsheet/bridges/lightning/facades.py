@@ -368,7 +368,7 @@ class TrainerFacade(OfGuest):
 
     @property
     def loggers(self) -> list[LoggerFacade]:
-        """A list with one logger, which replaces all of callsheet's loggers."""
+        """A list with a single logger, which stands for all of callsheet's loggers."""
         return [self._guest.logger]
 
     @property

@@ -349,7 +349,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
 
     @in_a_run
     def on_train_end(self, run: HostedRun, trainer: Any, pl_module: Any) -> None:
-        """End the run of callsheet's callbacks when training has ended."""
+        """End callsheet's run, because Lightning's training has ended."""
         if trainer.should_stop and run.control.stop_requested is None:
             run.control.agree(Request("stop", "trainer.should_stop", "Lightning"))
         self._finish()

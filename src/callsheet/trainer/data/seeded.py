@@ -261,7 +261,7 @@ class SeededStream(IterableDataset[Any]):
         return getattr(self.dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.dataset, name, value)  # the wrapped dataset may need the attribute, as in a SeededDataset
+        setattr(self.dataset, name, value)  # the wrapped dataset may read the attribute
 
 
 def _number(index: Any) -> int:
