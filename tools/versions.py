@@ -448,7 +448,7 @@ The verdicts are:
 the verdict **works** in the table, callsheet logs one warning, which names the releases that work. The versions of NeMo AutoModel, TRL,
 sentence-transformers, SetFit and PEFT are not checked. A bridge also uses parts of a framework that are not public API. If the installed version
 lacks a part that the bridge needs, `host` or `guest` raises a `NotSupported` error that names the part. The file `internals.py` in the folder of each
-bridge lists these parts and those that the bridge can do without; `bridges/torch_internals.py` lists those of PyTorch.
+bridge lists the parts that the bridge needs and the parts that it can do without; `bridges/torch_internals.py` lists the parts of PyTorch.
 
 {beside}**Run the tests again.** `make versions` tests the newest minor releases of each package, writes their results to
 `benchmarks/results/versions.json` and updates this page. It skips versions that have a result, so you can interrupt it and start it again. To test
