@@ -425,15 +425,14 @@ _PAGE = """\
 This page lists the versions of PyTorch and of each framework with which callsheet was tested, on {machine}. The frameworks were
 tested with torch {torch}. CI tests only the versions in `constraints.txt`. The columns "passed", "failed" and "skipped" are numbers of tests:
 
-- The rows of a framework count the tests of the framework's [host and guests](index.md), including tests of a few built-in callbacks and tests on two
-  ranks.
+- The rows of a framework count the tests of the framework's [bridge](index.md), including tests of a few built-in callbacks and tests on two ranks.
 - The rows of PyTorch count the tests of callsheet's core, its Trainer, checkpoints and [hand-written loops](bare.md).
 - The rows of TRL, sentence-transformers and SetFit count trainings with [their trainers](huggingface.md#trainers-that-are-built-on-the-hugging-face-trainer),
   which are built on the Hugging Face Trainer. The rows of PEFT count trainings of its adapters, with the trainers of TRL and transformers and with
   callsheet's recipe [`finetune`](../recipes.md).
 - InstructLab Training, Megatron Bridge and NeMo AutoModel can train only on GPUs. The tests run InstructLab's and Megatron Bridge's own callback
   classes in loops that imitate the loops of these frameworks. No release of NeMo AutoModel has [callbacks](automodel.md) yet, so its rows count tests
-  of the parts that the host uses: its step scheduler, and the methods and attributes of its recipes.
+  of the parts of NeMo AutoModel that the bridge uses: the step scheduler, and the methods and attributes of the recipes.
 
 | package | version | verdict | passed | failed | skipped | tested on |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -442,14 +441,14 @@ tested with torch {torch}. CI tests only the versions in `constraints.txt`. The 
 The verdicts are:
 
 - **works**: all tests pass. Tests of features that this version of the framework does not have are skipped.
-- **rejected**: with this version, the host or the guest raises a `NotSupported` error that names what the framework lacks. Training does not start.
+- **rejected**: with this version, `host` or `guest` raises a `NotSupported` error that names what the framework lacks. Training does not start.
 - **broken**: with this version, some tests fail. The table gives the reason.
 
-**Versions that are not listed.** A host or guest checks which version of the framework is installed. If no version of this minor release (such as
-2.6) has the verdict **works** in the table, the host or guest logs one warning, which names the releases that work. The versions of NeMo AutoModel,
-TRL, sentence-transformers, SetFit and PEFT are not checked. A bridge also uses parts of a framework that are not public API. If the installed version
-lacks a part that the host or guest needs, it raises a `NotSupported` error that names the part. The file `internals.py` in the folder of each bridge
-lists these parts and those that the bridge can do without; `bridges/torch_internals.py` lists those of PyTorch.
+**Versions that are not listed.** callsheet checks which version of a framework is installed. If no version of this minor release (such as 2.6) has
+the verdict **works** in the table, callsheet logs one warning, which names the releases that work. The versions of NeMo AutoModel, TRL,
+sentence-transformers, SetFit and PEFT are not checked. A bridge also uses parts of a framework that are not public API. If the installed version
+lacks a part that the bridge needs, `host` or `guest` raises a `NotSupported` error that names the part. The file `internals.py` in the folder of each
+bridge lists the parts that the bridge needs and the parts that it can do without; `bridges/torch_internals.py` lists the parts of PyTorch.
 
 {beside}**Run the tests again.** `make versions` tests the newest minor releases of each package, writes their results to
 `benchmarks/results/versions.json` and updates this page. It skips versions that have a result, so you can interrupt it and start it again. To test
