@@ -263,7 +263,7 @@ FIELDS: dict[str, Field] = {
             "replicated",
         ),
         Field("epoch", "int", "the number of the current epoch, from 1; 0 before the first epoch", "replicated"),
-        Field("model", "Any", "the model; a list of chunks if the host has several", "local"),
+        Field("model", "Any", "the model; a list of chunks if the loop has several", "local"),
         Field("user_state", "dict[str, Any]", "a dictionary that all callbacks of the run share; saved in checkpoints", "local"),
         Field("control", "Control", "the object with which callbacks request a stop, a save, an evaluation and so on", "agreed"),
         Field(
