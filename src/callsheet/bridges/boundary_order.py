@@ -45,7 +45,7 @@ class BoundaryOrder:
         self._fired = None
 
     def allows(self, what: str) -> bool:
-        """Return whether the event `what` may be fired now: a record (L), an evaluation (E), `on_checkpoint_due` (D) or a save (S).
+        """Return whether an event may be fired now. `what` is L for `on_log`, E for an evaluation, D for `on_checkpoint_due`, S for a save.
 
         During training, a boundary may have one of each before its evaluation and one after it, in the lifecycle's order.
         """

@@ -63,7 +63,7 @@ class NaNMonitor(Callback):
         mean = ctx.record.values.get("train/loss")
         if mean is not None and math.isfinite(mean):
             self._forget()
-        else:  # check each loss: the mean is missing, or is not finite, perhaps only because the sum of losses overflowed
+        else:  # the mean is missing or not finite. Each loss may still be finite, because their sum can overflow
             self._check_losses(ctx)
 
     def on_eval_all_start(self, ctx: Context) -> None:

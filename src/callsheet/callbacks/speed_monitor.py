@@ -97,7 +97,7 @@ class SpeedMonitor(Callback):
             self._flops.fetched(ctx.batch)
 
     def on_forward_backward_start(self, ctx: Context) -> None:
-        """Inform the FLOP counter that a step begins. In one of the steps, the counter counts the FLOPs of all operations."""
+        """Inform the FLOP counter that a step begins. The counter counts the FLOPs of only one step of the run."""
         self._flops.begin_step()
 
     def on_forward_end(self, ctx: Context) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class LaneExit(Exception):
-    """Replaces an error that would end the program, such as SystemExit, if a callback raised the error in another thread.
+    """Raised instead of an error that ends the program, such as SystemExit, if a callback in another thread raises that error.
 
     A `LaneExit` is not raised, but logged and counted as a failure of the callback.
     """

@@ -136,7 +136,9 @@ class InstructLabHost(HostBase):
             self.manager, HOST, strict=strict, hint="leave the callback out, or pass strict=False to continue without that"
         )
         self._lock_timeout_seconds = checked_lock_timeout(lock_timeout_seconds)
-        self._saved: TrainingContext | None = None  # the context of a save after an epoch's last step, until `on_epoch_end`
+        self._saved: TrainingContext | None = (
+            None  # after a save at an epoch's last step, the context of the save; reset at `on_epoch_end`
+        )
         self._is_between = False  # whether training is between two steps
         self._reject()
 

@@ -143,7 +143,7 @@ class TrainerCallback:
         """Called after a checkpoint was written to `checkpoint_path`."""
 
     def on_step_end(self, context: TrainingContext) -> Any:
-        """Called after a step, and after the evaluations and saves at its end."""
+        """Called after a step, when the evaluations and saves that were due at its end are done."""
 
     def on_epoch_end(self, context: TrainingContext) -> Any:
         """Called after an epoch."""

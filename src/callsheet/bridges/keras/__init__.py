@@ -7,7 +7,7 @@ with needed_by(__name__):
         NOT_FIRED,
         KerasHost,
         host,
-    )  # imported before `guests`, because `hosts` imports torch before Keras
+    )  # before `guests`: Keras must not be imported before torch, which `hosts` imports first
 
     # isort: split
     from callsheet.bridges.keras.guests import KerasGuest, guest

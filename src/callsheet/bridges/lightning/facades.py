@@ -397,7 +397,7 @@ class TrainerFacade(OfGuest):
 
     @property
     def lightning_module(self) -> ModuleFacade:
-        """The model, as an object that replaces a LightningModule."""
+        """The model, as an object that stands for the LightningModule."""
         return self._guest.module
 
     model = lightning_module

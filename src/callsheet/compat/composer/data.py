@@ -56,7 +56,7 @@ def loader_of(given: Any, batches: int = -1) -> Any:
         given = DataSpec(**given)
     loader = getattr(given, "dataloader", given)
     if loader is not given:
-        if not isinstance(given, DataSpec):  # Composer's own DataSpec accepts unsupported functions, so reject them here
+        if not isinstance(given, DataSpec):  # it is Composer's DataSpec, which accepts functions that callsheet does not support
             names = ("microbatch_transforms", "split_batch", "get_num_samples_in_batch", "_get_num_tokens_in_batch")
             _reject(*(_own(getattr(given, name, None)) for name in names))
         if (transform := _own(getattr(given, "batch_transforms", None))) is not None:

@@ -212,7 +212,7 @@ def _part(part: Any, place: str) -> dict[str, Any]:
         reject(place, f"it is {part!r:.60}; give a part with the type image or text")
     if part["type"] == "text":
         return {"type": "text", "text": _text(part.get("text"), "text", place)}
-    # Parquet and Arrow store every key in every part, with None for a key that the part does not have. Remove these keys.
+    # In Parquet and Arrow files, all parts of messages have the same keys; a missing value is None. Remove the keys with None.
     return {name: value for name, value in part.items() if value is not None}
 
 
