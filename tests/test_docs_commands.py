@@ -21,7 +21,6 @@ import shutil
 import signal
 import sqlite3
 import subprocess
-import sys
 import tomllib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from callsheet.cli.shipped import recipe_path
 from callsheet.core.spec import import_path
 from callsheet.errors import MissingPackage
 from callsheet.exec.command import _parser as exec_parser
+from forked import python  # type: ignore[import-not-found]  # pytest has its folder on the path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -215,7 +215,7 @@ def other_tools(reader: Path) -> None:
     writer.close()
     pytest.importorskip("wandb")
     environment = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-    subprocess.run([sys.executable, "-c", WANDB], check=True, cwd=reader, env=environment, timeout=120)
+    subprocess.run([python(), "-c", WANDB], check=True, cwd=reader, env=environment, timeout=120)
 
 
 # --- running and parsing ---
@@ -232,12 +232,12 @@ def run(command: str) -> None:
     words = words_of(command)
     program = words[0]
     if program == "callsheet" and words[1] in ("exec", "watch"):
-        as_process([sys.executable, "-m", *words], is_watch=words[1] == "watch")
+        as_process([python(), "-m", *words], is_watch=words[1] == "watch")
     elif program == "callsheet":
         assert main(words[1:]) == 0, command
     elif program == "torchrun" and "-m" in words:
         parse(command)
-        as_process([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", *words[words.index("-m") :]])
+        as_process([python(), "-m", "torch.distributed.run", "--nproc_per_node", "2", *words[words.index("-m") :]])
     elif program == "sqlite3":
         assert sqlite3.connect(words[1]).execute(words[2]).fetchall(), command
     elif program in ("make", "pip", "python", "torchrun"):

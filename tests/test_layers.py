@@ -94,7 +94,8 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def imports(path: Path, *, inside_functions: bool = False) -> set[str]:
+@cache
+def imports(path: Path, *, inside_functions: bool = False) -> frozenset[str]:
     """The full names of what `path` imports; of `from package import module`, the module."""
     found: set[str] = set()
     for statement in statements(tree_of(path).body, inside_functions=inside_functions):
@@ -106,10 +107,10 @@ def imports(path: Path, *, inside_functions: bool = False) -> set[str]:
             for alias in statement.names:
                 inner = f"{statement.module}.{alias.name}"
                 found.add(inner if inner.removeprefix("callsheet.") in MODULES else statement.module)
-    return found
+    return frozenset(found)
 
 
-def own(names: set[str]) -> set[str]:
+def own(names: frozenset[str]) -> set[str]:
     """Of those, callsheet's, without the package's name."""
     return {name.partition(".")[2] for name in names if name.split(".")[0] == "callsheet"}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import warnings
 from collections.abc import Callable as Function
 from dataclasses import replace
@@ -26,6 +25,7 @@ from callsheet.loggers import JSONLLogger, Logger, read_metrics
 from callsheet.report import RunFolder
 from callsheet.testing import Recorder, check_events, run_ranks
 from callsheet.trainer import Task
+from forked import python  # type: ignore[import-not-found]  # pytest has its folder on the path
 
 from .faults import OBSERVERS, Quiet, RandomFaults, Watched, counts_held, evaluations_are_right, held, seeds
 from .loops.composer import composer, made
@@ -764,8 +764,9 @@ def script(*command: str) -> subprocess.CompletedProcess[str]:
     tests = Path(__file__).resolve().parents[1]
     Path("train.py").write_text(SCRIPT.format(tests=str(tests)))
     paths = os.pathsep.join([str(tests.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    words = [sys.executable, "-W", "ignore", *command]
-    ran = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}, timeout=280, check=False)
+    ran = subprocess.run(
+        [python(), *command], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}, timeout=280, check=False
+    )
     assert ran.returncode == 0, ran.stderr
     return ran
 

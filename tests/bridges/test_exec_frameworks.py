@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from callsheet.report import RunFolder
-from forked import run_forked  # type: ignore[import-not-found]  # pytest has its folder on the path
+from forked import python, run_forked  # type: ignore[import-not-found]  # pytest has its folder on the path
 
 DATA = """
 import hashlib, os, sys, torch
@@ -156,10 +156,10 @@ fully_shard(model)""",
 )
 
 
-def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *command: str, program: str = sys.executable) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run(
-        [sys.executable, *command], cwd=folder, capture_output=True, text=True, env=environment, timeout=300, check=False
+        [program, *command], cwd=folder, capture_output=True, text=True, env=environment, timeout=300, check=False
     )
 
 
@@ -237,9 +237,9 @@ def test_a_script_that_uses_callsheet_runs_as_it_is(tmp_path: Path) -> None:
 )
 def test_two_ranks(text: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(text)
-    launch = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")
+    launch = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", "-m", "callsheet.exec")
     alone = run_forked(tmp_path, "train.py", "1", ranks=2)
-    observed = run(tmp_path, *launch, "-m", "callsheet.exec", "--run_name", "a", "--log_interval", "2", "train.py", "1")
+    observed = run(tmp_path, *launch, "--run_name", "a", "--log_interval", "2", "train.py", "1", program=python())
     assert (alone.returncode, observed.returncode) == (0, 0), alone.stderr + observed.stderr
     assert weights(alone) == weights(observed)
     found = RunFolder.read(tmp_path / "runs" / "a")

@@ -6,7 +6,6 @@ import gc
 import importlib
 import os
 import subprocess
-import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -32,6 +31,7 @@ from callsheet.core.lifecycle import EVENTS
 from callsheet.errors import ConfigError, HostError, NotSupported
 from callsheet.report import RunFolder
 from callsheet.testing import Recorder, check_events
+from forked import python  # type: ignore[import-not-found]  # pytest has its folder on the path
 
 from .faults import (
     ALWAYS,
@@ -722,7 +722,7 @@ def run(folder: Path, text: str, *command: str) -> subprocess.CompletedProcess[s
     paths = os.pathsep.join([str(ROOT / "src"), str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, *command, "train.py", str(folder / "data.yaml")],
+        [python(), *command, "train.py", str(folder / "data.yaml")],
         capture_output=True,
         text=True,
         env=environment,

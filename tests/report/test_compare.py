@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import ttest_ind
 from torch import nn
 
 from callsheet import Callback, Context, Trainer
@@ -199,6 +198,8 @@ def test_conditions(text: str, expected: tuple[Any, ...]) -> None:
 def test_the_interval_and_p_are_those_of_welch() -> None:
     one, other = [27.5, 21.0, 19.0, 23.6, 17.0], [27.1, 22.0, 20.8, 29.4, 23.4, 30.5]
     found = difference([Value(each, each) for each in one], [Value(each, each) for each in other])
+    from scipy.stats import ttest_ind  # takes a second, and each process of pytest-xdist imports this file
+
     expected = ttest_ind(other, one, equal_var=False)
     low, high = expected.confidence_interval(0.95)
     assert found.p == pytest.approx(expected.pvalue)
@@ -217,6 +218,8 @@ def test_one_run_is_compared_with_several_by_their_spread() -> None:
     several = [2.0, 2.1, 1.9, 2.05]
     found = difference([Value(1.0, 1.0)], [Value(value, value) for value in several])
     assert (found.is_noise, found.source) == (False, "one side")
+    from scipy.stats import ttest_ind
+
     pooled = ttest_ind(several, [1.0])  # with one value on a side, the pooled variance is that of the other side
     assert found.p == pytest.approx(pooled.pvalue)
     other = difference([Value(value, value) for value in several], [Value(2.1, 2.1)])
