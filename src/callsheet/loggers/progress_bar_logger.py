@@ -166,7 +166,7 @@ class ProgressBarLogger(Logger):
     def _draw(self, draw: Callable[[], None]) -> None:
         try:
             draw()
-        except BaseException:  # remove the bar now: this callback may be disabled after the error
+        except BaseException:  # remove the bar now, because after the error this callback may be disabled and never called again
             self._stop()
             raise
 

@@ -167,7 +167,7 @@ class InstructLabHost(HostBase):
 
     @classmethod
     def arrived(cls) -> InstructLabHost:
-        """Create the host on a rank, with the callbacks that were sent by the process that started the rank."""
+        """Create the host on a rank, with the callbacks that the launching process has sent to the rank."""
         arrived = open_payload(os.environ)
         extra: Any = arrived.extra
         return cls(arrived.callbacks, strict=extra["strict"], lock_timeout_seconds=extra["lock_timeout_seconds"])
