@@ -131,7 +131,7 @@ class CostReport(NamedTuple):
     failures: tuple[Failures, ...] = ()
 
     def share(self, cost: Cost) -> float:
-        """Return `cost` as a fraction of the time of the timed steps or, if every call is timed, of the time of the run.
+        """Return `cost` as a fraction of the timed steps' time. If every call is timed, return a fraction of the run's time.
 
         Args:
             cost: one of `costs`.
