@@ -1,4 +1,4 @@
-"""The run of a loop that iterates over `run.steps(...)`, which fires the events around each batch."""
+"""The run of a hand-written loop that iterates over `run.steps(...)`. This iterator fires the events around each batch."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Facade:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)  # no hint, since Python itself reads such names, for example when it copies an object
-        # Python calls `__getattr__` for an allowed name only if the name is a property that has raised an AttributeError.
+        # An allowed name that arrives here is a property that has raised an AttributeError. Python finds all others itself.
         if name in self._allowed():
             raise NotOnTheList(f"{self.OF}: {name!r} cannot be read now, only while an event that provides it is fired")
         raise NotOnTheList(

@@ -306,7 +306,7 @@ class OptimizerHooks(NotCopied):
             hook.install(is_read or self._asks, self._ends)
 
     def expect_closures(self) -> None:
-        """Register the hook that wraps the optimizer's closure. This is called before the first step that has a closure."""
+        """Register the hook that wraps the optimizer's closure. Called only when the loop is known to pass closures."""
         self._is_given_closures = True
         for hook in self._before:
             hook.install(True, self._begins)
@@ -394,7 +394,7 @@ class OptimizerHooks(NotCopied):
             if not self._has_begun:  # the optimizer has not called the closure, so the start was not reported yet
                 self._report_start()
         elif (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
-            # Without listeners, no hook has wrapped the closure of this step, the first step with a closure.
+            # This is the first step with a closure. Without listeners, no hook was registered that could wrap the closure.
             # Register the hook for the next steps, because checkpoints need the last step's loss.
             self.expect_closures()
 

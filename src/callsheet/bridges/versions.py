@@ -98,7 +98,7 @@ def check_versions(package: str = "", internals: Iterable[str] = (), needed_by: 
 
 
 def is_tested(version: str, tested: Iterable[str]) -> bool:
-    """Return whether the version belongs to one of the tested minor releases. A minor release contains all its patch releases."""
+    """Return whether the version is a tested minor release, such as 5.21, or one of its patch releases, such as 5.21.3."""
     numbers = _numbers(version)
     return any(numbers[: len(minor)] == minor for minor in map(_numbers, tested))
 

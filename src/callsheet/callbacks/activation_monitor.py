@@ -22,7 +22,7 @@ logger = logging.getLogger("callsheet")
 
 _WHOLE = "(model)"
 _MEANS = ("mean", "std", "l2_norm", "kurtosis", "zeros")
-# Collect outputs of one shape up to this many elements, and then compute their statistics together.
+# Collect outputs of the same shape until they have this many elements in total. Then compute their statistics in one go.
 _BATCHED_NUMBERS = 2**20
 _lock = threading.Lock()  # DataParallel runs its replicas in several threads, so hooks may be called at the same time
 

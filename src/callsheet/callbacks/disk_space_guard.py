@@ -17,7 +17,7 @@ from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")
 
-# Limits of the free space below which to warn and to stop, as multiples of the largest checkpoint's size.
+# Warn, and stop, when the free space falls below these multiples of the largest checkpoint's size.
 _WARN_CHECKPOINTS, _STOP_CHECKPOINTS = 3.0, 1.1
 
 

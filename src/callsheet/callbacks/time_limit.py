@@ -44,7 +44,7 @@ class TimeLimit(Callback):
         self._seconds = self._limit - margin_seconds
         self._across_resumes = across_resumes
         self._save = save
-        self._before = 0.0  # seconds that earlier processes of the run have taken
+        self._before = 0.0  # how many seconds of the limit earlier processes of the run have used up
         self._began: float | None = None
         self._has_asked = False
 

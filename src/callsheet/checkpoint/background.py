@@ -132,5 +132,6 @@ class AsyncWriter:
 
 
 def _use_one_thread() -> None:
-    torch.get_num_threads()  # make torch set its default now, because setting it later would overwrite the 1
+    # Make torch set its default number of threads now. Otherwise, torch would set it later and overwrite the 1.
+    torch.get_num_threads()
     torch.set_num_threads(1)

@@ -177,7 +177,7 @@ class _Flattening:
 
 
 def _view(tensor: torch.Tensor) -> Hashable:
-    """Return a key that is equal for two tensors that are the same view of the same storage, so that only one of the two is stored."""
+    """Return a key for the tensor. If two tensors are the same view of one storage, their keys are equal, and only one is stored."""
     if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.is_meta:
         return id(tensor)  # a sparse, empty or meta tensor has no meaningful address
     if type(tensor) is DTensor:

@@ -58,7 +58,7 @@ class Seal:
 
 
 def plain_info(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `info` with the values that it will have when it is read from a manifest.
+    """Return a copy of `info` with the values that will be read back from a manifest.
 
     Raise `CheckpointError` if it is not plain data or contains a tensor.
     """

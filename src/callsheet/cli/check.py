@@ -218,7 +218,7 @@ def fits(kind: Any, value: Any) -> bool:
 
 
 def probe() -> ArgumentParser:
-    """Return a parser that has no keys, and reads values as a recipe's parser does."""
+    """Return a parser without keys that reads values in the same way as a recipe's parser."""
     from jsonargparse import ArgumentParser
 
     names.register()

@@ -57,5 +57,5 @@ def _reported(run: RunInfo) -> str:
         return "There is no report: nothing wrote to the run's folder (the logger JSONLLogger would)."
     try:
         return f"Its report: {write_report(folder)}"
-    except (MissingPackage, OSError) as error:  # the message is only printed, since the run itself is complete
+    except (MissingPackage, OSError) as error:  # the run itself is complete, so only print the message and do not raise the error
         return f"There is no report: {error}"

@@ -159,7 +159,7 @@ class Callback(Hooks):
         def __getattr__(self, name: str) -> Any:  # Python calls `__getattr__` only if there is no attribute `name`
             from callsheet.core import familiar_names
 
-            # If the class has an attribute `name`, it is a property that raised an AttributeError, which must be raised again.
+            # If the class has an attribute of this name, it is a property that raised an AttributeError. Raise that error again.
             is_foreign = name in familiar_names.EVENTS or name in familiar_names.CALLBACK_METHODS
             if is_foreign and not hasattr(type(self), name):
                 raise AttributeError(
@@ -167,7 +167,7 @@ class Callback(Hooks):
                     f"a host, such as callsheet.bridges.huggingface.host([{type(self).__name__}(...)]), or callsheet.bridges.lightning.host",
                     name=name,
                 )
-            return object.__getattribute__(self, name)  # raises Python's usual AttributeError, or that of a property
+            return object.__getattribute__(self, name)  # raises Python's usual AttributeError, or the property's own
 
 
 def label_of(callback: Callback) -> str:

@@ -387,7 +387,7 @@ class Context:
         def __getattr__(self, name: str) -> Any:  # Python calls `__getattr__` only if the attribute has no value
             if name in FIELDS:
                 raise FieldNotAvailable(_not_available(name, self.event), name=name)
-            # Without the argument `name`, Python would add its own suggestion to the message.
+            # Pass `name`, because otherwise Python would add its own suggestion to the message.
             raise AttributeError(f"the context has no field {name!r}{_field_hint(name)}", name=name)
 
 

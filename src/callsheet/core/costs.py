@@ -33,11 +33,11 @@ _FIRST_STEP = 2  # the first steps are not timed, since they include memory allo
 _STEPS_PER_TIMED_STEP = 16  # on average, at most one in `_STEPS_PER_TIMED_STEP` steps is timed
 # The pause between timing windows: `_MAX_PAUSE_SECONDS` or `_PAUSE_SHARE` of the run's time so far, whichever is less.
 _MAX_PAUSE_SECONDS, _PAUSE_SHARE = 1.0, 0.25
-# Costs that are sent `t` seconds after the run's start are sent again after `_PUBLISH_GROWTH * t + _PUBLISH_SECONDS`.
+# Costs are sent repeatedly. If `t` is the run's time at one send, the next is at `_PUBLISH_GROWTH * t + _PUBLISH_SECONDS`.
 _PUBLISH_GROWTH, _PUBLISH_SECONDS = (1.1, 2.0)
 _MAX_SLICES = 20_000  # the most slices (timed spans and calls) to keep of one timing window
 _MIN_WARN_STEPS = 20  # do not warn about a slow callback before so many steps were timed, except at the run's end
-# At the end of a short run, warn about a callback that takes more than this fraction of a step and these seconds.
+# At the end of a short run, warn of a callback only if it takes more than this fraction of a step and more than these seconds.
 _CLEAR_SHARE, _CLEAR_SECONDS = 0.25, 10e-3
 _MIN_WARN_SECONDS = 50e-6  # a callback that takes fewer seconds per step than this limit causes no warning
 
@@ -131,7 +131,7 @@ class CostReport(NamedTuple):
     failures: tuple[Failures, ...] = ()
 
     def share(self, cost: Cost) -> float:
-        """Return `cost` as a fraction of the time of the timed steps or, if every call is timed, of the time of the run.
+        """Return `cost` as a fraction of the timed steps' time. If every call is timed, return a fraction of the run's time.
 
         Args:
             cost: one of `costs`.

@@ -110,7 +110,7 @@ class DispatchTable:
         return self._plain[event][0] is not None
 
     def changed(self, *events: str) -> None:
-        """Compile anew which functions are called for these events, because handlers have changed. No arguments mean all events."""
+        """Compile the table again for these events, whose handlers have changed. Without arguments, compile it for all events."""
         is_running = bool(self._spans) or self.ranks is not None
         is_compiled = is_running and bool(events) and bool(self._plain)
         if not is_compiled:

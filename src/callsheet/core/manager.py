@@ -222,7 +222,7 @@ class CallbackManager:
         return self._table.has_handlers(as_event(event))
 
     def call_sheet(self) -> CallSheet:
-        """Return the table of all handlers of all ranks, which can be printed."""
+        """Return a printable table of all handlers of all ranks."""
         return CallSheet(tuple(chain.from_iterable(self._table.entries.values())))
 
     # --- firing events ---
@@ -243,7 +243,7 @@ class CallbackManager:
             first, second, more, named, calls = self._active[event]
         except KeyError:
             first, second, more, named, calls = self._table.lookup(as_event(event))
-            ctx.dispatcher = self  # set again here, because this context may never have been passed to `open`
+            ctx.dispatcher = self  # also set here, because this context may never have been passed to `open`
             self._is_over = False
         if first is not None:
             outer, self.current = self.current, named

@@ -20,7 +20,7 @@ def page_locked(shape: Any, dtype: Any) -> Any:
 
 
 def keep_if_device_failed() -> None:
-    """If the CUDA device has failed, prevent torch from freeing tensors of `page_locked`, which would abort the process.
+    """If the CUDA device has failed, keep the tensors of `page_locked` alive, because freeing them would abort the process.
 
     After an error in a kernel, such as a failed assertion, every call of CUDA in this process fails. If torch then frees a
     page-locked tensor into which a device has copied, it ends the process with SIGABRT, before Python has shown the error. The

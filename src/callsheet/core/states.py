@@ -110,7 +110,7 @@ def _may_fail(registration: Registration) -> bool:
 
 
 def _started(calls: Mapping[Registration, Callable[[], T]], lanes: LaneSet | None) -> Mapping[Registration, Callable[[], T]]:
-    """Start the calls for callbacks in other threads. Return `calls`, in which functions that wait for the results replace these calls."""
+    """Return `calls`. Calls for callbacks in other threads are started, and replaced by functions that wait for the results."""
     return calls if lanes is None else lanes.state_calls(calls)
 
 

@@ -544,7 +544,8 @@ class BareLoop(NotCopied):
             run.keep_pace()
             if not self._is_plain and not run.driver.has_listeners:
                 self._install_forward_hooks()
-        # Observe losses between steps if a loss can begin a step. At first, they also show whether the loop is regular.
+        # If calls of the model are not observed, each step begins with its first loss, so observe losses between steps.
+        # In the first steps, always observe these losses, because they show whether the loop is regular.
         self.watch.is_on = not self._sees_calls or steps < _REGULAR_STEPS
         if self.evaluations.delayed:
             self.evaluations.fire_delayed()
@@ -655,7 +656,7 @@ class BareLoop(NotCopied):
                 driver.start("microbatch")
 
     def _count(self) -> None:
-        """Count the samples and tokens of a new batch. If there is no new batch, count a batch again whose loss was discarded."""
+        """Count the samples and tokens of a new batch. If there is no new batch, count those of the last discarded loss again."""
         batches = self._batches
         counts = _UNKNOWN
         if batches.new is not None:

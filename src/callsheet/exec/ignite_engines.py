@@ -81,7 +81,7 @@ class IgniteEngines:
         name, before = "", loop.evaluations.dataset if loop is not None else ""
         if loop is not None and is_evaluator:
             if _is_between_epochs(self._trainer):
-                # The script's handler, which evaluates, may run before callsheet's handler, which ends the epoch. So end it here.
+                # End the epoch here: the script's handler that evaluates may run before callsheet's handler that ends the epoch.
                 self._end_epoch(self._trainer)
             loop.evaluations.dataset = name = self._name(engine, data)
             loop.watch_calls()

@@ -35,7 +35,7 @@ class ImportWatch(MetaPathFinder):
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return a watched module's spec from the other finders, with a loader that calls the module's function. Otherwise return None."""
-        if name not in self._actions or name in self._asked:  # avoid a recursion: another finder may ask all finders
+        if name not in self._actions or name in self._asked:  # avoid a recursion: another finder may ask this one again
             return None
         self._asked.add(name)
         try:

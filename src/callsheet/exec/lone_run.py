@@ -36,7 +36,7 @@ class LoneRun(HostedRun):
     records: PacedRecords
 
     def keep_pace(self) -> None:
-        """If steps have become slow, so that the last metrics record was made long ago, let the next record come earlier."""
+        """If the last metrics record was made long ago, because steps have become slow, let the next record come earlier."""
         records = self.records
         if records.pace.shorten(records.tally.seconds_since_record()):
             records.change_interval(Interval(records.pace.steps), self.ctx)

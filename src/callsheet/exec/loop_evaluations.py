@@ -52,7 +52,7 @@ class LoopEvaluations:
         if is_in_step:
             self.delayed[dataset] = results
             return
-        # Begin the evaluation now if the script evaluated another model, such as an average of the weights, which has no hooks.
+        # If the script evaluated another model, such as averaged weights, no hook has begun the evaluation. So begin it now.
         if not evaluation.driver.is_open("eval") and results:
             evaluation.begin(dataset)
         if evaluation.driver.is_open("eval"):

@@ -61,11 +61,11 @@ class LoopFinder:
         self._undo: list[Callable[[], None]] = []
         self._lock = threading.Lock()  # held while a loop is recognized, so that two threads do not recognize two loops
         self._found = self._not_found = 0  # number of recognized loops, and number of optimizers whose model was not found
-        # The number of steps of other optimizers since the observed optimizer's last step, whose number is `_others_since`.
+        # The number of steps of other optimizers since step `_others_since`, which is the observed optimizer's last step.
         self._others = self._others_since = 0
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers whose loop was observed or cannot be observed
         self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # the dataloader of each iterator
-        # A reference to the iterator of the observed loop's last batch; `_nothing` if no loop is observed.
+        # A reference to the iterator that yielded the observed loop's last batch; `_nothing` if no loop is observed.
         self._training_iterator: Callable[[], Any] = _nothing
         self._latest: Any = None  # a reference to the last used dataloader that is not the observed loop's dataloader
         self._batch: Any = None  # the latest batch of the dataloader `_latest`; kept only until the first loop is recognized
@@ -162,7 +162,7 @@ class LoopFinder:
             log_failure("the loop cannot be observed", error)
 
     def batches(self, given: Callable[[Any], Any], loader: Any) -> Iterator[Any]:
-        """Yield the batches of a framework's dataloader, whose iterator `given(loader)` fetches them from a torch dataloader.
+        """Yield the batches of a framework's dataloader. Its iterator, `given(loader)`, fetches them from a torch dataloader.
 
         The batches are observed as the script gets them, because the framework may fetch them ahead.
         """
@@ -197,7 +197,7 @@ class LoopFinder:
         return iterator
 
     def _fetching(self, given: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a function that replaces `given`: it fetches and observes a batch. For speed, it is a closure instead of a method."""
+        """Return a wrapper of `given` that fetches a batch and observes it. For speed, it is not a method but a closure."""
 
         @partial(not_compiled, recursive=False)
         @wraps(given)
@@ -389,7 +389,7 @@ def model_of(optimizer: Optimizer) -> nn.Module | None:
 
 
 def _best_roots(wanted: set[int]) -> list[nn.Module]:
-    """Return the root modules with the most parameters whose ids are in `wanted`. Among equals, return those with the fewest parameters."""
+    """Return the root modules with the most parameters from `wanted` (ids). Among equals, return those with the fewest others."""
     best: list[nn.Module] = []
     best_score = (0, 0)
     for module in _roots():

@@ -56,7 +56,7 @@ class DeviceNumbers:
     def __init__(self) -> None:
         self.names: set[str] = set()
         """The names of the fields that at least one lane reads at this event."""
-        # The tensors that were copied, with their versions, so that a tensor is copied again after a change.
+        # The tensors that were copied, and the versions that were copied. A tensor whose version has changed is copied again.
         self._tensors: list[tuple[Any, int | None]] = []
         self._copies: dict[int, Any] = {}
 
@@ -197,7 +197,7 @@ class SnapshotCapture:
                 delattr(made, name)
 
     def snapshot_class_for(self, ctx: Context) -> tuple[type[Snapshot], TrainState | None]:
-        """Return the snapshot class for this run, and the `TrainState` for which the class stays valid (None: use the class once).
+        """Return this run's snapshot class, and the `TrainState` for which it is valid. If that is None, use the class only once.
 
         The class is valid as long as `ctx.state` is that object.
         """

@@ -196,7 +196,7 @@ class LaneSet:
         self._until = time.monotonic() + seconds
 
     def drain(self, share: float = _BEFORE_THE_END) -> list[str]:
-        """Wait until callbacks in other threads have handled all events so far, for each at most the fraction `share` of its deadline.
+        """Wait until callbacks in other threads have handled all events so far, but for each at most `share` times its deadline.
 
         Return a description of the events that were not delivered.
         """

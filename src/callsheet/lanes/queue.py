@@ -120,7 +120,8 @@ class Lane:
         """
         waiting = len(self.items)
         if waiting >= self._looked_from:
-            if self._thread is None:  # start the thread with the first item: at the interpreter's shutdown none can start
+            # Start the thread at the first item. Later, at the interpreter's shutdown, no thread could be started any more.
+            if self._thread is None:
                 self._begin()
             self.look()  # wake the lane's thread, because the queue may overflow before the dispatcher checks it next
             if waiting >= self._limit and not self._make_room(item):

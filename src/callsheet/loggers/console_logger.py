@@ -67,7 +67,7 @@ class ConsoleLogger(Logger):
             self._print(f"resumed from {ctx.checkpoint.path}, step {ctx.checkpoint.step}")
 
     def on_train_start(self, ctx: Context) -> None:
-        """Store the step at which training starts (not 0 after a resume), from which the interval to the first printed record counts."""
+        """Store the step at which training starts (not 0 after a resume). The first interval for printing starts there."""
         self._printed_at = self._printed_at or (ctx.state.timestamp, ctx.state.elapsed)
 
     def on_log(self, ctx: Context) -> None:

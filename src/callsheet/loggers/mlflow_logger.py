@@ -29,7 +29,7 @@ from callsheet.loggers.support.retry_queue import RetryQueue
 from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret, plain
 
 _STATUS = {Outcome.PREEMPTED: "KILLED", Outcome.INTERRUPTED: "KILLED", Outcome.FAILED: "FAILED"}
-# Requests that may time out at the run's end: the last records and the run's outcome, each sent at most twice.
+# How many requests may time out at the run's end. The last records and the run's outcome are each sent at most twice.
 _REQUESTS_AT_END = 4
 _AT_ONCE = 100  # the most params or tags that MLflow accepts in one request
 

@@ -166,7 +166,7 @@ class ProgressBarLogger(Logger):
     def _draw(self, draw: Callable[[], None]) -> None:
         try:
             draw()
-        except BaseException:  # remove the bar now: this callback may be disabled after the error
+        except BaseException:  # remove the bar now, because after the error this callback may be disabled and never called again
             self._stop()
             raise
 
@@ -203,7 +203,7 @@ def _new_bar(name: str, *, total: float | None = 1.0) -> Any:
         console=Console(stderr=True),
         transient=total is None,  # the bar of an evaluation (without a total) disappears when the evaluation ends
         auto_refresh=False,  # not needed, because the handlers of this callback draw the bar
-        redirect_stdout=sys.stdout.isatty(),  # show text printed on a terminal above the bar; do not change output to a file
+        redirect_stdout=sys.stdout.isatty(),  # on a terminal, show printed text above the bar; leave other output unchanged
     )
     bar.add_task(name, total=total, status="")
     bar.start()

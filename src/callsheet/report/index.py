@@ -297,7 +297,7 @@ def _opened(path: Path) -> sqlite3.Connection:
     index = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_SECONDS, isolation_level=None)
     index.text_factory = _text
     try:
-        # A write transaction fails at once if the file cannot be written, and lets only one process create the tables.
+        # Begin a write transaction: it fails at once if the file is not writable, and only one process can create the tables.
         index.execute("BEGIN IMMEDIATE")
         application, version, tables = (
             index.execute(question).fetchone()[0]

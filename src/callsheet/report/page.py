@@ -165,7 +165,7 @@ def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | N
 
 
 def image_uris(images: Mapping[str, Any], read: Callable[[str], bytes | None], *, room: int) -> tuple[dict[str, str], int]:
-    """Return the latest images, as many as fit, as data URIs by file. Also return how many images were left out.
+    """Return as many of the latest images as fit, as data URIs by file name. Also return how many images were left out.
 
     Args:
         images: by name, entries with `files`, in the order of their steps.

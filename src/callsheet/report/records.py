@@ -30,7 +30,7 @@ class Resume:
 
 
 class RecordLines:
-    """The metrics records that no resume has made invalid, read line by line."""
+    """The metrics records, read line by line. Records that a resume has made invalid are left out."""
 
     def __init__(self) -> None:
         self.kept: list[MetricsRecord] = []

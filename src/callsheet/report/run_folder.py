@@ -193,7 +193,7 @@ class RunReader:
         with self._lock:
             if any(lines.is_another() for lines in self._lines.values()):
                 self._begin()
-            # Take the state before reading. If lines are added meanwhile, the next state differs, and the lines are read then.
+            # Take the state (sizes and times of files) before reading. Lines that are added meanwhile are read at the next call.
             state = self._state()
             self._add_new()
             return self._run(self._version(state))
@@ -249,7 +249,7 @@ class RunReader:
     def _run(self, version: str) -> RunFolder:
         path, records, events = self._path, self._records, list(self._events)
         name = path.resolve().name  # the folder may have been renamed since training
-        if not is_marked(path):  # a logger made this subfolder of a run's folder: take the run's name from an event
+        if not is_marked(path):  # a subfolder that a logger made has no marker: take the run's name from an event
             name = next((str(event["run"]) for event in events if event.get("run")), name)
         config_text = text_of(path, "config.yaml", at_most=_MOST_TEXT)
         run = RunFolder(

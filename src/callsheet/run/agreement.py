@@ -57,9 +57,9 @@ class Agreement:
 
     @property
     def seconds_left(self) -> float:
-        """How many seconds are left before the launcher kills the ranks, after any rank has received a preemption signal.
+        """How many seconds remain until the launcher kills the ranks. Read this only if a rank has received a preemption signal.
 
-        The launcher kills all ranks after that, also those that received no signal.
+        The launcher then kills all ranks, also those that received no signal.
         """
         return min(self._signals.seconds_left, self._signals.grace)
 
@@ -90,7 +90,7 @@ class Agreement:
         self.look(step)
 
     def agree(self, step: int) -> None:
-        """Wait for the message that is being exchanged and for one more message, so that all ranks know all requests.
+        """Wait for the exchange of messages in progress, and for one more exchange, so that all ranks know all requests.
 
         All ranks must call this at the same point.
         """

@@ -245,7 +245,7 @@ class Boundaries:
 
     @property
     def _is_unread(self) -> bool:
-        """Whether a metrics record that is due now need not be made, because no callback reads it.
+        """Whether to skip a metrics record that is due now, because no callback reads it.
 
         The record is not skipped if a request is pending, a checkpoint is being written, or training is over.
         """

@@ -167,7 +167,7 @@ class Checkpoints:
         return self._pending is not None
 
     def check_writable(self) -> None:
-        """Before training begins, check that callbacks which save checkpoints regularly may write to the folder for them.
+        """Before training begins, check that the checkpoints' folder is writable, if a callback saves checkpoints regularly.
 
         Raises:
             CheckpointError: on all ranks: rank 0 may not write to the checkpoints' folder.

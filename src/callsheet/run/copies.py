@@ -152,7 +152,7 @@ def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
             _set(attributes, name, before)
             return
         # If another library has set the attribute since, keep its value, which may still call our function.
-        # If callsheet has replaced our function by a later one, make that one restore the value from before ours.
+        # If callsheet has since replaced our function by another, make that other function restore the value from before ours.
         while isinstance(now, FunctionType) and _BEFORE in vars(now):
             if vars(now)[_BEFORE] is value:
                 setattr(now, _BEFORE, before)

@@ -396,7 +396,7 @@ class _Presence:
         self._thread.start()
 
     def _run(self, notes: _Notes, pause: float) -> None:
-        # A RuntimeError or ValueError means that the store or the process group has ended, so no rank can ask any more.
+        # A RuntimeError or ValueError means that the store or the process group has ended, so no rank can ask this rank any more.
         with contextlib.suppress(RuntimeError, ValueError):
             while not self._is_over.wait(pause):
                 if notes.is_asked():

@@ -13,7 +13,7 @@ _URL = re.compile(r"\b(https?://)(?:[^\s/@'\"]*@)?([^\s/?#'\"<>]+)[^\s'\"<>)]*")
 _LOGIN = re.compile(r"(\b\w+://)[^\s/@'\"]+@")
 _SECRET = re.compile(
     r"(?i)\b([\w-]*(?:password|passwd|passphrase|secret|token(?!iz)|(?:api|access|private)[_-]?key|credential|authorization)[\w-]*|pwd?)"
-    r"([\"']?[^\S\n]*[=:][^\S\n]*)(?:bearer\s+|basic\s+)?[^\s,;)]+"  # matches only if all is on one line
+    r"([\"']?[^\S\n]*[=:][^\S\n]*)(?:bearer\s+|basic\s+)?[^\s,;)]+"  # matches only if the name and the value are on one line
 )
 _KEY_BLOCK = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
 

@@ -217,7 +217,7 @@ class RunLock:
             )
 
     def rejection(self, owner: Owner) -> str:
-        """Return the error message for a run that could not acquire the lock from `owner`."""
+        """Return the error message for a run that could not acquire the lock, because `owner` holds it."""
         if owner.is_in_this_process:
             return f"{self.folder} is being trained by another run of this process. End that run first, or use another run_name."
         message = f"{self.folder} is being trained by {owner}. Use `--run_name` to start another run beside it."

@@ -164,7 +164,7 @@ class TrainLoop:
                         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
                         ctx.grad_norm = clip_gradients(parameters, self._clip_grad_norm)
                         records.metrics.log({"train/grad_norm": ctx.grad_norm}, over="mean", across="same")
-                rate: Any = optimizer.param_groups[0].get("lr")  # the learning rate is None if the optimizer has none
+                rate: Any = optimizer.param_groups[0].get("lr")  # None if the optimizer has no learning rate
                 if isinstance(rate, Tensor):
                     rate = rate.clone()  # copy a learning rate that is a tensor, because the scheduler changes it in place
                 ctx.learning_rate = records.learning_rate = rate

@@ -138,7 +138,7 @@ class CalledModel(ModelCalls):
             driver.start("epoch")
         if driver.listen():
             self._listens_to_forward = driver.listens_to("forward")
-            # `clip_gradients` and `optimizer_step` end the backward pass, so `listens_to` covers that pass's listeners too.
+            # Starting `clip_gradients` or `optimizer_step` ends the backward pass, so `listens_to` includes that pass's listeners.
             watch.listen(driver.listens_to("clip_gradients") or driver.listens_to("optimizer_step"))
             self._optimizer.listen(driver.is_read)
         self._is_in_step = True

@@ -203,7 +203,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
     def _before_train_batch(self, state: Any) -> None:
         driver = self._run.driver
         self._losses.parts.clear()
-        # If the optimizer's step has already begun, the optimizer calls its closure again, and only the last loss counts.
+        # If the optimizer's step has already begun, the optimizer is calling its closure again. Only the last call's loss counts.
         if driver.is_open("optimizer_step"):
             self._handlers = self._tables.of_closure()
         else:

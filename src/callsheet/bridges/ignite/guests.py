@@ -275,7 +275,7 @@ class IgniteGuest(Guest):
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the attached handlers that have a `state_dict`, by class name, and of the objects in `to_save`."""
+        """Return the states of the objects in `to_save`, and of the attached handlers that have a `state_dict`, by class name."""
         return {name: part.state_dict() for name, part in self._parts().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

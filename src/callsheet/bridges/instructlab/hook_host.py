@@ -167,7 +167,7 @@ class InstructLabHost(HostBase):
 
     @classmethod
     def arrived(cls) -> InstructLabHost:
-        """Create the host on a rank, with the callbacks that were sent by the process that started the rank."""
+        """Create the host on a rank, with the callbacks that the launching process has sent to the rank."""
         arrived = open_payload(os.environ)
         extra: Any = arrived.extra
         return cls(arrived.callbacks, strict=extra["strict"], lock_timeout_seconds=extra["lock_timeout_seconds"])
@@ -272,7 +272,7 @@ class InstructLabHost(HostBase):
 
     @in_a_run
     def on_optimizer_step(self, run: HookedRun, context: TrainingContext) -> None:
-        """Fire the end of gradient clipping, and the start and end of the optimizer's step, after the optimizer has stepped."""
+        """Fire the end of gradient clipping, and then the start and end of the optimizer's step, which is already over."""
         run.driver.end("clip_gradients")
         run.driver.start_and_end("optimizer_step")
 

@@ -52,7 +52,7 @@ class Steps:
 
 
 class Scale:
-    """Wraps Keras's loss scale in the part of the interface of torch's `GradScaler` that callsheet uses."""
+    """Wraps Keras's loss scale as an object with those parts of torch's `GradScaler` that callsheet uses."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class OfGuest(Facade):
-    """The base class of this module's facades, which replace Lightning's objects. Their values come from callsheet's context."""
+    """The base class of this module's facades: objects that stand in for Lightning's, with values from callsheet's context."""
 
     def __init__(self, guest: LightningGuest) -> None:
         self._guest = guest
@@ -32,7 +32,7 @@ class OfGuest(Facade):
 
 
 class LoggerFacade(OfGuest):
-    """Replaces the Trainer's loggers for a Lightning callback: adds values to callsheet's next record, as `lightning/<name>`."""
+    """Stands in for the Trainer's loggers: adds what a Lightning callback logs to callsheet's next record, as `lightning/<name>`."""
 
     OF = "Lightning's Logger"
     group_separator = "/"
@@ -183,7 +183,7 @@ class _ProgressFacade(OfGuest):
 
 
 class TrainerFacade(OfGuest):
-    """Replaces Lightning's Trainer for a Lightning callback in callsheet's loop. It has the attributes that callbacks may use.
+    """Stands in for Lightning's Trainer in callsheet's loop. It has the attributes that Lightning callbacks may use.
 
     Some attributes have fixed values: there is never a sanity check, and an evaluation after every epoch.
     """
@@ -397,7 +397,7 @@ class TrainerFacade(OfGuest):
 
     @property
     def lightning_module(self) -> ModuleFacade:
-        """The model, as an object that stands for the LightningModule."""
+        """The model, as an object that stands in for the LightningModule."""
         return self._guest.module
 
     model = lightning_module

@@ -358,7 +358,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         loop.should_stop = True
 
     def _log(self, trainer: Any) -> None:
-        """Add what the LightningModule has logged since the last call of this method to callsheet's next metrics record."""
+        """Add to callsheet's next metrics record what the LightningModule has logged since the last call of this method."""
         if logged := {f"lightning/{name}": value.detach() for name, value in self._new_metrics(trainer).items()}:
             self._run.ctx.log(logged)
 

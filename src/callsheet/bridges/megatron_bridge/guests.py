@@ -159,7 +159,7 @@ def _fire(manager: Any, theirs: str, context: CallbackContext) -> None:
 
 
 def _overrides(callback: Any, event: str) -> bool:
-    """Return whether the callback overrides the method of the base class `Callback` whose name is `event`."""
+    """Return whether the callback overrides the method named `event` of the base class `Callback`."""
     bases = [kind for kind in type(callback).__mro__ if kind.__name__ == "Callback" and hasattr(kind, event)]
     return bool(bases) and all(getattr(type(callback), event) is not getattr(base, event) for base in bases)
 

@@ -99,7 +99,7 @@ class TorchTNTGuest(Guest):
         self._unit = GuestUnit(self, attributes)
         self._state = GuestState(self)
         self._replicated = replicated
-        if attributes:  # the unit's attributes show callsheet's metrics, which these handlers record
+        if attributes:  # these handlers record callsheet's metrics, so that the unit's attributes can show them
             self.OWN = {  # type: ignore[misc]
                 "on_train_step_end": "_take_loss",
                 "on_log": "_take_record",

@@ -114,7 +114,7 @@ def _callbacks_of(host: Any) -> list[Callback]:
 
 @contextlib.contextmanager
 def _without_host_methods(trainer: Any, host: Any) -> Iterator[None]:
-    """Remove the host's methods from the trainer's callbacks in the `with` block, so that Ultralytics does not pickle the host."""
+    """While the `with` block runs, remove the host's methods from the trainer's callbacks, so that they are not pickled."""
     kept = {event: list(functions) for event, functions in trainer.callbacks.items()}
     for functions in trainer.callbacks.values():
         functions[:] = [each for each in functions if getattr(each, "__self__", None) is not host]

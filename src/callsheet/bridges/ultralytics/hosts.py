@@ -259,7 +259,7 @@ class UltralyticsHost(HostBase):
             return
         if is_open and not is_repeated:  # the previous epoch is still open, because Ultralytics has not reported its end
             self._close_epoch(run, trainer)
-        elif is_open:  # if memory runs out, Ultralytics begins the same epoch again with smaller batches
+        elif is_open:  # having run out of memory, Ultralytics begins the same epoch again with smaller batches
             self._training.backward.is_on = False
             run.drop_step()
             self._from_last_epoch = None, (0, 0)

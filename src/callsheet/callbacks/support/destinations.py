@@ -86,7 +86,7 @@ class Address:
 
     @property
     def without_secrets(self) -> str:
-        """The address without its secrets, to be recorded with the run: of a URL, only scheme and host remain."""
+        """The address without its secrets, for the run's record. Of a URL, only the scheme and the host remain."""
         if self.url_env or self.kind == "mailto" or not self.to:
             return self.to
         parts = checked_url(self.url)
@@ -232,7 +232,7 @@ class Mail:
 
 
 def checked_url(url: str) -> SplitResult:
-    """Return the parts of a webhook's URL. Raise ConfigError, without repeating the URL, if it is invalid."""
+    """Return the parts of a webhook's URL. If the URL is invalid, raise ConfigError with a message without the URL."""
     try:
         parts = urlsplit(url.strip())
         _ = parts.port

@@ -41,7 +41,7 @@ class Section:
         return value
 
     def first(self, *names: str) -> Any:
-        """Return the value of the key that is given among keys with the same meaning, or None. Raise ConfigError if several are given."""
+        """Return the value of whichever of these equivalent keys is given, or None. Raise ConfigError if several are given."""
         given = [(name, value) for name in names if (value := self.take(name)) is not None]
         if len(given) > 1:
             self.reject(given[1][0], f"{given[0][0]} says the same; give one of them")

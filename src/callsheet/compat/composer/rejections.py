@@ -72,7 +72,7 @@ _INSTEAD = {
 
 
 def reject_others(others: Mapping[str, Any]) -> None:
-    """Raise an error for an unknown argument, and for one that callsheet does not support if its value is not Composer's default.
+    """Raise an error for an unknown argument, and for an unsupported argument whose value is not Composer's default.
 
     Raises:
         NotSupported: callsheet does not support the value of an argument of Composer's Trainer.

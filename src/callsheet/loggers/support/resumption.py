@@ -26,7 +26,7 @@ class ValidRecords:
     step: int = 0
 
     def are_repeated_by(self, step: int) -> bool:
-        """Return whether a new record at `step` replaces those old records of the checkpoint's step that came after the checkpoint."""
+        """Return whether a new record at `step` replaces old records of the checkpoint's step, logged after the checkpoint."""
         return self.kept > self.before and step <= self.step
 
 

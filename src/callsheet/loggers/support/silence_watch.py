@@ -15,7 +15,7 @@ _EVENTS = frozenset(str(event) for event in Event)
 
 
 class SilenceWatch:
-    """A thread that calls the function `show` with a text every second while nothing else was shown for `patience` seconds or more.
+    """A thread that waits until nothing else was shown for `patience` seconds, and then calls `show` with a text every second.
 
     The text counts the seconds. If the thread that created this object is running a handler, the text names the handler.
 

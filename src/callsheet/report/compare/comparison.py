@@ -34,7 +34,7 @@ class Compared:
     parts: dict[str, tuple[int, Any]] = field(default_factory=dict)
 
     def once(self, part: str, compute: Callable[[RunFolder], Any], *, limit: int = 0) -> Any:
-        """Return `compute(run)`, a part of the page. The result is cached under the name `part` until `limit` changes."""
+        """Return `compute(run)`. The result is cached under the name `part`, and computed again only if `limit` has changed."""
         if part not in self.parts or self.parts[part][0] != limit:
             self.parts[part] = (limit, compute(self.run))
         return self.parts[part][1]

@@ -60,7 +60,7 @@ def data(comparison: Comparison, metrics: Sequence[str] = ()) -> dict[str, Any]:
             "images": _images(runs),
         }
     )
-    # Curves and axes contain no NaN or infinity, and are large, so they do not go through `plain`, which replaces these.
+    # `plain` replaces NaN and infinity. Curves and axes contain neither and are large, so they do not go through `plain`.
     return content | {"axes": [_axis(each, len(runs)) for each in runs], "curves": curves}
 
 
@@ -264,7 +264,7 @@ def _checkpoints(each: Compared, runs: int) -> dict[str, Any]:
 def _tables(runs: Sequence[Compared]) -> dict[str, list[dict[str, Any]]]:
     """Return the logged tables by name. Of each run, they contain as many of the latest entries as fit."""
     found: dict[str, list[dict[str, Any]]] = {}
-    room = _TABLES_LENGTH // len(runs)  # the tables of every run get an equal share of the page
+    room = _TABLES_LENGTH // len(runs)  # every run gets an equal share of the room for tables
     for place, each in enumerate(runs):
         left = room
         for name, logged in each.run.tables.items():

@@ -32,7 +32,7 @@ def settings(run: RunFolder) -> dict[str, dict[str, str]]:
         for name in ("callbacks", "loggers")
         if isinstance(source.get(name), list)
     ]
-    # Values recorded from objects, such as the optimizer, replace the user's values, because the run used them.
+    # Recorded values come from objects that the run used, such as the optimizer. So they replace the user's values.
     values = {**dict(_flat(given)), **{key: value for key, value in _flat(recorded) if value}}
     named = {key: value for key, value in values.items() if key.split(".")[-1] not in _OF_THE_RUN_ITSELF}
     environment = run.environment
@@ -71,7 +71,7 @@ def differences(runs: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, di
     for group in GROUPS:
         names = dict.fromkeys(name for run in runs for name in run[group])
         rows = {name: [run[group].get(name, "") for run in runs] for name in names}
-        # A run that recorded settings but no callbacks had no callbacks. So its empty list of callbacks is compared.
+        # If a run recorded settings but no callbacks, it had no callbacks. Then its empty list is compared too.
         is_recorded = [any(run[group].values()) or (group == "callbacks" and any(run["settings"].values())) for run in runs]
         different = {
             name: values

@@ -110,7 +110,7 @@ def _tables(comparison: Comparison, metrics: Sequence[str]) -> list[Table]:
 
 
 def _is_of_one_parameter(metric: str) -> bool:
-    """Return whether the metric is about one parameter or layer, which means that the last part of its name contains a dot."""
+    """Return whether the metric is about one parameter or layer. The last part of its name then contains a dot."""
     return "/" in metric and "." in metric.rpartition("/")[2]
 
 

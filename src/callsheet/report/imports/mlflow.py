@@ -22,7 +22,7 @@ from callsheet.report.lines import inside, text_of
 LOOKS_FOR = "the folder mlruns, or an SQLite file with MLflow's tables"
 
 _META = "meta.yaml"
-# The status codes in the folder `mlruns`.
+# The codes for a run's status that MLflow writes to files in the folder `mlruns`.
 _STATUSES = {1: "RUNNING", 2: "SCHEDULED", 3: "FINISHED", 4: "FAILED", 5: "KILLED"}
 _OUTCOMES = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "interrupted"}
 _INFINITE = 1.7976931348623157e308  # MLflow's databases store infinity as this number

@@ -189,7 +189,7 @@ class _EventReader:
             else:
                 run.metrics.add(value.tag, event.step, number, event.wall_time)
         elif kind == "tensor" and plugin == "images":
-            for png in value.tensor.string_val[2 : 2 + _MOST_IMAGES_OF_EVENT]:  # the first two texts are width and height
+            for png in value.tensor.string_val[2 : 2 + _MOST_IMAGES_OF_EVENT]:  # skip the first two texts: width and height
                 run.add_image(value.tag, event.step, event.wall_time, png)
         else:
             names = {"histo": "histograms", "histograms": "histograms", "audio": "audio clips", "text": "texts"}

@@ -219,7 +219,7 @@ class SeededDataset(Dataset[Any]):
         return getattr(self.dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # The dataset itself may need what a worker_init_fn stores, such as an open file, so set the attribute on the dataset.
+        # Set the attribute on the wrapped dataset, which may need what a `worker_init_fn` stores, such as an open file.
         setattr(self.dataset, name, value)
 
 
