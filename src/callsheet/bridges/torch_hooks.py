@@ -39,7 +39,7 @@ _is_installed = False  # whether callsheet's wrapper is installed, possibly belo
 
 
 class InertHooks:
-    """Replaces the owner of a model's hooks in a copy of the model, so that the hooks of the copy do nothing.
+    """Takes the place of the object that owns a model's hooks in a copy of the model, so that the copy's hooks do nothing.
 
     The loop does not call the copy, so each method does nothing and returns None.
     """
@@ -395,7 +395,7 @@ class OptimizerHooks(NotCopied):
                 self._report_start()
         elif (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
             # Without listeners, no hook has wrapped the closure of this step, the first step with a closure.
-            # Register the hook for the next steps, because checkpoints need the last step's loss.
+            # Register the hook for the next steps: checkpoints need the last step's loss, which only a wrapped closure gives.
             self.expect_closures()
 
     def remove(self) -> None:
@@ -526,7 +526,7 @@ class BackwardWatch:
         return partial(getattr, self, "total")
 
     def listen(self, is_read: bool) -> None:
-        """Wrap `Tensor.backward` if `is_read`. Otherwise remove the wrapper, unless another run still needs it."""
+        """Wrap `Tensor.backward` if `is_read`, which says that something reads the losses. Otherwise remove an unused wrapper."""
         self._listens = is_read
         if not is_read:
             self.total = None

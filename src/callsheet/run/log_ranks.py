@@ -47,5 +47,7 @@ class LogRanks:
             handler.removeFilter(self._is_error)
         self._handlers = []
 
-    def _is_error(self, record: logging.LogRecord) -> bool:  # a method, so that `end` removes only this object's filter
+    def _is_error(
+        self, record: logging.LogRecord
+    ) -> bool:  # a method, not a function, so that `end` removes only this object's filter
         return record.levelno >= logging.ERROR

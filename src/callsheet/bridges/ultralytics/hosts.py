@@ -525,7 +525,7 @@ class UltralyticsHost(HostBase):
 
 
 def _repeats_of(trainer: Any) -> tuple[int, int] | None:
-    """Return two counts of Ultralytics' repetitions of this epoch: because memory ran out, and because the loss was not finite.
+    """Return how often Ultralytics has repeated this epoch because memory ran out, and how often because the loss was not finite.
 
     Return None in releases that do not count this.
     """

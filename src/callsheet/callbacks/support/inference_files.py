@@ -139,7 +139,7 @@ def _failing_as(what: str) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """Return an error's first cause in a line or two, because exporters raise long messages."""
+    """Return the text of an error's original cause, cut to a line or two, because exporters raise long messages."""
     if isinstance(error, CheckpointError):
         return str(error)
     while error.__cause__ is not None:
