@@ -672,7 +672,7 @@ class BareLoop(NotCopied):
             run.counted = counts
         elif (
             not self.watch.is_in_closure
-        ):  # the optimizer may call a closure several times, so count its samples only at the first call
+        ):  # an optimizer may call its closure several times, so count the closure's samples only once
             run.counted = before[0] + counts[0], before[1] + counts[1]
         self._discarded = _UNKNOWN
 

@@ -158,7 +158,7 @@ class ProcessGroups:
         return first.wait(), second.wait()
 
     def begin_max(self, values: Sequence[float]) -> Pending:
-        """Start to compute the maxima over the ranks, without waiting. `wait()` of the returned object returns them."""
+        """Start to compute the maxima over the ranks. Return at once; `wait()` of the returned object returns the maxima."""
         return self._begin(values, distributed.ReduceOp.MAX)
 
     def gather(self, value: Any) -> list[Any]:

@@ -123,7 +123,7 @@ class _Interval:
 
 
 class SavedCheckpoints:
-    """Finds the checkpoints that Composer's `CheckpointSaver`s have written, since Composer fires no event when one is written."""
+    """Finds the checkpoints that Composer's `CheckpointSaver`s have written, since Composer fires no event when it writes one."""
 
     def __init__(self, state: Any, logger: Any) -> None:
         self._state, self._logger = state, logger

@@ -213,7 +213,7 @@ class TrainerFacade(OfGuest):
 
     @property
     def log_every_n_steps(self) -> int:
-        """The number of steps between two logs, which was given to `guest`."""
+        """The number of steps between two logs, as it was given to `guest`."""
         return self._log_every_n_steps
 
     # --- progress ---

@@ -214,7 +214,7 @@ class UltralyticsHost(HostBase):
         self._stop_if_asked(run, trainer)
 
     def _counts_of(self, trainer: Any) -> Callable[[], Counts]:
-        """Return a function that returns the steps and epochs that Ultralytics has counted.
+        """Return a function that returns Ultralytics' counts of steps and epochs.
 
         The number of updates of its weight average (EMA) is the number of steps.
         """

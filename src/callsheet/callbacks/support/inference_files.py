@@ -42,7 +42,7 @@ class Call:
         return Call(args, kwargs)
 
     def small(self) -> Call:
-        """Return a copy of the call whose tensors have only two samples.
+        """Return a copy of the call, with only two samples in each tensor.
 
         A single sample is repeated, because an exporter would take a size of 1 for a constant.
         """
