@@ -216,7 +216,7 @@ class Guest(Callback):
 
 
 def is_another_s(given: Any) -> bool:
-    """Return whether `given` cannot be a callback of the bridge's framework, because it is a class or a callback of another framework.
+    """Return whether `given` cannot be a callback of the bridge's framework, as it is a class or another framework's callback.
 
     Bridges that accept any object with methods of certain names call this function.
     """

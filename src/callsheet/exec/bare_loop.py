@@ -670,9 +670,7 @@ class BareLoop(NotCopied):
         before = run.counted
         if before == _UNKNOWN:
             run.counted = counts
-        elif (
-            not self.watch.is_in_closure
-        ):  # an optimizer may call its closure several times, so count the closure's samples only once
+        elif not self.watch.is_in_closure:  # the optimizer may call a closure several times, so count the samples once
             run.counted = before[0] + counts[0], before[1] + counts[1]
         self._discarded = _UNKNOWN
 

@@ -373,7 +373,7 @@ def _first_of(owner: Any) -> Any:
 
 
 def model_of(optimizer: Optimizer) -> nn.Module | None:
-    """Return the module that the loop calls: the root module with the most of the optimizer's parameters and the fewest other ones.
+    """Return the module that the loop calls: the root module with the most parameters of the optimizer and the fewest others.
 
     A root module is inside no other module. Return None if no module has any of the parameters. If several modules are equally good,
     return the oldest one.

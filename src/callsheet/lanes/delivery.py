@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class LaneExit(Exception):
-    """Takes the place of an exception that would end the program, such as SystemExit, when a callback in another thread raises one.
+    """Takes the place of an exception that would end the program, such as SystemExit, in a callback that runs in another thread.
 
     A `LaneExit` is not raised, but logged and counted as a failure of the callback.
     """

@@ -342,7 +342,7 @@ class RunReader:
         return not self._is_silent()  # the lock alone is not enough, because a run that hangs keeps its lock
 
     def _has_released_lock(self) -> bool:
-        """Return whether a run without a JSONLLogger has ended. Every run releases its lock at its end, unless it is killed."""
+        """Return whether a run without a JSONLLogger has ended and released its lock, as every run does that is not killed."""
         return not self._events and is_marked(self._path) and claim_of(self._path) is None
 
     def _has_results(self) -> bool:

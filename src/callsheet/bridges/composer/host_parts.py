@@ -84,7 +84,7 @@ class HandlerTables:
 
 
 def _predecessors(handlers: Collection[str]) -> dict[Any, frozenset[str]]:
-    """Return, for each event of a step, the events that may come directly before it if the host handles only those in `handlers`."""
+    """Return, for each event of a step, the events that may directly precede it if the host handles only `handlers`."""
     events = [event for event in _STEP if event in handlers]
     found = {later: {earlier} for earlier, later in pairwise(events)}
     if inside := [event for event in events if event in _INSIDE[1:-1]]:

@@ -281,7 +281,7 @@ class IgniteHost(HostBase):
             else:
                 run.fail(error)
             self._release()
-        # Ignite raises the error only if no error handler is attached. If the host's handler is the only one, raise the error here.
+        # Ignite raises the error only if no error handler is attached. If this host's handler is the only one, raise it here.
         if len(trainer._event_handlers[Events.EXCEPTION_RAISED]) == 1:
             raise error
 

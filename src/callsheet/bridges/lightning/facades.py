@@ -120,7 +120,7 @@ class AcceleratorFacade(OfGuest):
 
 
 class ConnectorFacade(OfGuest):
-    """Takes the place of the Trainer's logger connector, which says whether Lightning's own callbacks should log at this batch."""
+    """Takes the place of the Trainer's logger connector, which says whether Lightning's own callbacks should log now."""
 
     OF = "Lightning's logger connector"
 
@@ -213,7 +213,7 @@ class TrainerFacade(OfGuest):
 
     @property
     def log_every_n_steps(self) -> int:
-        """The number of steps between two logs, as it was given to `guest`."""
+        """The number of steps between two logs, as given to `guest`."""
         return self._log_every_n_steps
 
     # --- progress ---
