@@ -75,7 +75,7 @@ class DataPosition:
 
     @contextmanager
     def at_checkpoint(self) -> Iterator[None]:
-        """After a resume, run the `with` block with the random states from the checkpoint.
+        """After a resume, run the `with` block with the random states that the checkpoint contains.
 
         The block is, for example, an evaluation that a signal prevented. It draws the same random numbers as without the resume.
 

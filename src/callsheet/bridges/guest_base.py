@@ -71,7 +71,7 @@ class Common:
 
 
 class SharedFirst(CompositeHandler):
-    """The handler of a guest that shares state with other guests: calls a method of the shared state, then the guest's own handler.
+    """A handler of a guest that shares state with other guests. Calls a method of the shared state, then the guest's own handler.
 
     If several guests share a `common`, its method is called only once at an event, before the first of these guests.
 
@@ -216,7 +216,7 @@ class Guest(Callback):
 
 
 def is_another_s(given: Any) -> bool:
-    """Return whether `given` cannot be a callback of the bridge's framework: a class, or a callback of callsheet or another framework.
+    """Return whether `given` cannot be a callback of the bridge's framework, as it is a class or another framework's callback.
 
     Bridges that accept any object with methods of certain names call this function.
     """

@@ -31,7 +31,7 @@ class ModelCalls(NotCopied):
         self._after = Hook(model.register_forward_hook)
 
     def begin_call(self, model: nn.Module, batch: Any) -> Any:
-        """Fire the events at the start of a call of `model`. Return `batch`, or the batch with which a callback has replaced it."""
+        """Fire the events at the start of a call of `model`. Return `batch` or, if a callback has replaced it, the new batch."""
         raise NotImplementedError
 
     def start_forward(self) -> Any:

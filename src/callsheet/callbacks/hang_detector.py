@@ -212,7 +212,7 @@ class HangDetector(Callback):
         if self._action == "warn":
             return
         is_over.wait(_OTHER_RANKS_SECONDS)
-        if self._state.timestamp.batch != self._hung_after:  # a step has ended in the meantime, so the run does not hang
+        if self._state.timestamp.batch != self._hung_after:  # a step has ended in the meantime, so the run no longer hangs
             return
         if self._action == "kill":
             _call_with_timeout(_ACTION_SECONDS, logging.shutdown)

@@ -257,7 +257,7 @@ class MLPerfCallback(Callback):
     # --- state for checkpoints ---
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the value of the monitored metric that reached the target, or None if the target was not reached yet."""
+        """Return the value with which the monitored metric reached the target, or None if it has not reached the target yet."""
         return {"reached": self._reached}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

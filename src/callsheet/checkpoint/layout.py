@@ -29,20 +29,20 @@ class Names:
 
     @property
     def state(self) -> str:
-        """The file name of the state that all ranks share."""
+        """The name of the file with the state that all ranks share."""
         return f"state{self.infix}.json"
 
     @property
     def index(self) -> str:
-        """The file name of the index of tensors."""
+        """The name of the file with the index of tensors."""
         return f"index{self.infix}.json"
 
     def local(self, rank: int) -> str:
-        """Return the file name of the state that only rank `rank` has."""
+        """Return the name of the file with the state that only rank `rank` has."""
         return f"local-{rank:05d}{self.infix}.json"
 
     def shard(self, rank: int) -> str:
-        """Return the file name of the tensors that rank `rank` wrote."""
+        """Return the name of the file with the tensors that rank `rank` wrote."""
         return f"shard-{rank:05d}{self.infix}.safetensors"
 
 
@@ -50,7 +50,7 @@ NAMES = (Names(""), Names(".2"))
 
 
 def names_in(files: Container[str]) -> Names | None:
-    """Return the set of file names (one of `NAMES`) that a checkpoint's `files` use, or None if `files` are not those of a checkpoint."""
+    """Return the item of `NAMES` whose file names occur in `files`, or None if `files` are not the files of a checkpoint."""
     return next((names for names in NAMES if names.state in files and names.index in files), None)
 
 

@@ -184,8 +184,8 @@ def _view(tensor: torch.Tensor) -> Hashable:
         here = tensor.to_local()
         return (_view(here), tensor.device_mesh, tensor.placements, tensor.shape) if here.numel() else id(tensor)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return id(tensor)  # a subclass may keep its data in another place, so its own address has no meaning
-    # A conjugate view differs from its original only in a flag. Without the flag, `z` and `z.conj()` would have one key.
+        return id(tensor)  # a subclass may keep its data elsewhere, so `tensor.data_ptr()` has no meaning
+    # A conjugate view differs from its original only in a flag. Without the flag, `z` and `z.conj()` would have the same key.
     marks = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
     return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), marks)
 

@@ -72,7 +72,7 @@ class RemoteFolder(Folder):
 
     def replace(self, name: str, content: bytes) -> FileSeal:
         with _errors("write", f"{self.path}/{name}"):
-            # `pipe_file` replaces the content in one call. With `open`, it would change only when the file is closed.
+            # `pipe_file` replaces the content in one call. With `open`, the content would change only when the file is closed.
             self._files.pipe_file(self._at(name), content)
         return FileSeal(len(content), hashlib.sha256(content).hexdigest())
 

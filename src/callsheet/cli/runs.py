@@ -203,8 +203,9 @@ def _condition(text: str) -> tuple[str, str, str]:
 
 
 def _fulfils(column: Column, row: RunRow, compared: str, wanted: str) -> bool:
-    """Return whether the run fulfills a condition of `--where`. Except for tags, a run whose value is unknown fulfills no condition with a
-    comparison other than `~`, which searches the value's text.
+    """Return whether the run fulfills a condition of `--where`.
+
+    A run whose value is unknown can fulfill only conditions on tags, and conditions with `~`, which searches the value's text.
     """
     value = column.value(row)
     if compared == "~":

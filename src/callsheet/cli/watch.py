@@ -112,7 +112,7 @@ class NewRuns:
 
 
 def _holds_runs(word: str, folder: Path) -> bool:
-    """Return whether an argument names several runs, as a pattern or a folder of runs."""
+    """Return whether an argument is a pattern or a folder of runs, and so can name several runs."""
     is_name = Path(word).name == word and is_run(folder / word)
     return glob.has_magic(word) or (not is_name and not is_run(Path(word)) and bool(run_names(word)))
 

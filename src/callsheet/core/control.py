@@ -207,7 +207,7 @@ class Control:
             self.agree(request)
 
     def switch_off(self, callback: str, number: int, failures: int) -> None:
-        """Request that all ranks disable a callback with `on_error="isolate"` that failed too often on this rank.
+        """Request that all ranks disable a callback, because it has `on_error="isolate"` and has failed too often on this rank.
 
         Called by the manager; see `switched_off`.
 

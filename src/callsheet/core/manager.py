@@ -393,7 +393,7 @@ class CallbackManager:
             self._table.lanes.limit_waits(seconds)
 
     def drain(self, ctx: Context) -> None:
-        """Wait until callbacks in other threads have handled all events so far, for each at most 80 % of its deadline.
+        """Wait until callbacks in other threads have handled all events, but for each callback at most 80 % of its deadline.
 
         Called before `on_run_end` is fired.
         """

@@ -114,7 +114,7 @@ class RunInfo:
 
     @property
     def is_local_process_zero(self) -> bool:
-        """Whether this process has local rank 0, so that it is the first process of the run on this machine."""
+        """Whether this process has local rank 0, and is therefore the first process of the run on this machine."""
         return self.ranks.local_rank == 0
 
 

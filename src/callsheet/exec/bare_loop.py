@@ -329,7 +329,7 @@ class BareLoop(NotCopied):
         if get_ident() != self._thread or self.evaluations.dataset or self.step.is_open:
             return
         self._batches.add_other(loader, batch)
-        self._is_plain = False  # so that the next step checks whether it uses this batch
+        self._is_plain = False  # so that the loop checks in the next step whether the step uses `batch`
 
     def begin_step(self) -> None:
         """Begin a training step, unless one is open."""
@@ -396,7 +396,7 @@ class BareLoop(NotCopied):
                 return
         if self._has_lost_gradients():
             self.gradients_are_discarded()
-        # A loss of the same outputs was discarded before this loss, so count the samples of these outputs again.
+        # An earlier loss of these outputs was discarded together with its count of samples. Restore that count for this loss.
         if not self._is_in_microbatch and self._discarded != _UNKNOWN:
             self.run.counted, self._discarded = self._discarded, _UNKNOWN
         self._is_in_microbatch = False
@@ -671,7 +671,7 @@ class BareLoop(NotCopied):
         before = run.counted
         if before == _UNKNOWN:
             run.counted = counts
-        elif not self.watch.is_in_closure:  # the optimizer may call a closure several times: count its samples once
+        elif not self.watch.is_in_closure:  # the optimizer may call a closure several times, so count the samples once
             run.counted = before[0] + counts[0], before[1] + counts[1]
         self._discarded = _UNKNOWN
 

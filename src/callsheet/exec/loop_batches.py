@@ -47,7 +47,7 @@ class LoopBatches:
         return self._loader is not None and self._loader() is loader
 
     def add_other(self, loader: Any, batch: Any) -> None:
-        """Store a batch of a dataloader that is not the loop's so far. The batch may be for the next training step or for an evaluation."""
+        """Store a batch of a dataloader other than the loop's. It may be for the next training step or for an evaluation."""
         if self._loader is not None:
             self.other = weakref.ref(loader), batch
 

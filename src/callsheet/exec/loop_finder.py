@@ -67,7 +67,7 @@ class LoopFinder:
         self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # the dataloader of each iterator
         # A reference to the iterator that yielded the observed loop's last batch; `_nothing` if no loop is observed.
         self._training_iterator: Callable[[], Any] = _nothing
-        self._latest: Any = None  # a reference to the last used dataloader that is not the observed loop's dataloader
+        self._latest: Any = None  # a reference to the dataloader that was used last, not counting the observed loop's
         self._batch: Any = None  # the latest batch of the dataloader `_latest`; kept only until the first loop is recognized
         self._loss: Tensor | None = None  # the sum of the losses since the last `zero_grad`, until the first loop is recognized
         self._counted: Any = None  # the last batch whose samples are in `_counts`
@@ -373,7 +373,7 @@ def _first_of(owner: Any) -> Any:
 
 
 def model_of(optimizer: Optimizer) -> nn.Module | None:
-    """Return the module that the loop calls: the root module that has the most of the optimizer's parameters, and the fewest others.
+    """Return the module that the loop calls: the root module with the most parameters of the optimizer and the fewest others.
 
     A root module is inside no other module. Return None if no module has any of the parameters. If several modules are equally good,
     return the oldest one.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class LaneExit(Exception):
-    """Raised instead of an error that ends the program, such as SystemExit, if a callback in another thread raises that error.
+    """Takes the place of an exception that would end the program, such as SystemExit, in a callback that runs in another thread.
 
     A `LaneExit` is not raised, but logged and counted as a failure of the callback.
     """

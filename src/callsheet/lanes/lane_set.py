@@ -62,7 +62,7 @@ class LaneSet:
         The counts are kept until another run begins.
         """
         # For each lane that was too slow for a checkpoint, the number of items that it had processed by then.
-        # A checkpoint does not wait for a lane in this dict, unless the lane has processed more items since.
+        # The next checkpoint waits for such a lane only if the lane has processed more items since that checkpoint.
         self._behind: dict[Registration, int] = {}
         # For each lane that was too slow for a metrics record, the number of items that it had processed by then.
         self._slow: dict[Registration, int] = {}

@@ -163,7 +163,7 @@ class Process(Background):
     def _disown(self) -> None:
         """In a forked child, forget the callback's process and its connection, because both belong to the parent."""
         if self._child is not None:
-            # A return code keeps Popen from warning that the process still runs. Only the parent can wait for the process.
+            # Only the parent can wait for the process. Set a return code, so that Popen does not warn that it still runs.
             self._child.returncode = 0
         for end in (self._connection, self._theirs):
             if end is not None:

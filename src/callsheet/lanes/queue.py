@@ -330,7 +330,7 @@ class _Dispatcher:
                 thread = threading.Thread(target=self._look, name="callsheet-lanes", daemon=True)
                 try:
                     thread.start()
-                except RuntimeError:  # the interpreter is shutting down, so no thread can start; `drain` then checks the lane
+                except RuntimeError:  # at the interpreter's shutdown, no thread can start; `drain` checks the lane instead
                     return
                 self._thread = thread
 

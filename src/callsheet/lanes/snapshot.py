@@ -66,7 +66,7 @@ class Inbox:
             message = self._messages.popleft()
             try:
                 message.do(ctx)
-            except Exception as error:  # an error of a callback in a lane must not stop training
+            except Exception as error:  # an error of a callback in another thread or process must not stop training
                 logger.error("The message %r from the lane of %s failed: %s", message.what, message.by, text_of(error))
 
     def log_lost(self) -> None:

@@ -146,7 +146,7 @@ class JSONLLogger(Logger):
         self._event(ctx, "evaluation", flush=True, standalone=ctx.standalone, results=ctx.eval_results, seconds=seconds)
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
-        """Write all queued lines, because the checkpoint contains the number of records. Store the time at which the save starts."""
+        """Write all queued lines, so that the file has as many records as the checkpoint says. Store the save's start time."""
         self._flush()
         self._save_began = time.monotonic()
 

@@ -98,7 +98,7 @@ class TensorboardLogger(Tracker):
         is_resumed = run_id is not None and ctx.checkpoint is not None
         log = import_module("tensorboard.compat.proto.event_pb2").SessionLog
         # A start event makes TensorBoard hide values from the event's step on, so that a resumed run can log these steps again.
-        # TensorBoard ignores the first start event of a run, so the run's first process writes a start event too.
+        # TensorBoard ignores a run's first start event. So write one in a new run too, for the event of a later resume to count.
         self._add(ctx.checkpoint.step + 1 if is_resumed and ctx.checkpoint else 0, session_log=log(status=log.START))
         self._hyperparameters, self._has_hparams = {}, False
         return Opened(ctx.run.name)

@@ -36,5 +36,5 @@ class CallsheetPlugin(BasePlugin):  # type: ignore[misc]  # axolotl's types are 
         return f"{__name__}.Settings"
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[HuggingFaceHost]:
-        """Return a list of one Hugging Face callback, which runs callsheet's callbacks. Axolotl passes it to its trainer."""
+        """Return the callbacks that Axolotl adds to its trainer: one Hugging Face callback, which runs callsheet's callbacks."""
         return [host_of(cfg.callsheet_callbacks)]

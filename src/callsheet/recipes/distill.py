@@ -225,7 +225,7 @@ class Distill(Finetune):
 
 
 class _InnerFinetune(Finetune):
-    """A fine-tuning run inside another recipe, such as the training of a teacher. Its export folder appears only when it is complete."""
+    """A fine-tuning run inside another recipe, such as a teacher's. Its export folder appears when the export is complete."""
 
     def export(self, path: str | Path) -> None:
         """Export the model to a temporary folder, and rename that folder when it is complete."""

@@ -86,7 +86,7 @@ class Pretrain(Recipe[PretrainConfig]):
     # --- methods of the base class `Recipe` ---
 
     def read_data(self) -> None:
-        """Find the text files, whose bytes are the tokens, or read the rows and tokenize them."""
+        """Read the rows and tokenize them. Without rows, find the text files, whose bytes are the tokens."""
         config = self.config
         if config.rows is not None:
             self.tokenizer = config.model.make_tokenizer()

@@ -39,7 +39,8 @@ _TEXTS = ("hyperparameters.json", "settings.json", "environment.json", "config.y
 _MOST_TEXT, _LOG_TAIL = 2**20, 2**16
 _MOST_WINDOWS, _MOST_SLICES = 200, 20_000
 _MOST_TABLES, _TABLE_ENTRIES, _MOST_LOGS, _MOST_EVENTS = 200, 40, 64, 50_000
-# A run is lost if it has written nothing for this many seconds, and for this many median times between two records.
+# A run counts as lost if it has written nothing for both of these times: a number of seconds, and a multiple of the median
+# time between two of its records.
 _LOST_AFTER_SECONDS, _LOST_AFTER_GAPS = (300.0, 10)
 _LARGEST_IMAGE = 16 * 2**20
 _LARGEST_STEP = 2**53  # the largest valid step: JSON readers that use doubles cannot represent larger integers exactly
@@ -178,7 +179,7 @@ class RunReader:
         self._begin()
 
     def version(self) -> str:
-        """Return a version of the folder's content, which changes when the size or time of a file changes. No file is read."""
+        """Return a text that changes whenever the size or time of a file in the folder changes. No file is read."""
         with self._lock:
             return self._version(self._state())
 
@@ -341,7 +342,7 @@ class RunReader:
         return not self._is_silent()  # the lock alone is not enough, because a run that hangs keeps its lock
 
     def _has_released_lock(self) -> bool:
-        """Return whether a run without a JSONLLogger has ended. Every run releases its lock at its end, unless it is killed."""
+        """Return whether a run without a JSONLLogger has ended and released its lock, as every run does that is not killed."""
         return not self._events and is_marked(self._path) and claim_of(self._path) is None
 
     def _has_results(self) -> bool:
@@ -384,7 +385,7 @@ def _events_of_kind(kind: str, events: list[dict[str, Any]], resumes: list[Resum
     for event in events:
         if event["event"] == "run_start":
             moment = moment_of(event.get("time"))
-            # A resumed process records the resume before `run_start`, so the last resume before `event` belongs to `event`.
+            # A resumed process records the resume before `run_start`, so the last resume before `event` is that of its process.
             at = [resume.step for resume in resumes if resume.time <= moment]
             for each in found:
                 each["is_undone"] |= each["step"] > (at[-1] if at else 0)

@@ -148,12 +148,12 @@ class Checkpoints:
         self._is_slow = False  # whether a save has taken longer than `grace`; this is logged once
         self._began = 0.0  # when the background save began
         self._written: set[str] = set()  # the paths of the checkpoints that this process has written
-        self._not_saved: set[str] = set()  # entries of `user_state` that no checkpoint can hold; they are logged once
+        self._not_saved: set[str] = set()  # entries of `user_state` that no checkpoint can hold; each is logged only once
         self._is_auto = False  # whether the run was resumed with "auto"
         self._stop: Mapping[str, Any] | None = None  # the stop request in the checkpoint from which `resume="auto"` continued
         self._abandoned: list[str] = []  # unfinished checkpoints of earlier processes, kept until this run has written one
         self._prepare_at = sys.maxsize if self._writer is None else 0  # the step at which to allocate the writer's buffers
-        self._prepare_again = 1  # after this many steps, the allocation is tried again; the number doubles each time
+        self._prepare_again = 1  # number of steps until the next attempt to allocate the buffers; it doubles each time
         self._tensors: dict[str, Tensor] | None = None  # the model's tensors, while a checkpoint is loaded
 
     @property
@@ -265,7 +265,7 @@ class Checkpoints:
         return info
 
     def _record(self, info: CheckpointInfo) -> dict[str, Any]:
-        """Return the facts about the checkpoint that its manifest contains, as plain data."""
+        """Return, as plain data, the facts about a checkpoint to write into the checkpoint's manifest."""
         record = {name: value for name, value in asdict(info).items() if name not in ("path", "size_bytes")}
         record["run"] = self._ctx.run.name
         stop = self._ctx.control.stop_requested or self.stopped_by

@@ -47,5 +47,5 @@ class LogRanks:
             handler.removeFilter(self._is_error)
         self._handlers = []
 
-    def _is_error(self, record: logging.LogRecord) -> bool:  # a method, so that `end` removes only this object's filter
+    def _is_error(self, record: logging.LogRecord) -> bool:  # a method, so that `end` removes the filter of this object only
         return record.levelno >= logging.ERROR

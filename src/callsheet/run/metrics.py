@@ -148,7 +148,7 @@ class MetricLog:
         if series is None:
             one_of("over", over, OVER)
             one_of("across", across, ACROSS)
-            if names in self._how:  # this name was logged in one tensor with others so far: split that tensor's series
+            if names in self._how:  # so far, this name shared one tensor with other names: split that tensor's series
                 self._split(next(key for key in self._series if isinstance(key, tuple) and names in key))
                 return self.series(names, over, across)
             self._how |= dict.fromkeys((names,) if isinstance(names, str) else names, (over, across))

@@ -158,7 +158,7 @@ class ProcessGroups:
         return first.wait(), second.wait()
 
     def begin_max(self, values: Sequence[float]) -> Pending:
-        """Start to compute the maxima over the ranks, without waiting. `wait()` of the returned object returns them."""
+        """Start to compute the maxima over the ranks. Return at once; `wait()` of the returned object returns the maxima."""
         return self._begin(values, distributed.ReduceOp.MAX)
 
     def gather(self, value: Any) -> list[Any]:
@@ -363,7 +363,7 @@ class _Notes:
         self._set("who", "")
 
     def is_asked(self) -> bool:
-        """Return whether any rank has called `question`, to find out which ranks still run."""
+        """Return whether any rank has asked, by calling `question`, which ranks still run."""
         return self._get("who") is not None
 
     def answer(self) -> None:

@@ -22,7 +22,7 @@ _SLICE_SECONDS = 1.0
 
 
 class RunGuard:
-    """Holds the lock of a run's folder, and writes the marker file that makes a folder the folder of a run.
+    """Holds the lock of a run's folder, and writes the marker file by which a folder is recognized as a run's.
 
     A run with a name that the user chose acquires the lock before it does anything else. A run whose name was made from the time,
     or that only evaluates, acquires it when it first writes to its folder.

@@ -86,7 +86,7 @@ class Claim:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process of this claim is known to run.
+        """Whether the process that made this claim is known to run.
 
         That is so if the process runs on this machine, or if it has recently written a heartbeat by this machine's clock.
         """
@@ -188,7 +188,7 @@ class RunLock:
             time.sleep(_POLL_SECONDS)
 
     def attempt(self) -> Owner | None:
-        """Without waiting, acquire the lock and return None or, if another run holds the lock, return the owner.
+        """Acquire the lock without waiting, and return None. If another run holds the lock, return its owner instead.
 
         Raises:
             OSError: no file can be created beside the run's folder.

@@ -160,7 +160,7 @@ def _failed(store: Any, ranks: Ranks, name: str, timeout: float) -> str:
     everyone = range(ranks.world_size)
     words, accepted = _read(store, "word", everyone), _read(store, "accepted", everyone)
     absent = [rank for rank in everyone if (accepted[rank] != name if name else words[rank] is None)]
-    absent = absent or [0]  # if no other rank is missing, rank 0 is at fault: it has not confirmed the list of ranks
+    absent = absent or [0]  # if all ranks have answered, rank 0 is at fault, because it has not confirmed the list of ranks
     message = f"{named_ranks(absent)} of {ranks.world_size} did not join the others within {timeout:g} s: not started, dead or suspended"
     if ranks.rank == 0:
         store.set("failed", json.dumps([message, words]))

@@ -126,7 +126,7 @@ def fits_twice(subject: Subject, folder: Path) -> None:
 
 
 def closes_twice(subject: Subject, folder: Path) -> None:
-    """Check that a run with the callback can be closed twice, after or without training, and that a failed set-up raises its error."""
+    """Check that a run with the callback can be closed twice, with and without training, and that a set-up error is raised."""
     for trains in (False, True):
         with Scene(subject, _new(folder), subject.make()) as scene:
             if trains:

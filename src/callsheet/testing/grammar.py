@@ -56,7 +56,7 @@ class Order:
         return NONE
 
     def first(self) -> set[str]:
-        """Return the names with which a sequence that matches the expression may begin."""
+        """Return the names with which a matching sequence may begin."""
         if self.kind == "name":
             return {self.name}
         if self.kind == "then" and not self.parts[0].may_be_empty:

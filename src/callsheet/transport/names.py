@@ -33,7 +33,7 @@ def main_script() -> str:
 
 
 def path_of(thing: object) -> str:
-    """Return the import path of a class or function; empty if importing the path would return another object or none.
+    """Return the import path of a class or function, or an empty string if importing that path would not return `thing`.
 
     A path `__main__.Name` is in the script that was started.
     """

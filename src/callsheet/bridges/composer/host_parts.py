@@ -84,7 +84,7 @@ class HandlerTables:
 
 
 def _predecessors(handlers: Collection[str]) -> dict[Any, frozenset[str]]:
-    """Return the events after which Composer fires each event of a step, if the host handles only the events in `handlers`."""
+    """Return, for each event of a step, the events that may directly precede it if the host handles only `handlers`."""
     events = [event for event in _STEP if event in handlers]
     found = {later: {earlier} for earlier, later in pairwise(events)}
     if inside := [event for event in events if event in _INSIDE[1:-1]]:
@@ -123,7 +123,7 @@ class _Interval:
 
 
 class SavedCheckpoints:
-    """Finds the checkpoints that Composer's `CheckpointSaver`s have written, since Composer fires no event when one is written."""
+    """Finds the checkpoints that Composer's `CheckpointSaver`s have written, since Composer fires no event when it writes one."""
 
     def __init__(self, state: Any, logger: Any) -> None:
         self._state, self._logger = state, logger

@@ -335,7 +335,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
                 if driver.is_read and not self._has_engine:
                     driver.start("optimizer_step")
             if driver.has_listeners:
-                driver.end_step()  # also ends the optimizer's step; if there are no listeners, `on_step_end` ends the step
+                driver.end_step()  # also ends the optimizer's step. Without listeners, `on_step_end` ends the training step
         except BaseException as error:
             self._leave(error)
 

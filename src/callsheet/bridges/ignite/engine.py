@@ -72,7 +72,7 @@ class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's 
         """The names of the events that are fired in this run. None before training has begun."""
 
     def evaluator(self, name: str = "validation", output: Callable[[Context], Any] | None = None) -> GuestEngine:
-        """Return the engine that replaces Ignite's evaluator of the dataset `name`. The first call creates this engine.
+        """Return the engine that takes the place of Ignite's evaluator for the dataset `name`. The first call creates it.
 
         After an evaluation, its `state.metrics` contain the evaluation's results and the values of attached Ignite metrics.
 

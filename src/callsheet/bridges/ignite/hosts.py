@@ -281,7 +281,7 @@ class IgniteHost(HostBase):
             else:
                 run.fail(error)
             self._release()
-        # If no error handler is attached, Ignite raises the error. If only the host's is attached, the host does so instead.
+        # Ignite raises the error only if no error handler is attached. If this host's handler is the only one, raise it here.
         if len(trainer._event_handlers[Events.EXCEPTION_RAISED]) == 1:
             raise error
 

@@ -207,7 +207,7 @@ class GuestModel(Facade):
 
 
 class GuestOptimizer(Facade):
-    """Replaces the Keras optimizer for a Keras callback in callsheet's loop, with the attributes that callbacks may use."""
+    """Takes the place of the Keras optimizer for Keras callbacks in callsheet's loop, with the attributes that they may use."""
 
     OF = "Keras's optimizer"
 

@@ -26,7 +26,7 @@ class KerasRun(Common):
         """The results of the last evaluation."""
         self.ended: int | None = None
         """The epoch for which the guests call Keras's `on_epoch_end` at callsheet's current event, or None."""
-        self._open: int | None = None  # an epoch that has ended, but for which `on_epoch_end` was not called yet
+        self._open: int | None = None  # the index of an epoch that has ended, but for which `on_epoch_end` was not called yet
         self._total: Any = 0.0
         self._samples = 0
 

@@ -120,7 +120,7 @@ class AcceleratorFacade(OfGuest):
 
 
 class ConnectorFacade(OfGuest):
-    """Replaces the Trainer's logger connector, which says whether Lightning's own callbacks should log at this batch."""
+    """Takes the place of the Trainer's logger connector, which says whether Lightning's own callbacks should log now."""
 
     OF = "Lightning's logger connector"
 
@@ -146,7 +146,7 @@ class _ProgressFacade(OfGuest):
 
     @property
     def epoch_loop(self) -> _ProgressFacade:
-        """This object itself, which replaces not only the fit loop but also the epoch loop."""
+        """This object itself, which takes the place of the fit loop and also of the epoch loop."""
         return self
 
     batch_progress = total = current = epoch_loop
@@ -213,7 +213,7 @@ class TrainerFacade(OfGuest):
 
     @property
     def log_every_n_steps(self) -> int:
-        """The number of steps between two logs, which was given to `guest`."""
+        """The number of steps between two logs, as given to `guest`."""
         return self._log_every_n_steps
 
     # --- progress ---
@@ -312,7 +312,7 @@ class TrainerFacade(OfGuest):
 
     @property
     def fit_loop(self) -> _ProgressFacade:
-        """The object that replaces Lightning's fit loop and has the progress of training."""
+        """The object that takes the place of Lightning's fit loop, and has the progress of training."""
         return self._progress
 
     _evaluation_loop = predict_loop = val_loop = fit_loop
@@ -378,7 +378,7 @@ class TrainerFacade(OfGuest):
 
     @property
     def strategy(self) -> StrategyFacade:
-        """The object that replaces Lightning's strategy."""
+        """The object that takes the place of Lightning's strategy."""
         return self._strategy
 
     @property

@@ -1,4 +1,4 @@
-"""A facade: the object that replaces the LightningModule for Lightning's callbacks in callsheet's loop."""
+"""A facade: the object that takes the place of the LightningModule for Lightning's callbacks in callsheet's loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from callsheet.bridges.lightning.facades import LoggerFacade, OfGuest, TrainerFa
 
 
 class ModuleFacade(OfGuest):
-    """Replaces a LightningModule for a Lightning callback in callsheet's loop.
+    """Takes the place of the LightningModule for Lightning callbacks in callsheet's loop.
 
     Methods such as `parameters` are those of the model. For `isinstance`, the facade is a LightningModule that overrides no hook.
     """

@@ -133,7 +133,7 @@ def about(bridge: str) -> str:
 
 
 def _limits(framework: Framework) -> list[tuple[str, str, Cell]]:
-    """Return the checks of the trainers in `framework.derived` whose results have a reason, as (trainer, check, result)."""
+    """Return, for the trainers in `framework.derived`, each check whose result gives a reason, as (trainer, check, result)."""
     return [(name, check, cell) for name, row in framework.derived.items() for check, cell in row.checks.items() if cell.why]
 
 

@@ -419,7 +419,7 @@ def _inner(chunk: Any) -> Any:
 
 
 def _losses(given: Mapping[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
-    """Return the loss, and the other losses by name. The loss is Megatron's `lm loss`; without that, it is the first loss."""
+    """Return the loss, and the other losses by name. The loss is Megatron's `lm loss` or, if there is none, the first loss."""
     if len(given) == 1:  # usually there is only one loss, so check for this first
         return next(iter(given.values())), {}
     name = LM_LOSS if LM_LOSS in given else next(iter(given), None)

@@ -76,7 +76,7 @@ class MegatronBridgeRun(Common):
         self.on_eval_start(ctx)
 
     def on_eval_end(self, ctx: Context) -> None:
-        """Create the callbacks' context with the losses of the evaluation."""
+        """Create a new context for the callbacks, with the losses of the evaluation."""
         self.on_eval_start(ctx)
         self.context.total_loss_dict = _named(ctx.eval_losses)
 

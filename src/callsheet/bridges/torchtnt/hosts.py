@@ -204,7 +204,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         run.driver.start("epoch")
 
     def _fetched(self, fetch: Callable[[State, Iterator[Any]], Any], state: State, batches: Iterator[Any]) -> Any:
-        """Call the unit's `get_next_train_batch`. Return the fetched batch, or the batch with which a callback has replaced it."""
+        """Call the unit's `get_next_train_batch`. Return its batch or, if a callback has replaced this batch, the new one."""
         run, place = self._run, self._place
         if run is None:
             return fetch(state, batches)

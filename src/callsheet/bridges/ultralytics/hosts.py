@@ -214,7 +214,7 @@ class UltralyticsHost(HostBase):
         self._stop_if_asked(run, trainer)
 
     def _counts_of(self, trainer: Any) -> Callable[[], Counts]:
-        """Return a function that returns the steps and epochs that Ultralytics has counted.
+        """Return a function that returns Ultralytics' counts of steps and epochs.
 
         The number of updates of its weight average (EMA) is the number of steps.
         """
@@ -525,7 +525,7 @@ class UltralyticsHost(HostBase):
 
 
 def _repeats_of(trainer: Any) -> tuple[int, int] | None:
-    """Return two counts of Ultralytics' repetitions of this epoch: because memory ran out, and because the loss was not finite.
+    """Return how often Ultralytics has repeated this epoch because memory ran out, and how often because the loss was not finite.
 
     Return None in releases that do not count this.
     """

@@ -42,7 +42,7 @@ class Call:
         return Call(args, kwargs)
 
     def small(self) -> Call:
-        """Return a copy of the call whose tensors have only two samples.
+        """Return a copy of the call, with only two samples in each tensor.
 
         A single sample is repeated, because an exporter would take a size of 1 for a constant.
         """
@@ -139,7 +139,7 @@ def _failing_as(what: str) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """Return an error's first cause in a line or two, because exporters raise long messages."""
+    """Return the text of an error's original cause, cut to a line or two, because exporters raise long messages."""
     if isinstance(error, CheckpointError):
         return str(error)
     while error.__cause__ is not None:

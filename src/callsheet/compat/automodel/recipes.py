@@ -230,7 +230,7 @@ class _RecipeGuest(AutoModelGuest):
         super().__init__(recipe.callback_runner, name="automodel", recipe=recipe, constants=constants)
 
     def made(self, ctx: Context) -> RecipeFacade:
-        """Return an object from which AutoModel's callbacks read the run's state, and AutoModel's configured intervals, if any."""
+        """Return an object with the run's state and, if configured, AutoModel's intervals, for AutoModel's callbacks to read."""
         return RecipeFacade(ctx) if self._scheduled is None else _Facade(ctx, StepScheduler(ctx, self._scheduled.schedule))
 
 

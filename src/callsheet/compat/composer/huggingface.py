@@ -135,7 +135,7 @@ def _by_name(metrics: Sequence[Any] | None) -> dict[str, Any] | None:
 
 
 def _is_causal(model: Any) -> bool:
-    """Return whether transformers lists the model's class, or one of its bases, among its causal language models."""
+    """Return whether transformers' list of causal language models has the model's class or one of the class's bases."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     names = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())

@@ -78,7 +78,7 @@ class DescriptorCapture:
         """Write text to the log, but not to the terminal."""
         with self._lock:
             if not text or self._is_closed or self._is_writing or os.getpid() != self._process:
-                return  # `_is_writing` is True if a signal handler has interrupted a call of `write`, and calls `write` itself
+                return  # if `_is_writing` is True, a signal handler has interrupted `write` and has called it again
             self._is_writing = True
             try:
                 content = text.encode("utf-8", "backslashreplace")

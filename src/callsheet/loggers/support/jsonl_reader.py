@@ -65,6 +65,6 @@ def read_metrics(folder: str | os.PathLike[str]) -> list[MetricsRecord]:
 
 
 def _record(line: dict[str, Any]) -> MetricsRecord:
-    # The version of callsheet that wrote the line may have other fields, so read only the known ones.
+    # The line may be from another version of callsheet, with other fields, so read only the fields that this version knows.
     known = {field.name: line[field.name] for field in fields(MetricsRecord) if field.name in line}
     return MetricsRecord(**{**known, "values": {name: float(value) for name, value in line["values"].items()}})

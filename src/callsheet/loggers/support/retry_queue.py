@@ -39,7 +39,7 @@ class RetryQueue:
         self._has_failed = False
 
     def put(self, entries: Sequence[Any]) -> None:
-        """Queue `entries` and send all queued entries, unless sending failed a short time ago. Raise what `send` raises."""
+        """Queue `entries`. Then send all queued entries, unless sending failed a short time ago. Raise what `send` raises."""
         self.waiting += entries
         del self.waiting[: -self._limit]
         if self._has_failed:

@@ -28,7 +28,7 @@ def plan(lengths: Sequence[int], room: int) -> list[list[int]]:
     The longest examples come first. Each is put into the row where it leaves the least room.
     """
     rows: list[list[int]] = []
-    with_left: dict[int, list[int]] = defaultdict(list)  # rows by their free space in tokens
+    with_left: dict[int, list[int]] = defaultdict(list)  # number of free tokens -> the indices of the rows that have so many
     lefts = 0  # a bit mask: bit k is set if `with_left[k]` has rows
     for example in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[example]

@@ -174,7 +174,7 @@ class LineTable(Table):
         return f"{self._files[self._file[index]]}:{self._line[index]}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": {}}  # do not pickle the open files, because a worker process opens the files itself
+        return {**self.__dict__, "_maps": {}}  # do not pickle the open files, because each worker process opens the files itself
 
 
 class DatasetTable(Table):

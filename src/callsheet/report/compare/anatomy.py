@@ -214,7 +214,7 @@ def _may_be_noise(kind: Kind, baseline: Sequence[Part], parts: Sequence[Part], i
 
 
 def _calls_differ(one: Mapping[str, Calls], other: Mapping[str, Calls]) -> bool:
-    """Return whether a callback's times clearly differ between two runs. Compare them at the event with the largest difference."""
+    """Return whether a callback's times clearly differ between two runs, at the event where they differ most."""
     change = {event: abs(one[event].per_step - other[event].per_step) for event in one if event in other}
     if not change:
         return False

@@ -262,7 +262,7 @@ def _checkpoints(each: Compared, runs: int) -> dict[str, Any]:
 
 
 def _tables(runs: Sequence[Compared]) -> dict[str, list[dict[str, Any]]]:
-    """Return the logged tables by name. Of each run, they contain as many of the latest entries as fit."""
+    """Return the logged tables by name, with as many of each run's latest entries as fit into the page."""
     found: dict[str, list[dict[str, Any]]] = {}
     room = _TABLES_LENGTH // len(runs)  # every run gets an equal share of the room for tables
     for place, each in enumerate(runs):

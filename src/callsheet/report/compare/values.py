@@ -1,4 +1,4 @@
-"""Computes the last and best values of runs, the speed of their steps, and how significant differences between runs are."""
+"""Computes the last and best values of runs, the speed of their steps, and the significance of differences between runs."""
 
 from __future__ import annotations
 
