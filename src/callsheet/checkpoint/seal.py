@@ -27,7 +27,7 @@ _MANY_RANKS = 1 << 24
 
 
 class Unsealed(CheckpointError):
-    """The folder has no manifest, or one that does not match its own digest, so it is not a checkpoint.
+    """The folder is not a checkpoint: it has no manifest, or a manifest that does not match the digest in the manifest itself.
 
     A writer that was killed leaves such a folder.
     """

@@ -115,7 +115,7 @@ class HandlerEntry:
         return PHASES.index(self.phase)
 
     def reset(self) -> None:
-        """Forget which intervals (such as "every 100 batches") were complete in the previous run."""
+        """Reset the progress of the handler's interval, such as "every 100 batches", because a new run begins."""
         self.previous, self.added_at, self.was_end = None, None, False
 
 

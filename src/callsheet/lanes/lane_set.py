@@ -153,7 +153,7 @@ class LaneSet:
         return None
 
     def with_drain(self, run_end: CompiledEvent) -> CompiledEvent:
-        """Return `on_run_end`, compiled with one more handler, which waits for callbacks in other threads before loggers are called.
+        """Return `run_end` with one more handler. Before loggers are called, this handler waits for callbacks in other threads.
 
         The loggers close their files at `on_run_end`, so what the lanes log must arrive before that.
         """

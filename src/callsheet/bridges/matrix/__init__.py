@@ -100,7 +100,7 @@ def overview() -> str:
 
 
 def _derived(framework: Framework) -> list[str]:
-    """Return a text table of the trainers of other libraries that are built on the framework's trainer."""
+    """Return a text table of other libraries' trainers that are built on the framework's trainer."""
     width = max(map(len, framework.derived))
     lines = [" ".join([" " * width, *CHECKS, "library"])]
     for name, row in framework.derived.items():

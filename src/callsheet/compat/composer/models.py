@@ -178,7 +178,7 @@ class EpochScheduler(LRScheduler):
     """
 
     def __init__(self, optimizer: Optimizer, schedulers: Sequence[Any], *, every_batch: bool) -> None:
-        self.optimizer = optimizer  # set here, because the base class's constructor would also step the scheduler
+        self.optimizer = optimizer  # do not call the base class's constructor, which would also step the scheduler
         self.schedulers = list(schedulers)
         self.every_batch = every_batch
 
