@@ -136,7 +136,7 @@ class Spans:
             setattr(self, name, Span(name, ctx, dispatcher))
 
     def link(self, table: Mapping[str, CompiledEvent], events: Iterable[str]) -> None:
-        """Give the handlers that `table` now contains for these events to the spans that fire the events."""
+        """Update the spans that fire these events with the handlers that `table` now contains for the events."""
         self.links += 1
         for event in events:
             compiled = table[event]

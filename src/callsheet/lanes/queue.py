@@ -380,7 +380,7 @@ if hasattr(os, "register_at_fork"):
 def drain(
     lanes: Iterable[Lane], deadline: float | Callable[[Lane], float] | None = None, *, share: float = 1.0
 ) -> list[Undelivered]:
-    """Wait until the lanes (queues with threads) have processed all items. Return those that had items left at their deadlines.
+    """Wait until the lanes (queues with threads) have processed all items. Return the lanes with items left at their deadlines.
 
     Args:
         lanes: all are waited for at the same time.

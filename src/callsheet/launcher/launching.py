@@ -188,7 +188,7 @@ class _Specs(DefaultLogsSpecs):
         for environment in envs.values():
             self.attempt = int(environment["TORCHELASTIC_RESTART_COUNT"])
             if len(envs) > 1:
-                # As in torchrun, each of several ranks uses one thread by default.
+                # If there are several ranks, each uses one thread by default, as with torchrun.
                 environment.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
             environment.update(self._variables, MASTER_PORT=str(self._store.port))
         return found

@@ -201,7 +201,7 @@ def drawn_curve(steps: Sequence[int], values: Sequence[float], most: int, *, dig
 
 
 def odd_name(value: float) -> str:
-    """Return `NaN`, `Infinity` or `-Infinity` as the name of a value that is not finite."""
+    """Return the name of a value that is not finite: `NaN`, `Infinity` or `-Infinity`."""
     return _ODD_NAMES[str(value)]
 
 

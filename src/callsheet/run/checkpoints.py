@@ -337,7 +337,7 @@ class Checkpoints:
             self._writer.close()
 
     def _fire_published(self, info: CheckpointInfo) -> None:
-        self._guard.check()  # raises an error if another run has taken over the folder, before handlers delete its checkpoints
+        self._guard.check()  # before handlers may delete checkpoints, raise an error if another run has taken over the folder
         self._guard.mark()
         is_in_folder = info.path.rpartition("/")[0] == self.folder
         if not info.is_finite:

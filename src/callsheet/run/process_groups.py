@@ -336,7 +336,7 @@ class _Notes:
             raise
 
     def leave(self, kind: str, word: str) -> None:
-        """Write to the rendezvous store why this rank ends. Only the first call has an effect, because it is closest to the cause.
+        """Write to the rendezvous store why this rank ends. Later calls have no effect: the first is closest to the cause.
 
         Errors of the store are ignored: this rank is ending in any case, and must report its own error.
         """

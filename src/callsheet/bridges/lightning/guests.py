@@ -355,7 +355,7 @@ class LightningGuest(Guest):
         return self.package.plugins.TorchCheckpointIO()
 
     def checkpoint(self, *, weights_only: bool = False) -> dict[str, Any]:
-        """Return a checkpoint in Lightning's format, without the states of Lightning's loops and of any callback but the wrapped one.
+        """Return a checkpoint in Lightning's format, without states of Lightning's loops or of callbacks that are not wrapped.
 
         Args:
             weights_only: whether to leave out the states of the callback, the optimizers and the schedulers.
