@@ -64,7 +64,7 @@ class Registration:
         return self.thing == what  # compared by `==` and not `is`, because each read of a bound method makes a new object
 
     def logger_method(self, name: str) -> Callable[..., Any] | None:
-        """Return the callback's method `name`, such as `log_table`. Return None if it is missing, or is `Logger`'s empty method."""
+        """Return the callback's method `name`, such as `log_table`; None if it is missing, or is `Logger`'s empty method."""
         method: Callable[..., Any] | None = getattr(self.callback, name, None)
         return None if getattr(method, "does_nothing", False) else method
 

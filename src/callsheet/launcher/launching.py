@@ -218,7 +218,7 @@ def _config(specs: _Specs, ranks: int, *, max_restarts: int, grace: float) -> La
 def _collected(
     specs: _Specs, key: Key, ranks: Iterable[int], failed: Mapping[int, ProcessFailure]
 ) -> tuple[list[Any], list[RankFailure]]:
-    """Return the results that the ranks wrote to files, and the failures of the ranks that wrote none."""
+    """Return the results that the ranks wrote to files, and the failures of the ranks that wrote no result."""
     results, failures = [], []
     for rank in ranks:
         path = specs.folder / result_name(rank, specs.attempt)

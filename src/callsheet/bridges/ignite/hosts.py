@@ -162,7 +162,7 @@ class IgniteHost(HostBase):
 
     def _reset(self) -> None:
         self._microbatches = 0  # how many microbatches the current step has had
-        self._steps_left = 0  # how many steps the engine has abandoned before their last microbatch
+        self._steps_left = 0  # how many steps the engine has abandoned before the step's last microbatch
         self._in_epoch = False
         self._completed_iteration = -1  # the number of the latest iteration whose end Ignite has reported
         self._evaluations = _Evaluations()

@@ -236,7 +236,7 @@ class InstructLabGuest(Guest):
         return None if method is None else (method, seen(self.context, hook, **changes))
 
     def _call(self, *calls: _HookCall) -> Awaitable[None] | None:
-        """Call the hooks of the wrapped callback that `calls` lists, one after the other.
+        """Call, one after the other, those hooks of the wrapped callback that `calls` lists.
 
         At the first `async` hook, return an awaitable that finishes it and calls the other hooks.
         """

@@ -66,7 +66,7 @@ class Framework:
 
 @cache
 def frameworks() -> Mapping[str, Framework]:
-    """Return all frameworks, by the names of their bridges and in alphabetical order."""
+    """Return a dict of all frameworks by the names of their bridges, in alphabetical order."""
     files = sorted(resources.files(__name__).iterdir(), key=lambda file: file.name)
     return {file.name.removesuffix(".json"): read(file.read_text("utf-8")) for file in files if file.name.endswith(".json")}
 

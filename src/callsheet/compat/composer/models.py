@@ -43,7 +43,7 @@ class ComposerModel(nn.Module):
     """A model that takes a whole batch and defines its own loss and metrics. Override `forward`, `loss` and other methods."""
 
     def loss(self, outputs: Any, batch: Any) -> Any:
-        """Return one loss, or a sequence or dict of losses. Of several losses, training uses the one named `total`, or else the sum.
+        """Return one loss, or a sequence or dict of losses. Of several losses, training uses the one named `total`, else the sum.
 
         Args:
             outputs: what `forward` returned.
