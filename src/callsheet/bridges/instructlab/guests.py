@@ -262,7 +262,7 @@ def _called(method: Callable[[TrainingContext], Any], context: TrainingContext) 
 
 
 async def _rest(left: deque[Any], waits: Any) -> None:
-    """Await `waits`, the result of an earlier hook. Then call and await the hooks in `left`, in order. Errors are logged."""
+    """Await `waits`, the result of the first hook in `left`. Then call and await the other hooks, in order. Log errors."""
     while left:
         method, context = left.popleft()
         try:

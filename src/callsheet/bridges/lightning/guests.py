@@ -150,7 +150,7 @@ class LightningGuest(Guest):
                 logger.warning("%s", message)
 
     def _remove_unneeded_handlers(self) -> None:
-        """If the wrapped callback overrides no batch hook, remove this guest's batch handlers, because calling them takes time."""
+        """If the wrapped callback overrides no batch hook, remove this guest's batch handlers, because they cost time."""
         if self._starts_batch is None and self._ends_batch is None:
             del self.on_microbatch_start, self.on_microbatch_end, self.on_train_step_end
         for theirs, event in (("validation", "on_eval"), ("test", "on_test"), ("predict", "on_predict")):
