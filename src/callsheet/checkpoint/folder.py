@@ -150,7 +150,7 @@ def delete_checkpoint(path: str | os.PathLike[str]) -> None:
 
 
 def delete_abandoned(path: str | os.PathLike[str]) -> None:
-    """Delete an incomplete checkpoint folder, which a process left when it was killed while it wrote or deleted a checkpoint.
+    """Delete an incomplete checkpoint folder, left by a process that was killed while it wrote or deleted the checkpoint.
 
     Call this only if no other process can be writing to the folder.
 

@@ -137,7 +137,7 @@ class LaneSet:
                 if old.thing == registration.thing:
                     lane.registration = registration
                     return lane
-                # The callback has a new `Background` wrapper, and so a new thread. End the old thread.
+                # The callback has a new `Background` wrapper and therefore a new thread, so end the old thread.
                 drain([lane.lane], lane.lane.options.deadline)
                 if (
                     isinstance(old.thing, Callback)

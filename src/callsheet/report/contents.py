@@ -244,7 +244,7 @@ def checkpoint_row(run: RunFolder, info: dict[str, Any]) -> dict[str, Any]:
 
 
 def images_by_name(run: RunFolder) -> dict[str, list[dict[str, Any]]]:
-    """Return a dict from each image name to the entries for its images, in the order of their steps. Entries list image files."""
+    """Return the logged images by name: a list of entries in the order of steps. An entry has a step, a time and files."""
     found: dict[str, list[dict[str, Any]]] = {}
     for each in run.images:
         entries = found.setdefault(each["name"], [])

@@ -151,7 +151,7 @@ class Checkpoints:
         self._not_saved: set[str] = set()  # entries of `user_state` that no checkpoint can hold; they are logged once
         self._is_auto = False  # whether the run was resumed with "auto"
         self._stop: Mapping[str, Any] | None = None  # the stop request in the checkpoint from which `resume="auto"` continued
-        self._abandoned: list[str] = []  # unfinished checkpoints of earlier processes, kept until this run has written one
+        self._abandoned: list[str] = []  # unfinished checkpoints of earlier processes, kept until this run has written its first
         self._prepare_at = sys.maxsize if self._writer is None else 0  # the step at which to allocate the writer's buffers
         self._prepare_again = 1  # after this many steps, the allocation is tried again; the number doubles each time
         self._tensors: dict[str, Tensor] | None = None  # the model's tensors, while a checkpoint is loaded

@@ -356,7 +356,7 @@ def _vector(names: tuple[str, ...], value: Any) -> Any:
 
 
 def _fetch(numbers: list[Any]) -> None:
-    """In the list `numbers`, replace scalar tensors by floats and one-dimensional tensors by lists. Copy once from each device."""
+    """In the list `numbers`, replace scalar tensors by floats and one-dimensional tensors by lists. Use one copy per device."""
     by_device: dict[Any, list[int]] = {}
     for place, number in enumerate(numbers):
         if hasattr(number, "device"):

@@ -31,7 +31,7 @@ _VALUES = "Values"
 
 
 def written(comparison: Comparison, form: Format, *, metrics: Sequence[str] = ()) -> str:
-    """Return the tables of a comparison as text. CSV has only the table of values, with a row for each metric and group.
+    """Return the tables of a comparison as text. As CSV, return only the table of values, with a row for each metric and group.
 
     Args:
         comparison: the comparison.
