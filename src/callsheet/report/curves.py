@@ -97,7 +97,7 @@ def thinned(xs: Sequence[float], ys: Sequence[float], most: int) -> list[int]:
 
 
 def families(names: Iterable[str], splits: Sequence[str]) -> list[dict[str, Any]]:
-    """Group metrics into families of charts. A chart shows one metric on several datasets, or several metrics of the same unit."""
+    """Group metrics into chart families. A chart shows one metric on several datasets, or several metrics of the same unit."""
     charts: dict[tuple[str, str], list[dict[str, str]]] = {}
     for name in names:
         family, title, label = _place(name, splits)
