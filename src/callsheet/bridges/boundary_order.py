@@ -87,7 +87,7 @@ class BoundaryOrder:
         )
 
     def warn_of_missing_end(self, name: str) -> None:
-        """Log a warning that the framework continues to train, but has not reported the end of `name`, an evaluation or test."""
+        """Log a warning that the framework continues to train, but has not reported the end of the evaluation or test `name`."""
         self._driver.warn_once(
             f"{self._host} continues, and the end of {name} was not reported. It is ended here; training continues."
         )

@@ -191,7 +191,7 @@ class Guest(Callback):
         raise NotImplementedError
 
     def share_with(self, others: Sequence[Callback]) -> None:
-        """Use the shared state of an earlier guest of the same framework in `others`. If there is no such guest, create a new state."""
+        """If `others` contains an earlier guest of the same framework, use its shared state. Otherwise, create a new state."""
         if self.common is None or self.common.is_alone:
             return
         guests = (other for other in others if isinstance(other, Guest) and other.lane == "inline")

@@ -134,7 +134,7 @@ class HostBase:
         raise NotImplementedError
 
     def _handle(self, method: Callable[..., None], *args: Any, **given: Any) -> None:
-        """Call `method`, which `in_a_run` has decorated, if there is a run. A subclass may add code before or after this call."""
+        """If there is a run, call `method`, which `in_a_run` has decorated. A subclass may add code before or after this call."""
         if self._run is not None:
             method(self, self._run, *args, **given)
 

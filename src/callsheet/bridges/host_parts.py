@@ -133,7 +133,7 @@ class HostCheckpoints:
         try:
             self._saves(requests)
         except BaseException as error:
-            mark_as_users(error)  # the error is raised and not only logged, because the framework's own save has failed
+            mark_as_users(error)  # so that the error is raised and not only logged: the framework's own save has failed
             raise
         return None
 

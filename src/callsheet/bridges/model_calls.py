@@ -38,7 +38,7 @@ class ModelCalls(NotCopied):
         """Start a microbatch and its forward pass, and return the microbatch, which a callback may have replaced."""
         run = self._run
         driver, ctx = run.driver, run.ctx
-        # End the previous microbatch, because the framework may not have reported its end. Then the microbatch's fields are unavailable.
+        # End the previous microbatch, whose end the framework may not have reported. This makes its fields unavailable.
         driver.end("microbatch")
         ctx.microbatch = ctx.batch
         driver.start("microbatch")
@@ -80,7 +80,7 @@ class ModelCalls(NotCopied):
 
 
 def _arguments(given: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the arguments of the model's call, `args` and `kwargs`, with the batch in them replaced by `given`."""
+    """Return the arguments of the model's call, `args` and `kwargs`, in which `given` replaces the batch."""
     if kwargs:
         return args, dict(given)
     return ((given,) if len(args) == 1 else tuple(given)), kwargs

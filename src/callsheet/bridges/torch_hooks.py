@@ -484,7 +484,7 @@ def _remove_after_calls(hooks: dict[int, Callable[..., Any]], own: Callable[...,
 
 
 class BackwardWatch:
-    """Reports each loss, which a callback may replace, and the loss's backward pass to the lifecycle driver.
+    """Reports each loss and its backward pass to the lifecycle driver. A callback may replace the loss.
 
     Torch has no hook that shows on which tensor `backward` was called. So `Tensor.backward` is replaced, from the beginning until
     `listen(False)`, and again after `listen(True)`. Calls from other threads, and on tensors with several elements, are

@@ -32,7 +32,7 @@ class UnobservedLoop:
         """Whether training has reached `max_duration`, or must end because of a signal."""
 
     def begin_epoch(self) -> None:
-        """Count the last epoch if the loop has left it with `break`, and begin the next epoch."""
+        """Begin the next epoch. If the loop has left the previous epoch with `break`, count that epoch first."""
         self._end_epoch()
         self._epoch = self._state.timestamp.epoch
 

@@ -118,7 +118,7 @@ class DiskSpaceGuard(Callback):
         return shutil.disk_usage(self._place).free
 
     def _check_disk(self, ctx: Context) -> int | None:
-        """Return how many bytes are free on the checkpoints' disk, and warn if too few are. Return None if the check fails."""
+        """Return the number of free bytes on the checkpoint disk, and warn if it is low. If the check fails, return None."""
         try:
             free = self._free(ctx)
         except OSError as error:

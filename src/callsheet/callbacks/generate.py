@@ -54,7 +54,7 @@ class Generate(Callback):
     collective = True  # all ranks must call the handlers, since a sharded model's forward pass runs collectives
     required_fields = ("model",)
     # Do not set `draws_random`: with it, the random states would be saved and restored at every step.
-    # The function `written`, in which all random numbers are drawn, restores the random states itself.
+    # Random numbers are drawn only in the function `written`, which restores the random states itself.
 
     def __init__(
         self,

@@ -95,7 +95,7 @@ class ImageVisualizer(Callback):
         self._logged = self._taken
 
     def on_eval_start(self, ctx: Context) -> None:
-        """Request that images of the dataset's first batch are collected in `on_eval_forward_end`."""
+        """Set a flag, so that `on_eval_forward_end` collects images of the dataset's first batch."""
         self._is_due = True
 
     def on_eval_forward_end(self, ctx: Context) -> None:

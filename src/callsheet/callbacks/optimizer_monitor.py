@@ -61,7 +61,7 @@ class OptimizerMonitor(Callback):
         self._parameters: list[tuple[str, nn.Parameter]] = []
 
     def on_train_start(self, ctx: Context) -> None:
-        """Mute `on_train_step_end`, which logs the optimizer's own metrics, if the optimizer has no method that returns them."""
+        """If the optimizer has no method that returns metrics of its own, mute `on_train_step_end`, which would log them."""
         (ctx.mute if self._report(ctx) is None else ctx.unmute)(self, "on_train_step_end")
 
     def on_epoch_start(self, ctx: Context) -> None:

@@ -88,7 +88,7 @@ class SlowRankDetector(Callback):
     def on_log(self, ctx: Context) -> None:
         """Compare the times of the ranks since the last record, and warn of slow ranks."""
         for start, end in self._events:
-            if end.query():  # leave out a forward pass that the device has not finished yet
+            if end.query():  # count only forward passes that the device has finished
                 self._forwarding += start.elapsed_time(end) / 1000
         taken = ctx.step - self._first
         here = (taken, self._fetching / max(1, taken), self._forwarding / max(1, taken))

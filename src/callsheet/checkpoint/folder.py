@@ -21,7 +21,7 @@ logger = logging.getLogger("callsheet")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A committed checkpoint, which is a checkpoint whose manifest is written.
+    """A committed checkpoint: its manifest has been written.
 
     Attributes:
         path: the path or URL of its folder.
@@ -150,7 +150,7 @@ def delete_checkpoint(path: str | os.PathLike[str]) -> None:
 
 
 def delete_abandoned(path: str | os.PathLike[str]) -> None:
-    """Delete a checkpoint folder that is incomplete because the process that wrote or deleted it was killed.
+    """Delete an incomplete checkpoint folder, left by a process that was killed while it wrote or deleted the checkpoint.
 
     Call this only if no other process can be writing to the folder.
 

@@ -27,7 +27,7 @@ _MANY_RANKS = 1 << 24
 
 
 class Unsealed(CheckpointError):
-    """The folder has no manifest, or one that does not match its own digest, so it is not a checkpoint.
+    """The folder is not a checkpoint: its manifest is missing, or the manifest's content does not match the digest in it.
 
     A writer that was killed leaves such a folder.
     """

@@ -45,7 +45,7 @@ def first_error(parser: ArgumentParser, sources: Iterable[Source]) -> str:
 
 @dataclass(slots=True)
 class _Made:
-    """A class or function whose import path was given for a key, and the names of the arguments that were given for it so far."""
+    """A class or function that is given as the value of a key, and the names of those of its arguments that are given too."""
 
     at: str
     owner: Any

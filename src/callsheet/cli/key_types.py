@@ -56,7 +56,7 @@ def base_of(kind: Any) -> type | None:
 
 
 def parts_of(kind: Any) -> type | None:
-    """Return the type if it is a dataclass, or the first dataclass inside a mapping, list or union; otherwise None."""
+    """Return the type `kind` if it is a dataclass, or the first dataclass in a mapping, list or union type; otherwise None."""
     if inspect.isclass(kind) and is_dataclass(kind):
         return kind
     return next(filter(None, map(parts_of, get_args(kind))), None)

@@ -63,7 +63,7 @@ def name_of(job: Recipe[Any]) -> str:
 
 
 def _described(run: str) -> tuple[Path, Path | None]:
-    """Return the path of the recipe file that `run` names, and the run's folder, or None if `run` names a recipe and not a folder."""
+    """Return the path of a recipe file, and a run's folder. If `run` names a recipe and not a folder, the folder is None."""
     for folder in [RUNS / run, Path(run)] if Path(run).name == run else [Path(run)]:
         if (folder / CONFIG).is_file():
             return folder / CONFIG, folder.resolve() if folder.name in ("", "..") else folder
@@ -98,7 +98,7 @@ def _changes_weights(spec: Any) -> bool:
 
 @contextmanager
 def _without_warning_of_unused_states() -> Iterator[None]:
-    """While the `with` block runs, suppress the warning about callback states in the checkpoint that no callback uses.
+    """While the `with` block runs, suppress the warning that the checkpoint contains callback states that no callback uses.
 
     Some callbacks of the run are left out on purpose, so their states are unused.
     """

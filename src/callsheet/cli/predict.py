@@ -32,7 +32,7 @@ def predict(run: str, overrides: Sequence[str], *, rows: str, checkpoint: str | 
     from callsheet.recipes.data.rows import Rows, Table
 
     table = Rows(rows).read(())
-    assert isinstance(table, Table)  # `read` streams rows only if that is requested
+    assert isinstance(table, Table)  # `read` returns a stream of rows only if that is requested
     job = opened(run, overrides, command="predict", checkpoint=checkpoint)
     is_first = job.ranks.rank == 0
     written = 0

@@ -213,7 +213,7 @@ def recipe_parser(kind: type[Recipe[Any]], path: Path, *, command: str, title: s
     from callsheet.cli.key_help import KeyHelp
 
     for name in callbacks.__all__:
-        # Import all callbacks, because jsonargparse finds a class by its bare name only if it is imported.
+        # Import all callbacks, because jsonargparse finds a class by its bare name only if the class is imported.
         getattr(callbacks, name)
     names.register()
     explains = f"callsheet {command if command == 'show' else 'train'} {title}"  # only these commands explain keys

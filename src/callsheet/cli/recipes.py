@@ -41,7 +41,7 @@ def copy(name: str, to: str | None = None) -> str:
 
 
 def _about(name: str) -> str:
-    """Return a recipe's description, the comment on the first line of its file."""
+    """Return a recipe's description, which is the comment on the first line of the recipe's file."""
     first = _shipped(name).read_text(encoding="utf-8").partition("\n")[0]
     return first.lstrip("# ") if first.startswith("#") else ""
 

@@ -111,7 +111,7 @@ def runs(
     chosen = [name.strip() for name in columns if name.strip()]
     shown = chosen or list(DEFAULT)
     used = [*(shown if not as_json else ()), sort, *(name for name, _, _ in conditions)]
-    # `used` may also contain names of columns, which do no harm: no run has a metric or setting of such a name.
+    # `used` may also contain names of columns. They have no effect, because no metric or setting has the name of a column.
     names = {LOSS, metric, *used, *(match[2] for name in used if (match := _OF_METRIC.fullmatch(name)))}
     try:
         with working(f"reading the runs in {folder}", is_shown=sys.stderr.isatty()):

@@ -64,7 +64,7 @@ class Registration:
         return self.thing == what  # compared by `==` and not `is`, because each read of a bound method makes a new object
 
     def logger_method(self, name: str) -> Callable[..., Any] | None:
-        """Return the callback's method `name`, such as `log_table`; None if there is no such method, or only `Logger`'s empty one."""
+        """Return the callback's method `name`, such as `log_table`; None if it is missing, or is `Logger`'s empty method."""
         method: Callable[..., Any] | None = getattr(self.callback, name, None)
         return None if getattr(method, "does_nothing", False) else method
 
@@ -115,7 +115,7 @@ class HandlerEntry:
         return PHASES.index(self.phase)
 
     def reset(self) -> None:
-        """Forget which intervals (such as "every 100 batches") were complete in the previous run."""
+        """Reset the progress of the handler's interval, such as "every 100 batches", because a new run begins."""
         self.previous, self.added_at, self.was_end = None, None, False
 
 
@@ -207,7 +207,7 @@ def compiled(
     in_lane: Callable[[HandlerEntry], Handler],
     timed: Timed | None = None,
 ) -> CompiledEvent:
-    """From all handlers of one event, return those to call on this rank, each wrapped to check its interval and other options.
+    """Return the handlers of one event that are called on this rank, each wrapped to check its interval and other options.
 
     Args:
         event: the event's name.

@@ -18,7 +18,7 @@ _MIN_MUTED_STEPS = 20  # muting a handler for fewer steps takes more time than i
 
 
 class Muting:
-    """The events at which callbacks of one manager are not called, and the steps from which they are called again."""
+    """Mutes callbacks of one manager: a muted callback is not called for certain events, in some cases only until a set step."""
 
     def __init__(self, table: DispatchTable) -> None:
         self._table = table
@@ -35,7 +35,7 @@ class Muting:
         self._wakes = []
 
     def forget(self, registrations: list[Registration]) -> None:
-        """Forget when muted handlers of these callbacks should be called again, because the callbacks were removed."""
+        """Forget the steps until which handlers of these callbacks were muted, because the callbacks were removed."""
         self._wakes = [wake for wake in self._wakes if wake[1] not in registrations]
 
     def mute(self, ctx: Context, callback: Callback, events: tuple[str, ...], is_muted: bool, until: int | None) -> None:

@@ -136,7 +136,7 @@ class Spans:
             setattr(self, name, Span(name, ctx, dispatcher))
 
     def link(self, table: Mapping[str, CompiledEvent], events: Iterable[str]) -> None:
-        """Give the handlers that `table` now contains for these events to the spans that fire the events."""
+        """Update the spans that fire these events with the handlers that `table` now contains for the events."""
         self.links += 1
         for event in events:
             compiled = table[event]
@@ -217,6 +217,6 @@ class HasListeners:
             setattr(self, event, False)
 
     def link(self, table: Mapping[str, CompiledEvent], events: Iterable[str]) -> None:
-        """For each of these events, set the attribute with its name to whether `table` now contains a handler for the event."""
+        """For each of these events, set the attribute of that name: True if `table` now contains a handler, otherwise False."""
         for event in events:
             setattr(self, event, table[event][0] is not None)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _TERMINAL_SECONDS = 1.0
-_FIRST_SECONDS, _NEXT_SECONDS = 5.0, 30.0  # in a log: seconds before the first status line, and between later lines
+_FIRST_SECONDS, _NEXT_SECONDS = 5.0, 30.0  # if stderr is no terminal: seconds before the first line, and between lines
 
 
 @contextmanager

@@ -458,7 +458,7 @@ class BareLoop(NotCopied):
         return norm
 
     def loader_begins(self) -> None:
-        """End the open epoch if the script begins to iterate over the dataloader anew before the previous iteration was complete."""
+        """If the script starts a new iteration over the dataloader before the previous one was complete, end the open epoch."""
         if self._batches.begin():
             self._guarded(self._end_data)
 

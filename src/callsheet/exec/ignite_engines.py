@@ -30,7 +30,7 @@ class IgniteEngines:
         self._names: dict[str, _Evaluated] = {}
 
     def begin(self) -> dict[str, Any]:
-        """Add handlers to the innermost running engine, if any: it is the trainer, because the recognized training loop runs in it.
+        """Add handlers to the innermost running engine, if any. The recognized training loop runs in it, so it is the trainer.
 
         Return Ignite's version as a setting for the run's record, or an empty dict if no engine runs.
         """

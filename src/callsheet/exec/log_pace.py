@@ -13,7 +13,7 @@ _MAX_SECONDS = 10.0
 
 
 class LogPace:
-    """The number of steps from one metrics record of a run to the next, which may change during the run.
+    """The number of steps from one metrics record of a run to the next. The number may change during the run.
 
     Args:
         steps: a fixed number of steps. None: ten steps at first, and twice as many whenever a record comes less than a second

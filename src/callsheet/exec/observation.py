@@ -111,7 +111,7 @@ class Observation:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
         if self._trains_in_thread():
-            atexit.register(self._end, error)  # Python calls `_end` after it has waited for the thread that trains
+            atexit.register(self._end, error)  # at exit, Python first waits for the thread that trains, and then calls `_end`
         else:
             self._end(error)
 

@@ -308,7 +308,7 @@ def copied(value: Any, scalars: Mapping[int, Any]) -> Any:
         return scalars[id(value)] if id(value) in scalars else value.detach().clone()
     if isinstance(value, Mapping):
         copies = {name: copied(each, scalars) for name, each in value.items()}
-        return type(value)(**copies) if is_dataclass(value) else copies  # a dataclass: Hugging Face's ModelOutput
+        return type(value)(**copies) if is_dataclass(value) else copies  # Hugging Face's ModelOutput is a dataclass
     if type(value) in (list, tuple):
         return type(value)(copied(each, scalars) for each in value)
     if isinstance(value, tuple):

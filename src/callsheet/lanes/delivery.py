@@ -32,7 +32,7 @@ class LaneExit(Exception):
 
 
 class CallbackLane:
-    """A lane with its callback: a queue of events, and the thread or process that calls the callback's handlers with them."""
+    """A lane with its callback: a queue of events, and the thread or process that calls the callback's handlers for them."""
 
     def __init__(self, registration: Registration, inbox: Inbox) -> None:
         self.registration = registration

@@ -34,7 +34,7 @@ logger = logging.getLogger("callsheet")
 T = TypeVar("T")
 
 _BEFORE_THE_END = 0.8  # for the events before `on_run_end`, a lane has this fraction of its deadline
-_BEFORE_LOGGERS_END = 0.9  # the `on_run_end` of loggers waits for other lanes for this fraction of their deadlines
+_BEFORE_LOGGERS_END = 0.9  # before `on_run_end` of loggers, wait for other lanes for up to this fraction of their deadlines
 _SETTLE_SECONDS = 0.2  # how long the last metrics record waits for values that callbacks in lanes log
 _STATE_SECONDS = 1.0  # how long `state_dict` may take for a callback whose lane has hung before
 _MIN_STATE_SECONDS = 0.1  # `state_dict` is given at least this long, even if a preemption signal leaves no time
@@ -137,7 +137,7 @@ class LaneSet:
                 if old.thing == registration.thing:
                     lane.registration = registration
                     return lane
-                # The callback has a new `Background` wrapper, and so a new thread. End the old thread.
+                # The callback has a new `Background` wrapper and therefore a new thread, so end the old thread.
                 drain([lane.lane], lane.lane.options.deadline)
                 if (
                     isinstance(old.thing, Callback)
@@ -153,7 +153,7 @@ class LaneSet:
         return None
 
     def with_drain(self, run_end: CompiledEvent) -> CompiledEvent:
-        """Return `on_run_end`, compiled with one more handler, which waits for callbacks in other threads before loggers are called.
+        """Return `run_end` with one more handler. Before loggers are called, this handler waits for callbacks in other threads.
 
         The loggers close their files at `on_run_end`, so what the lanes log must arrive before that.
         """

@@ -30,7 +30,7 @@ _IDLE_LOOK_SECONDS = 0.4  # the longest time between two checks by the dispatche
 _WAIT_SECONDS = 0.002  # time between two checks of a lane while the training thread waits for the lane
 _BUSY_SHARE = 0.02  # a lane whose thread computes for more than this fraction of the time causes a warning
 _BUSY_AFTER_SECONDS = 5.0  # the time between two checks of the processor time that a lane's thread has used
-_BUSY_SECONDS = 0.5  # check earlier if a lane's thread has used this much processor time since the last check
+_BUSY_SECONDS = 0.5  # after this much processor time since the last check, the next check takes place earlier
 _BLOCKED_SECONDS = 0.5  # how long training must have waited for a full queue before a warning
 _LOOK_EVERY = 64  # in a lane that is never empty, the number of items between two checks of its processor time
 
@@ -381,7 +381,7 @@ if hasattr(os, "register_at_fork"):
 def drain(
     lanes: Iterable[Lane], deadline: float | Callable[[Lane], float] | None = None, *, share: float = 1.0
 ) -> list[Undelivered]:
-    """Wait until the lanes (queues with threads) have processed all items. Return those that had items left at their deadlines.
+    """Wait until the lanes (queues with threads) have processed all items. Return the lanes with items left at their deadlines.
 
     Args:
         lanes: all are waited for at the same time.

@@ -188,7 +188,7 @@ class _Specs(DefaultLogsSpecs):
         for environment in envs.values():
             self.attempt = int(environment["TORCHELASTIC_RESTART_COUNT"])
             if len(envs) > 1:
-                # As in torchrun, each of several ranks uses one thread by default.
+                # If there are several ranks, each uses one thread by default, as with torchrun.
                 environment.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
             environment.update(self._variables, MASTER_PORT=str(self._store.port))
         return found
@@ -218,7 +218,7 @@ def _config(specs: _Specs, ranks: int, *, max_restarts: int, grace: float) -> La
 def _collected(
     specs: _Specs, key: Key, ranks: Iterable[int], failed: Mapping[int, ProcessFailure]
 ) -> tuple[list[Any], list[RankFailure]]:
-    """Return the results that the ranks wrote to files, and the failures of the ranks that wrote none."""
+    """Return the results that the ranks wrote to files, and the failures of the ranks that wrote no result."""
     results, failures = [], []
     for rank in ranks:
         path = specs.folder / result_name(rank, specs.attempt)

@@ -88,7 +88,7 @@ class _Watch(threading.Thread):
         parent = os.getppid()
         while os.getppid() == parent and _is_there(self._launcher) and self._folder.exists():
             self._never_set.wait(_LOOK_SECONDS)
-        # Remove the folder here too, because the launching process may have been killed before it could remove it.
+        # Remove the folder here too, because the launching process may have been killed before it removed the folder.
         shutil.rmtree(self._folder, ignore_errors=True)
         os.kill(os.getpid(), signal.SIGTERM)
         self._never_set.wait(self._grace)

@@ -1,4 +1,4 @@
-"""Recipes: complete training jobs, each in one readable file, that `callsheet train` runs."""
+"""Recipes: complete training jobs, which `callsheet train` runs. Each recipe is one readable file."""
 
 from callsheet.core.optional import needed_by
 

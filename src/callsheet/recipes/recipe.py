@@ -430,7 +430,7 @@ class Recipe(Generic[AnyConfig]):
             task,
             train_dataloader=None
             if self._is_opened
-            # A run that is opened without training needs no training data. Its saved position in the data may not fit these ranks.
+            # A run that is opened without training needs no training data, and its saved position may not fit these ranks.
             else self.train_data,
             eval_dataloader=self.validation_data(),
             optimizer=config.make_optimizer,

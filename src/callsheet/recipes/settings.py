@@ -1,4 +1,4 @@
-"""Converts a recipe's configuration to plain data, to be recorded with the run, and to a YAML recipe file."""
+"""Converts a recipe's configuration to plain data, which is recorded with the run, and to a YAML recipe file."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ def checkpoint_row(run: RunFolder, info: dict[str, Any]) -> dict[str, Any]:
 
 
 def images_by_name(run: RunFolder) -> dict[str, list[dict[str, Any]]]:
-    """Return the logged images as a dict from their name to entries with step, time and files, in the order of their steps."""
+    """Return the logged images by name: a list of entries in the order of steps. An entry has a step, a time and files."""
     found: dict[str, list[dict[str, Any]]] = {}
     for each in run.images:
         entries = found.setdefault(each["name"], [])

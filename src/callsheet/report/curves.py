@@ -97,7 +97,7 @@ def thinned(xs: Sequence[float], ys: Sequence[float], most: int) -> list[int]:
 
 
 def families(names: Iterable[str], splits: Sequence[str]) -> list[dict[str, Any]]:
-    """Group metrics into families of charts. A chart shows one metric on several datasets, or several metrics of one unit."""
+    """Group metrics into chart families. A chart shows one metric on several datasets, or several metrics of the same unit."""
     charts: dict[tuple[str, str], list[dict[str, str]]] = {}
     for name in names:
         family, title, label = _place(name, splits)
@@ -201,7 +201,7 @@ def drawn_curve(steps: Sequence[int], values: Sequence[float], most: int, *, dig
 
 
 def odd_name(value: float) -> str:
-    """Return `NaN`, `Infinity` or `-Infinity` as the name of a value that is not finite."""
+    """Return the name of a value that is not finite: `NaN`, `Infinity` or `-Infinity`."""
     return _ODD_NAMES[str(value)]
 
 

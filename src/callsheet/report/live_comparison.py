@@ -97,7 +97,7 @@ class LiveComparison:
         try:
             self._comparison = Comparison(runs, group_by=self._group_by, before=self._comparison)
             self.notice = ""
-        except ConfigError as error:  # no run has recorded the setting by which to group yet, so do not group the runs
+        except ConfigError as error:  # no run has recorded yet the setting by which to group, so do not group the runs
             self._comparison = Comparison(runs, before=self._comparison)
             self.notice = f"{error}; the runs are not grouped"
         self._number += 1

@@ -104,7 +104,7 @@ class WatchServer(ThreadingHTTPServer):
             return
         try:
             super().process_request(request, client_address)
-        except RuntimeError:  # no thread was started, which would have released `_room` at its end, so release `_room` here
+        except RuntimeError:  # the thread, which would have released `_room` at its end, was not started; so release it here
             self._room.release()
             raise
 

@@ -48,7 +48,7 @@ class Agreement:
         self._signals = signals
         self._pending: Pending | None = None
         self._period = 1
-        self._sent = (0, 0.0)  # the value of `_steps`, and the time, at the last message
+        self._sent = (0, 0.0)  # the value of `_steps` at the last message, and the time of the last message
 
     @property
     def signal(self) -> signal.Signals | None:

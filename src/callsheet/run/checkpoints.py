@@ -151,7 +151,7 @@ class Checkpoints:
         self._not_saved: set[str] = set()  # entries of `user_state` that no checkpoint can hold; each is logged only once
         self._is_auto = False  # whether the run was resumed with "auto"
         self._stop: Mapping[str, Any] | None = None  # the stop request in the checkpoint from which `resume="auto"` continued
-        self._abandoned: list[str] = []  # unfinished checkpoints of earlier processes, kept until this run has written one
+        self._abandoned: list[str] = []  # unfinished checkpoints of earlier processes, kept until this run has written its first
         self._prepare_at = sys.maxsize if self._writer is None else 0  # the step at which to allocate the writer's buffers
         self._prepare_again = 1  # number of steps until the next attempt to allocate the buffers; it doubles each time
         self._tensors: dict[str, Tensor] | None = None  # the model's tensors, while a checkpoint is loaded
@@ -337,7 +337,7 @@ class Checkpoints:
             self._writer.close()
 
     def _fire_published(self, info: CheckpointInfo) -> None:
-        self._guard.check()  # raises an error if another run has taken over the folder, before handlers delete its checkpoints
+        self._guard.check()  # before handlers may delete checkpoints, raise an error if another run has taken over the folder
         self._guard.mark()
         is_in_folder = info.path.rpartition("/")[0] == self.folder
         if not info.is_finite:

@@ -134,7 +134,7 @@ class MetricLog:
             series.add(value, weight)
 
     def series(self, names: Names, over: Over, across: Across) -> Series:
-        """Return the series of a metric. A loop keeps it to add a value at every step without looking up the name.
+        """Return the series of a metric. With the series, a loop can add a value at every step without looking up the name.
 
         Args:
             names: one name, or a tuple of names for a one-dimensional tensor with a number for each.
@@ -169,7 +169,7 @@ class MetricLog:
                 self.series(name, over, across).add(value, weight)
 
     def _split(self, names: tuple[str, ...]) -> None:
-        """Replace the series of a tensor with several names by one series for each name."""
+        """Split the series of a tensor that was logged under several names into one series for each name."""
         apart: dict[Names, Series] = {}
         for key, series in self._series.items():
             apart.update(series.split(names) if key == names else {key: series})
@@ -356,7 +356,7 @@ def _vector(names: tuple[str, ...], value: Any) -> Any:
 
 
 def _fetch(numbers: list[Any]) -> None:
-    """In the list `numbers`, replace scalar tensors by floats and one-dimensional tensors by lists. Copy once from each device."""
+    """In the list `numbers`, replace scalar tensors by floats and one-dimensional tensors by lists. Use one copy per device."""
     by_device: dict[Any, list[int]] = {}
     for place, number in enumerate(numbers):
         if hasattr(number, "device"):

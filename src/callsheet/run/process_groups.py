@@ -336,7 +336,7 @@ class _Notes:
             raise
 
     def leave(self, kind: str, word: str) -> None:
-        """Write to the rendezvous store why this rank ends. Only the first call has an effect, because it is closest to the cause.
+        """Write to the rendezvous store why this rank ends. Later calls have no effect: the first is closest to the cause.
 
         Errors of the store are ignored: this rank is ending in any case, and must report its own error.
         """
@@ -384,7 +384,7 @@ class _Notes:
 
 
 class _Presence:
-    """A thread that confirms to other ranks that this rank still runs, if they ask after a collective has failed.
+    """A thread that tells other ranks that this rank still runs. After a collective has failed, the other ranks ask for this.
 
     A thread is needed because the main thread may be blocked then.
     """

@@ -52,7 +52,7 @@ def is_secret(name: str) -> bool:
 
 
 def without_secrets(values: Any) -> Any:
-    """Return settings with `...` in place of credentials: of values under a name such as `api_key`, and of credentials inside texts.
+    """Return settings without credentials: `...` replaces values under a name such as `api_key`, and credentials inside texts.
 
     Mappings, lists and tuples become new dicts and lists; everything else that is no text stays as it is.
     """

@@ -23,7 +23,7 @@ from callsheet.testing.scene import ConformanceError, Factory, Found, Subject
 
 
 class Check(Protocol):
-    """The type of a check in the conformance suite: a function of a callback's factory (or a `Subject`) and a folder to write to."""
+    """The type of a conformance check: a function that takes a callback's factory (or a `Subject`) and a folder to write to."""
 
     __name__: str
 

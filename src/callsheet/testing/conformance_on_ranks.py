@@ -61,7 +61,7 @@ def check_on_ranks(
 def find_on_ranks(
     factories: Sequence[Factory | Subject], folder: str | os.PathLike[str], *, world_size: int = 2, timeout: float = 90.0
 ) -> list[ConformanceError | None]:
-    """Check callbacks on several ranks. For each, return an error, or None if it passes, so that each callback can have its own test.
+    """Check callbacks on several ranks. Return an error (or None) for each callback, so that each can have its own test.
 
     The arguments are those of `check_on_ranks`.
 

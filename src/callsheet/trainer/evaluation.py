@@ -254,7 +254,7 @@ class Evaluation:
         return results
 
     def take(self) -> dict[str, float]:
-        """Return the values that were logged during evaluation since the last call, for a metrics record."""
+        """Return, for a metrics record, the values that evaluations have logged since the last call of this method."""
         logged, self._logged = self._logged | self.metrics.take(), {}
         return logged
 
@@ -361,7 +361,7 @@ class Evaluation:
         self._agreement.change_pace()
         try:
             yield
-            if not self._may_be_interrupted:  # the user called this evaluation: let the ranks exchange all requests now
+            if not self._may_be_interrupted:  # the user called this evaluation, so let the ranks exchange all requests now
                 self._agreement.agree(self.ctx.step)
         finally:
             for module, training in modes:

@@ -260,7 +260,7 @@ class ComposerLoggerGuest(ComposerGuest):
     ) -> None:
         super().__init__(foreign, name=name, phase=phase, strict=strict, run=run)
         begins = self.on_run_start
-        # At the start of a run, Composer calls loggers before callbacks, so use the first phase.
+        # At the start of a run, Composer calls loggers before callbacks. So handle `on_run_start` in the first phase.
         self.on_run_start = at("change")(lambda ctx: begins(ctx))  # type: ignore[method-assign]
 
     def _record(self, ctx: Context) -> None:

@@ -72,7 +72,7 @@ class HandlerTables:
         self.predecessors = _predecessors(self.training)
 
     def of_closure(self) -> dict[Any, Callable[..., None]]:
-        """Return the handlers for further calls of the optimizer's closure in the same step: they only record the loss."""
+        """Return the handlers to use if the optimizer calls its closure again in the same step. They only record the loss."""
         return self._of_closure if Event.AFTER_LOSS.value in self.training else self._outside
 
     def _choose(self, events: Iterable[str], has_listeners: bool) -> None:
@@ -89,7 +89,7 @@ def _predecessors(handlers: Collection[str]) -> dict[Any, frozenset[str]]:
     found = {later: {earlier} for earlier, later in pairwise(events)}
     if inside := [event for event in events if event in _INSIDE[1:-1]]:
         found[inside[0]].add(inside[-1])  # after the last event of a microbatch, the next microbatch begins
-    # If an optimizer calls its closure again, `before_train_batch` follows the last event of the previous call.
+    # If an optimizer calls its closure again, `before_train_batch` follows the last event of the closure's previous call.
     found["before_train_batch"].add(next(event for event in reversed(events) if event in _INSIDE))
     # A resumed Trainer fetches and skips batches that it has trained on before, so it fires `before_dataloader` repeatedly.
     found["before_dataloader"] = {"", "epoch_end", "before_dataloader", "batch_checkpoint"}

@@ -212,7 +212,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         self._begin_run(run, [hooks, watch, *wrapped], NOT_FIRED)
         if state.global_step:
             self._resume(args, state)
-        # If the data's length is not known, the Trainer's `epoch` does not count epochs.
+        # If the data's length is not known, the Trainer's `epoch` is not the number of epochs, so do not compare it.
         run.counts.follow(lambda: Counts(state.global_step, int(state.epoch or 0) if length is not None else None))
         self._requests.control = control
         if trainer is None:

@@ -162,7 +162,7 @@ class IgniteHost(HostBase):
 
     def _reset(self) -> None:
         self._microbatches = 0  # how many microbatches the current step has had
-        self._steps_left = 0  # how many steps the engine has abandoned before their last microbatch
+        self._steps_left = 0  # how many steps the engine has abandoned before the step's last microbatch
         self._in_epoch = False
         self._completed_iteration = -1  # the number of the latest iteration whose end Ignite has reported
         self._evaluations = _Evaluations()
@@ -224,7 +224,7 @@ class IgniteHost(HostBase):
         run.control.hints = {"save": "give attach(trainer, checkpoint=...) the handler that writes checkpoints"}
         run.checkpoints.loads = lambda: me._load()
         never = NOT_FIRED + (() if self._saves is not None else OF_CHECKPOINTS) + (() if self._evaluators else OF_EVALUATIONS)
-        # The span `train` is not started here, because an evaluation before the first epoch is not part of training.
+        # Do not start the span `train` here: an evaluation may run before the first epoch, and it is not part of training.
         self._begin_run(run, [self._training, self._eval_hooks], never)
         run.counts.follow(lambda: me._counted())
         self._stop_if_asked(run)
@@ -579,6 +579,6 @@ class IgniteHost(HostBase):
 
 
 def _max_iters(state: Any) -> int | None:
-    """Return the engine's `max_iters`, the iteration at which it stops; None if there is none, as in Ignite before 0.5.5."""
+    """Return `max_iters`, the iteration at which the engine stops; None if it has no `max_iters`, as in Ignite before 0.5.5."""
     iterations: int | None = getattr(state, "max_iters", None)
     return iterations

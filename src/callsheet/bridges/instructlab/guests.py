@@ -236,7 +236,7 @@ class InstructLabGuest(Guest):
         return None if method is None else (method, seen(self.context, hook, **changes))
 
     def _call(self, *calls: _HookCall) -> Awaitable[None] | None:
-        """Call the hooks of the wrapped callback that `calls` lists, one after the other.
+        """Call, one after the other, those hooks of the wrapped callback that `calls` lists.
 
         At the first `async` hook, return an awaitable that finishes it and calls the other hooks.
         """
@@ -262,7 +262,7 @@ def _called(method: Callable[[TrainingContext], Any], context: TrainingContext) 
 
 
 async def _rest(left: deque[Any], waits: Any) -> None:
-    """Await `waits`, which the first hook in `left` has returned. Then call the other hooks in order. Errors are logged."""
+    """Await `waits`, the result of the first hook in `left`. Then call and await the other hooks, in order. Log errors."""
     while left:
         method, context = left.popleft()
         try:

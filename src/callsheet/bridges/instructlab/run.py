@@ -163,7 +163,7 @@ class HookedRun(Run):
         If an epoch is open, InstructLab was preempted. A step that was not finished gets no end events.
         """
         driver = self.driver
-        # A preemption ends the run within a step. If no step is open, the epoch is complete.
+        # A preemption always leaves a step open. So if no step is open, the epoch is complete.
         if driver.is_open("epoch") and not driver.is_open("train_step"):
             self.end_epoch(context)
         self.lifetime.outcome = Outcome.PREEMPTED if driver.is_open("epoch") else Outcome.FINISHED

@@ -159,7 +159,7 @@ class KerasGuest(Guest):
 
 
 class GuestModel(Facade):
-    """Replaces the Keras model for a Keras callback in callsheet's loop. It has only the attributes that callbacks may use."""
+    """Stands for the Keras model if a Keras callback runs in callsheet's loop. Has only the attributes that callbacks may use."""
 
     OF = "Keras's model"
     WRITABLE = frozenset({"history"})

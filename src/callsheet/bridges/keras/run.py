@@ -74,7 +74,7 @@ class KerasRun(Common):
         self._end(is_known=ctx.boundary == "epoch")
 
     def on_train_end(self, ctx: Context) -> None:
-        """Let `on_epoch_end` of the Keras callbacks be called now if it was not called for the last epoch yet."""
+        """If `on_epoch_end` of the Keras callbacks was not called for the last epoch yet, let it be called now."""
         self._end(is_known=True)
 
     def on_eval_all_start(self, ctx: Context) -> None:

@@ -140,7 +140,7 @@ class ConnectorFacade(OfGuest):
 
 
 class _ProgressFacade(OfGuest):
-    """Replaces Lightning's fit loop, epoch loop and progress counters with a single object."""
+    """A single object that stands for Lightning's fit loop, epoch loop and progress counters."""
 
     OF = "Lightning's loop"
 
@@ -373,7 +373,7 @@ class TrainerFacade(OfGuest):
 
     @property
     def logger(self) -> LoggerFacade:
-        """The logger that replaces all of callsheet's loggers."""
+        """A single logger, which stands for all of callsheet's loggers."""
         return self._guest.logger
 
     @property

@@ -150,7 +150,7 @@ class LightningGuest(Guest):
                 logger.warning("%s", message)
 
     def _remove_unneeded_handlers(self) -> None:
-        """If the wrapped callback overrides no batch hook, remove this class's handlers of batches, because they cost time."""
+        """If the wrapped callback overrides no batch hook, remove this guest's batch handlers, because they cost time."""
         if self._starts_batch is None and self._ends_batch is None:
             del self.on_microbatch_start, self.on_microbatch_end, self.on_train_step_end
         for theirs, event in (("validation", "on_eval"), ("test", "on_test"), ("predict", "on_predict")):
@@ -355,7 +355,7 @@ class LightningGuest(Guest):
         return self.package.plugins.TorchCheckpointIO()
 
     def checkpoint(self, *, weights_only: bool = False) -> dict[str, Any]:
-        """Return a checkpoint in Lightning's format, without the states of Lightning's loops and of any callback but the wrapped one.
+        """Return a checkpoint in Lightning's format, without states of Lightning's loops or of callbacks that are not wrapped.
 
         Args:
             weights_only: whether to leave out the states of the callback, the optimizers and the schedulers.

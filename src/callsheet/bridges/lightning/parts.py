@@ -58,7 +58,7 @@ class StepHooks(ForwardHooks):
         self._module, self._name = module, _STEPS[mode]
         self._methods = Methods(module)
         self._of_child: tuple[Hook, ...] = ()
-        self._is_inside = False  # whether the loop is inside the step method
+        self._is_inside = False  # whether the module's step method is running
         self._caller: nn.Module | None = None  # the module whose forward pass is running and is reported
         self.replaced: Any = None
         """A list with only the new batch, if a callback has replaced the step's batch; otherwise None."""
@@ -86,7 +86,7 @@ class StepHooks(ForwardHooks):
             self._caller, self._is_inside = None, False
 
     def _step(self, step: Callable[..., Any], batch: Any, *rest: Any) -> Any:
-        # Do not reset `replaced`, because an optimizer may call its closure, which calls this method, several times.
+        # Do not reset `replaced` here. An optimizer may call its closure several times, and the closure calls this method.
         if self.replaced is not None:
             (batch,) = self.replaced
         self._is_inside = True

@@ -66,7 +66,7 @@ class Framework:
 
 @cache
 def frameworks() -> Mapping[str, Framework]:
-    """Return all frameworks, by the names of their bridges and in alphabetical order."""
+    """Return a dict of all frameworks by the names of their bridges, in alphabetical order."""
     files = sorted(resources.files(__name__).iterdir(), key=lambda file: file.name)
     return {file.name.removesuffix(".json"): read(file.read_text("utf-8")) for file in files if file.name.endswith(".json")}
 
@@ -100,7 +100,7 @@ def overview() -> str:
 
 
 def _derived(framework: Framework) -> list[str]:
-    """Return a text table of the trainers of other libraries that are built on the framework's trainer."""
+    """Return a text table of other libraries' trainers that are built on the framework's trainer."""
     width = max(map(len, framework.derived))
     lines = [" ".join([" " * width, *CHECKS, "library"])]
     for name, row in framework.derived.items():

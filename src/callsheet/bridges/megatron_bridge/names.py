@@ -149,7 +149,7 @@ class CallbackManager:
             _warn_of_mistakes(each, found)
 
     def register(self, event_name: str, fn: Function) -> None:
-        """Register a function, which is called whenever an event is fired.
+        """Register a function, which is then called whenever the event is fired.
 
         Args:
             event_name: the name of the event.

@@ -50,7 +50,7 @@ class Settings:
         return interval
 
     def is_last(self, *phases: str) -> bool:
-        """Return whether Megatron will run none of the `phases`, such as `do_test`, from now on; False if that is not known."""
+        """Return whether none of the `phases`, such as `do_test`, will follow in Megatron's run. If unknown, return False."""
         return self.state is not None and not any(getattr(self.state.train_state, phase, False) for phase in phases)
 
     def plain(self) -> dict[str, Any]:

@@ -197,7 +197,7 @@ class GuestUnit(Facade):
             self.tracked_modules() | self.tracked_optimizers() | self.tracked_lr_schedulers() | self.tracked_progress()
         )  # fmt: skip
 
-    _construct_tracked_optimizers = tracked_optimizers  # torchtnt's checkpointers call this name
+    _construct_tracked_optimizers = tracked_optimizers  # torchtnt's checkpointers call the method by this name
 
     def _field(self, field: str, name: str = "") -> dict[str, Any]:
         part = getattr(self._ctx, field) if self._ctx.has(field) else None

@@ -43,7 +43,7 @@ def _replacement(instead: Any, fetch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def one_of_unit(tracked: Mapping[str, Any], name: str) -> Any:
-    """Return the only object in `tracked`, or None if it is empty. Of several objects, return the one named `name`.
+    """Return the only object in `tracked`, or None if `tracked` is empty. Of several objects, return the one named `name`.
 
     Raises:
         NotSupported: the unit tracks several, and none has that name.

@@ -269,7 +269,7 @@ class UltralyticsHost(HostBase):
         self._begin_epoch_counts(len(trainer.train_loader))
         self._stage = _BETWEEN_BATCHES
         self._epochs = trainer.epoch
-        if is_repeated:  # callsheet counts the repeated steps twice, but Ultralytics may not, so compare only later counts
+        if is_repeated:  # Ultralytics may not count the repeated steps twice, as callsheet does, so accept this difference
             run.counts.follow(self._counts_of(trainer))
         run.counts.check()
         run.driver.start("epoch")
@@ -294,7 +294,7 @@ class UltralyticsHost(HostBase):
             self._batches += 1
             self._end_step(run, trainer)
         elif run.driver.is_open("train_step"):
-            # The optimizer has not used the gradients of the last batches. They count for the first step of the next epoch.
+            # The optimizer has not used the last batches' gradients. These batches count for the next epoch's first step.
             self._from_last_epoch = self._training.backward.total, run.counted
             run.drop_step()
         after = self._after_epoch

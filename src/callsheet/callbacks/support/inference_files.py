@@ -119,7 +119,7 @@ def _dimensions(leaf: Any, dynamic: str) -> dict[int, Any] | None:
 
 
 def _give_plain_outputs(model: nn.Module) -> None:
-    """Make the model return a plain dict of tensors, so that loading the program does not require the class of its outputs."""
+    """Make the model return a plain dict of tensors, so that the program can be loaded without the class of the outputs."""
     forward = model.forward
 
     @functools.wraps(forward)

@@ -68,7 +68,7 @@ def _change(path: Path, change: Callable[[list[str]], list[str]]) -> None:
             try:
                 os.link(draft, path)
             except FileExistsError:
-                continue  # another process has just written the file, so start again and include its requests
+                continue  # another process has just written the file, so start again and include the requests in it
             except OSError:  # the disk has no hard links: use `replace`, which may overwrite another process's request
                 os.replace(draft, path)
             return

@@ -43,7 +43,7 @@ class ComposerModel(nn.Module):
     """A model that takes a whole batch and defines its own loss and metrics. Override `forward`, `loss` and other methods."""
 
     def loss(self, outputs: Any, batch: Any) -> Any:
-        """Return the loss, a sequence of losses, or a dict of losses. Of several losses, training uses the one named `total`, or the sum.
+        """Return one loss, or a sequence or dict of losses. Of several losses, training uses the one named `total`, else the sum.
 
         Args:
             outputs: what `forward` returned.
@@ -178,7 +178,7 @@ class EpochScheduler(LRScheduler):
     """
 
     def __init__(self, optimizer: Optimizer, schedulers: Sequence[Any], *, every_batch: bool) -> None:
-        self.optimizer = optimizer  # set here, because the base class's constructor would also step the scheduler
+        self.optimizer = optimizer  # do not call the base class's constructor, which would also step the scheduler
         self.schedulers = list(schedulers)
         self.every_batch = every_batch
 

@@ -1,4 +1,4 @@
-"""A model and a forward step in Megatron's style: the model returns a loss for each token, and a loss function combines them."""
+"""A model and a forward step in Megatron's style: the model returns each token's loss, and a loss function combines these."""
 
 from __future__ import annotations
 

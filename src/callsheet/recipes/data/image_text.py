@@ -78,7 +78,7 @@ class ImageText:
         return self._example(row, place, pixels=False, is_question=False)
 
     def asked(self, row: Mapping[str, Any], place: str) -> Example:
-        """Convert a row without its last answer, so that a model can answer it. The row need not have an answer."""
+        """Convert a row without its last answer, which a model will then generate. The row need not have an answer."""
         return self._example(row, place, pixels=True, is_question=True)
 
     def completion(self, row: Mapping[str, Any], place: str) -> str:
@@ -97,7 +97,7 @@ class ImageText:
         return Example(place, *self._answers(messages, place, images), _text_of(messages[-1]))
 
     def _messages(self, row: Mapping[str, Any], place: str, is_question: bool) -> tuple[list[dict[str, Any]], list[Any]]:
-        """Return a row's messages, whose contents are split into text parts and image parts, and the row's images in the same order."""
+        """Return a row's messages, split into text and image parts, and the row's images in the order of the image parts."""
         given = row.get("images") if row.get("images") is not None else row.get("image")
         loose = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
         if row.get("messages") is not None:

@@ -148,7 +148,7 @@ def _without_harmless_warnings() -> Iterator[None]:
 
 @contextmanager
 def _group() -> Iterator[distributed.ProcessGroup | None]:
-    """While the `with` block runs, provide a gloo process group through which all ranks coordinate writing; None for one process."""
+    """Provide, for a `with` block, a gloo process group with which ranks coordinate writing. With one process, provide None."""
     if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
         yield None
         return

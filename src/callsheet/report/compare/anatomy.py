@@ -142,7 +142,7 @@ def _calls(reports: Sequence[CostReport]) -> dict[str, dict[str, Calls]]:
 
 
 def anatomy(groups: Sequence[Sequence[Anatomy]]) -> list[dict[str, Any]]:
-    """Return a table of times: a row for the whole step, each span and each callback, and a cell for each group of runs.
+    """Return a table of times. It has a row for the whole step, each span and each callback, and a column for each group of runs.
 
     A row has a `kind`, a `name` and `cells`. The first group is the baseline.
 

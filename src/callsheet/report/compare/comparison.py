@@ -234,7 +234,7 @@ def _groups(names: Sequence[str], given: Sequence[Mapping[str, Mapping[str, str]
 
 
 def _last_part(setting: str) -> str:
-    """Return the last part of a setting's dotted name, such as `lr` for `optimizer.lr`. Names of groups contain this part."""
+    """Return the last part of a setting's dotted name, such as `lr` for `optimizer.lr`. The names of groups contain this part."""
     return setting.rpartition(".")[2]
 
 

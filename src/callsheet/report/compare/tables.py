@@ -31,7 +31,7 @@ _VALUES = "Values"
 
 
 def written(comparison: Comparison, form: Format, *, metrics: Sequence[str] = ()) -> str:
-    """Return the tables of a comparison as text. CSV has only the table of values, with a row for each metric and group.
+    """Return the tables of a comparison as text. As CSV, return only the table of values, with a row for each metric and group.
 
     Args:
         comparison: the comparison.
@@ -133,7 +133,7 @@ def _spread(row: Mapping[str, Any]) -> str:
 def _with_deviation(mean: float, deviation: float) -> str:
     if not deviation or not math.isfinite(deviation) or abs(mean) >= 100_000:
         return f"{_number(mean)} ± {_number(deviation)}"
-    # Show two significant digits of the deviation (or all digits before the point), and as many decimals of the mean.
+    # Show two significant digits of the deviation, or all digits before the point. Show the mean with as many decimals.
     places = min(12, max(0, 1 - math.floor(math.log10(deviation))))
     return f"{mean:.{places}f} ± {deviation:.{places}f}"
 
@@ -178,7 +178,7 @@ def _cell(value: str) -> str:
 
 
 def _cells(values: Sequence[str]) -> list[str]:
-    """Return the values as table cells. If long values begin with the same words, all but the last of these words are left out."""
+    """Return the values as table cells. If long values begin with the same words, only the last of these words is kept."""
     lines = [" ".join(value.split()) for value in values]
     given = [line for line in lines if line]
     same = next((place for place, letters in enumerate(zip(*given, strict=False)) if len(set(letters)) > 1), min(map(len, given)))

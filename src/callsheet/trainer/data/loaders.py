@@ -253,7 +253,7 @@ class _Digest:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a tensor or array as only its type, shape and first numbers, because pickling all numbers may take long.
+    """Pickles only the type, shape and first numbers of each tensor or array, because pickling all numbers may take long.
 
     The numbers of a tensor on a device are left out, because reading them would wait for the device.
     """

@@ -82,7 +82,7 @@ class PreshardedData:
         has_states = restore_samplers(self._given, start, self._argument)
         self._warn_of_workers(is_new_epoch=True)
         if epoch is not None and epoch > 1 and self._loader is not self._given and hasattr(self._loader, "state_dict"):
-            # Start the persistent workers now, because starting them draws random numbers.
+            # Starting persistent workers draws random numbers, so start them before the random states are restored below.
             # An uninterrupted run starts its workers in the first epoch, so no such numbers are drawn in this epoch.
             iter(self._loader)
             restore_random_state_of(self._given, start)
@@ -178,7 +178,7 @@ class PreshardedData:
         if self._order is not None:
             self._order.begin(partial(restore_random_state_of, self._given, restored) if restored is not None else None)
             if skipped:
-                # A loader draws a seed for its workers before it draws the order. Draw a number too, so that the order is the same.
+                # Before a loader draws the order, it draws a seed for its workers. Draw a number too, to get the same order.
                 if self._loader.generator is self._given.generator:
                     torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
                 self._order.skip(skipped, epoch)
@@ -276,7 +276,7 @@ class PreshardedData:
         return self._shared
 
     def _first_again(self) -> Any:
-        """Return the epoch's first batch again. A rank needs it if it has no batches left while other ranks still have some."""
+        """Return the epoch's first batch again. A rank that has no more batches uses it while other ranks still have some."""
         now = random_state_of(self._given)
         restore_random_state_of(self._given, self._at_start or now)
         if self._order is not None:
@@ -294,7 +294,7 @@ class PreshardedData:
 
 
 class _OwnBatches(SharedBatches):
-    """The batches of one rank, followed by fillers (repeated batches that are not counted) until all ranks have run out.
+    """One rank's batches, followed by fillers (repeated batches that are not counted) until all ranks have used their batches.
 
     The filler is the rank's first batch, because a resumed run can find that batch again.
 
