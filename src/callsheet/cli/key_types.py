@@ -71,7 +71,7 @@ def item_of(kind: Any, container: type) -> Any:
 
 
 def partial_arguments(kind: Any) -> int:
-    """Return how many positional arguments of a class are not keys of a recipe, because the recipe's code passes them.
+    """Return how many positional arguments of a class the recipe's code passes. These arguments are not keys of a recipe.
 
     An example is the model's parameters, which are passed to an optimizer.
     """

@@ -179,7 +179,7 @@ class BareLoop(NotCopied):
             self._sees_forward = False
             logger.warning("%s trains a ScriptModule, so its forward passes and evaluations are not observed", HOST)
         self._sees_calls = self._sees_forward  # whether hooks observe the model's calls now; if not, a loss begins the step
-        # Whether many checks can be left out: no handler listens to the parts of a step, and no evaluation can begin.
+        # True if no handler listens to the parts of a step and no evaluation can begin, so that many checks can be left out.
         self._is_plain = False
         # Whether all steps so far were regular: for each loss, the loop fetched a new batch and called the model once.
         self._is_regular = loader is not None and not self._trains_in_eval_mode
@@ -433,7 +433,7 @@ class BareLoop(NotCopied):
         self._be_irregular()
 
     def watch_calls(self) -> None:
-        """Register hooks that see the model's calls, so that an evaluation is noticed. For speed, they are absent while the loop is regular."""
+        """Register hooks that see the model's calls, to notice an evaluation. For speed, a regular loop (see `_is_regular`) has none."""
         if self._sees_forward and not self._sees_calls and get_ident() == self._thread:
             self._guarded(self._install_forward_hooks, True)
 

@@ -206,7 +206,7 @@ class LaneSet:
         return [str(each) for each in left]
 
     def close(self) -> None:
-        """End the threads and processes of all callbacks. First wait for their events to be handled, until each one's deadline.
+        """End the threads and processes of all callbacks. First wait until each has handled its events, or until its deadline.
 
         Log which events were not delivered by then.
         """

@@ -32,7 +32,7 @@ _BUSY_SHARE = 0.02  # a lane whose thread computes for more than this fraction o
 _BUSY_AFTER_SECONDS = 5.0  # the time between two checks of the processor time that a lane's thread has used
 _BUSY_SECONDS = 0.5  # check earlier if a lane's thread has used this much processor time since the last check
 _BLOCKED_SECONDS = 0.5  # how long training must have waited for a full queue before a warning
-_LOOK_EVERY = 64  # in a lane that is never empty, the number of items between two checks of its processor time
+_LOOK_EVERY = 64  # in a lane that is never empty, the number of items between two checks of the processor time of its thread
 
 
 class Undelivered(NamedTuple):

@@ -88,7 +88,7 @@ def _predecessors(handlers: Collection[str]) -> dict[Any, frozenset[str]]:
     events = [event for event in _STEP if event in handlers]
     found = {later: {earlier} for earlier, later in pairwise(events)}
     if inside := [event for event in events if event in _INSIDE[1:-1]]:
-        found[inside[0]].add(inside[-1])  # after the last event of a microbatch, the next microbatch begins
+        found[inside[0]].add(inside[-1])  # a microbatch may follow another microbatch of the same step
     # If an optimizer calls its closure again, `before_train_batch` follows the last event of the previous call.
     found["before_train_batch"].add(next(event for event in reversed(events) if event in _INSIDE))
     # A resumed Trainer fetches and skips batches that it has trained on before, so it fires `before_dataloader` repeatedly.
@@ -185,7 +185,7 @@ class Listener(LoggerDestination):  # type: ignore[misc]  # mypy does not read C
         self._names: dict[str, str] = {}  # Composer's name of a metric -> callsheet's name; "" for metrics that are left out
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Log Composer's metrics, except times and results of evaluations, which callsheet logs itself."""
+        """Log Composer's metrics, except times and evaluation results. callsheet logs these itself."""
         if self._records.are_read:
             try:
                 self._take(metrics)

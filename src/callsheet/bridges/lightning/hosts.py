@@ -103,7 +103,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
     # --- a run ---
 
     def _begin(self, trainer: Any, module: Any, mode: Mode = "eval", **options: Any) -> HostedRun:
-        """Begin a run of callsheet's callbacks, in which evaluations of the kind `mode` are observed: `eval`, `test` or `predict`."""
+        """Begin a run of callsheet's callbacks. `mode` is the kind of evaluation to observe: `eval`, `test` or `predict`."""
         self._forget_earlier_run()
         folder = Path(trainer.log_dir or trainer.default_root_dir).absolute()
         self._run = run = HostedRun(

@@ -82,8 +82,8 @@ class PreshardedData:
         has_states = restore_samplers(self._given, start, self._argument)
         self._warn_of_workers(is_new_epoch=True)
         if epoch is not None and epoch > 1 and self._loader is not self._given and hasattr(self._loader, "state_dict"):
-            # Start the persistent workers now, because starting them draws random numbers.
-            # An uninterrupted run starts its workers in the first epoch, so no such numbers are drawn in this epoch.
+            # Start the persistent workers now, and then restore the random states, because starting workers draws random numbers.
+            # An uninterrupted run has started its workers in the first epoch, so it does not draw these numbers in this epoch.
             iter(self._loader)
             restore_random_state_of(self._given, start)
         return self._shared_out(self._open(epoch, start if has_states else None), 0)
