@@ -116,7 +116,7 @@ class TorchProfiler(Callback):
     def _begin(self, ctx: Context) -> None:
         """Start the profiler if the next step is the first profiled step of a cycle."""
         length = self._wait + self._warmup + self._active
-        # `done` is the number of steps after `skip_first` and the first `wait` are over. A cycle begins at each multiple of `length`.
+        # `done` is the number of steps since `skip_first` and the first `wait`. A cycle begins at each multiple of `length`.
         done = ctx.step - self._skip - self._wait
         if done < 0 or done % length or (self._repeat and done // length >= self._repeat):
             return

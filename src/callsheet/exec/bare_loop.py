@@ -433,7 +433,7 @@ class BareLoop(NotCopied):
         self._be_irregular()
 
     def watch_calls(self) -> None:
-        """Register hooks that see the model's calls, to notice an evaluation. For speed, a regular loop (see `_is_regular`) has none."""
+        """Register hooks on the model's calls, to notice an evaluation. For speed, a regular loop (`_is_regular`) has none."""
         if self._sees_forward and not self._sees_calls and get_ident() == self._thread:
             self._guarded(self._install_forward_hooks, True)
 

@@ -34,7 +34,7 @@ class ImportWatch(MetaPathFinder):
             sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return another finder's spec of a watched module, with a loader that also calls the module's action. Otherwise return None."""
+        """Return another finder's spec of a watched module. Its loader also calls the module's action. Otherwise return None."""
         if name not in self._actions or name in self._asked:  # avoid a recursion: another finder may ask all finders
             return None
         self._asked.add(name)

@@ -256,7 +256,7 @@ class SeededStream(IterableDataset[Any]):
         return iter(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("dataset", "_seeds", "_attributes"):  # while the object is unpickled, the attribute does not exist yet
+        if name in ("dataset", "_seeds", "_attributes"):  # while the object is unpickled, these attributes do not exist yet
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
