@@ -110,7 +110,7 @@ class TorchProfiler(Callback):
         self._end(ctx)
 
     def on_exception(self, ctx: Context) -> None:
-        """Write a trace of the steps that were profiled so far, which may show the cause of the exception."""
+        """Write a trace of the steps that were profiled so far. It may show the cause of the exception."""
         self._end(ctx)
 
     def _begin(self, ctx: Context) -> None:

@@ -173,7 +173,7 @@ class BareLoop(NotCopied):
         self.watch.listen(False)
         self._forward = LoopForwardHooks(self, model)
         self._hooks: list[Any] = [self.watch, self._forward]
-        # Do not add hooks to a model that was compiled in place, because torch.compile would compile the hooks with the model.
+        # Do not add hooks to a model that was compiled in place, because torch.compile would compile the hooks too.
         self._sees_forward = getattr(model, "_compiled_call_impl", None) is None
         if isinstance(model, torch.jit.ScriptModule):  # torch does not allow hooks on a ScriptModule
             self._sees_forward = False

@@ -290,7 +290,7 @@ class LoopFinder:
 
     @untraced
     def _steps(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called before an optimizer's step. Recognize the training loop at the optimizer's first step, and report later steps to the loop."""
+        """Called before an optimizer's step. At its first step, recognize the training loop. Report later steps to the loop."""
         loop = self._loop
         if loop is not None and loop.optimizer is optimizer:
             if not loop.step.is_open or len(args) > 1 or kwargs:

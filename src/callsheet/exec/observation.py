@@ -160,7 +160,7 @@ class Observation:
         return name
 
     def options(self) -> list[str]:
-        """Return the options of `callsheet exec` for observing a script's worker processes, if the script trains in such processes.
+        """Return the options of `callsheet exec` for observing the worker processes of a script that trains in such processes.
 
         Ultralytics starts such processes to train on several GPUs.
         """

@@ -283,7 +283,7 @@ class Lane:
         self._in_hand = False
 
     def _warn_if_busy(self) -> None:
-        """Warn once if the lane's thread computes so much that it slows training, because only one thread at a time runs Python code."""
+        """Warn once if the lane's thread computes a lot. This slows training, because only one thread at a time runs Python code."""
         if self._has_warned_busy:
             return
         (began, used), now = self._looked_at, (time.monotonic(), time.thread_time())
@@ -305,7 +305,7 @@ class Lane:
 
 
 class _Waiting:
-    """A wrapper around one item in a queue, equal only to itself, so that `remove` does not remove another item that is equal."""
+    """A wrapper around one item in a queue. It is equal only to itself, so `remove` never removes an equal item instead."""
 
     __slots__ = ("item",)
 
