@@ -97,7 +97,7 @@ class TorchProfiler(Callback):
         self._begin(ctx)
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Advance the profiler by a step. Stop or start it if a cycle of profiled steps ends or begins."""
+        """Advance the profiler by a step. At the end of a cycle of profiled steps, stop it. At the beginning of a cycle, start it."""
         if self._profiler is not None:
             self._profiler.step()
             if ctx.step >= self._last:

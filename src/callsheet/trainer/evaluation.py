@@ -161,7 +161,7 @@ class Evaluation:
             schedule.load_state_dict(self._resumed[name])
 
     def made(self, loader: Loader, argument: str) -> Iterable[Any]:
-        """Return this rank's part of the dataloader that is, or is made by, `loader`. All ranks must call this method.
+        """Return this rank's part of a dataloader. `loader` is the dataloader, or a function that makes it. All ranks must call this.
 
         Raises:
             ConfigError: the dataloader cannot be iterated over, is known to be empty, or cannot be divided among the ranks.

@@ -24,7 +24,7 @@ _STEPS: Mapping[Mode, str] = {
 
 
 class Methods:
-    """Wraps methods of one object until `put_back` restores them."""
+    """Wraps methods of one object. `put_back` restores the original methods."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner

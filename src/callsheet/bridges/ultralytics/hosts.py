@@ -45,7 +45,7 @@ BEST = "best"
 
 
 class _AfterEpoch:
-    """The actions that wait until Ultralytics has validated and saved after the current epoch."""
+    """The actions to carry out after the current epoch, when Ultralytics has validated and saved."""
 
     def __init__(self) -> None:
         self.is_waiting = False
