@@ -97,7 +97,7 @@ class TorchProfiler(Callback):
         self._begin(ctx)
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Advance the profiler by a step. At the end of a cycle of profiled steps, stop it. At the beginning of a cycle, start it."""
+        """Advance the profiler by a step. Stop it at the end of a cycle of profiled steps, and start it when a cycle begins."""
         if self._profiler is not None:
             self._profiler.step()
             if ctx.step >= self._last:

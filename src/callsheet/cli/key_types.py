@@ -63,7 +63,7 @@ def parts_of(kind: Any) -> type | None:
 
 
 def item_of(kind: Any, container: type) -> Any:
-    """Return the type of the items if `kind` is a `container` such as `list`, or a union with such a container; otherwise None."""
+    """Return the type of the items if `kind` is a `container` such as `list`, or a union with a `container`; otherwise None."""
     if get_origin(kind) is container:
         return get_args(kind)[-1]
     is_union = get_origin(kind) in (Union, types.UnionType)

@@ -283,7 +283,7 @@ class Lane:
         self._in_hand = False
 
     def _warn_if_busy(self) -> None:
-        """Warn once if the lane's thread computes a lot. This slows training, because only one thread at a time runs Python code."""
+        """Warn once if the lane's thread computes a lot, which slows training: only one thread at a time runs Python code."""
         if self._has_warned_busy:
             return
         (began, used), now = self._looked_at, (time.monotonic(), time.thread_time())

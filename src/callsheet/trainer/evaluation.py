@@ -161,7 +161,7 @@ class Evaluation:
             schedule.load_state_dict(self._resumed[name])
 
     def made(self, loader: Loader, argument: str) -> Iterable[Any]:
-        """Return this rank's part of a dataloader. `loader` is the dataloader, or a function that makes it. All ranks must call this.
+        """Return this rank's part of a dataloader. `loader` is the dataloader or makes it. All ranks must call this method.
 
         Raises:
             ConfigError: the dataloader cannot be iterated over, is known to be empty, or cannot be divided among the ranks.
