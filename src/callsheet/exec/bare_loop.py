@@ -166,7 +166,7 @@ class BareLoop(NotCopied):
         self._is_in_microbatch = False  # whether the model was called with gradients in this step, and no loss has followed yet
         self.thread = current_thread()
         """The thread that trains."""
-        self._thread: int | None = get_ident()  # the calls in this thread are observed; None if the observation is over
+        self._thread: int | None = get_ident()  # only calls in this thread are observed; None when the observation is over
         run.fails_by(self._leave)
         self.watch = LoopBackwardWatch(self, scaler)
         """Observes the losses on which the loop calls `backward`."""

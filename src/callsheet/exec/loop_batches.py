@@ -56,7 +56,7 @@ class LoopBatches:
         self.other = None
 
     def switch(self) -> bool:
-        """If a step begins without a new batch, use the batch stored by `add_other`. From now on, its dataloader is the loop's.
+        """If a step begins without a new batch, use the batch stored by `add_other`. Its dataloader becomes the loop's.
 
         Return whether that ends an epoch; see `begin`.
         """
