@@ -41,7 +41,7 @@ class MixedUnitsError(CallsheetError, TypeError):
 
 
 class RequestRejected(CallsheetError, RuntimeError):
-    """The training loop does not support a request or a call of a callback, or does not allow it at this point."""
+    """A callback requested or called something that the training loop does not support, or does not allow at this point."""
 
 
 class RunEndedError(CallsheetError, RuntimeError):

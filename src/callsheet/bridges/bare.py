@@ -40,7 +40,7 @@ _EVALUATION = (
 
 
 def _familiar() -> dict[str, str]:
-    """Return hints by argument name: what to pass to `attach` instead of an argument of another framework or callsheet's Trainer."""
+    """Return, by argument name, what to pass to `attach` instead of an argument of another framework or of the Trainer."""
     of_evaluation = {name: _EVALUATION for name, meant in TRAINER_ARGUMENTS.items() if meant.startswith(_OF_EVALUATION)}
     shared = {name: meant for name, meant in TRAINER_ARGUMENTS.items() if meant.partition("=")[0] in _SHARED}
     return shared | of_evaluation | dict.fromkeys(_OF_EVALUATION, _EVALUATION)

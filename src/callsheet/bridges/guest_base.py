@@ -184,7 +184,7 @@ class Guest(Callback):
         return method is not None and (inherited is None or getattr(method, "__func__", method) is not inherited)
 
     def handler(self, theirs: str, method: Any) -> Handler:
-        """Return a handler that calls the foreign callback's `method` with its framework's arguments.
+        """Return a handler that calls the foreign callback's `method` with the arguments that the other framework would pass.
 
         `method` is None if the callback has no method `theirs`.
         """

@@ -145,7 +145,7 @@ class HostBase:
             self._release()
 
     def _fail(self, error: BaseException) -> None:
-        """End callsheet's run as failed, if there is one, because an error has ended the framework's training."""
+        """If callsheet has a run, end it as failed, because an error has ended the framework's training."""
         if self._run is not None:
             try:
                 self._run.fail(error)

@@ -316,7 +316,7 @@ class LifecycleDriver:
             self._ctx.close(part.closes)
 
     def _synthesize(self, parent: Part, until: int) -> None:
-        """Fire the start and end of those inner spans of `parent`, up to the position `until`, that the loop did not report.
+        """Fire the start and end of each span in `parent` that comes before position `until` and that the loop did not report.
 
         For spans without listeners, only call the functions in `before`, because these functions set fields that are read later.
         """

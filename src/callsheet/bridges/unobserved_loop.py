@@ -1,4 +1,4 @@
-"""The rest of a hand-written loop after an error in callsheet has ended callsheet's run: training continues without callbacks."""
+"""Lets a hand-written loop continue without callbacks after an error in callsheet has ended callsheet's run."""
 
 from __future__ import annotations
 

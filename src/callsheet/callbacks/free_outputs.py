@@ -26,7 +26,7 @@ class FreeOutputs(Callback):
         self._has_warned = False
 
     def on_train_start(self, ctx: Context) -> None:
-        """Warn if no callback asks to keep the model's outputs, because the Trainer then releases them anyway."""
+        """Warn if no callback keeps the model's outputs. The Trainer then releases them itself, and this callback has no use."""
         if "outputs" not in ctx.kept and not self._has_warned:
             self._has_warned = True
             logger.warning(

@@ -90,7 +90,7 @@ class OOMObserver(Callback):
             self._drawing.begin(ctx, path)
 
     def on_run_end(self, ctx: Context) -> None:
-        """Wait for up to two minutes until the HTML pages are written, and stop recording."""
+        """Wait until the HTML pages are written, for up to two minutes, and then stop recording allocations."""
         if self._drawing is not None:
             self._drawing.end(ctx)
             self._drawing = None

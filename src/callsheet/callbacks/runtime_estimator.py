@@ -114,7 +114,7 @@ class RuntimeEstimator(Callback):
         here, end = _progress(state), float(state.max_duration.value)
         left = max(0.0, end - here) * self._seconds / self._progress
         for count, seconds, first, last in self._pauses.values():
-            # If there was only one pause so far, assume that the next one comes after as much training as the first.
+            # After a single pause, assume that training between two pauses takes as long as it took before this pause.
             between = (last - first) / (count - 1) if count > 1 else first
             if between > 0 and end > last:
                 # The number of remaining pauses (evaluations or saves). Round up, since one comes at the end of training.

@@ -97,7 +97,7 @@ class TorchProfiler(Callback):
         self._begin(ctx)
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Advance the profiler by a step. Stop or start it if a cycle of profiled steps ends or begins."""
+        """Advance the profiler by a step. Stop it at the end of a cycle of profiled steps, and start it when a cycle begins."""
         if self._profiler is not None:
             self._profiler.step()
             if ctx.step >= self._last:
@@ -110,13 +110,13 @@ class TorchProfiler(Callback):
         self._end(ctx)
 
     def on_exception(self, ctx: Context) -> None:
-        """Write a trace of the steps that were profiled so far, which may show the cause of the exception."""
+        """Write a trace of the steps that were profiled so far. It may show the cause of the exception."""
         self._end(ctx)
 
     def _begin(self, ctx: Context) -> None:
         """Start the profiler if the next step is the first profiled step of a cycle."""
         length = self._wait + self._warmup + self._active
-        # `done` is the number of steps after `skip_first` and the first `wait`. A cycle begins at each multiple of `length`.
+        # `done` is the number of steps since `skip_first` and the first `wait`. A cycle begins at each multiple of `length`.
         done = ctx.step - self._skip - self._wait
         if done < 0 or done % length or (self._repeat and done // length >= self._repeat):
             return

@@ -90,7 +90,7 @@ class RemoteFolder(Folder):
             self._files.rmdir(self._root)
 
     def sync(self) -> None:
-        """Do nothing, because in an object store a file's name is durable as soon as the file is."""
+        """Do nothing, because an object store makes a file and its name durable at the same time."""
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{plain_name(self.path, name)}"

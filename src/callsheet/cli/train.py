@@ -36,12 +36,12 @@ def train(recipe: str, overrides: list[str]) -> int:
             reported = _reported(job.trainer.run)
         print(reported, flush=True)
     if job.trainer.preempted and job.trainer.signal is not None:
-        return 128 + job.trainer.signal  # the exit status that shells give for a process that a signal ended
+        return 128 + job.trainer.signal  # shells report this exit status if a signal has ended a process
     return 1 if job.trainer.run.outcome is Outcome.FAILED else 0
 
 
 def _summary(callbacks: CallbackManager, recipe: str, overrides: list[str]) -> str:
-    """Return a text that lists the callbacks, and names the command that prints the table of all their handlers."""
+    """Return a text with a list of the callbacks, and with the command that prints the table of all their handlers."""
     names = [label_of(callback) for callback in callbacks.callbacks]
     listed = fill(", ".join(names) or "none", width=110, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     show = shlex.join(["callsheet", "show", recipe, *overrides])

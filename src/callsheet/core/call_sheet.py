@@ -131,7 +131,7 @@ class CompositeHandler(ABC):
 
     @abstractmethod
     def parts(self, entry: HandlerEntry, earlier: Sequence[HandlerEntry]) -> Iterable[HandlerEntry]:
-        """Return a call-sheet row for each handler that this one consists of. These rows replace `entry`, the row of the whole handler.
+        """Return a row for each of the handlers that this handler consists of. The rows replace `entry`, this handler's own row.
 
         `earlier` are the entries of the handlers that are called before `entry`.
         """

@@ -96,7 +96,7 @@ class Failures(NamedTuple):
 def failures_of(
     registrations: Iterable[Registration], dropped: Mapping[Registration, int], undelivered: Mapping[Registration, int]
 ) -> tuple[Failures, ...]:
-    """For each callback that failed or lost events, return how often. Callbacks that were removed are included if they lost events.
+    """Return the failures and lost events of each callback that has any. A removed callback is included if it lost events.
 
     An event is lost if the callback's lane dropped or did not deliver it.
     """

@@ -39,7 +39,7 @@ def attributes(package: str, modules: Mapping[str, str], subpackages: Collection
             return importlib.import_module(f"{package}.{name}")
         hint = _hint(package, name)
         if hint and _is_import_from(sys._getframe(1)):
-            # In `from package import name`, raise ImportError, because Python would replace an AttributeError and its hint.
+            # In `from package import name`, Python would replace an AttributeError by an ImportError without the hint.
             raise ImportError(f"cannot import name {name!r} from {package!r}; {hint}", name=package)
         # Without the argument `name`, Python would add its own suggestion to the traceback.
         raise AttributeError(f"module {package!r} has no attribute {name!r}{f'; {hint}' if hint else ''}", name=name)

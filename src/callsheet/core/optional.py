@@ -89,7 +89,7 @@ def need(*modules: str, extra: str, wanted_by: str) -> None:
 
 @contextmanager
 def needed_by(name: str) -> Iterator[None]:
-    """While the `with` block runs, convert an import error of an optional package to MissingPackage, whose message contains `name`.
+    """If an optional package cannot be imported within the `with` block, raise MissingPackage with `name` in its message.
 
     In nested blocks the outermost `name` is used. An import error of a module that callsheet does not use itself is raised
     unchanged.

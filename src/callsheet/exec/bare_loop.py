@@ -166,20 +166,20 @@ class BareLoop(NotCopied):
         self._is_in_microbatch = False  # whether the model was called with gradients in this step, and no loss has followed yet
         self.thread = current_thread()
         """The thread that trains."""
-        self._thread: int | None = get_ident()  # the calls in this thread are observed; None if the observation is over
+        self._thread: int | None = get_ident()  # only calls in this thread are observed; None when the observation is over
         run.fails_by(self._leave)
         self.watch = LoopBackwardWatch(self, scaler)
         """Observes the losses on which the loop calls `backward`."""
         self.watch.listen(False)
         self._forward = LoopForwardHooks(self, model)
         self._hooks: list[Any] = [self.watch, self._forward]
-        # Do not add hooks to a model that was compiled in place, because torch.compile would compile the hooks with the model.
+        # Do not add hooks to a model that was compiled in place, because torch.compile would compile the hooks too.
         self._sees_forward = getattr(model, "_compiled_call_impl", None) is None
         if isinstance(model, torch.jit.ScriptModule):  # torch does not allow hooks on a ScriptModule
             self._sees_forward = False
             logger.warning("%s trains a ScriptModule, so its forward passes and evaluations are not observed", HOST)
         self._sees_calls = self._sees_forward  # whether hooks observe the model's calls now; if not, a loss begins the step
-        # Whether many checks can be left out: no handler listens to the parts of a step, and no evaluation can begin.
+        # True if no handler listens to the parts of a step and no evaluation can begin, so that many checks can be left out.
         self._is_plain = False
         # Whether all steps so far were regular: for each loss, the loop fetched a new batch and called the model once.
         self._is_regular = loader is not None and not self._trains_in_eval_mode
@@ -433,7 +433,7 @@ class BareLoop(NotCopied):
         self._be_irregular()
 
     def watch_calls(self) -> None:
-        """Register hooks that see the model's calls, so that an evaluation is noticed. For speed, they are absent while the loop is regular."""
+        """Register hooks on the model's calls, to notice an evaluation. For speed, a regular loop (`_is_regular`) has none."""
         if self._sees_forward and not self._sees_calls and get_ident() == self._thread:
             self._guarded(self._install_forward_hooks, True)
 

@@ -51,7 +51,7 @@ class GradientNorm(OptimizerMonitor):
             ctx.mute(self, "on_forward_backward_end", until=ctx.step + self._interval)
 
     def on_log(self, ctx: Context) -> None:
-        """Unmute the handler that logs the gradient norm, if metrics records are made more often now than when it was muted."""
+        """Unmute the handler that logs the gradient norm, if metrics records have become more frequent since it was muted."""
         if self._pace.steps < self._interval:
             self._interval = self._pace.steps
             ctx.unmute(self, "on_forward_backward_end")

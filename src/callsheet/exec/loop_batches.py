@@ -56,7 +56,7 @@ class LoopBatches:
         self.other = None
 
     def switch(self) -> bool:
-        """At the beginning of a step without a new batch, use the batch that `add_other` has stored, and its dataloader from now on.
+        """If a step begins without a new batch, use the batch stored by `add_other`. Its dataloader becomes the loop's.
 
         Return whether that ends an epoch; see `begin`.
         """

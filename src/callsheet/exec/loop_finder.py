@@ -1,4 +1,4 @@
-"""Recognizes the training loop of a script: the first optimizer that steps, and the model that has its parameters."""
+"""Recognizes the training loop of a script: the first optimizer that steps, and the model whose parameters it updates."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ class LoopFinder:
 
     @untraced
     def _steps(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Handle the coming step of an optimizer: at its first step, recognize its training loop; report later steps to the loop."""
+        """Called before an optimizer's step. At its first step, recognize the training loop. Report later steps to the loop."""
         loop = self._loop
         if loop is not None and loop.optimizer is optimizer:
             if not loop.step.is_open or len(args) > 1 or kwargs:

@@ -27,7 +27,7 @@ class LoopForwardHooks:
         self._after = Hook(model.register_forward_hook)
 
     def install(self, *, needs_calls: bool, needs_outputs: bool) -> None:
-        """Register a hook for the beginning of calls if `needs_calls` is True, and one for their end if `needs_outputs` is True."""
+        """If `needs_calls`, register a hook for the start of calls. If `needs_outputs`, register a hook for the end of calls."""
         self._before.install(needs_calls, self._loop.forward_begins)
         self._after.install(needs_outputs, self._loop.forward_ends)
 

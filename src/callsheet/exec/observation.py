@@ -160,7 +160,7 @@ class Observation:
         return name
 
     def options(self) -> list[str]:
-        """Return the command-line options with which `callsheet exec` observes the worker processes in which a script trains.
+        """Return the options of `callsheet exec` for observing the worker processes of a script that trains in such processes.
 
         Ultralytics starts such processes to train on several GPUs.
         """

@@ -86,7 +86,7 @@ class CallbackLane:
 
 
 def join(lanes: Iterable[CallbackLane]) -> None:
-    """Wait until the processes of these lanes have exited, in total at most `END_SECONDS`. Call `end` on each lane before."""
+    """Wait until the processes of these lanes have exited, in total at most `END_SECONDS`. First call `end` on each lane."""
     until = time.monotonic() + END_SECONDS
     for lane in lanes:
         lane.join(max(0.0, until - time.monotonic()))

@@ -206,7 +206,7 @@ class LaneSet:
         return [str(each) for each in left]
 
     def close(self) -> None:
-        """End the threads and processes of all callbacks. First wait for their events to be handled, until each one's deadline.
+        """End the threads and processes of all callbacks. First wait until each has handled its events, or until its deadline.
 
         Log which events were not delivered by then.
         """
@@ -307,5 +307,5 @@ def _log_not_ready(registration: Registration, error: Exception) -> None:
 
 
 def _is_logger(registration: Registration) -> bool:
-    """Return whether the callback is a logger, which means that it has a method for tables, images, files or hyperparameters."""
+    """Return whether the callback is a logger: whether it has a method for tables, images, files or hyperparameters."""
     return any(registration.logger_method(name) is not None for name in _LOGGER_METHODS)

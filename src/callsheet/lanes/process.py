@@ -134,7 +134,7 @@ class Process(Background):
         if not at_once:
             self._close_line()
         elif self._ending is not None:
-            self._ending.kill()  # leave the connection open: by reading from it, the lane's thread notices the end of the process
+            self._ending.kill()  # leave the connection open: the lane's thread reads from it to notice the process's end
 
     def join(self, seconds: float) -> None:
         """Wait for the callback's process to exit after `end` was called, and kill the process if it does not exit in time.

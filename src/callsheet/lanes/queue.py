@@ -32,7 +32,7 @@ _BUSY_SHARE = 0.02  # a lane whose thread computes for more than this fraction o
 _BUSY_AFTER_SECONDS = 5.0  # the time between two checks of the processor time that a lane's thread has used
 _BUSY_SECONDS = 0.5  # after this much processor time since the last check, the next check takes place earlier
 _BLOCKED_SECONDS = 0.5  # how long training must have waited for a full queue before a warning
-_LOOK_EVERY = 64  # in a lane that is never empty, the number of items between two checks of its processor time
+_LOOK_EVERY = 64  # in a lane that is never empty, the number of items between two checks of the processor time of its thread
 
 
 class Undelivered(NamedTuple):
@@ -284,7 +284,7 @@ class Lane:
         self._in_hand = False
 
     def _warn_if_busy(self) -> None:
-        """Warn once if the lane's thread computes so much that it slows training, because only one thread at a time runs Python code."""
+        """Warn once if the lane's thread computes a lot, which slows training: only one thread at a time runs Python code."""
         if self._has_warned_busy:
             return
         (began, used), now = self._looked_at, (time.monotonic(), time.thread_time())
@@ -306,7 +306,7 @@ class Lane:
 
 
 class _Waiting:
-    """A wrapper around one item in a queue, equal only to itself, so that `remove` does not remove another item that is equal."""
+    """A wrapper around one item in a queue. It is equal only to itself, so `remove` never removes an equal item instead."""
 
     __slots__ = ("item",)
 

@@ -62,7 +62,7 @@ def reject_deep(value: Any, place: str) -> None:
     try:
         is_read = is_shallow(yaml.safe_load(value) if isinstance(value, str) else value)
     except (yaml.YAMLError, ValueError):
-        return  # the value is plain text, or another check rejects it later and names its key
+        return  # the value is plain text, or a later check rejects it with a message that names the key
     except RecursionError:
         is_read = False
     if not is_read:

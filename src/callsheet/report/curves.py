@@ -70,7 +70,7 @@ def memory(run: RunFolder) -> tuple[str, list[float]]:
 
 
 def splits_of(run: RunFolder) -> list[str]:
-    """Return the prefixes of metric names that stand for a dataset: `train`, and the names of the evaluated datasets."""
+    """Return those prefixes of metric names that denote a dataset: `train`, and the names of the evaluated datasets."""
     evaluated = [name for each in run.evaluations for name in each["results"]]
     return list(dict.fromkeys([*_SPLITS, *evaluated]))
 

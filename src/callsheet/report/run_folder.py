@@ -346,7 +346,7 @@ class RunReader:
         return not self._events and is_marked(self._path) and claim_of(self._path) is None
 
     def _has_results(self) -> bool:
-        """Return whether the run has written `results.json`, which is then newer than the `config.yaml` that was written at the start."""
+        """Return whether `results.json` exists and is not older than `config.yaml`, which each run writes at its start."""
         try:
             return os.stat(self._path / "results.json").st_mtime_ns >= os.stat(self._path / "config.yaml").st_mtime_ns
         except OSError:

@@ -73,7 +73,7 @@ class WatchServer(ThreadingHTTPServer):
         return self._url_with_token(self.token)
 
     def ticket_url(self) -> str:
-        """Return an address of the page that can be opened once.
+        """Return an address with which the page can be opened only once.
 
         Other users may see the address in the list of processes.
         """

@@ -1,4 +1,4 @@
-"""If one rank makes a request, such as to stop, all ranks learn of the request and carry it out at the same step, without waiting."""
+"""If one rank makes a request, such as to stop, all ranks carry it out at the same step. They rarely wait for each other."""
 
 from __future__ import annotations
 

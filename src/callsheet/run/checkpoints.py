@@ -382,7 +382,7 @@ class Checkpoints:
         ctx.close("on_checkpoint_load_end")
 
     def _restore_newest(self, candidates: list[str]) -> CheckpointInfo | None:
-        """Restore the first checkpoint of `candidates` that is valid on all ranks. Log why the checkpoints before it are not valid.
+        """Restore the first checkpoint of `candidates` that is valid on all ranks. Log why earlier candidates are not valid.
 
         Raise CheckpointError if there are candidates and none of them is valid.
         """

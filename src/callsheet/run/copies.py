@@ -105,7 +105,7 @@ def _deepcopy(thing: Any, memo: dict[int, Any]) -> Any:
 
 
 def _detached(made: Any, attributes: dict[str, Any]) -> Any:
-    """In a result of `__reduce_ex__`, replace the object's `__dict__` by a copy, because callsheet's additions return to the original."""
+    """In a result of `__reduce_ex__`, copy the object's `__dict__`, because callsheet's additions return to the original one."""
     if made is attributes:
         return dict(made)
     return tuple(_detached(each, attributes) for each in made) if type(made) is tuple else made

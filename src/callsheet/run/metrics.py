@@ -176,7 +176,7 @@ class MetricLog:
         self._series = apart
 
     def latest(self, family: str) -> dict[str, Any]:
-        """For each metric whose name begins with `family/`, return the last value that was logged since the last `take`.
+        """Return the newest value of each metric whose name begins with `family/`, if it was logged after the last `take`.
 
         Args:
             family: the part of the metrics' names before the first `/`, such as `train`.

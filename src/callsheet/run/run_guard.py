@@ -138,7 +138,7 @@ class RunGuard:
     def _cannot_lock(self, error: OSError) -> None:
         if not self._is_unguarded:
             self._is_unguarded = True
-            # If nothing can be written to the folder, runs cannot disturb each other there, so a warning is not needed.
+            # If the folder is not writable, runs cannot disturb each other there, so a warning is not needed.
             self._is_unwritable = self._run.folder is not None and bool(why_not_writable(self._run.folder))
             if self._is_unwritable:
                 return

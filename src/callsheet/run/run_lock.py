@@ -505,7 +505,7 @@ def _created(path: Path, folders: list[Path]) -> int | None:
 
 
 def _claims(path: Path) -> dict[int, bytes]:
-    """Return the content of every lock file in a folder, by its number."""
+    """Return the content of every lock file in a folder, by the lock file's number."""
     with contextlib.suppress(OSError):
         os.utime(path)  # on NFS, `utime` makes the machine read the folder from the server and not from its cache
     found: dict[int, bytes] = {}

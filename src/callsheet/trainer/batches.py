@@ -149,7 +149,7 @@ class TrainBatches:
             self.seed,
             argument=self._argument,
             shard=self._shard,
-            # A single process that resumes a run of several ranks continues their order, so `alone` is False for it.
+            # False for a single process that resumes a run of several ranks, because it continues the order of those ranks.
             alone=world.size == 1 and way in (None, "own"),
             count_samples=self._count_samples,
         )

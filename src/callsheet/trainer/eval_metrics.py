@@ -56,7 +56,7 @@ class EvalMetrics:
 
 
 def _forget(metric: Any) -> None:
-    """Reset a metric, but leave empty tensors in its list states, because an empty list would lose the dtype of the tensors."""
+    """Reset a metric, but leave empty tensors in its list states. An empty list would lose the dtype of the tensors."""
     for state, default in metric._defaults.items():
         if isinstance(default, list):
             setattr(metric, state, [tensor[:0] for tensor in getattr(metric, state)])

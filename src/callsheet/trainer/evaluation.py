@@ -143,7 +143,7 @@ class Evaluation:
         self._may_be_interrupted = False
         self._resumed: Mapping[str, Mapping[str, int]] = {}
         self._resumed_generators: Mapping[str, list[Any]] = {}
-        self._given: dict[str, Iterable[Any]] = {}  # in a single process, the evaluators' original dataloaders
+        self._given: dict[str, Iterable[Any]] = {}  # the evaluators' original dataloaders; only if there is a single process
         self._spans = manager.spans(self.ctx)
 
     def add(self, name: str, evaluator: Evaluator) -> None:
@@ -161,7 +161,7 @@ class Evaluation:
             schedule.load_state_dict(self._resumed[name])
 
     def made(self, loader: Loader, argument: str) -> Iterable[Any]:
-        """Return this rank's part of the dataloader, which may be given as a function that makes it. All ranks must call this method.
+        """Return this rank's part of a dataloader. `loader` is the dataloader or makes it. All ranks must call this method.
 
         Raises:
             ConfigError: the dataloader cannot be iterated over, is known to be empty, or cannot be divided among the ranks.

@@ -496,7 +496,7 @@ class Trainer:
                 export_weights(self.model, path, group=self._run.world.saving, overwrite=True)
 
     def _parts(self) -> tuple[dict[str, Stateful], dict[str, Stateful]]:
-        """Return the parts of a checkpoint by name: the parts that are the same on all ranks, and the parts that differ."""
+        """Return a checkpoint's parts by name: first those that are the same on all ranks, then those that differ by rank."""
         shared: dict[str, Stateful | None] = {
             "state": self.state,
             "model": self._parallel,

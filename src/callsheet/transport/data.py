@@ -273,7 +273,7 @@ class Decoder:
                 return self._numbered[place]
             case "@dataclass":
                 path, fields = content
-                # Do not call the constructor, because it might change its arguments.
+                # Do not call the constructor, because a constructor may store other values than its arguments.
                 made = self._numbered_as(object.__new__(find(path, self._script)))
                 for name, item in fields.items():
                     object.__setattr__(made, name, self.decoded(item))

@@ -91,7 +91,7 @@ def main() -> None:
     try:
         unpacked = open_payload(os.environ, is_ours=True)
         answer = {"fingerprint": fingerprint({"callbacks": unpacked.callbacks, **unpacked.extra})}
-    except (Exception, SystemExit) as error:  # report the error to the process that started the check, which raises it
+    except (Exception, SystemExit) as error:  # report the error: the process that started the check will raise it
         answer = {"error": _described(error)}
     write_private(path.with_name(_ANSWER), json.dumps(answer).encode())
     sys.stdout.flush()

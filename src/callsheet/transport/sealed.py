@@ -192,7 +192,7 @@ class PrivateFolder:
 
 
 def _sweep() -> None:
-    """Remove the folders that earlier launchers have left behind because they were killed."""
+    """Remove the folders that killed launchers have left behind."""
     import fcntl
 
     with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as found:

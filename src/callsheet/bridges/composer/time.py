@@ -174,7 +174,7 @@ class Time:
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Time:
-        """Divide by a number, which gives a time of the same unit, or by a time, which gives a fraction with the unit `dur`."""
+        """Divide by a number to get a time in the same unit, or by a time to get a fraction in the unit `dur`."""
         if isinstance(other, (int, float)):
             return Time(type(self.value)(self.value / other), self.unit)
         return Time(self.value / self._value_of(other, "divided"), TimeUnit.DURATION)

@@ -1,4 +1,4 @@
-"""The engine to which Ignite's handlers are attached when they run in callsheet's loop, which fires the engine's events."""
+"""The engine to which Ignite's handlers are attached in callsheet's loop. The loop fires the engine's events."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class GuestState(State):  # type: ignore[misc]  # mypy does not read Ignite's ty
 
 
 class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's types
-    """Replaces Ignite's trainer for handlers that run in callsheet's loop. Handlers may call only its methods in `ALLOWED`.
+    """Stands for Ignite's trainer when Ignite's handlers run in callsheet's loop. They may call only the methods in `ALLOWED`.
 
     `engine.state` counts steps as iterations, and holds the batch, the output and the metrics. `terminate()` requests that the
     run stops.

@@ -305,7 +305,7 @@ class IgniteHost(HostBase):
     def _get_batch_started(self, trainer: Engine) -> None:
         try:
             run = self._run
-            if run is None or self._microbatches:  # an earlier microbatch has already begun the step
+            if run is None or self._microbatches:  # there is no run, or an earlier microbatch has already begun the step
                 return
             if self._evaluations.is_between_steps:
                 self._continue_training(run)

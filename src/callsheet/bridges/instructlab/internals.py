@@ -8,7 +8,7 @@ CALLBACKS = "instructlab.training.callbacks"
 
 
 def are_callbacks_missing() -> bool:
-    """Return whether InstructLab is installed in a release without callbacks.
+    """Return whether InstructLab is installed, but in a release that does not support callbacks.
 
     The `TrainingArgs` of such a release ignores callbacks. InstructLab is not imported, because its requirements may be missing.
     """

@@ -7,7 +7,7 @@ with needed_by(__name__):
         NOT_FIRED,
         KerasHost,
         host,
-    )  # before `guests`: Keras must not be imported before torch, which `hosts` imports first
+    )  # import `hosts` first, because it imports torch, which must be imported before Keras
 
     # isort: split
     from callsheet.bridges.keras.guests import KerasGuest, guest

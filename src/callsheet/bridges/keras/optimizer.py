@@ -127,7 +127,7 @@ class _Group(MutableMapping[str, Any]):
         if not isinstance(rate, keras.Variable):  # if the rate is not a variable, it is the value of a learning rate schedule
             return rate
         version = getattr(rate.value, "_version", None)
-        if version is None or version != self._version:  # convert only a rate that has changed: `float` waits for the device
+        if version is None or version != self._version:  # convert only a changed rate, because `float` waits for the device
             self._rate, self._version = float(rate.value), version
         return self._rate
 

@@ -70,7 +70,7 @@ class KerasRun(Common):
         self._end(is_known=not ctx.state.evaluators)
 
     def on_checkpoint_due(self, ctx: Context) -> None:
-        """If an epoch has ended without an evaluation, let `on_epoch_end` of the Keras callbacks be called now."""
+        """If an epoch has ended and was not evaluated, let the Keras callbacks' `on_epoch_end` be called now."""
         self._end(is_known=ctx.boundary == "epoch")
 
     def on_train_end(self, ctx: Context) -> None:
@@ -105,10 +105,7 @@ class KerasRun(Common):
     on_predict_step_start = on_eval_step_start
 
     def _end(self, *, is_known: bool) -> None:
-        """Let `on_epoch_end` of the Keras callbacks be called at this event if an epoch has ended and `is_known` is True.
-
-        `is_known` is True if no evaluation of the epoch can follow.
-        """
+        """If an epoch has ended and no evaluation of it can follow (`is_known`), let Keras's `on_epoch_end` be called now."""
         self.ended = None
         if is_known:
             self.ended, self._open = self._open, None

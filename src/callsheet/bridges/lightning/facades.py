@@ -1,4 +1,4 @@
-"""Facades: objects that replace Lightning's Trainer and its parts for Lightning's callbacks in callsheet's loop."""
+"""Facades: objects that stand for Lightning's Trainer and its parts when Lightning's callbacks run in callsheet's loop."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class LoggerFacade(OfGuest):
 
 
 class StrategyFacade(OfGuest):
-    """Replaces `trainer.strategy` for a Lightning callback in callsheet's loop. It provides collectives over the ranks."""
+    """Stands for `trainer.strategy` when a Lightning callback runs in callsheet's loop. It provides collectives."""
 
     OF = "Lightning's Strategy"
 
@@ -107,7 +107,7 @@ class StrategyFacade(OfGuest):
 
 
 class AcceleratorFacade(OfGuest):
-    """Replaces `trainer.accelerator` for a Lightning callback in callsheet's loop. It provides device statistics."""
+    """Stands for `trainer.accelerator` when a Lightning callback runs in callsheet's loop. It provides device statistics."""
 
     OF = "Lightning's Accelerator"
 
@@ -383,7 +383,7 @@ class TrainerFacade(OfGuest):
 
     @property
     def accelerator(self) -> AcceleratorFacade:
-        """The object that replaces Lightning's accelerator."""
+        """The object that stands for Lightning's accelerator."""
         return self._accelerator
 
     @property

@@ -103,7 +103,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
     # --- a run ---
 
     def _begin(self, trainer: Any, module: Any, mode: Mode = "eval", **options: Any) -> HostedRun:
-        """Begin a run of callsheet's callbacks, in which evaluations of the kind `mode` are observed: `eval`, `test` or `predict`."""
+        """Begin a run of callsheet's callbacks. `mode` is the kind of evaluation to observe: `eval`, `test` or `predict`."""
         self._forget_earlier_run()
         folder = Path(trainer.log_dir or trainer.default_root_dir).absolute()
         self._run = run = HostedRun(
@@ -330,7 +330,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
                 self._log(trainer)
             run.end_step()
             if not self._is_checked:
-                # With manual optimization, a module may step only after several batches, so a missing step is no error.
+                # With manual optimization, a step may need several batches, so a batch without a step is no error.
                 self._check_first_step(run, may_skip_step=not stepped.has_begun)
             if run.control.pending:
                 self._stop_if_asked(run, trainer)

@@ -40,12 +40,12 @@ class ModuleFacade(OfGuest):
 
     @property
     def optimizer_zero_grad(self) -> Any:
-        """LightningModule's own `optimizer_zero_grad`, because Lightning checks whether the method is overridden."""
+        """LightningModule's own `optimizer_zero_grad`, so that Lightning does not consider it overridden."""
         return self._inherited("optimizer_zero_grad")
 
     @property
     def configure_gradient_clipping(self) -> Any:
-        """LightningModule's own `configure_gradient_clipping`, because Lightning checks whether the method is overridden."""
+        """LightningModule's own `configure_gradient_clipping`, so that Lightning does not consider it overridden."""
         return self._inherited("configure_gradient_clipping")
 
     def _inherited(self, name: str) -> Any:
@@ -53,14 +53,14 @@ class ModuleFacade(OfGuest):
 
     @property
     def trainer(self) -> TrainerFacade:
-        """The object that replaces Lightning's Trainer."""
+        """The object that stands for Lightning's Trainer."""
         return self._guest.trainer
 
     _trainer = trainer
 
     @property
     def logger(self) -> LoggerFacade:
-        """The logger that replaces all of callsheet's loggers."""
+        """The only logger, which stands for all of callsheet's loggers."""
         return self._guest.logger
 
     @property

@@ -24,7 +24,7 @@ _STEPS: Mapping[Mode, str] = {
 
 
 class Methods:
-    """Wraps methods of one object until `put_back` restores them."""
+    """Wraps methods of one object. `put_back` restores the original methods."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
@@ -186,7 +186,7 @@ class Cadence:
 
     @staticmethod
     def is_able(trainer: Any) -> bool:
-        """Return whether `ask` can work. It needs `val_check_batch`, which a Trainer that evaluates at time intervals does not have."""
+        """Return whether `ask` can work. It cannot if the Trainer evaluates at time intervals, without a `val_check_batch`."""
         return getattr(trainer, "val_check_batch", None) is not None
 
     def ask(self) -> None:

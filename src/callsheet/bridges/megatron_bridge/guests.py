@@ -77,7 +77,7 @@ class MegatronBridgeGuest(Guest):
         self._is_live = self.manager is foreign
         several = foreign if isinstance(foreign, list) else [foreign]
         self._alone: Any = several[0] if len(several) == 1 and not self._is_live else None
-        # Whether setting `step` or `train_iters` calls `drive`. If the user gave a state, `drive` is called after each event.
+        # Whether setting `step` or `train_iters` calls `drive`. If the user gave a state, each event calls `drive` instead.
         self._sees_writes = state is None
         super().__init__(foreign, name=name or type(self._alone or self.manager).__name__, phase=phase, strict=strict)
         if self._is_live or state is not None:

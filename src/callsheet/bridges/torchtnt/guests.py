@@ -142,7 +142,7 @@ class TorchTNTGuest(Guest):
 
 
 class GuestUnit(Facade):
-    """Replaces the unit for a torchtnt callback in callsheet's loop, with those attributes of an AutoUnit that the callback may use."""
+    """Stands for the unit when a torchtnt callback runs in callsheet's loop. It has only attributes that callbacks may use."""
 
     OF = "torchtnt's unit"
 

@@ -196,7 +196,7 @@ class GuestPhase(PhaseState):  # type: ignore[misc]  # mypy does not read torcht
 
 
 class _Length:
-    """Replaces the dataloader in torchtnt's `State`. The replacement has a length, if the length is known, but no batches."""
+    """Stands for the dataloader in torchtnt's `State`. It has a length, if the length is known, but no batches."""
 
     def __init__(self, length: int | None) -> None:
         self._length = length

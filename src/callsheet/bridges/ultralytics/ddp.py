@@ -56,7 +56,7 @@ def _sending(given: Callable[[Any], tuple[list[str], str]]) -> Callable[[Any], t
         with contextlib.ExitStack() as undo:
             variables = undo.enter_context(payload.post())
             undo.callback(lambda: [os.environ.pop(name, None) for name in variables])
-            with _without_host_methods(trainer, host):  # Ultralytics must not pickle the host; its callbacks are sent separately
+            with _without_host_methods(trainer, host):  # Ultralytics must not pickle the host: the callbacks are sent separately
                 command, file = given(trainer)
             # Ultralytics does not know the file's path yet, so callsheet removes the file if an error follows.
             undo.push(functools.partial(_clean_after_error, trainer, file))

@@ -45,7 +45,7 @@ BEST = "best"
 
 
 class _AfterEpoch:
-    """The actions that wait until Ultralytics has validated and saved after the current epoch."""
+    """The actions to carry out after the current epoch, when Ultralytics has validated and saved."""
 
     def __init__(self) -> None:
         self.is_waiting = False
@@ -204,7 +204,7 @@ class UltralyticsHost(HostBase):
         # How often Ultralytics had repeated the epoch when `on_train_epoch_start` was last called; see `_repeats_of`.
         self._repeats: tuple[int, int] | None = 0, 0
         self._has_unscaled = False  # whether the loop has unscaled the gradients, as it does just before the optimizer's step
-        # Loss and samples of the batches after the last epoch's last optimizer step. They count for this epoch's first step.
+        # Loss and samples of the batches after the previous epoch's last optimizer step. They count for this epoch's first step.
         self._from_last_epoch: tuple[Tensor | None, tuple[int, int]] = None, (0, 0)
         self._after_epoch = _AfterEpoch()
         self._epochs: int | None = None  # Ultralytics' count of completed epochs; None before the first epoch

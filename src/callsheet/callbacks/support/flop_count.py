@@ -115,7 +115,7 @@ class StepFlops:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all measurements are done. From then on, only `fetched` and `begin_step` must be called in each step."""
+        """Whether all measurements are done. From then on, each step needs to call only `fetched` and `begin_step`."""
         return self.is_done and self.counter is None and not self.is_guessing
 
     def fetched(self, batch: Any) -> None:

@@ -167,7 +167,7 @@ def _surroundings(cfg: Section) -> dict[str, Any]:
     seed = cfg.number("seed", 42)
     found["seed"] = rng.number("seed", seed)
     ranks = cfg.part("dist_env")
-    ranks.ignore("backend")  # callsheet chooses the process group's backend that fits the device
+    ranks.ignore("backend")  # callsheet itself chooses a backend that fits the device
     if (minutes := ranks.number("timeout_minutes")) is not None:
         found["timeout_seconds"] = 60.0 * minutes
     split = cfg.part("distributed")

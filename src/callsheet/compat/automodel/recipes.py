@@ -78,7 +78,7 @@ class _AsScheduled(Callback):
         self.schedule = schedule
         self.scheduler: StepScheduler
         self.best: float | None = None
-        self.best_yet = ""  # name of the monitored loss if its value at this step is the lowest so far, otherwise empty
+        self.best_yet = ""  # the monitored loss's name if this step has the lowest value so far; otherwise empty
 
     def on_data_init_end(self, ctx: Context) -> None:
         self.scheduler = StepScheduler(ctx, self.schedule)

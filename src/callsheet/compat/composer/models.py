@@ -215,7 +215,7 @@ class StepsSchedulers(Callback):
         self._scheduler = scheduler
 
     def on_epoch_end(self, ctx: Context) -> None:
-        """Step the schedulers if the epoch is complete."""
+        """Call `step` of the schedulers if the epoch is complete."""
         if ctx.state.timestamp.epoch >= ctx.epoch:
             self._scheduler.step_all()
 

@@ -52,7 +52,7 @@ def run_training(torch_args: TorchrunArgs, train_args: TrainingArgs) -> dict[str
         TransportError: a callback cannot be sent; the message says why, and has a hint.
         LaunchError: a rank failed; this is a RuntimeError.
     """
-    from callsheet.launcher import launch  # imported only here: it needs torch, and defining callbacks does not
+    from callsheet.launcher import launch  # imported only here, because it needs torch, which is not needed to define callbacks
     from callsheet.transport import payload
 
     if payload.is_opening:  # a rank or the preflight check is importing the user's script: do not start training again

@@ -183,7 +183,7 @@ def job_of(config: ConfigContainer) -> PretrainConfig:
         max_duration=f"{train.train_iters}ba",
         eval_interval=None,
         log_interval=config.logger.log_interval,
-        stop_on_nan=False,  # do not add callsheet's NaNMonitor, which Megatron Bridge does not have
+        stop_on_nan=False,  # leave out callsheet's NaNMonitor, because Megatron Bridge does not have it
         batch_size=train.global_batch_size // ranks,
         microbatch_size=train.micro_batch_size,
         clip_grad_norm=optimizer.clip_grad or None,

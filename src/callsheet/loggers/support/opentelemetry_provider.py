@@ -1,4 +1,4 @@
-"""Access to OpenTelemetry, through the application's provider or one that callsheet makes and closes within a time limit.
+"""Access to OpenTelemetry through the application's provider or through callsheet's own, which is closed within a time limit.
 
 This module is imported only when a run is opened, because it needs the package. Nothing here draws from Python's `random`,
 because training may use it.

@@ -32,7 +32,7 @@ Key = tuple[Kind, str]
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """How long one callback takes at one event: per step, in a mean call, and in its slowest call.
+    """How long one callback takes at one event: per step, per call on average, and in the slowest call.
 
     Args:
         per_step: the seconds per step.

@@ -150,7 +150,7 @@ def generators_of(loader: Any) -> list[Any]:
 
 
 def restore_generators_of(loader: Any, states: Sequence[Any]) -> None:
-    """Restore the states of random generators that `generators_of` returned."""
+    """Restore the states of the random generators. `states` is the result of `generators_of`."""
     restore_generators(own_generators((loader, *samplers(loader), *datasets(loader))), states)
 
 
@@ -161,7 +161,7 @@ def restore_random_state_of(loader: Any, state: Mapping[str, Any]) -> None:
 
 
 def restore_samplers(loader: Any, state: Mapping[str, Any], argument: str) -> bool:
-    """Restore the states of samplers that `random_state_of` returned. Return whether there are samplers with a state.
+    """Restore the samplers from `state`, the result of `random_state_of`. Return whether there are samplers with a state.
 
     Warn of a sampler or iterable that has no state, although training has changed it: its batches may differ from those of a run
     without interruption.

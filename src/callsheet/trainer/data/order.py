@@ -52,7 +52,7 @@ class Order:
         drop(self._drawn, count, epoch)
 
     def place(self, taken: int) -> dict[str, Any] | None:
-        """Return the checksums of the last batch of indices trained on, and of the batches of indices that were drawn after it.
+        """Return the checksums of the latest batch of indices that was trained on, and of all batches that were drawn later.
 
         `is_at` uses them to check that a resumed run draws the same batches.
         """

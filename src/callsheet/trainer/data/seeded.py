@@ -113,11 +113,11 @@ class _Seeds:
 
     @property
     def is_noted(self) -> bool:
-        """Whether a worker has called `note`, because its copy of the dataset has changed."""
+        """Whether a worker has called `note`. A worker does so if its copy of the dataset has changed."""
         return bool(self._shared[1])
 
     def begin(self, *numbers: int) -> None:
-        """Seed all random states with the seed, the epoch and these numbers."""
+        """Seed all random states with `seed`, the epoch and the given numbers."""
         epoch = int(self._shared[0])
         if self._own is None:
             self._own = own_generators(chain_of(self.dataset))
@@ -256,7 +256,7 @@ class SeededStream(IterableDataset[Any]):
         return iter(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("dataset", "_seeds", "_attributes"):  # while the object is unpickled, the attribute does not exist yet
+        if name in ("dataset", "_seeds", "_attributes"):  # while the object is unpickled, these attributes do not exist yet
             raise AttributeError(name)
         return getattr(self.dataset, name)
 

@@ -56,7 +56,7 @@ def sharing_of(
 
 
 class SharedLoader:
-    """An iterable over this rank's part of a dataloader, which starts from the beginning each time; see `shared`."""
+    """An iterable over this rank's part of a dataloader. Each iteration starts from the beginning; see `shared`."""
 
     def __init__(self, sharing: Sharing) -> None:
         self._sharing = sharing

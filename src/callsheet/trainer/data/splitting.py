@@ -50,7 +50,7 @@ class Split:
 
     @property
     def global_size(self) -> int:
-        """The length of one global batch in the order: a number of samples or, if `batch_size` is None, of batches."""
+        """How many items of the order form one global batch. An item is a sample or, if `batch_size` is None, a whole batch."""
         return (self.batch_size or 1) * self.world_size
 
     def count(self, length: int) -> int:
