@@ -9,7 +9,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Protocol
 from unittest import SkipTest
@@ -37,9 +37,9 @@ def _on_one_thread() -> Iterator[None]:
 
     Restore the random states of the process after the block.
     """
-    states, threads, has_frozen = random_state(), torch.get_num_threads(), gc.get_freeze_count() == 0
+    states, threads = random_state(), torch.get_num_threads()
     torch.set_num_threads(1)
-    if has_frozen:
+    if freezes := not _was_anything_frozen():
         # The checks collect garbage many times. After `gc.freeze`, collections are fast, because they skip existing objects.
         gc.freeze()
     try:
@@ -47,8 +47,14 @@ def _on_one_thread() -> Iterator[None]:
     finally:
         restore_random_state(states)
         torch.set_num_threads(threads)
-        if has_frozen:
+        if freezes:
             gc.unfreeze()
+
+
+@cache
+def _was_anything_frozen() -> bool:
+    """Return whether `gc.freeze` had been called before the first check. Finding this out takes up to a second, so it is done once."""
+    return gc.get_freeze_count() > 0
 
 
 def _check(check: Callable[[Subject, Path], None]) -> Check:
