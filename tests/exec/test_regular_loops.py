@@ -48,7 +48,7 @@ losses.append(loss.item())
 
 
 def observed(
-    folder: Path, *, before: str = "", after: str = "", end: str = "", body: str = _BODY, setup: str = ""
+    folder: Path, *, before: str = "", after: str = "", end: str = "", body: str = _BODY, setup: str = "", loop: str = _LOOP
 ) -> tuple[list[float], list[int], RunFolder]:
     """Run the loop alone and under `callsheet exec`, and return its losses, the numbers of its hooks at each step, and the run.
 
@@ -61,7 +61,7 @@ def observed(
     if after:
         lines.append(f"if step >= {LATER}:{indent(after, '    ')}")
     script = (
-        _LOOP.replace("SETUP", setup)
+        loop.replace("SETUP", setup)
         .replace("BODY", indent("\n".join(lines), " " * 8))
         .replace("    END", indent(end or "pass", "    "))
     )
@@ -73,6 +73,7 @@ def observed(
     assert (alone.returncode, seen.returncode) == (0, 0), alone.stderr + seen.stderr
     assert alone.stdout.splitlines()[1:] == seen.stdout.splitlines()[1:]  # the losses and a hash of the weights
     assert "does not expect" not in seen.stderr
+    assert "does not call" not in seen.stderr
     counts, losses = (json.loads(line) for line in seen.stdout.splitlines()[:2])
     return losses, counts, RunFolder.read(folder / "runs" / "a")
 
@@ -162,3 +163,62 @@ def test_a_regular_loop_accumulates_gradients(places: str, tmp_path: Path) -> No
     assert samples[-1] in (8 * STEPS, 8 * (STEPS - 1))  # the last step may lack its second batch
     assert samples == sorted(samples)
     assert run.records[-1].values["time/epoch"] in (3, 4)
+
+
+BETWEEN = """
+optimizer.zero_grad()
+loss = squared(inputs, targets)
+loss.backward()
+if step == 44:
+    model.eval(); evaluate(); model.train()
+optimizer.step()
+losses.append(loss.item())
+if step in (38, 47):
+    model.eval(); evaluate(); model.train()
+"""
+
+
+def test_an_evaluation_within_a_step_hides_no_later_evaluation(tmp_path: Path) -> None:
+    losses, _, run = observed(tmp_path, body=BETWEEN)
+    assert losses_of(run) == pytest.approx(losses)
+    assert [each["step"] for each in run.evaluations] == [38, 47]
+
+
+LEFT_EARLY = """
+if step == 40:
+    model.eval()
+    for place, batch in enumerate(validation):
+        if place == 3:
+            break
+        with torch.no_grad():
+            model(batch[0])
+    model.train()
+    reference = weakref.ref(batch[0])
+    del batch
+if step == 42:
+    assert reference() is None
+if step == 44:
+    model[1].eval()
+    REPEATED
+"""
+
+
+def test_an_evaluation_that_is_left_early_neither_ends_an_epoch_nor_keeps_its_batch(tmp_path: Path) -> None:
+    setup = "import weakref\nvalidation = DataLoader(TensorDataset(x, y), batch_size=4)\n"
+    after = LEFT_EARLY.replace("REPEATED", _BODY.strip().replace("\n", "\n    "))
+    losses, _, run = observed(tmp_path, setup=setup, after=after)
+    assert losses_of(run) == pytest.approx(losses)
+    steps = [*range(44), *range(43, STEPS)]  # step 44 is repeated
+    assert [record.values["time/epoch"] for record in run.records] == [step // 12 for step in steps]
+
+
+def test_batches_that_are_none_do_not_change_the_dataloader(tmp_path: Path) -> None:
+    setup = (
+        "box = []\ndef collate(items):\n    box.append(torch.utils.data.default_collate(items))\n"
+        "loader = DataLoader(TensorDataset(x, y), batch_size=8, collate_fn=collate)\nother_batches = iter(DataLoader(x, batch_size=4))\n"
+    )
+    loop = _LOOP.replace("for inputs, targets in loader:", "for _ in loader:")
+    body = f"\ninputs, targets = box.pop()\nif step == 6: next(other_batches){_BODY}"
+    losses, _, run = observed(tmp_path, setup=setup, body=body, loop=loop)
+    assert losses_of(run) == pytest.approx(losses)
+    assert [record.values["time/epoch"] for record in run.records] == [epoch for epoch in range(4) for _ in range(12)]

@@ -22,7 +22,7 @@ from callsheet.core.ranks import read_ranks
 from callsheet.errors import is_from_signal_handler, text_of
 from callsheet.exec.log_pace import FIRST_INTERVAL, LogPace
 from callsheet.exec.lone_run import LoneRun
-from callsheet.exec.loop_batches import LoopBatches, batch_of
+from callsheet.exec.loop_batches import NO_DATA, LoopBatches, batch_of
 from callsheet.exec.loop_evaluations import LoopEvaluations
 from callsheet.exec.loop_hooks import LoopBackwardWatch, LoopForwardHooks
 
@@ -343,7 +343,9 @@ class BareLoop(NotCopied):
         if is_traced() or get_ident() != self._thread or model is not self.model:
             return
         try:
-            self._sees_calls = True
+            if not self._sees_calls:
+                self._sees_calls = True
+                self._was_called = self.step.is_open  # this step may have called the model before the hook was registered
             is_training = model.training
             if not torch.is_grad_enabled():
                 if not is_training and not self.step.is_open:
@@ -595,7 +597,7 @@ class BareLoop(NotCopied):
         is_predictable = self._is_regular and self.steps >= _REGULAR_STEPS and not self._driver.has_listeners
         needs_calls = sees_calls or needs_outputs or not is_predictable
         self._forward.install(needs_calls=needs_calls, needs_outputs=needs_outputs)
-        self._is_plain = not needs_calls and self._stops is None
+        self._is_plain = not needs_calls and self._stops is None and self._batches.other is None
         if not needs_calls:
             self._sees_calls, self._is_in_microbatch, self.watch.is_on = False, False, True
 
@@ -661,7 +663,7 @@ class BareLoop(NotCopied):
         counts = _UNKNOWN
         if batches.new is not None:
             counts = batches.counts_of(batches.new)
-            batches.latest, batches.new = batches.new if self._driver.has_listeners else None, None
+            batches.latest, batches.new = batches.new if self._driver.has_listeners and batches.new is not NO_DATA else None, None
         if counts != _UNKNOWN:
             self._of_microbatch = counts
         else:

@@ -9,6 +9,10 @@ from typing import Any
 from callsheet.trainer.tasks import counts_of
 
 
+NO_DATA = ()
+"""Stands for a batch that is None, because such a batch was fetched as well."""
+
+
 class LoopBatches:
     """Keeps the latest batch of a training loop, and a reference to the loop's dataloader.
 
@@ -70,7 +74,7 @@ class LoopBatches:
 
     def add(self, batch: Any) -> None:
         """Store a batch that the loop has fetched, and count it."""
-        self.new = batch
+        self.new = batch if batch is not None else NO_DATA
         self.fetched += 1
 
     def begin(self) -> bool:
