@@ -8,7 +8,6 @@ from typing import Any
 
 from callsheet.trainer.tasks import counts_of
 
-
 NO_DATA = ()
 """Stands for a batch that is None, because such a batch was fetched as well."""
 
