@@ -29,7 +29,7 @@ class RegistrationError(CallsheetError, ValueError):
 
 
 class NotACallbackError(CallsheetError, TypeError):
-    """An object was given as a callback that is not an instance of `Callback`."""
+    """An object that is not an instance of `Callback` was given as a callback."""
 
 
 class FieldNotAvailable(CallsheetError, AttributeError):

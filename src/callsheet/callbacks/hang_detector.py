@@ -100,7 +100,7 @@ class HangDetector(Callback):
         self._previous: Any = None  # the earlier handler of `_SIGNAL`, to restore after training
 
     def on_run_start(self, ctx: Context) -> None:
-        """Raise ConfigError if there is no folder for files with the stacks of threads."""
+        """Raise ConfigError if there is no folder to which the stacks of the threads can be written."""
         if self._given_folder is None and ctx.run.folder is None:
             raise ConfigError("the run has no folder to write stacks to; give HangDetector a folder=")
         self._folder = self._given_folder or Path(ctx.run.folder or "", "hangs")

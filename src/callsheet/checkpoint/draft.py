@@ -82,7 +82,7 @@ class Kind(NamedTuple):
         return cls(tensor.shape, tensor.dtype, tensor.is_cuda)
 
     def buffer(self) -> Tensor:
-        """Allocate a host buffer of this kind: with its shape and dtype, and page-locked if `is_pinned` is True."""
+        """Allocate a host buffer that has this kind's shape and dtype, and is page-locked if `is_pinned` is True."""
         return page_locked(self.shape, self.dtype) if self.is_pinned else torch.empty(self.shape, dtype=self.dtype)
 
 

@@ -136,7 +136,7 @@ class Spans:
             setattr(self, name, Span(name, ctx, dispatcher))
 
     def link(self, table: Mapping[str, CompiledEvent], events: Iterable[str]) -> None:
-        """Update the spans that fire these events with the handlers that `table` now contains for the events."""
+        """For each of these events, give the spans that fire it the handlers that `table` now contains for it."""
         self.links += 1
         for event in events:
             compiled = table[event]

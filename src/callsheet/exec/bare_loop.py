@@ -546,7 +546,7 @@ class BareLoop(NotCopied):
             run.keep_pace()
             if not self._is_plain and not run.driver.has_listeners:
                 self._install_forward_hooks()
-        # If calls of the model are not observed, each step begins with its first loss, so observe losses between steps.
+        # If calls of the model are not observed, a loss begins the step. So observe losses even while no step is open.
         # In the first steps, always observe these losses, because they show whether the loop is regular.
         self.watch.is_on = not self._sees_calls or steps < _REGULAR_STEPS
         if self.evaluations.delayed:

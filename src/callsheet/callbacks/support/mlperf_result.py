@@ -131,7 +131,7 @@ class ResultFile:
         logging.getLogger().addHandler(guard)
         try:
             checker.check_loglines(lines, f"training_{ruleset}/common.yaml")
-        except Exception as error:  # a rule may raise if values that earlier rules require are missing
+        except Exception as error:  # a rule may raise if a value is missing whose presence an earlier rule checks
             checker.put_message(f"the checker itself failed: {error!r}")
         finally:
             logging.getLogger().removeHandler(guard)
