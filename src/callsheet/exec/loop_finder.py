@@ -381,7 +381,7 @@ def model_of(optimizer: Optimizer) -> nn.Module | None:
     wanted = {id(each) for group in optimizer.param_groups for each in group["params"]}
     best = _best_roots(wanted)
     if len(best) > 1:
-        # One module may be garbage that Python has not freed yet, such as the original of a module that `torch.jit.script` made.
+        # One of these modules may be garbage that Python has not freed yet, such as a module that `torch.jit.script` has converted.
         best.clear()
         gc.collect()
         best = _best_roots(wanted)

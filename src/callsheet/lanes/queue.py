@@ -29,7 +29,7 @@ _LOOK_SECONDS = 0.1  # time between two checks of a queue; a check wakes a threa
 _IDLE_LOOK_SECONDS = 0.4  # the longest time between two checks by the dispatcher thread, while all lanes are idle
 _WAIT_SECONDS = 0.002  # time between two checks of a lane while the training thread waits for the lane
 _BUSY_SHARE = 0.02  # a lane whose thread computes for more than this fraction of the time causes a warning
-_BUSY_AFTER_SECONDS = 5.0  # the time between two checks of the processor time that a lane's thread has used
+_BUSY_CHECK_SECONDS = 5.0  # the interval at which a lane checks how much processor time its thread has used
 _BUSY_SECONDS = 0.5  # after this much processor time since the last check, the next check takes place earlier
 _BLOCKED_SECONDS = 0.5  # how long training must have waited for a full queue before a warning
 _LOOK_EVERY = 64  # in a lane that is never empty, the number of items between two checks of the processor time of its thread
@@ -289,7 +289,7 @@ class Lane:
             return
         (began, used), now = self._looked_at, (time.monotonic(), time.thread_time())
         seconds, busy = now[0] - began, now[1] - used
-        if seconds < _BUSY_AFTER_SECONDS and busy < _BUSY_SECONDS:
+        if seconds < _BUSY_CHECK_SECONDS and busy < _BUSY_SECONDS:
             return
         self._looked_at = now
         if busy >= _BUSY_SHARE * seconds:

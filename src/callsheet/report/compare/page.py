@@ -281,7 +281,7 @@ def _tables(runs: Sequence[Compared]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _images(runs: Sequence[Compared]) -> dict[str, list[dict[str, Any]]]:
-    """Return the logged images by name: for each run, entries with a step and files. `2/` before a file means run 2."""
+    """Return a dict from the name of logged images to one entry per run with the steps and files. Paths begin with the run, such as `2/`."""
     found: dict[str, list[dict[str, Any]]] = {}
     for place, each in enumerate(runs):
         for name, entries in images_by_name(each.run).items():

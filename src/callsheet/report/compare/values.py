@@ -164,7 +164,10 @@ def _of_metric(name: str, values: list[tuple[int, float]]) -> Value:
 
 
 def step_seconds(run: RunFolder) -> list[float]:
-    """Return the mean seconds of a step between consecutive metrics records, without evaluations and checkpoints."""
+    """Return the mean duration of a step in seconds, for each pair of consecutive metrics records.
+
+    The time of evaluations and checkpoints is not counted.
+    """
     seconds: list[float] = []
     for before, after in pairwise(run.records[_SKIPPED_RECORDS:]):
         steps, taken = after.step - before.step, after.elapsed_seconds - before.elapsed_seconds
