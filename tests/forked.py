@@ -45,13 +45,14 @@ def _start(folder: Path, watched: int) -> None:
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(folder / "socket"))
         listening.listen(128)
-        subprocess.Popen(
+        subprocess.run(
             [sys.executable, str(HERE / "fork_server.py"), str(listening.fileno()), str(watched)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             cwd=folder,
             pass_fds=[listening.fileno()],
             start_new_session=True,  # Ctrl-C reaches the programs through their clients
+            check=True,
         )
 
 
