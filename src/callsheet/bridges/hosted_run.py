@@ -220,7 +220,7 @@ class HostedRun(Run):
             self._begin(resume, data_is_made=data_is_made)
         except Exception as error:
             if resume is not None:
-                # Raise the error and do not only log it, because training must not begin anew if a resume was requested.
+                # Raise the error and do not only log it, because training must not begin from the start if a resume was requested.
                 mark_as_users(error)
             raise
 

@@ -210,7 +210,7 @@ class Context:
         called later, such as the loggers, read them.
 
         Args:
-            values: numbers or scalar tensors by name, with names like `family/name`. A tuple of names stands for a one-dimensional
+            values: numbers or scalar tensors by name, with names like `family/name`. A tuple of names is for a one-dimensional
                 tensor with a number for each name; this is much cheaper for many numbers.
             *misplaced, **misnamed: not allowed; values that are given in this way raise the error that says how to log a number.
             over: how several values of one name are combined until the boundary: `last`, `mean` or `sum`.

@@ -240,7 +240,7 @@ class Control:
     def look_again(self) -> None:
         """Set `pending` to True if any request is left, otherwise to False. Called by the loop."""
         self.pending = bool(self._saves) or self._evaluate is not None or self._stop is not None
-        # Read the two flags only after setting `pending`, because another thread may set a flag meanwhile.
+        # Read the two flags only after setting `pending`, because another thread may set a flag at any time.
         if self.is_boundary_requested or self.is_rescheduled:
             self.pending = True
 
@@ -250,7 +250,7 @@ class Control:
         Called by the loop, which sends them to the other ranks.
         """
         taken = self.local_requests[:]
-        del self.local_requests[: len(taken)]  # delete in place, because another thread may append to the list meanwhile
+        del self.local_requests[: len(taken)]  # delete in place, because another thread may append to the list at any time
         return taken
 
     def agree(self, request: Request) -> None:

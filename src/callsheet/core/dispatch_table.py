@@ -51,7 +51,7 @@ class DispatchTable:
         self._spans: list[Spans] = []
 
     def add(self, registrations: Sequence[Registration], entries: Sequence[HandlerEntry]) -> None:
-        """Add callbacks and their handlers, and compile anew which functions are called for each event."""
+        """Add callbacks and their handlers, and compile again which functions are called for each event."""
         self.registrations = [*self.registrations, *registrations]
         for entry in entries:
             self.entries[entry.event].append(entry)
@@ -70,7 +70,7 @@ class DispatchTable:
         return self.lanes
 
     def remove(self, registrations: list[Registration]) -> None:
-        """Remove callbacks and their handlers, and compile anew which functions are called for each event."""
+        """Remove callbacks and their handlers, and compile again which functions are called for each event."""
         self.registrations = [each for each in self.registrations if each not in registrations]
         for event, entries in self.entries.items():
             self.entries[event] = [entry for entry in entries if entry.registration not in registrations]
@@ -138,7 +138,7 @@ class DispatchTable:
         self._plain, self._timed = {}, {}
 
     def _table(self, table: Mapping[str, CompiledEvent], events: Iterable[str], *, in_window: bool) -> dict[str, CompiledEvent]:
-        """Return a copy of `table` in which the functions for these events are compiled anew from the current handlers."""
+        """Return a copy of `table` in which the functions for these events are compiled again from the current handlers."""
         ranks = self.ranks or read_ranks()
         table = dict(table)
         for event in events:

@@ -361,7 +361,7 @@ class CallbackManager:
 
         The loop calls this at each boundary.
         """
-        # Clear this flag before reading the messages, so that a message which arrives meanwhile sets the flag again.
+        # Clear this flag before reading the messages, so that a message that arrives during the reading sets the flag again.
         ctx.control.is_boundary_requested = False
         if self._table.lanes is not None:
             self._table.lanes.process_messages(ctx)

@@ -295,8 +295,7 @@ class BareLoop(NotCopied):
         try:
             batch = fetches(iterator)
         except StopIteration:
-            self._batches.begin()
-            self._guarded(self._end_data)
+            self._end_iteration()
             raise
         batches = self._batches
         batches.new = batch  # as `batches.add` does, but without a function call, for speed
@@ -308,8 +307,7 @@ class BareLoop(NotCopied):
         try:
             batch = fetches(iterator)
         except StopIteration:
-            self._batches.begin()
-            self._guarded(self._end_data)
+            self._end_iteration()
             raise
         self._batches.add(batch)
         if has_begun:
@@ -620,6 +618,10 @@ class BareLoop(NotCopied):
             self._end_data()
         if self._driver.seen_links != self._spans.links and self._driver.listen():
             self._listen()
+
+    def _end_iteration(self) -> None:
+        self._batches.begin()
+        self._guarded(self._end_data)
 
     def _end_data(self) -> None:
         """End the epoch at the end or restart of the dataloader, unless a framework reports when epochs end."""

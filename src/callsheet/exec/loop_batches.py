@@ -9,7 +9,7 @@ from typing import Any
 from callsheet.trainer.tasks import counts_of
 
 NO_DATA = ()
-"""Stands for a batch that is None, because such a batch was fetched as well."""
+"""Stored instead of a batch that is None, because such a batch was fetched as well."""
 
 
 class LoopBatches:

@@ -290,7 +290,7 @@ def _leave_to_parent(reference: weakref.ref[Observation]) -> None:
 
 
 def _figures(folder: Path) -> list[str]:
-    """Return texts with the mean time of a step, the mean rate of samples and the last loss, as far as the run has recorded them."""
+    """Return texts with the mean time of a step, the mean rate of samples and the last loss. Values that the run has not recorded are left out."""
     from callsheet.loggers.support.figures import short
     from callsheet.loggers.support.jsonl_reader import read_metrics
 

@@ -25,7 +25,7 @@ _SHOWN, _LONGEST = 4, 60
 """The maximum number of values that a message lists, and the maximum number of characters of each value."""
 
 NEW = "new"
-"""The value of `resume` for which an earlier run is set aside: its folder is renamed, and a new run starts."""
+"""The value of `resume` with which the folder of an earlier run is renamed, and a new run starts."""
 
 
 def of_rank_zero(ranks: Ranks, decide: Callable[[], Any], *, timeout: float) -> Any:

@@ -186,7 +186,7 @@ def _refreshed(index: sqlite3.Connection, folder: Path, wanted: _Wanted) -> list
     changed: list[tuple[str, RunRow]] = []
     for name in sorted(names):
         reader = RunReader(folder / name)
-        # Get the version before reading. If the run writes meanwhile, this version is outdated, so the next call reads again.
+        # Get the version before reading. If the run writes during the reading, this version is outdated, so the next call reads again.
         version = reader.version()
         # If a run was running, read it again even if it has written nothing, because its process may have died.
         if name not in known or known[name][0] != version or known[name][1] == RUNNING:

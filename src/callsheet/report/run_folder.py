@@ -194,7 +194,7 @@ class RunReader:
         with self._lock:
             if any(lines.is_another() for lines in self._lines.values()):
                 self._begin()
-            # Take the state (sizes and times of files) before reading. Lines that are added meanwhile are read at the next call.
+            # Take the state (sizes and times of files) before reading. Lines that are added during the reading are read at the next call.
             state = self._state()
             self._add_new()
             return self._run(self._version(state))

@@ -384,7 +384,7 @@ class _Notes:
 
 
 class _Presence:
-    """A thread that tells other ranks that this rank still runs. After a collective has failed, the other ranks ask for this.
+    """A thread that informs other ranks that this rank still runs. After a collective has failed, the other ranks ask for this.
 
     A thread is needed because the main thread may be blocked then.
     """

@@ -1,4 +1,4 @@
-"""Ensures that only one run writes to a run's folder. Rank 0 acquires a lock, and tells all ranks whether it has the lock."""
+"""Ensures that only one run writes to a run's folder. Rank 0 acquires a lock, and informs all ranks whether it has the lock."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ _STRATEGIES = {"eval_strategy": IntervalStrategy, "logging_strategy": IntervalSt
 
 
 class Arguments(Facade):
-    """Stands in for `TrainingArguments` in callsheet's loop, for a transformers callback. Its values come from the user and the run."""
+    """Takes the place of `TrainingArguments` in callsheet's loop, for a transformers callback. Its values come from the user and the run."""
 
     OF = "transformers' TrainingArguments"
 

@@ -49,7 +49,7 @@ class GuestState(State):  # type: ignore[misc]  # mypy does not read Ignite's ty
 
 
 class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's types
-    """Stands for Ignite's trainer when Ignite's handlers run in callsheet's loop. They may call only the methods in `ALLOWED`.
+    """Takes the place of Ignite's trainer when Ignite's handlers run in callsheet's loop. They may call only the methods in `ALLOWED`.
 
     `engine.state` counts steps as iterations, and holds the batch, the output and the metrics. `terminate()` requests that the
     run stops.

@@ -159,7 +159,7 @@ class KerasGuest(Guest):
 
 
 class GuestModel(Facade):
-    """Stands for the Keras model if a Keras callback runs in callsheet's loop. Has only the attributes that callbacks may use."""
+    """Takes the place of the Keras model if a Keras callback runs in callsheet's loop. Has only the attributes that callbacks may use."""
 
     OF = "Keras's model"
     WRITABLE = frozenset({"history"})

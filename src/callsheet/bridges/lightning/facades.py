@@ -1,4 +1,4 @@
-"""Facades: objects that stand for Lightning's Trainer and its parts when Lightning's callbacks run in callsheet's loop."""
+"""Facades: objects that represent Lightning's Trainer and its parts when Lightning's callbacks run in callsheet's loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class OfGuest(Facade):
-    """The base class of this module's facades: objects that stand in for Lightning's, with values from callsheet's context."""
+    """The base class of this module's facades: objects that take the place of Lightning's, with values from callsheet's context."""
 
     def __init__(self, guest: LightningGuest) -> None:
         self._guest = guest
@@ -32,7 +32,7 @@ class OfGuest(Facade):
 
 
 class LoggerFacade(OfGuest):
-    """Stands in for the Trainer's loggers: adds what a Lightning callback logs to callsheet's next record, as `lightning/<name>`."""
+    """Takes the place of the Trainer's loggers: adds what a Lightning callback logs to callsheet's next record, as `lightning/<name>`."""
 
     OF = "Lightning's Logger"
     group_separator = "/"
@@ -65,7 +65,7 @@ class LoggerFacade(OfGuest):
 
 
 class StrategyFacade(OfGuest):
-    """Stands for `trainer.strategy` when a Lightning callback runs in callsheet's loop. It provides collectives."""
+    """Takes the place of `trainer.strategy` when a Lightning callback runs in callsheet's loop. It provides collectives."""
 
     OF = "Lightning's Strategy"
 
@@ -107,7 +107,7 @@ class StrategyFacade(OfGuest):
 
 
 class AcceleratorFacade(OfGuest):
-    """Stands for `trainer.accelerator` when a Lightning callback runs in callsheet's loop. It provides device statistics."""
+    """Takes the place of `trainer.accelerator` when a Lightning callback runs in callsheet's loop. It provides device statistics."""
 
     OF = "Lightning's Accelerator"
 
@@ -140,7 +140,7 @@ class ConnectorFacade(OfGuest):
 
 
 class _ProgressFacade(OfGuest):
-    """A single object that stands for Lightning's fit loop, epoch loop and progress counters."""
+    """A single object that represents Lightning's fit loop, epoch loop and progress counters."""
 
     OF = "Lightning's loop"
 
@@ -183,7 +183,7 @@ class _ProgressFacade(OfGuest):
 
 
 class TrainerFacade(OfGuest):
-    """Stands in for Lightning's Trainer in callsheet's loop. It has the attributes that Lightning callbacks may use.
+    """Takes the place of Lightning's Trainer in callsheet's loop. It has the attributes that Lightning callbacks may use.
 
     Some attributes have fixed values: there is never a sanity check, and an evaluation after every epoch.
     """
@@ -368,12 +368,12 @@ class TrainerFacade(OfGuest):
 
     @property
     def loggers(self) -> list[LoggerFacade]:
-        """A list with a single logger, which stands for all of callsheet's loggers."""
+        """A list with a single logger, which represents all of callsheet's loggers."""
         return [self._guest.logger]
 
     @property
     def logger(self) -> LoggerFacade:
-        """A single logger, which stands for all of callsheet's loggers."""
+        """A single logger, which represents all of callsheet's loggers."""
         return self._guest.logger
 
     @property
@@ -383,7 +383,7 @@ class TrainerFacade(OfGuest):
 
     @property
     def accelerator(self) -> AcceleratorFacade:
-        """The object that stands for Lightning's accelerator."""
+        """The object that represents Lightning's accelerator."""
         return self._accelerator
 
     @property
@@ -397,7 +397,7 @@ class TrainerFacade(OfGuest):
 
     @property
     def lightning_module(self) -> ModuleFacade:
-        """The model, as an object that stands in for the LightningModule."""
+        """The model, as an object that takes the place of the LightningModule."""
         return self._guest.module
 
     model = lightning_module

@@ -22,7 +22,7 @@ from callsheet.errors import NotSupported
 logger = logging.getLogger("callsheet")
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-_NONE: Any = object()  # stands for "no batch", since None can be a batch
+_NONE: Any = object()  # means "no batch", because None can be a batch
 
 REJECTED: Mapping[str, str] = {
     "StochasticWeightAveraging": "lengthens training by an epoch of Lightning's own loop, and puts other schedulers in",

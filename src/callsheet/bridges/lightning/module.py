@@ -53,14 +53,14 @@ class ModuleFacade(OfGuest):
 
     @property
     def trainer(self) -> TrainerFacade:
-        """The object that stands for Lightning's Trainer."""
+        """The object that represents Lightning's Trainer."""
         return self._guest.trainer
 
     _trainer = trainer
 
     @property
     def logger(self) -> LoggerFacade:
-        """The only logger, which stands for all of callsheet's loggers."""
+        """The only logger, which represents all of callsheet's loggers."""
         return self._guest.logger
 
     @property

@@ -142,7 +142,7 @@ class TorchTNTGuest(Guest):
 
 
 class GuestUnit(Facade):
-    """Stands for the unit when a torchtnt callback runs in callsheet's loop. It has only attributes that callbacks may use."""
+    """Takes the place of the unit when a torchtnt callback runs in callsheet's loop. It has only attributes that callbacks may use."""
 
     OF = "torchtnt's unit"
 

@@ -173,7 +173,7 @@ class TorchTNTRun(Common):
 
 
 class GuestPhase(PhaseState):  # type: ignore[misc]  # mypy does not read torchtnt's types
-    """Stands in for torchtnt's `PhaseState` of training, evaluation or prediction when callsheet's loop calls torchtnt's callbacks."""
+    """Takes the place of torchtnt's `PhaseState` of training, evaluation or prediction when callsheet's loop calls torchtnt's callbacks."""
 
     def __init__(self) -> None:
         super().__init__(dataloader=_Length(None))
@@ -196,7 +196,7 @@ class GuestPhase(PhaseState):  # type: ignore[misc]  # mypy does not read torcht
 
 
 class _Length:
-    """Stands for the dataloader in torchtnt's `State`. It has a length, if the length is known, but no batches."""
+    """Takes the place of the dataloader in torchtnt's `State`. It has a length, if the length is known, but no batches."""
 
     def __init__(self, length: int | None) -> None:
         self._length = length

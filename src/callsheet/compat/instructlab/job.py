@@ -161,7 +161,7 @@ def _config(args: TrainingArgs, train: str, validation: str | None, ranks: int) 
 
 
 def rows_of(args: TrainingArgs) -> tuple[str, str | None]:
-    """Return the path of the training data and that of the validation data, which is None if no data is set aside for validation.
+    """Return the path of the training data and that of the validation data, which is None if there is no validation data.
 
     If a part of the data is for validation, two new files are written; otherwise the data file is used itself.
     """

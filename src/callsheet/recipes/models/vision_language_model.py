@@ -173,7 +173,7 @@ class VisionLanguageModel(LanguageModel):
 
 
 def image_token_id(owner: Any) -> int | None:
-    """Return the id of the token that stands for an image patch, as a processor or configuration defines it.
+    """Return the id of the token that represents an image patch, as a processor or configuration defines it.
 
     Return None if there is none.
     """
