@@ -7,7 +7,8 @@
 `attach` and a JSONLLogger, and of the script under `callsheet exec` with an empty list of callbacks, to which it adds a JSONLLogger. Each is counted
 several times, because the counts of one variant differ by up to a tenth of what callsheet adds; the table has the means and their standard errors.
 
-`seconds` runs the script with steps of about ten milliseconds under `callsheet exec`, with the default observers and the default log interval.
+`seconds` runs the script with steps of about ten milliseconds under `callsheet exec`, with the default observers, and with the log interval that
+steps of this length have by default.
 The script switches the observation off and on again every forty steps: off means that the functions of torch and the hooks of the model and the
 optimizer are as without callsheet. So both are measured in the same process; two processes with the same script differ by more than callsheet
 adds. A figure is the mean over pairs of neighboring stretches, without their outer quarters, and its standard error. All steps count but the
@@ -34,6 +35,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from callsheet.exec.log_pace import LogPace
 from instructions import COUNTED, RECORD_EVERY, WARM, Count, check_valgrind
 from timing import machine, middle_mean
 
@@ -233,9 +235,9 @@ def steps_observed(folder: Path) -> int:
     return step
 
 
-def result_of(variant: str, folder: Path, **variables: str) -> Any:
+def result_of(variant: str, folder: Path, interval: int | None = None, **variables: str) -> Any:
     """Run the script with steps of about ten milliseconds, and return what it has measured."""
-    words, more = command(variant, folder, None)
+    words, more = command(variant, folder, interval)
     if "SWITCHES" in variables:
         starter = folder / "starter.py"
         starter.write_text(STARTER, encoding="utf-8")
@@ -252,13 +254,23 @@ def seconds_of(variant: str) -> list[float]:
         return seconds
 
 
-def added_by_observing(stretches: int) -> tuple[list[list[float]], list[list[float]]]:
+def log_interval(step_seconds: float) -> int:
+    """Return the number of steps between two metrics records by default. While the script switches the observation off, time passes but no step
+    is counted, so the default would be too small."""
+    pace, seconds = LogPace(None), 0.0
+    while True:
+        seconds += pace.steps * step_seconds
+        if not pace.adapt(seconds):
+            return pace.steps
+
+
+def added_by_observing(stretches: int, interval: int) -> tuple[list[list[float]], list[list[float]]]:
     """Return, for each of `CLOCKS`, what observing adds to a step in each stretch with it, compared with the stretches before and
     after, and the seconds of a step in the stretches without it."""
     with tempfile.TemporaryDirectory() as name:
-        found = result_of(OBSERVED, Path(name), SWITCHES=str(stretches))
+        found = result_of(OBSERVED, Path(name), interval, SWITCHES=str(stretches))
         observed = steps_observed(Path(name))
-    if observed < STRETCH * stretches / 2:
+    if observed < STRETCH * stretches / 2 - interval:
         raise RuntimeError(f"only {observed} steps of {stretches} stretches were observed")
     on = [each for is_on, each in found if is_on]
     off = [each for is_on, each in found if not is_on]
@@ -295,12 +307,15 @@ def print_seconds(processes: int, rounds: int) -> None:
     """Print what observing adds to a step, and what a larger process adds to a step of the script alone."""
     added: list[list[float]] = [[] for _ in CLOCKS]
     without: list[list[float]] = [[] for _ in CLOCKS]
+    interval = log_interval(seconds_of(ALONE)[-1])
     for at in range(processes):
-        for clock, (more, plain) in enumerate(zip(*added_by_observing(STRETCHES), strict=True)):
+        for clock, (more, plain) in enumerate(zip(*added_by_observing(STRETCHES, interval), strict=True)):
             added[clock] += more
             without[clock] += plain
         progress(at, processes, "processes")
-    print(f"{machine()}; {processes} processes with {STRETCHES} stretches of {STRETCH} steps each\n")
+    print(
+        f"{machine()}; {processes} processes with {STRETCHES} stretches of {STRETCH} steps each; a metrics record every {interval} steps\n"
+    )
     print("| clock | a step that is not observed, ms | added by observing, ms | share of the step |\n| --- | --- | --- | --- |")
     for name, more, plain in zip(CLOCKS, added, without, strict=True):
         step = statistics.median(plain)

@@ -34,9 +34,9 @@ def run_of(folder: Path, *exec_words: str, nan_at: int = 0) -> tuple[RunFolder, 
     return RunFolder.read(folder / "runs" / "a"), done.stderr
 
 
-def test_the_interval_doubles_while_records_come_less_than_a_second_apart() -> None:
+def test_the_interval_doubles_while_records_come_less_than_two_seconds_apart() -> None:
     pace = LogPace(None)
-    assert [(pace.adapt(seconds), pace.steps) for seconds in (0.8, 1.8, 2.6, 3.4, 60.0)] == [
+    assert [(pace.adapt(seconds), pace.steps) for seconds in (1.8, 3.9, 5.6, 7.4, 60.0)] == [
         (True, 20),
         (False, 20),
         (True, 40),

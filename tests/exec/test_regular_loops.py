@@ -107,6 +107,9 @@ def test_an_evaluation_is_still_observed(mode: str, tmp_path: Path) -> None:
     {
         "another optimizer": {"before": "\nother(x).mean().backward()\nsteps_other.step()"},
         "another optimizer, after the step": {"after": "\nother(x).mean().backward()\nsteps_other.step()"},
+        "another optimizer, within the step": {
+            "body": _BODY.replace("optimizer.step()", f"if step >= {LATER}:\n    steps_other.step()\noptimizer.step()")
+        },
         "another loss of the same model": {"before": "\nsquared(x, y).backward()\noptimizer.zero_grad()"},
         "a batch that is fetched ahead": {"before": "\nahead = next(iter(DataLoader(TensorDataset(x, y))))"},
         "a batch that is used again": {"after": f"\n{_BODY}"},
@@ -222,3 +225,58 @@ def test_batches_that_are_none_do_not_change_the_dataloader(tmp_path: Path) -> N
     losses, _, run = observed(tmp_path, setup=setup, body=body, loop=loop)
     assert losses_of(run) == pytest.approx(losses)
     assert [record.values["time/epoch"] for record in run.records] == [epoch for epoch in range(4) for _ in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("name", "within", "after"),
+    [
+        ("clips the gradients", "assert float(nn.utils.clip_grad_norm_(model.parameters(), 1e9)) > 0", ""),
+        ("computes the gradients again", "optimizer.zero_grad()\nloss = squared(2 * inputs, targets)\nloss.backward()", ""),
+        ("adds a loss", "more = squared(inputs[:4], targets[:4])\nmore.backward()\nloss = loss + more", ""),
+        ("begins an iteration", "next(iter(DataLoader(TensorDataset(x, y))))", ""),
+        ("sets the evaluation mode", "model.eval()\nmodel.train()", ""),
+        ("steps with a closure", "", "optimizer.step(lambda: closing(inputs, targets))"),
+    ],
+)
+def test_what_a_regular_loop_does_within_a_step(name: str, within: str, after: str, tmp_path: Path) -> None:
+    """Something happens between the loss and the optimizer's step, when the start of the step was not reported yet."""
+    setup = "def closing(inputs, targets):\n    optimizer.zero_grad()\n    loss = squared(inputs, targets)\n    loss.backward()\n    return loss\n"
+    indented = indent(f"\n{within}\n", "    ")
+    body = _BODY.replace("optimizer.step()", f"if step >= {LATER} and step % 3 == 0:{indented}    pass\noptimizer.step()")
+    if after:
+        body += f"\nif step >= {LATER} and step % 3 == 0:\n    losses.append({after}.item())\n"
+    losses, _, run = observed(tmp_path, body=body, setup=setup)
+    assert losses_of(run) == pytest.approx(losses)
+
+
+def test_a_regular_loop_tries_a_failed_backward_again_and_ends_within_a_step(tmp_path: Path) -> None:
+    setup = "def fails(gradient):\n    raise MemoryError\n"
+    again = "try:\n    loss.backward()\nexcept MemoryError:\n    loss = squared(inputs, targets)\n    loss.backward()\n"
+    fails = "if step % 5 == 0:\n    loss.register_hook(fails)\n"
+    end = "\nif epoch == 3: squared(inputs, targets).backward()"
+    losses, _, run = observed(tmp_path, body=_BODY.replace("loss.backward()\n", fails + again), setup=setup, end=end)
+    assert losses_of(run) == pytest.approx(losses)
+    assert run.last_step == STEPS
+    assert run.records[-1].values["time/sample"] == 8 * STEPS
+
+
+FETCHES_AHEAD = """
+optimizer.zero_grad()
+loss = squared(inputs, targets)
+loss.backward()
+following = next(batches, None)
+optimizer.step()
+losses.append(loss.item())
+"""
+
+
+def test_a_regular_loop_fetches_the_next_batch_within_the_step(tmp_path: Path) -> None:
+    """Each epoch's data ends within the last step of the epoch, so the epoch ends after this step."""
+    loop = _LOOP.replace(
+        "    for inputs, targets in loader:\n",
+        "    batches = iter(loader)\n    following = next(batches)\n    while following is not None:\n        inputs, targets = following\n",
+    )
+    losses, _, run = observed(tmp_path, body=FETCHES_AHEAD, loop=loop)
+    assert losses_of(run) == pytest.approx(losses)
+    assert [record.values["time/epoch"] for record in run.records] == [epoch for epoch in range(4) for _ in range(12)]
+    assert [record.values["time/sample"] for record in run.records] == [8 * step for step in range(1, STEPS + 1)]

@@ -31,18 +31,18 @@ class BoundaryOrder:
         self._driver = driver
         self._evaluations = eval_driver.opened
         self._leave_evaluation = leave_evaluation
-        self._fired: str | None = None
+        self.fired: str | None = None
         """The letters (see `allows`) of the events that were fired at the current boundary. None if training is not at a boundary."""
 
     def reach(self) -> None:
         """Record that a step, epoch or round has ended. Training is at a boundary until the next one begins."""
-        self._fired = ""
+        self.fired = ""
 
     def leave(self) -> None:
         """Record that the next step, epoch or round begins. First end an evaluation that is still open."""
         if len(self._evaluations) > 1:
             self._leave_evaluation()
-        self._fired = None
+        self.fired = None
 
     def allows(self, what: str) -> bool:
         """Return whether an event may be fired now. `what` is L for `on_log`, E for an evaluation, D for `on_checkpoint_due`, S for a save.
@@ -54,7 +54,7 @@ class BoundaryOrder:
             return False
         if inside not in ("train", "round", "epoch"):
             return inside == "run"
-        return self._fired is not None and self._fired + what in _AT_BOUNDARIES
+        return self.fired is not None and self.fired + what in _AT_BOUNDARIES
 
     def allows_save(self) -> bool:
         """Return whether the events of a checkpoint that the framework writes may be fired now."""
@@ -65,8 +65,8 @@ class BoundaryOrder:
         """Return whether the event `what` may be fired now; see `allows`. If so, record that it is fired."""
         if not self.allows(what):
             return False
-        if self._fired is not None:
-            self._fired += what
+        if self.fired is not None:
+            self.fired += what
         return True
 
     def is_barred(self, name: str) -> bool:

@@ -32,7 +32,7 @@ WINDOW_STEPS = 4
 _FIRST_STEP = 2  # the first steps are not timed, since they include memory allocation and compilation
 _STEPS_PER_TIMED_STEP = 16  # on average, at most one in `_STEPS_PER_TIMED_STEP` steps is timed
 # The pause between timing windows: `_MAX_PAUSE_SECONDS` or `_PAUSE_SHARE` of the run's time so far, whichever is less.
-_MAX_PAUSE_SECONDS, _PAUSE_SHARE = 1.0, 0.25
+_MAX_PAUSE_SECONDS, _PAUSE_SHARE = 5.0, 0.25
 # Costs are sent repeatedly. If `t` is the run's time at one send, the next is at `_PUBLISH_GROWTH * t + _PUBLISH_SECONDS`.
 _PUBLISH_GROWTH, _PUBLISH_SECONDS = (1.1, 2.0)
 _MAX_SLICES = 20_000  # the most slices (timed spans and calls) to keep of one timing window

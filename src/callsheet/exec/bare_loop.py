@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from callsheet.bridges.giving_up import give_up
+from callsheet.bridges.lifecycle_driver import Part
 from callsheet.bridges.support_check import SupportCheck
-from callsheet.bridges.torch_hooks import NotCopied, OptimizerHooks, is_traced, not_compiled, start_forward
+from callsheet.bridges.torch_hooks import NotCopied, is_traced, not_compiled, start_forward
 from callsheet.core.callback import Callback
 from callsheet.core.lifecycle import EVENTS
 from callsheet.core.ranks import read_ranks
@@ -24,7 +25,7 @@ from callsheet.exec.log_pace import FIRST_INTERVAL, LogPace
 from callsheet.exec.lone_run import LoneRun
 from callsheet.exec.loop_batches import NO_DATA, LoopBatches, batch_of
 from callsheet.exec.loop_evaluations import LoopEvaluations
-from callsheet.exec.loop_hooks import LoopBackwardWatch, LoopForwardHooks
+from callsheet.exec.loop_hooks import LoopBackwardWatch, LoopForwardHooks, LoopOptimizerHooks
 
 logger = logging.getLogger("callsheet")
 
@@ -82,11 +83,13 @@ class BareLoop(NotCopied):
         "_is_regular",
         "_microbatch",
         "_of_microbatch",
+        "_open",
         "_optimizer_hooks",
         "_parameters",
         "_sees_calls",
         "_sees_forward",
         "_spans",
+        "_step",
         "_stops",
         "_support",
         "_thread",
@@ -100,8 +103,8 @@ class BareLoop(NotCopied):
         "no_evaluator",
         "optimizer",
         "run",
-        "step",
         "thread",
+        "unreported",
         "watch",
     )
 
@@ -138,11 +141,15 @@ class BareLoop(NotCopied):
         run.records.pace = pace
         self._support = SupportCheck(run.manager, HOST, strict=False)
         parts = run.driver.parts
-        self.step = parts["train_step"]
-        """The span `train_step`, which is open during each training step."""
+        self._step = parts["train_step"]
+        self.unreported: tuple[int, int] | None = None
+        """The samples and tokens of the open step, if its start was not reported to the lifecycle driver because nothing listens.
+
+        Otherwise None. Reading `step` reports the start.
+        """
         self._epoch, self._fetch, self._microbatch = (parts[name] for name in ("epoch", "fetch", "microbatch"))
         # Store these objects as attributes, because every step reads them and `run.driver` would be slower.
-        self._driver, self._spans = run.driver, run.spans
+        self._driver, self._spans, self._open = run.driver, run.spans, run.driver.opened
         self.evaluations = LoopEvaluations(run)
         """Fires the events of the loop's evaluations."""
         self._evaluation = self.evaluations.span
@@ -203,7 +210,7 @@ class BareLoop(NotCopied):
         run.begin()
         self._install_forward_hooks()
         self.watch.listen(True)
-        self._optimizer_hooks = OptimizerHooks(run.driver, self.optimizer, watch=self.watch, ended=self.end_step)
+        self._optimizer_hooks = LoopOptimizerHooks(self)
         if has_closure:
             self._is_regular = False
             self._optimizer_hooks.expect_closures()
@@ -225,6 +232,10 @@ class BareLoop(NotCopied):
             self._is_in_microbatch = False
             self.watch.total = loss
 
+    def fetched_ahead(self, batch: Any) -> None:
+        """Keep a batch that the loop has already fetched for the second step, before its first step has ended."""
+        self._batches.add(batch)
+
     def discard(self) -> None:
         """Give up this loop before its run begins, because a callback cannot work in it: remove all hooks."""
         self.release()
@@ -236,6 +247,7 @@ class BareLoop(NotCopied):
             return
         run = self.run
         try:
+            self._report_step()
             self._leave_evaluation()
             if error is not None:
                 run.fail(error)
@@ -276,6 +288,12 @@ class BareLoop(NotCopied):
     @property
     def _is_over(self) -> bool:
         return self._thread is None
+
+    @property
+    def step(self) -> Part:
+        """The span `train_step`, which is open during each training step."""
+        self._report_step()
+        return self._step
 
     @property
     def steps(self) -> int:
@@ -372,12 +390,17 @@ class BareLoop(NotCopied):
         """Handle a call of `backward` on a loss. If calls of the model are not observed, this loss may begin a training step."""
         try:
             batches = self._batches
-            batch = batches.new
-            if batch is None or not self._is_plain or self.step.is_open:
+            batch, driver = batches.new, self._driver
+            if (
+                batch is None
+                or not self._is_plain
+                or self.unreported is not None
+                or self._open[-1] is not self._epoch
+                or driver.seen_links != self._spans.links
+            ):
                 self._begin_backward()
-            else:  # does the same as `_begin_backward`, but faster
-                self._driver.start_step()
-                self.run.counted = self._of_microbatch = counts = batches.counts_of(batch)
+            else:
+                self.unreported = counts = batches.counts_of(batch)
                 batches.new = None
                 if not counts[0]:
                     self._be_irregular()
@@ -417,6 +440,7 @@ class BareLoop(NotCopied):
         """Do not count earlier losses and their samples for the coming step, because the script has set their gradients to zero."""
         if get_ident() != self._thread or self.watch.is_in_closure:
             return
+        self._report_step()
         self._be_irregular()
         self.watch.total = None
         if self._is_in_microbatch:
@@ -448,6 +472,8 @@ class BareLoop(NotCopied):
     @partial(not_compiled, recursive=False)
     def clip(self, clips: Callable[[], Any]) -> Any:
         """Clip the gradients with `clips()`, fire the events of the span `clip_gradients`, and return the norm before clipping."""
+        if self.unreported is not None:  # nothing listens to this step
+            return clips()
         is_in_step = self.step.is_open and get_ident() == self._thread
         if is_in_step:
             self._guarded(self.run.driver.start, "clip_gradients")
@@ -484,36 +510,26 @@ class BareLoop(NotCopied):
         if get_ident() == self._thread:
             self._guarded(lambda: self.run.ctx.log(values, across="same"))
 
-    def end_step(self) -> None:
-        """End the step, because the optimizer has stepped or a loss scaler has skipped the optimizer's step."""
-        if not self._is_plain:
-            self._end_observed_step()
+    def end_unreported_step(self) -> None:
+        """End a step whose start was not reported, because the optimizer has stepped. Does the same as `end_step`, but faster."""
+        counts = self.unreported
+        if counts is None or self._driver.seen_links != self._spans.links:  # something listens since the step began
+            self._report_step()
+            self.end_step()
             return
-        run = self.run
-        rate = self.optimizer.param_groups[0].get("lr")
-        if type(rate) is float:  # does the same as `set_learning_rate` if nothing listens, but faster
+        self.unreported = None
+        run, rate = self.run, self.optimizer.param_groups[0].get("lr")
+        if type(rate) is float:
             run.records.learning_rate = rate
         else:
             run.set_learning_rate()
-        run.end_step()
+        run.pass_step(self.watch.total, *counts)
         self.watch.total = None
         if not run.ctx.step % FIRST_INTERVAL:
             self._after_step(run.ctx.step)
 
-    # --- handling what the hooks report ---
-
-    @not_compiled
-    def _guarded(self, function: Callable[..., None], *args: Any) -> None:
-        """Call `function(*args)`. If it raises an error, end the observed run, but not the script.
-
-        `forward_begins` and `backward_begins`, which every step calls, do the same without this further call.
-        """
-        try:
-            function(*args)
-        except (Exception, SystemExit) as error:
-            self._leave(error)
-
-    def _end_observed_step(self) -> None:
+    def end_step(self) -> None:
+        """End the step, because the optimizer has stepped or a loss scaler has skipped the optimizer's step."""
         run, batches = self.run, self._batches
         if self.evaluations.dataset:
             batches.add(self.no_evaluator())
@@ -531,6 +547,19 @@ class BareLoop(NotCopied):
             self._end_epoch()
         if self._stops is not None:
             self._stop_if_asked()
+
+    # --- handling what the hooks report ---
+
+    @not_compiled
+    def _guarded(self, function: Callable[..., None], *args: Any) -> None:
+        """Call `function(*args)`. If it raises an error, end the observed run, but not the script.
+
+        `forward_begins` and `backward_begins`, which every step calls, do the same without this further call.
+        """
+        try:
+            function(*args)
+        except (Exception, SystemExit) as error:
+            self._leave(error)
 
     def _after_step(self, steps: int) -> None:
         run = self.run
@@ -591,6 +620,7 @@ class BareLoop(NotCopied):
         """Register the model's hooks that are needed now, and remove the others. With `sees_calls`, observe the model's calls in any case."""
         if not self._sees_forward or self._is_over:
             return
+        self._report_step()
         needs_outputs = self._evaluation.is_open or not self._microbatch.has_no_listeners
         is_predictable = self._is_regular and self.steps >= _REGULAR_STEPS and not self._driver.has_listeners
         needs_calls = sees_calls or needs_outputs or not is_predictable
@@ -603,6 +633,13 @@ class BareLoop(NotCopied):
         self._install_forward_hooks()
         self._optimizer_hooks.listen(self.run.driver.has_listeners)
         self.watch.listen(self.run.driver.is_loss_read)
+
+    def _report_step(self) -> None:
+        """Report the start of the open step to the lifecycle driver, if that was not done when the step began."""
+        if (counts := self.unreported) is not None:
+            self.unreported = None
+            self._driver.start_step()
+            self.run.counted = self._of_microbatch = counts
 
     def _open_step(self) -> None:
         if not self._is_plain:

@@ -8,7 +8,7 @@ from callsheet.core.time import Interval
 
 FIRST_INTERVAL = 10
 """The number of steps from one metrics record to the next, unless the user sets another number or the steps are very short."""
-_MIN_SECONDS = 1.0  # if less training time than this lies between two records, the interval is doubled
+_MIN_SECONDS = 2.0  # if less training time than this lies between two records, the interval is doubled
 _MAX_SECONDS = 10.0
 
 
@@ -16,9 +16,9 @@ class LogPace:
     """The number of steps from one metrics record of a run to the next. The number may change during the run.
 
     Args:
-        steps: a fixed number of steps. None: ten steps at first, and twice as many whenever a record comes less than a second
-            after the one before, so that records take a small share of the time even if steps are short. If there was no record for
-            ten seconds, it is ten steps again.
+        steps: a fixed number of steps. None: ten steps at first, and twice as many whenever a record comes less than two
+            seconds after the one before, so that records take a small share of the time even if steps are short. If there was no
+            record for ten seconds, it is ten steps again.
     """
 
     def __init__(self, steps: int | None) -> None:

@@ -293,7 +293,7 @@ class LoopFinder:
         """Called before an optimizer's step. At its first step, recognize the training loop. Report later steps to the loop."""
         loop = self._loop
         if loop is not None and loop.optimizer is optimizer:
-            if not loop.step.is_open or len(args) > 1 or kwargs:
+            if (loop.unreported is None and not loop.step.is_open) or len(args) > 1 or kwargs:
                 loop.optimizer_begins(args, kwargs)
             return
         if self._is_over or self.is_paused or not self._lock.acquire(blocking=False):
@@ -337,7 +337,7 @@ class LoopFinder:
                 f"other optimizers have stepped {STEPS_OF_A_NEW_LOOP} times since the observed one, so the loop of a new "
                 f"{type(optimizer).__name__} is observed from now on"
             )
-        loss, batch, self._loss, self._batch, self._counted = self._loss, self._batch, None, None, None
+        loss, batch, counted, self._loss, self._batch, self._counted = self._loss, self._batch, self._counted, None, None, None
         latest, self._latest = self._latest, None
         scaler = self._scaler
         if loss is not None and scaler is not None and scaler.is_enabled() and scaler._scale is not None:
@@ -347,7 +347,9 @@ class LoopFinder:
         if loop is not None:
             self._found += 1
             self._loop, self._training_iterator = loop, _nothing
-            loop.begin(loss, batch, counts=self._counts, has_closure=has_closure)
+            loop.begin(loss, counted if counted is not None else batch, counts=self._counts, has_closure=has_closure)
+            if counted is not None and batch is not counted:
+                loop.fetched_ahead(batch)
 
     def _count_other_step(self) -> bool:
         """Count a step of an optimizer that is not observed. Return whether there were enough such steps to assume a new loop."""

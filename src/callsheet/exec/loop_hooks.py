@@ -6,8 +6,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.optim import Optimizer
 
-from callsheet.bridges.torch_hooks import BackwardWatch, Hook
+from callsheet.bridges.torch_hooks import BackwardWatch, Hook, OptimizerHooks, untraced
 
 if TYPE_CHECKING:
     from callsheet.exec.bare_loop import BareLoop
@@ -43,3 +44,21 @@ class LoopBackwardWatch(BackwardWatch):
     def __init__(self, loop: BareLoop, scaler: Any) -> None:
         super().__init__(loop.run.driver, loop.run.ctx, scaler)
         self._before = loop.backward_begins
+
+
+class LoopOptimizerHooks(OptimizerHooks):
+    """Notifies the loop when the optimizer has stepped, also in a step whose start was not reported to the lifecycle driver."""
+
+    def __init__(self, loop: BareLoop) -> None:
+        self._loop = loop
+        super().__init__(loop.run.driver, loop.optimizer, watch=loop.watch, ended=loop.end_step)
+
+    @untraced
+    def _ends(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._loop.unreported is None:
+            super()._ends(optimizer, args, kwargs)
+            return
+        try:
+            self._loop.end_unreported_step()
+        except Exception as error:
+            self._fail(error, self._after, getattr(optimizer, "_optimizer_step_post_hooks", {}), self._ends)
