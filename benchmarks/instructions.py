@@ -13,8 +13,13 @@ A guest is compared with its own framework's dispatch: see `guests.py`.
 
     python benchmarks/instructions.py hosts [--of lightning,ignite]
     python benchmarks/instructions.py guests [--of lightning,ignite]
+    python benchmarks/instructions.py bytecodes [--of lightning,ignite]
 
-It needs `valgrind`, and takes about four minutes for each host, and two for each guest.
+`hosts` and `guests` need `valgrind`, and take about four minutes for each host, and two for each guest.
+
+`bytecodes` takes seconds and needs nothing else. It counts the bytecodes of Python that the training thread executes in the same steps as
+`hosts`. Two counts differ by less than 0.1 %, so that two versions of callsheet can be compared; but a bytecode may take one instruction or,
+if it calls an operation of torch, thousands.
 """
 
 from __future__ import annotations
@@ -22,16 +27,18 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import json
 import logging
 import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
-from typing import NamedTuple
+from types import FrameType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,26 +52,70 @@ MISS, LAST_MISS = (
 )  # cycles per cache miss: <https://valgrind.org/docs/manual/cg-manual.html>, and KCachegrind's formula
 WARM, COUNTED = 30, 40  # steps before the count, and steps whose instructions are counted
 RECORD_EVERY = 20
-HOSTS, GUESTS, PEERS = "hosts", "guests", "peers"
+HOSTS, GUESTS, BYTECODES, PEERS = "hosts", "guests", "bytecodes", "peers"
 FRAMEWORKS = ("composer", "huggingface", "ignite", "keras", "lightning", "megatron_bridge", "torchtnt")
 
 
-# --- within valgrind ---
+# --- in the process that is counted ---
+
+
+class Valgrind:
+    """Lets valgrind count the instructions between `start` and `stop`."""
+
+    def prepare(self) -> None:
+        """Let valgrind instrument the program from here on, because it would only make the imports slow."""
+        subprocess.run(["callgrind_control", "-i", "on", str(os.getpid())], check=True, capture_output=True)
+
+    def start(self) -> None:
+        torch._C._valgrind_toggle()
+
+    def stop(self) -> None:
+        torch._C._valgrind_toggle_and_dump_stats()
+
+
+class Bytecodes:
+    """Counts the bytecodes that this thread executes between `start` and `stop`. `found` has one number for each count."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+        self._count = 0
+
+    def prepare(self) -> None: ...
+
+    def start(self) -> None:
+        self._count = 0
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:  # also count the bytecodes of the functions that are already running, such as the training loop
+            frame.f_trace, frame.f_trace_opcodes = self._trace, True
+            frame = frame.f_back
+        sys.settrace(self._trace)
+
+    def stop(self) -> None:
+        sys.settrace(None)
+        self.found.append(self._count)
+
+    def _trace(self, frame: FrameType, event: str, value: Any) -> Any:
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        self._count += event == "opcode"
+        return self._trace
+
+
+counter: Valgrind | Bytecodes = Valgrind()
 
 
 class Forwards:
-    """Counts the forwards of a model, one for each step, and makes valgrind count the instructions of `COUNTED` steps after `warm`."""
+    """Counts the forwards of a model, one for each step, and makes `counter` count `COUNTED` steps after `warm`."""
 
     def __init__(self, warm: int = WARM) -> None:
         self.seen, self._warm = 0, warm
 
     def on_forward(self) -> None:
-        """Count a forward, and start or stop the count of instructions. Called in each forward."""
+        """Count a forward, and start or stop `counter`. Called in each forward."""
         self.seen += 1
         if self.seen == self._warm:
-            torch._C._valgrind_toggle()
+            counter.start()
         elif self.seen == self._warm + COUNTED:
-            torch._C._valgrind_toggle_and_dump_stats()
+            counter.stop()
 
 
 def run_a_loop(name: str) -> None:
@@ -83,7 +134,7 @@ def run_peers() -> None:
 
 
 class CountingClock:
-    """Replaces a clock: each first read starts the count of instructions, and each second read stops it."""
+    """Replaces a clock: each first read starts `counter`, and each second read stops it."""
 
     def __init__(self) -> None:
         self._reads = 0
@@ -91,9 +142,9 @@ class CountingClock:
     def __call__(self) -> float:
         self._reads += 1
         if self._reads % 2:
-            torch._C._valgrind_toggle()
+            counter.start()
         else:
-            torch._C._valgrind_toggle_and_dump_stats()
+            counter.stop()
         return float(self._reads)
 
 
@@ -121,13 +172,10 @@ def run_a_framework(name: str) -> None:
 
 
 def start_instrumentation() -> None:
-    """Let valgrind instrument the program from here on, because it would only make the imports slow.
-
-    Also switch off garbage collection: one collection has more instructions than forty steps, and starts at a random time.
-    """
+    """Prepare `counter`, and switch off garbage collection: one collection has more instructions than forty steps, at a random time."""
     gc.collect()
     gc.disable()
-    subprocess.run(["callgrind_control", "-i", "on", str(os.getpid())], check=True, capture_output=True)
+    counter.prepare()
 
 
 # --- in the parent process ---
@@ -184,6 +232,15 @@ def counted(whose: str, script: str, *arguments: str, caches: bool = True) -> li
         return [Count.read(path) for path in sorted(Path(folder).glob("out.*"), key=lambda path: int(path.suffix[1:]))]
 
 
+def bytecodes_of(whose: str) -> list[float]:
+    """Return the bytecodes per step of each training, counted in a child process. Its arguments are those of `counted`."""
+    words = [loops.python_of(whose), __file__, BYTECODES, "--child", whose]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONHASHSEED": "0"})
+    if done.returncode:
+        raise RuntimeError(f"{whose}: {done.stderr[-2000:]}")
+    return [count / COUNTED for count in json.loads(done.stdout.splitlines()[-1])]
+
+
 def prepare_child() -> None:
     """Switch off logging, warnings and additional threads of torch, which would change the counts."""
     logging.disable(logging.WARNING)
@@ -198,21 +255,26 @@ def check_valgrind(parser: argparse.ArgumentParser) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=(HOSTS, GUESTS))
+    parser.add_argument("what", choices=(HOSTS, GUESTS, BYTECODES))
     parser.add_argument("--of", default="", help="such as lightning,ignite; by default all that are installed")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
         prepare_child()
-        if given.child == PEERS:
+        if given.what == BYTECODES:
+            count_bytecodes(given.child)
+        elif given.child == PEERS:
             run_peers()
         elif given.what == GUESTS:
             run_a_framework(given.child)
         else:
             run_a_loop(given.child)
         return
-    check_valgrind(parser)
     wanted = [name for name in given.of.split(",") if name]
+    if given.what == BYTECODES:
+        print_bytecodes(wanted)
+        return
+    check_valgrind(parser)
     if given.what == GUESTS:
         print_guests(wanted)
     else:
@@ -237,6 +299,30 @@ def print_hosts(wanted: list[str]) -> None:
     for name in wanted or loops.names():
         empty, nobody, ten = counted(name, __file__, HOSTS, "--child", name)
         print(f"| {name} | {nobody.over(empty).shown(unit)} | {ten.over(empty).shown(unit)} |", flush=True)
+
+
+def count_bytecodes(name: str) -> None:
+    """Count the bytecodes of a loop's trainings, and print them as JSON."""
+    global counter
+    counter = Bytecodes()
+    if name == PEERS:
+        run_peers()
+    else:
+        run_a_loop(name)
+    print(f"\n{json.dumps(counter.found)}", flush=True)
+
+
+def print_bytecodes(wanted: list[str]) -> None:
+    """Print the bytecodes that the trainers and the hosts add to a step."""
+    bare, ignite, ignite_ten, ours, ours_ten = bytecodes_of(PEERS)
+    print(
+        f"{machine()}; {COUNTED} steps of each run\n\n| loop | bytecodes added to a step | with ten callbacks |\n| --- | --- | --- |"
+    )
+    print(f"| Ignite, compared with the bare loop | {ignite - bare:,.0f} | {ignite_ten - bare:,.0f} |")
+    print(f"| callsheet's Trainer, compared with the bare loop | {ours - bare:,.0f} | {ours_ten - bare:,.0f} |")
+    for name in wanted or loops.names():
+        empty, nobody, ten = bytecodes_of(name)
+        print(f"| the host of {name} | {nobody - empty:,.0f} | {ten - empty:,.0f} |", flush=True)
 
 
 def print_guests(wanted: list[str]) -> None:

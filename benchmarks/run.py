@@ -63,6 +63,7 @@ def main() -> int:
         ("bridges", ["bridges.py", "--restart", "--raw", str(HERE / "results" / "bridges.jsonl")]),
         ("guests", ["guests.py"]),
         ("instructions", ["instructions.py", "hosts"]),
+        ("bytecodes", ["instructions.py", "bytecodes"]),
         ("guest-instructions", ["instructions.py", "guests"]),
         ("exec-instructions", ["exec_cost.py", "instructions"]),
         ("exec-seconds", ["exec_cost.py", "seconds"]),

@@ -211,6 +211,7 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
             "lanes",
             "lane-work",
             "instructions",
+            "bytecodes",
             "guest-instructions",
             "exec-instructions",
             "exec-seconds",

@@ -29,7 +29,8 @@ class BoundaryOrder:
     ) -> None:
         self._host = host
         self._driver = driver
-        self._evaluations = eval_driver.opened
+        self.evaluations = eval_driver.opened
+        """The open spans of the evaluations, the run first."""
         self._leave_evaluation = leave_evaluation
         self.fired: str | None = None
         """The letters (see `allows`) of the events that were fired at the current boundary. None if training is not at a boundary."""
@@ -40,7 +41,7 @@ class BoundaryOrder:
 
     def leave(self) -> None:
         """Record that the next step, epoch or round begins. First end an evaluation that is still open."""
-        if len(self._evaluations) > 1:
+        if len(self.evaluations) > 1:
             self._leave_evaluation()
         self.fired = None
 
@@ -50,7 +51,7 @@ class BoundaryOrder:
         During training, a boundary may have one of each before its evaluation and one after it, in the lifecycle's order.
         """
         inside = self._driver.innermost
-        if len(self._evaluations) > 1:
+        if len(self.evaluations) > 1:
             return False
         if inside not in ("train", "round", "epoch"):
             return inside == "run"

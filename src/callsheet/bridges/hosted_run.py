@@ -315,11 +315,11 @@ class HostedRun(Run):
         """End the current step, and return whether training has to end."""
         self.driver.end_step()
         ctx, made = self.ctx, self.made
-        if made:
-            self.made = {}
-            self.fire_record()
-            self._fire_evaluation(made)
         if made or ctx.step >= self._next_boundary or self.control.pending or self.signals.received is not None:
+            if made:
+                self.made = {}
+                self.fire_record()
+                self._fire_evaluation(made)
             is_over = self.boundaries.reach("step")
             self._next_boundary = self.boundaries.next_step()
             return is_over
@@ -445,7 +445,10 @@ class HostedRun(Run):
         self.records.tally.start()
 
     def _prepare_step(self) -> None:
-        self._order.leave()
+        order = self._order
+        if len(order.evaluations) > 1:
+            order.leave()
+        order.fired = None  # as `leave` does, but without a function call, for speed
         self.ctx.step += 1
         self.step_skipped, self.grad_norm = False, None
 
@@ -504,7 +507,7 @@ class HostedRun(Run):
 
     def _count_step(self) -> Tensor | None:
         """Count the step, its samples and its tokens. Return the step's loss, or None if nothing reads it."""
-        self._order.reach()
+        self._order.fired = ""  # as `reach` does, but without a function call, for speed
         if self._is_dropping:
             return self.losses()
         state, tally, now = self.state, self.records.tally, self.state.timestamp

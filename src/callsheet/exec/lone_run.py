@@ -50,8 +50,7 @@ class LoneRun(HostedRun):
         """
         ctx, state, records = self.ctx, self.state, self.records
         ctx.step = step = ctx.step + 1
-        if self._order.fired != "":
-            self._order.reach()
+        self._order.fired = ""  # training is at a boundary: see `BoundaryOrder.reach`
         state.previous_timestamp = now = state.timestamp
         state.timestamp = now.next_batch()
         tally = records.tally
