@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from textwrap import indent
+from typing import Any
 
 import pytest
 
@@ -48,12 +49,21 @@ losses.append(loss.item())
 
 
 def observed(
-    folder: Path, *, before: str = "", after: str = "", end: str = "", body: str = _BODY, setup: str = "", loop: str = _LOOP
+    folder: Path,
+    *,
+    before: str = "",
+    after: str = "",
+    end: str = "",
+    body: str = _BODY,
+    setup: str = "",
+    loop: str = _LOOP,
+    callbacks: str = "- class_path: callsheet.loggers.JSONLLogger\n",
+    interval: int = 1,
 ) -> tuple[list[float], list[int], RunFolder]:
     """Run the loop alone and under `callsheet exec`, and return its losses, the numbers of its hooks at each step, and the run.
 
     From step `LATER` on, each step begins with `before` and ends with `after`. `end` is at the end of each epoch, and
-    `setup` before the first.
+    `setup` before the first. `callbacks` is the YAML file of the callbacks; if it is empty, the default ones observe.
     """
     lines = [body]
     if before:
@@ -66,9 +76,11 @@ def observed(
         .replace("    END", indent(end or "pass", "    "))
     )
     (folder / "train.py").write_text(script)
-    (folder / "callbacks.yaml").write_text("- class_path: callsheet.loggers.JSONLLogger\n")
     alone = run_forked(folder, "train.py")
-    options = ["--run_name", "a", "--log_interval", "1", "--callbacks", "callbacks.yaml"]
+    options = ["--run_name", "a", "--log_interval", str(interval)]
+    if callbacks:
+        (folder / "callbacks.yaml").write_text(callbacks)
+        options += ["--callbacks", "callbacks.yaml"]
     seen = run_forked(folder, "train.py", exec_words=options)
     assert (alone.returncode, seen.returncode) == (0, 0), alone.stderr + seen.stderr
     assert alone.stdout.splitlines()[1:] == seen.stdout.splitlines()[1:]  # the losses and a hash of the weights
@@ -131,7 +143,7 @@ def test_an_evaluation_is_still_observed(mode: str, tmp_path: Path) -> None:
     }.items(),
 )
 @pytest.mark.test_all
-def test_what_a_regular_loop_does_later(name: str, does: dict[str, str], tmp_path: Path) -> None:
+def test_what_a_regular_loop_does_later(name: str, does: dict[str, Any], tmp_path: Path) -> None:
     """Each recorded loss is right; at most one step, in which the loop becomes irregular, has none."""
     losses, _, run = observed(tmp_path, **does)
     found = losses_of(run)
@@ -272,11 +284,97 @@ losses.append(loss.item())
 
 def test_a_regular_loop_fetches_the_next_batch_within_the_step(tmp_path: Path) -> None:
     """Each epoch's data ends within the last step of the epoch, so the epoch ends after this step."""
-    loop = _LOOP.replace(
-        "    for inputs, targets in loader:\n",
-        "    batches = iter(loader)\n    following = next(batches)\n    while following is not None:\n        inputs, targets = following\n",
-    )
-    losses, _, run = observed(tmp_path, body=FETCHES_AHEAD, loop=loop)
+    losses, _, run = observed(tmp_path, body=FETCHES_AHEAD, loop=_AHEAD)
     assert losses_of(run) == pytest.approx(losses)
     assert [record.values["time/epoch"] for record in run.records] == [epoch for epoch in range(4) for _ in range(12)]
     assert [record.values["time/sample"] for record in run.records] == [8 * step for step in range(1, STEPS + 1)]
+
+
+_AHEAD = _LOOP.replace(
+    "    for inputs, targets in loader:\n",
+    "    batches = iter(loader)\n    following = next(batches)\n    while following is not None:\n        inputs, targets = following\n",
+)
+_LONG = "range(14)"  # epochs
+
+
+def test_batches_are_freed_between_two_records_of_the_default_observers(tmp_path: Path) -> None:
+    """The observers mute their handlers for some steps, and the loop is regular and has no listeners in these steps."""
+    setup = "import weakref\nreferences = []\n"
+    after = "\nassert not any(each() is not None for each in references), step\nreferences[:] = [*references[-30:], weakref.ref(inputs)]\n"
+    _, _, run = observed(tmp_path, after=after, setup=setup, loop=_LOOP.replace("range(4)", _LONG), callbacks="", interval=23)
+    assert run.last_step == 14 * 12
+    assert len([record for record in run.records if "l2_norm/grad/global" in record.values]) >= 5
+
+
+def test_default_observers_log_in_each_record_of_a_loop_that_fetches_ahead(tmp_path: Path) -> None:
+    _, _, run = observed(tmp_path, body=FETCHES_AHEAD, loop=_AHEAD.replace("range(4)", _LONG), callbacks="", interval=23)
+    scheduled = [record for record in run.records if record.step % 23 == 0]
+    assert [record.step for record in scheduled] == [23 * place for place in range(1, 8)]
+    assert all("l2_norm/grad/global" in record.values for record in scheduled)
+
+
+LISTENS_AT_TIMES = """
+from callsheet import Callback
+class Listens(Callback):
+    def on_log(self, ctx):
+        print("leftover", [name for name in ("batch", "learning_rate", "loss") if ctx.has(name)])
+    def on_train_step_end(self, ctx):
+        assert ctx.batch is not None
+        print("rate", ctx.step, float(ctx.learning_rate))
+        ctx.mute(self, "on_train_step_end", until=ctx.step + 30)
+"""
+
+
+@pytest.mark.parametrize(
+    "rate", ["np.float64(0.05 - 0.0002 * step)", "torch.tensor(0.05 - 0.0002 * step)", "0.05 - 0.0002 * step"]
+)
+def test_fields_are_those_of_the_step_in_which_something_listens_again(rate: str, tmp_path: Path) -> None:
+    (tmp_path / "listens.py").write_text(LISTENS_AT_TIMES)
+    setup = "import numpy as np\nrates = {}\n"
+    body = f"\noptimizer.param_groups[0]['lr'] = {rate}\nrates[step] = float(optimizer.param_groups[0]['lr']){_BODY}"
+    script = (
+        _LOOP.replace("SETUP", setup)
+        .replace("BODY", indent(body, " " * 8))
+        .replace("    END", "    pass")
+        .replace("range(4)", _LONG)
+    )
+    (tmp_path / "train.py").write_text(f"{script}\nprint('rates', json.dumps(rates))\n")
+    (tmp_path / "callbacks.yaml").write_text("- class_path: callsheet.loggers.JSONLLogger\n- class_path: listens.Listens\n")
+    done = run_forked(
+        tmp_path, "train.py", exec_words=["--run_name", "a", "--log_interval", "1", "--callbacks", "callbacks.yaml"]
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    seen = {int(line.split()[1]): float(line.split()[2]) for line in done.stdout.splitlines() if line.startswith("rate ")}
+    (rates,) = (json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("rates "))
+    assert len(seen) >= 5
+    assert {line for line in done.stdout.splitlines() if line.startswith("leftover")} == {"leftover []"}
+    assert seen == pytest.approx({step: rates[str(step)] for step in seen})
+    records = RunFolder.read(tmp_path / "runs" / "a").records
+    assert [record.values["train/learning_rate"] for record in records] == pytest.approx(list(rates.values()))
+
+
+@pytest.mark.parametrize(
+    ("name", "within"),
+    [
+        ("of another dataloader", "if step % 10 == 1: next(iter(validation))"),
+        ("of another dataloader, in each step", "next(of_validation)"),
+    ],
+)
+def test_a_batch_of_another_dataloader_in_the_first_step_is_not_counted(name: str, within: str, tmp_path: Path) -> None:
+    setup = (
+        "validation = DataLoader(TensorDataset(x, y), batch_size=5)\nimport itertools\n"
+        "of_validation = itertools.chain.from_iterable(validation for _ in range(99))\n"
+    )
+    losses, _, run = observed(tmp_path, body=_BODY.replace("optimizer.step()", f"{within}\noptimizer.step()"), setup=setup)
+    assert losses_of(run) == pytest.approx(losses)
+    assert [record.values["time/epoch"] for record in run.records] == [epoch for epoch in range(4) for _ in range(12)]
+    assert [record.values["time/sample"] for record in run.records] == [8 * step for step in range(1, STEPS + 1)]
+
+
+def test_single_batches_that_are_fetched_ahead_of_the_first_step_are_no_epochs(tmp_path: Path) -> None:
+    loop = _LOOP.replace("for inputs, targets in loader:", "for _ in range(12):")
+    body = f"\ninputs, targets = following{_BODY}".replace("optimizer.step()", "following = next(iter(loader))\noptimizer.step()")
+    losses, _, run = observed(tmp_path, body=body, setup="following = next(iter(loader))\n", loop=loop)
+    assert losses_of(run) == pytest.approx(losses)
+    assert [record.values["time/epoch"] for record in run.records] == [0] * STEPS

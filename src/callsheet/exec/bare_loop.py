@@ -232,9 +232,18 @@ class BareLoop(NotCopied):
             self._is_in_microbatch = False
             self.watch.total = loss
 
-    def fetched_ahead(self, batch: Any) -> None:
-        """Keep a batch that the loop has already fetched for the second step, before its first step has ended."""
-        self._batches.add(batch)
+    def fetched_ahead(self, loader: Any, batch: Any, *, continues: bool) -> None:
+        """Keep a batch that the script has fetched from `loader` within the first step, and that may be for the second step.
+
+        `continues` says whether it comes from the same iteration over the dataloader as the batch of the first step.
+        """
+        batches = self._batches
+        if not batches.come_from(loader):
+            batches.add_other(loader, batch)
+            return
+        if not continues:
+            batches.begin()
+        batches.add(batch)
 
     def discard(self) -> None:
         """Give up this loop before its run begins, because a callback cannot work in it: remove all hooks."""
@@ -328,7 +337,7 @@ class BareLoop(NotCopied):
             self._end_iteration()
             raise
         self._batches.add(batch)
-        if has_begun:
+        if has_begun and not self._is_plain:
             self.run.ctx.batch = batch
             if not self._fetch.has_no_listeners:
                 self._guarded(self.run.driver.end, "fetch")
@@ -519,10 +528,9 @@ class BareLoop(NotCopied):
             return
         self.unreported = None
         run, rate = self.run, self.optimizer.param_groups[0].get("lr")
-        if type(rate) is float:
-            run.records.learning_rate = rate
-        else:
-            run.set_learning_rate()
+        run.records.learning_rate = (
+            rate.clone() if isinstance(rate, Tensor) else rate
+        )  # nothing reads the context's learning rate
         run.pass_step(self.watch.total, *counts)
         self.watch.total = None
         if not run.ctx.step % FIRST_INTERVAL:
@@ -642,7 +650,7 @@ class BareLoop(NotCopied):
             self.run.counted = self._of_microbatch = counts
 
     def _open_step(self) -> None:
-        if not self._is_plain:
+        if not self._is_plain or self._driver.seen_links != self._spans.links:
             self._before_step()
         self._driver.start_step()
         self.run.counted = self._of_microbatch = self._discarded = _UNKNOWN

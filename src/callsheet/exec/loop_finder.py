@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,14 @@ Some scripts make a new model and optimizer thousands of times, as in federated 
 """
 
 
+class _Fetched(NamedTuple):
+    """A batch of a dataloader. `batch` is None if it is not needed any more."""
+
+    batch: Any
+    loader: weakref.ref[Any]
+    iterator: weakref.ref[Any]
+
+
 class LoopFinder:
     """Wraps the functions of torch that every loop calls, and follows one loop at a time.
 
@@ -67,10 +75,9 @@ class LoopFinder:
         self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # the dataloader of each iterator
         # A reference to the iterator that yielded the observed loop's last batch; `_nothing` if no loop is observed.
         self._training_iterator: Callable[[], Any] = _nothing
-        self._latest: Any = None  # a reference to the dataloader that was used last, not counting the observed loop's
-        self._batch: Any = None  # the latest batch of the dataloader `_latest`; kept only until the first loop is recognized
+        self._latest: _Fetched | None = None  # what was fetched last, not counting what the observed loop fetches
         self._loss: Tensor | None = None  # the sum of the losses since the last `zero_grad`, until the first loop is recognized
-        self._counted: Any = None  # the last batch whose samples are in `_counts`
+        self._counted: _Fetched | None = None  # the last batch whose samples are in `_counts`
         self._counts = (0, 0)  # number of samples and tokens of the losses in `_loss`
         self._is_limit_logged = False  # whether it was logged that further loops are not observed
         self._is_in_backward = False
@@ -150,11 +157,12 @@ class LoopFinder:
 
     def _count(self) -> None:
         """Count the samples and tokens of the latest batch, unless they were counted already."""
-        if self._batch is None or self._batch is self._counted:
+        latest = self._latest
+        if latest is None or latest.batch is None or latest is self._counted:
             return
         try:
-            samples, tokens = counts_of(self._batch)
-            self._counted, self._counts = self._batch, (self._counts[0] + samples, self._counts[1] + tokens)
+            samples, tokens = counts_of(latest.batch)
+            self._counted, self._counts = latest, (self._counts[0] + samples, self._counts[1] + tokens)
         except Exception as error:
             self._is_over = True
             if is_from_signal_handler(error):
@@ -221,13 +229,13 @@ class LoopFinder:
         try:
             batch = given(iterator)
         except StopIteration:
-            self._batch = self._counted = None
+            if self._latest is not None:
+                self._latest = self._latest._replace(batch=None)
+            self._counted = None
             raise
         if torch.is_grad_enabled():
-            self._latest = weakref.ref(loader)
-            if loop is None:
-                self._batch = batch
-            else:
+            self._latest = _Fetched(batch if loop is None else None, weakref.ref(loader), weakref.ref(iterator))
+            if loop is not None:
                 loop.other_fetched(loader, batch)
         return batch
 
@@ -337,19 +345,20 @@ class LoopFinder:
                 f"other optimizers have stepped {STEPS_OF_A_NEW_LOOP} times since the observed one, so the loop of a new "
                 f"{type(optimizer).__name__} is observed from now on"
             )
-        loss, batch, counted, self._loss, self._batch, self._counted = self._loss, self._batch, self._counted, None, None, None
-        latest, self._latest = self._latest, None
+        loss, latest, counted, self._loss, self._latest, self._counted = self._loss, self._latest, self._counted, None, None, None
+        used = latest if counted is None else counted
         scaler = self._scaler
         if loss is not None and scaler is not None and scaler.is_enabled() and scaler._scale is not None:
             loss = loss / scaler._scale
-        loop = self._observation.begin_loop(model, optimizer, scaler, latest() if latest is not None else None)
+        loop = self._observation.begin_loop(model, optimizer, scaler, used.loader() if used is not None else None)
         self._is_over = loop is None
         if loop is not None:
             self._found += 1
             self._loop, self._training_iterator = loop, _nothing
-            loop.begin(loss, counted if counted is not None else batch, counts=self._counts, has_closure=has_closure)
-            if counted is not None and batch is not counted:
-                loop.fetched_ahead(batch)
+            loop.begin(loss, used.batch if used is not None else None, counts=self._counts, has_closure=has_closure)
+            if counted is not None and latest is not None and latest is not counted and latest.batch is not None:
+                # There is one reference object for each iterator, also after the iterator was deleted.
+                loop.fetched_ahead(latest.loader(), latest.batch, continues=latest.iterator is counted.iterator)
 
     def _count_other_step(self) -> bool:
         """Count a step of an optimizer that is not observed. Return whether there were enough such steps to assume a new loop."""
