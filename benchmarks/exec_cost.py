@@ -348,8 +348,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("instructions", "seconds"))
     parser.add_argument("--counts", type=int, default=6, help="counts of each variant for `instructions`; two or more")
-    parser.add_argument("--processes", type=int, default=4, help="observed processes for `seconds`")
-    parser.add_argument("--rounds", type=int, default=20, help="rounds of the script alone for `seconds`; two or more")
+    parser.add_argument("--processes", type=int, default=8, help="observed processes for `seconds`")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds of the script alone for `seconds`; two or more")
     options = parser.parse_args()
     if options.what == "instructions":
         check_valgrind(parser)

@@ -288,7 +288,7 @@ class BareLoop(NotCopied):
 
     def release(self) -> None:
         """Remove all hooks, and fire no more events."""
-        self._thread = None
+        self._thread = self.unreported = None
         for hook in self._hooks:
             hook.remove()
 
