@@ -54,7 +54,7 @@ setup: $(TEST)  ## create .venv with what make test needs
 test: setup  ## the core, the trainer, callbacks, loggers, recipes and one framework: about six minutes with a new venv, less later
 	$(PYTEST) -m "not browser and not slow and not test_all" $(CORE) $(ONE_FRAMEWORK)
 
-test-all: test $(READY)  ## make test, then every framework in its pinned version, many ranks and processes, and the browser; about forty minutes on two cores
+test-all: test $(READY)  ## make test, then every framework in its pinned version, many ranks and processes, and the browser; about half an hour on two cores
 	$(BIN)/python tools/composer_venv.py
 	$(BIN)/python tools/ultralytics_venv.py
 	$(PYTEST) -m "(test_all or frameworks) and not browser and not slow" tests $(ONE_FRAMEWORK:%=--deselect %)
