@@ -184,7 +184,7 @@ class HostedRun(Run):
     def _made_driver(self, *, keeps_loss: bool) -> LifecycleDriver:
         """Create the lifecycle driver of training. With `keeps_loss=True`, every step's loss is read, even if no callback needs it."""
         # A checkpoint contains the last step's loss. If callsheet writes the checkpoints, a handler of any event may request one.
-        # If the framework writes them, only handlers of checkpoint events read the last step's loss.
+        # If the framework writes the checkpoints, only handlers of checkpoint events may read the last step's loss.
         may_read_loss = EVENTS if self._writes_checkpoints else _OF_CHECKPOINTS
         return LifecycleDriver(
             self.spans,

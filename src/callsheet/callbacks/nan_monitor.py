@@ -73,7 +73,7 @@ class NaNMonitor(Callback):
         self._check_losses(ctx)
 
     def on_train_end(self, ctx: Context) -> None:
-        """Check the losses since the last record."""
+        """Check the losses since the last metrics record."""
         self._check_losses(ctx)
 
     def _check_losses(self, ctx: Context) -> None:

@@ -466,7 +466,7 @@ class BareLoop(NotCopied):
         self._be_irregular()
 
     def watch_calls(self) -> None:
-        """Register hooks on the model's calls, to notice an evaluation. For speed, a regular loop (`_is_regular`) has none."""
+        """Register the hooks on the model's calls again, to notice an evaluation. They were removed for speed if the loop is regular."""
         if self._sees_forward and not self._sees_calls and get_ident() == self._thread:
             self._guarded(self._install_forward_hooks, True)
 

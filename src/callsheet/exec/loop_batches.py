@@ -42,7 +42,7 @@ class LoopBatches:
         """The number of batches that were fetched since the iteration over the dataloader began."""
 
     def on_all_ranks(self, counts: tuple[int, int]) -> tuple[int, int]:
-        """Return the numbers of samples and tokens of all ranks, given those of this rank."""
+        """Return the sums of samples and of tokens over all ranks, given the numbers of this rank."""
         return counts[0] * self._ranks, counts[1] * self._ranks
 
     def come_from(self, loader: Any) -> bool:

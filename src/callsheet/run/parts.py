@@ -53,7 +53,7 @@ class EvaluationPart(Protocol):
 
     @property
     def is_resumed(self) -> bool:
-        """Whether checkpoints store an evaluation that is due but not done. If so, a resumed run carries it out."""
+        """Whether an evaluation that is due but not done is stored in checkpoints, so that a resumed run carries out the evaluation."""
 
     @property
     def ends_at_signal(self) -> bool:

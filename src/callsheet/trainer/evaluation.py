@@ -361,7 +361,8 @@ class Evaluation:
         self._agreement.change_pace()
         try:
             yield
-            if not self._may_be_interrupted:  # the user called this evaluation, so let the ranks exchange all requests now
+            # If the training loop evaluates, the ranks exchange their requests at the end of the step or epoch.
+            if not self._may_be_interrupted:
                 self._agreement.agree(self.ctx.step)
         finally:
             for module, training in modes:

@@ -53,7 +53,7 @@ API: Any = REAL if REAL is not None else instructlab_names
 
 NAME = "InstructLab"
 VERSION = importlib.metadata.version("instructlab-training") if REAL is not None else "0.16.2"
-HOW = "InstructLab can train only on GPUs, so a loop in the tests calls its hooks in the recorded order"
+HOW = "InstructLab can train only on GPUs, so a copy of its loop in the tests calls its hooks in the same order"
 
 
 class Loop:

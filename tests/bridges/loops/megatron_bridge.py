@@ -49,7 +49,7 @@ def interface() -> ModuleType | None:
 
 
 NAME, VERSION = "Megatron Bridge", "0.3.1's interface, with the two events that came later"
-HOW = "Megatron Bridge can train only on GPUs, so a loop in the tests fires its events in the recorded order"
+HOW = "Megatron Bridge can train only on GPUs, so a copy of its loop in the tests fires its events in the same order"
 
 
 class Optimizer:

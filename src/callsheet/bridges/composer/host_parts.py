@@ -88,7 +88,7 @@ def _predecessors(handlers: Collection[str]) -> dict[Any, frozenset[str]]:
     events = [event for event in _STEP if event in handlers]
     found = {later: {earlier} for earlier, later in pairwise(events)}
     if inside := [event for event in events if event in _INSIDE[1:-1]]:
-        found[inside[0]].add(inside[-1])  # after the last event of a microbatch, the next microbatch begins
+        found[inside[0]].add(inside[-1])  # the next microbatch may begin directly after the last event of a microbatch
     # If an optimizer calls its closure again, `before_train_batch` follows the last event of the closure's previous call.
     found["before_train_batch"].add(next(event for event in reversed(events) if event in _INSIDE))
     # A resumed Trainer fetches and skips batches that it has trained on before, so it fires `before_dataloader` repeatedly.

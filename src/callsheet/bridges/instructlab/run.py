@@ -330,7 +330,7 @@ class HookedRun(Run):
         ctx.boundary = boundary
         self.manager.fire("on_checkpoint_due", ctx)
         ctx.close("on_checkpoint_due")
-        self._order.may_come("S")  # record that a save begins; this is always allowed after `on_checkpoint_due`
+        self._order.may_come("S")  # this records that a save begins; the result is always True after `on_checkpoint_due`
         with self.spans.checkpoint_save:
             self._write(context, info)
         ctx.close("on_checkpoint_save_end")
