@@ -57,7 +57,8 @@ test: setup  ## the core, the trainer, callbacks, loggers, recipes and one frame
 test-all: test $(READY)  ## make test, then every framework in its pinned version, many ranks and processes, and the browser; about half an hour on two cores
 	$(BIN)/python tools/composer_venv.py
 	$(BIN)/python tools/ultralytics_venv.py
-	$(PYTEST) -m "(test_all or frameworks) and not browser and not slow" tests $(ONE_FRAMEWORK:%=--deselect %)
+	$(PYTEST) -m "test_all and not browser and not slow" $(CORE)
+	$(PYTEST) $(FRAMEWORKS) $(ONE_FRAMEWORK:%=--deselect %)
 	$(PYTEST) -n 2 -m browser tests/report
 
 slow: $(READY)  ## the tests that start many interpreters, and variants of what make test runs

@@ -15,8 +15,6 @@ import pytest
 
 from forked import fork_for_multiprocessing  # type: ignore[import-not-found]  # pytest has its folder on the path
 
-ROOT = Path(__file__).parent
-
 gc.disable()  # until `pytest_runtestloop`: the imports create a million objects, and none of them is garbage
 
 pytest_plugins = ["built_ins"]  # its fixtures
@@ -46,16 +44,6 @@ def pytest_runtest_setup() -> None:
         number_of_modules = len(sys.modules)
         gc.collect()
         gc.freeze()
-
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark the tests of the frameworks."""
-    if (
-        item.path.is_relative_to(ROOT / "bridges")
-        or item.path.is_relative_to(ROOT / "compat")
-        or item.path.is_relative_to(ROOT / "exec")
-    ):
-        item.add_marker("frameworks")
 
 
 @pytest.hookimpl(trylast=True)  # after pytest-randomly
