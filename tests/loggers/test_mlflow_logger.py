@@ -283,6 +283,17 @@ def test_mlflow_writes_to_the_given_place(tmp_path: Path, monkeypatch: pytest.Mo
     assert [run.info.run_name for run in runs(tmp_path)] == ["other"]
 
 
+def test_an_experiment_of_another_store_is_ignored_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The variable is that of `mlflow.set_experiment`, which the script may have called for its own store."""
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", "367248113735237878")
+    fit(tmp_path)
+    (run,) = runs(tmp_path)
+    assert client(tmp_path).get_experiment(run.info.experiment_id).name == "callsheet"
+    assert "MLFLOW_EXPERIMENT_ID is 367248113735237878" in caplog.text
+
+
 # --- what is logged ---
 
 

@@ -106,10 +106,21 @@ def new_run(mlflow: Any, client: Any, experiment: str | None, name: str, tags: M
     """Create an MLflow run, and its experiment if necessary.
 
     If `experiment` is None, use the experiment of `MLFLOW_EXPERIMENT_ID`, else of `MLFLOW_EXPERIMENT_NAME`, else `callsheet`.
+    `mlflow.set_experiment` sets `MLFLOW_EXPERIMENT_ID`. If the client's store has no experiment with this ID, log a warning and ignore the ID.
     """
-    if experiment is None and (number := os.environ.get("MLFLOW_EXPERIMENT_ID")):
-        return client.create_run(number, run_name=name, tags=tags)
     title = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "callsheet"
+    if experiment is None and (number := os.environ.get("MLFLOW_EXPERIMENT_ID")):
+        try:
+            return client.create_run(number, run_name=name, tags=tags)
+        except mlflow.MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            logger.warning(
+                "MLFLOW_EXPERIMENT_ID is %s, but MLflowLogger's store has no such experiment, so the run is logged to the experiment %r. Give "
+                "MLflowLogger the tracking_uri of the other store, or call mlflow.set_tracking_uri before mlflow.set_experiment",
+                number,
+                title,
+            )
     found = client.get_experiment_by_name(title)
     if found is None:
         try:
