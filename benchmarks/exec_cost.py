@@ -170,7 +170,7 @@ main()
 """Runs `callsheet exec` after it has kept the functions of torch for the script's switch."""
 
 SMALL = {"WIDTH": "64", "BATCH": "16", "STEPS": str(WARM + COUNTED + 8)}
-TEN_MILLISECONDS = {"WIDTH": "640", "BATCH": "160", "STEPS": "300"}
+TEN_MILLISECONDS = {"WIDTH": "640", "BATCH": "104", "STEPS": "300"}
 _KEPT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 """Lets glibc keep freed memory. Otherwise the script alone returns the gradients' memory to the system in each step and gets it anew, and any
 other allocation, such as callsheet's, may end that and make the step a tenth faster."""
@@ -255,8 +255,11 @@ def seconds_of(variant: str) -> list[float]:
 
 
 def log_interval(step_seconds: float) -> int:
-    """Return the number of steps between two metrics records by default. While the script switches the observation off, time passes but no step
-    is counted, so the default would be too small."""
+    """Return the number of steps between two metrics records that a script with such steps has by default.
+
+    The script that switches the observation off must be given this number. In it, time also passes while no step is counted, so by
+    itself `callsheet exec` would make records after fewer steps.
+    """
     pace, seconds = LogPace(None), 0.0
     while True:
         seconds += pace.steps * step_seconds

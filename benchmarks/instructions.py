@@ -17,7 +17,7 @@ A guest is compared with its own framework's dispatch: see `guests.py`.
 
 `hosts` and `guests` need `valgrind`, and take about four minutes for each host, and two for each guest.
 
-`bytecodes` takes seconds and needs nothing else. It counts the bytecodes of Python that the training thread executes in the same steps as
+`bytecodes` takes a few seconds for each host and needs nothing else. It counts the bytecodes of Python that the training thread executes in the same steps as
 `hosts`. Two counts differ by less than 0.1 %, so that two versions of callsheet can be compared; but a bytecode may take one instruction or,
 if it calls an operation of torch, thousands.
 """
@@ -256,7 +256,7 @@ def check_valgrind(parser: argparse.ArgumentParser) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=(HOSTS, GUESTS, BYTECODES))
-    parser.add_argument("--of", default="", help="such as lightning,ignite; by default all that are installed")
+    parser.add_argument("--of", default="", help="such as lightning,ignite; by default all, which must be installed")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:

@@ -39,7 +39,7 @@ class Slow(Callback):
     """Takes a large share of the step's time."""
 
     def on_train_step_end(self, ctx: Context) -> None:
-        time.sleep(0.003)
+        time.sleep(0.01)  # much longer than the pauses of a busy machine, which would make this call narrow in the timeline
 
 
 class Broken(Logger):

@@ -30,7 +30,7 @@ class BoundaryOrder:
         self._host = host
         self._driver = driver
         self.evaluations = eval_driver.opened
-        """The open spans of the evaluations, the run first."""
+        """The open spans of evaluations. The first is always `run`, so an evaluation is open if there are more."""
         self._leave_evaluation = leave_evaluation
         self.fired: str | None = None
         """The letters (see `allows`) of the events that were fired at the current boundary. None if training is not at a boundary."""

@@ -399,13 +399,13 @@ class BareLoop(NotCopied):
         """Handle a call of `backward` on a loss. If calls of the model are not observed, this loss may begin a training step."""
         try:
             batches = self._batches
-            batch, driver = batches.new, self._driver
+            batch = batches.new
             if (
                 batch is None
                 or not self._is_plain
                 or self.unreported is not None
                 or self._open[-1] is not self._epoch
-                or driver.seen_links != self._spans.links
+                or self._driver.seen_links != self._spans.links
             ):
                 self._begin_backward()
             else:
@@ -481,7 +481,7 @@ class BareLoop(NotCopied):
     @partial(not_compiled, recursive=False)
     def clip(self, clips: Callable[[], Any]) -> Any:
         """Clip the gradients with `clips()`, fire the events of the span `clip_gradients`, and return the norm before clipping."""
-        if self.unreported is not None:  # nothing listens to this step
+        if self.unreported is not None:  # nothing listens to the step, so nothing needs the norm
             return clips()
         is_in_step = self.step.is_open and get_ident() == self._thread
         if is_in_step:
@@ -528,9 +528,8 @@ class BareLoop(NotCopied):
             return
         self.unreported = None
         run, rate = self.run, self.optimizer.param_groups[0].get("lr")
-        run.records.learning_rate = (
-            rate.clone() if isinstance(rate, Tensor) else rate
-        )  # nothing reads the context's learning rate
+        # Set only the rate of the next metrics record, because nothing listens that could read the context's learning rate.
+        run.records.learning_rate = rate.clone() if isinstance(rate, Tensor) else rate
         run.pass_step(self.watch.total, *counts)
         self.watch.total = None
         if not run.ctx.step % FIRST_INTERVAL:
