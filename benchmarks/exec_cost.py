@@ -8,8 +8,7 @@
 several times, because the counts of one variant differ by up to a tenth of what callsheet adds; the table has the means and their standard errors.
 
 `seconds` runs the script with steps of about ten milliseconds under `callsheet exec`, with the default observers, and with the log interval that
-steps of this length have by default.
-The script switches the observation off and on again every forty steps: off means that the functions of torch and the hooks of the model and the
+steps of this length have by default. The script switches the observation off and on again every forty steps: off means that the functions of torch and the hooks of the model and the
 optimizer are as without callsheet. So both are measured in the same process; two processes with the same script differ by more than callsheet
 adds. A figure is the mean over pairs of neighboring stretches, without their outer quarters, and its standard error. All steps count but the
 first of each stretch, also those with a metrics record.

@@ -233,7 +233,7 @@ def counted(whose: str, script: str, *arguments: str, caches: bool = True) -> li
 
 
 def bytecodes_of(whose: str) -> list[float]:
-    """Return the bytecodes per step of each training, counted in a child process. Its arguments are those of `counted`."""
+    """Return the bytecodes per step of each training, counted in a child process. `whose` is as in `counted`."""
     words = [loops.python_of(whose), __file__, BYTECODES, "--child", whose]
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONHASHSEED": "0"})
     if done.returncode:
@@ -261,14 +261,17 @@ def main() -> None:
     given = parser.parse_args()
     if given.child:
         prepare_child()
+        global counter
         if given.what == BYTECODES:
-            count_bytecodes(given.child)
-        elif given.child == PEERS:
+            counter = Bytecodes()
+        if given.child == PEERS:
             run_peers()
         elif given.what == GUESTS:
             run_a_framework(given.child)
         else:
             run_a_loop(given.child)
+        if isinstance(counter, Bytecodes):
+            print(f"\n{json.dumps(counter.found)}", flush=True)
         return
     wanted = [name for name in given.of.split(",") if name]
     if given.what == BYTECODES:
@@ -299,17 +302,6 @@ def print_hosts(wanted: list[str]) -> None:
     for name in wanted or loops.names():
         empty, nobody, ten = counted(name, __file__, HOSTS, "--child", name)
         print(f"| {name} | {nobody.over(empty).shown(unit)} | {ten.over(empty).shown(unit)} |", flush=True)
-
-
-def count_bytecodes(name: str) -> None:
-    """Count the bytecodes of a loop's trainings, and print them as JSON."""
-    global counter
-    counter = Bytecodes()
-    if name == PEERS:
-        run_peers()
-    else:
-        run_a_loop(name)
-    print(f"\n{json.dumps(counter.found)}", flush=True)
 
 
 def print_bytecodes(wanted: list[str]) -> None:

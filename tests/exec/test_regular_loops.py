@@ -359,6 +359,8 @@ def test_fields_are_those_of_the_step_in_which_something_listens_again(rate: str
     [
         ("of another dataloader", "if step % 10 == 1: next(iter(validation))"),
         ("of another dataloader, in each step", "next(of_validation)"),
+        ("of a dataloader that is deleted", "next(iter(DataLoader(TensorDataset(x, y), batch_size=5)))"),
+        ("of another dataloader, all of it", "if step % 10 == 1: list(validation)"),
     ],
 )
 def test_a_batch_of_another_dataloader_in_the_first_step_is_not_counted(name: str, within: str, tmp_path: Path) -> None:
@@ -378,3 +380,44 @@ def test_single_batches_that_are_fetched_ahead_of_the_first_step_are_no_epochs(t
     losses, _, run = observed(tmp_path, body=body, setup="following = next(iter(loader))\n", loop=loop)
     assert losses_of(run) == pytest.approx(losses)
     assert [record.values["time/epoch"] for record in run.records] == [0] * STEPS
+
+
+WHOLE_EPOCHS = """
+optimizer.zero_grad()
+total = 0.0
+for inputs, targets in loader:
+    loss = squared(inputs, targets)
+    loss.backward()
+    total += loss.item()
+optimizer.step()
+losses.append(total)
+counts.append(0)
+"""
+
+
+def test_an_epoch_that_ends_within_the_first_step_is_counted(tmp_path: Path) -> None:
+    """Each step accumulates the gradients of a whole epoch."""
+    loop = _LOOP.replace(
+        "    for inputs, targets in loader:\n        step += 1\n        counts.append(len(model._forward_pre_hooks))\n",
+        "    if True:\n",
+    )
+    losses, _, run = observed(tmp_path, body=WHOLE_EPOCHS, loop=loop)
+    assert losses_of(run) == pytest.approx(losses)
+    assert [record.values["time/sample"] for record in run.records] == [96 * step for step in range(1, 5)]
+    assert json.loads((tmp_path / "runs" / "a" / "events.jsonl").read_text().splitlines()[-1])["epoch"] == 4
+
+
+SECOND_LOOP = """
+second = nn.Linear(4, 1)
+steps_second = torch.optim.SGD(second.parameters(), lr=0.05)
+for inputs, targets in [batch for _ in range(3) for batch in DataLoader(TensorDataset(x, y), batch_size=4)]:
+    steps_second.zero_grad()
+    nn.functional.mse_loss(second(inputs), targets).backward()
+    steps_second.step()
+"""
+
+
+def test_the_first_step_of_a_second_loop_has_no_samples_of_the_first_loop(tmp_path: Path) -> None:
+    observed(tmp_path, loop=_LOOP.replace("print(json.dumps(counts))", f"{SECOND_LOOP}print(json.dumps(counts))"))
+    (folder,) = (each for each in (tmp_path / "runs").iterdir() if each.is_dir() and each.name != "a")
+    assert RunFolder.read(folder).records[0].values["time/sample"] in (0, 4)  # 0: its batch was fetched before it was recognized

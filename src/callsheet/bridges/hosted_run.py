@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,7 @@ class HostedRun(Run):
     """
 
     RECORDS = HostedRecords
+    BOUNDARIES: ClassVar[type[HostedBoundaries]] = HostedBoundaries
     records: HostedRecords
     boundaries: HostedBoundaries
     checkpoints: Any
@@ -174,7 +175,7 @@ class HostedRun(Run):
             checkpoints = Checkpoints(
                 self.manager, self.ctx, self.spans, self.world, self.guard, in_background=in_background, grace=GRACE_SECONDS
             )
-        self.connect(self.evaluation, checkpoints, HostedBoundaries)
+        self.connect(self.evaluation, checkpoints, self.BOUNDARIES)
 
     @property
     def _writes_checkpoints(self) -> bool:

@@ -169,10 +169,8 @@ def value_of(loss: Tensor) -> Tensor | None:
     If the loss is a DTensor, return the value on this rank without calling a collective, or None if this rank has not the whole value.
     """
     if type(loss) is Tensor:
-        value = loss.data.clone()  # faster than with `detach`
-        return value.reshape(()) if value.dim() else value
-    value = loss.detach()
-    if hasattr(value, "placements"):
+        value = loss.data  # faster than `detach`
+    elif hasattr(value := loss.detach(), "placements"):
         whole: Any = value
         if not all(each.is_replicate() for each in whole.placements):
             return None

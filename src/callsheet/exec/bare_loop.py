@@ -49,6 +49,9 @@ class BareLoop(NotCopied):
     A hook that sees the calls makes each call of the model slower. So it is removed after `_REGULAR_STEPS` regular steps, as long as nothing
     listens to the parts of a step and no evaluation can begin. Then a step begins with its first loss.
 
+    In such a loop, `backward_begins` only stores the counts of the step (an *unreported step*), and `end_unreported_step` counts the step.
+    If anything needs the open step before that, `_report_step` reports its start to the lifecycle driver.
+
     No method that a hook calls raises an error, except one of the script's signal handlers: after an error of callsheet or of a
     callback, the run ends as failed, all hooks are removed, and the script continues.
 
@@ -83,7 +86,7 @@ class BareLoop(NotCopied):
         "_is_regular",
         "_microbatch",
         "_of_microbatch",
-        "_open",
+        "_open_spans",
         "_optimizer_hooks",
         "_parameters",
         "_sees_calls",
@@ -104,7 +107,7 @@ class BareLoop(NotCopied):
         "optimizer",
         "run",
         "thread",
-        "unreported",
+        "unreported_counts",
         "watch",
     )
 
@@ -142,14 +145,11 @@ class BareLoop(NotCopied):
         self._support = SupportCheck(run.manager, HOST, strict=False)
         parts = run.driver.parts
         self._step = parts["train_step"]
-        self.unreported: tuple[int, int] | None = None
-        """The samples and tokens of the open step, if its start was not reported to the lifecycle driver because nothing listens.
-
-        Otherwise None. Reading `step` reports the start.
-        """
+        self.unreported_counts: tuple[int, int] | None = None
+        """The samples and tokens of the open step, if it is an unreported step; otherwise None. Reading `step` reports the start."""
         self._epoch, self._fetch, self._microbatch = (parts[name] for name in ("epoch", "fetch", "microbatch"))
         # Store these objects as attributes, because every step reads them and `run.driver` would be slower.
-        self._driver, self._spans, self._open = run.driver, run.spans, run.driver.opened
+        self._driver, self._spans, self._open_spans = run.driver, run.spans, run.driver.opened
         self.evaluations = LoopEvaluations(run)
         """Fires the events of the loop's evaluations."""
         self._evaluation = self.evaluations.span
@@ -232,16 +232,18 @@ class BareLoop(NotCopied):
             self._is_in_microbatch = False
             self.watch.total = loss
 
-    def fetched_ahead(self, loader: Any, batch: Any, *, continues: bool) -> None:
+    def fetched_ahead(self, loader: Any, batch: Any, *, is_same_iteration: bool) -> None:
         """Keep a batch that the script has fetched from `loader` within the first step, and that may be for the second step.
 
-        `continues` says whether it comes from the same iteration over the dataloader as the batch of the first step.
+        `is_same_iteration` says whether it comes from the same iteration over the dataloader as the batch of the first step.
         """
         batches = self._batches
+        if self._is_over:
+            return
         if not batches.come_from(loader):
             batches.add_other(loader, batch)
             return
-        if not continues:
+        if not is_same_iteration:
             batches.begin()
         batches.add(batch)
 
@@ -288,7 +290,7 @@ class BareLoop(NotCopied):
 
     def release(self) -> None:
         """Remove all hooks, and fire no more events."""
-        self._thread = self.unreported = None
+        self._thread = self.unreported_counts = None
         for hook in self._hooks:
             hook.remove()
 
@@ -322,7 +324,7 @@ class BareLoop(NotCopied):
         try:
             batch = fetches(iterator)
         except StopIteration:
-            self._end_iteration()
+            self.end_iteration()
             raise
         batches = self._batches
         batches.new = batch  # as `batches.add` does, but without a function call, for speed
@@ -334,7 +336,7 @@ class BareLoop(NotCopied):
         try:
             batch = fetches(iterator)
         except StopIteration:
-            self._end_iteration()
+            self.end_iteration()
             raise
         self._batches.add(batch)
         if has_begun and not self._is_plain:
@@ -396,20 +398,23 @@ class BareLoop(NotCopied):
             self._guarded(self._end_forward, outputs)
 
     def backward_begins(self) -> None:
-        """Handle a call of `backward` on a loss. If calls of the model are not observed, this loss may begin a training step."""
+        """Handle a call of `backward` on a loss. If calls of the model are not observed, this loss may begin a training step.
+
+        If nothing listens to the step, do not report its start, but keep its counts for `end_unreported_step`.
+        """
         try:
             batches = self._batches
             batch = batches.new
             if (
                 batch is None
                 or not self._is_plain
-                or self.unreported is not None
-                or self._open[-1] is not self._epoch
+                or self.unreported_counts is not None
+                or self._open_spans[-1] is not self._epoch
                 or self._driver.seen_links != self._spans.links
             ):
                 self._begin_backward()
             else:
-                self.unreported = counts = batches.counts_of(batch)
+                self.unreported_counts = counts = batches.counts_of(batch)
                 batches.new = None
                 if not counts[0]:
                     self._be_irregular()
@@ -481,7 +486,7 @@ class BareLoop(NotCopied):
     @partial(not_compiled, recursive=False)
     def clip(self, clips: Callable[[], Any]) -> Any:
         """Clip the gradients with `clips()`, fire the events of the span `clip_gradients`, and return the norm before clipping."""
-        if self.unreported is not None:  # nothing listens to the step, so nothing needs the norm
+        if self.unreported_counts is not None:  # nothing listens to the step, so nothing needs the norm
             return clips()
         is_in_step = self.step.is_open and get_ident() == self._thread
         if is_in_step:
@@ -519,18 +524,18 @@ class BareLoop(NotCopied):
         if get_ident() == self._thread:
             self._guarded(lambda: self.run.ctx.log(values, across="same"))
 
-    def end_unreported_step(self) -> None:
-        """End a step whose start was not reported, because the optimizer has stepped. Does the same as `end_step`, but faster."""
-        counts = self.unreported
-        if counts is None or self._driver.seen_links != self._spans.links:  # something listens since the step began
-            self._report_step()
-            self.end_step()
-            return
-        self.unreported = None
+    def end_unreported_step(self, samples: int, tokens: int) -> None:
+        """End a step whose start was not reported, because the optimizer has stepped. Does the same as `end_step`, but faster.
+
+        Args:
+            samples: the number of samples of the step, summed over the ranks.
+            tokens: the number of tokens of the step, summed over the ranks.
+        """
+        self.unreported_counts = None
         run, rate = self.run, self.optimizer.param_groups[0].get("lr")
         # Set only the rate of the next metrics record, because nothing listens that could read the context's learning rate.
         run.records.learning_rate = rate.clone() if isinstance(rate, Tensor) else rate
-        run.pass_step(self.watch.total, *counts)
+        run.count_unreported_step(self.watch.total, samples, tokens)
         self.watch.total = None
         if not run.ctx.step % FIRST_INTERVAL:
             self._after_step(run.ctx.step)
@@ -561,7 +566,7 @@ class BareLoop(NotCopied):
     def _guarded(self, function: Callable[..., None], *args: Any) -> None:
         """Call `function(*args)`. If it raises an error, end the observed run, but not the script.
 
-        `forward_begins` and `backward_begins`, which every step calls, do the same without this further call.
+        `forward_begins` and `backward_begins`, which most steps call, do the same without this further call.
         """
         try:
             function(*args)
@@ -627,7 +632,7 @@ class BareLoop(NotCopied):
         """Register the model's hooks that are needed now, and remove the others. With `sees_calls`, observe the model's calls in any case."""
         if not self._sees_forward or self._is_over:
             return
-        self._report_step()
+        self._report_step()  # only a plain loop may have an unreported step
         needs_outputs = self._evaluation.is_open or not self._microbatch.has_no_listeners
         is_predictable = self._is_regular and self.steps >= _REGULAR_STEPS and not self._driver.has_listeners
         needs_calls = sees_calls or needs_outputs or not is_predictable
@@ -643,27 +648,24 @@ class BareLoop(NotCopied):
 
     def _report_step(self) -> None:
         """Report the start of the open step to the lifecycle driver, if that was not done when the step began."""
-        if (counts := self.unreported) is not None:
-            self.unreported = None
-            self._driver.start_step()
+        if (counts := self.unreported_counts) is not None:
+            self.unreported_counts = None
+            self._guarded(self._driver.start_step)
             self.run.counted = self._of_microbatch = counts
 
     def _open_step(self) -> None:
-        if not self._is_plain or self._driver.seen_links != self._spans.links:
-            self._before_step()
-        self._driver.start_step()
-        self.run.counted = self._of_microbatch = self._discarded = _UNKNOWN
-        self.watch.total, self._is_in_microbatch, self.watch.is_on = None, False, True
-
-    def _before_step(self) -> None:
         if self._evaluation.is_open:
             self._leave_evaluation()
         if self._batches.other is not None and self._batches.switch():
             self._end_data()
-        if self._driver.seen_links != self._spans.links and self._driver.listen():
+        if self._driver.listen():
             self._listen()
+        self._driver.start_step()
+        self.run.counted = self._of_microbatch = self._discarded = _UNKNOWN
+        self.watch.total, self._is_in_microbatch, self.watch.is_on = None, False, True
 
-    def _end_iteration(self) -> None:
+    def end_iteration(self) -> None:
+        """End the epoch, even if it had only one batch, because the dataloader has no more batches."""
         self._batches.begin()
         self._guarded(self._end_data)
 

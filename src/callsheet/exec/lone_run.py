@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from callsheet.bridges.boundary_order import HostedBoundaries
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.callbacks import MemoryMonitor, SpeedMonitor, SystemMetricsMonitor
 from callsheet.core.background import inner
@@ -30,18 +31,25 @@ class LoneContext(Context):
         return [value]
 
 
+class LoneBoundaries(HostedBoundaries):
+    """Never fires `on_checkpoint_due`, because callsheet cannot save in a loop that it only observes."""
+
+    def fire_checkpoint_due(self, boundary: str) -> None: ...
+
+
 class LoneRun(HostedRun):
     """A run that is observed on this rank only."""
 
     CONTEXT = LoneContext
     RECORDS = PacedRecords
+    BOUNDARIES = LoneBoundaries
     records: PacedRecords
 
-    def pass_step(self, loss: Tensor | None, samples: int, tokens: int) -> None:
-        """Count a step to which nothing listens, and of which nothing was reported.
+    def count_unreported_step(self, loss: Tensor | None, samples: int, tokens: int) -> None:
+        """Count a step to which nothing listens, and whose start was not reported to the lifecycle driver.
 
-        This does the same as the lifecycle driver's `start_step` and then `end_step`, but in one function: between the operations of a
-        training step, the code of callsheet has left the processor's caches, and then each function call takes several microseconds.
+        This does the same as the driver's `start_step` and then `end_step` of this class, but in one function: the operations of a
+        training step push callsheet's code out of the processor's caches, so each function call takes several microseconds.
 
         Args:
             loss: the loss of the step, or None if nothing reads it.

@@ -42,7 +42,7 @@ Some scripts make a new model and optimizer thousands of times, as in federated 
 
 
 class _Fetched(NamedTuple):
-    """A batch of a dataloader. `batch` is None if it is not needed any more."""
+    """A batch of a dataloader. `batch` is None after the end of the data, and while a loop is observed."""
 
     batch: Any
     loader: weakref.ref[Any]
@@ -229,9 +229,8 @@ class LoopFinder:
         try:
             batch = given(iterator)
         except StopIteration:
-            if self._latest is not None:
+            if self._latest is not None and self._latest.iterator() is iterator:
                 self._latest = self._latest._replace(batch=None)
-            self._counted = None
             raise
         if torch.is_grad_enabled():
             self._latest = _Fetched(batch if loop is None else None, weakref.ref(loader), weakref.ref(iterator))
@@ -301,7 +300,7 @@ class LoopFinder:
         """Called before an optimizer's step. At its first step, recognize the training loop. Report later steps to the loop."""
         loop = self._loop
         if loop is not None and loop.optimizer is optimizer:
-            if (loop.unreported is None and not loop.step.is_open) or len(args) > 1 or kwargs:
+            if (loop.unreported_counts is None and not loop.step.is_open) or len(args) > 1 or kwargs:
                 loop.optimizer_begins(args, kwargs)
             return
         if self._is_over or self.is_paused or not self._lock.acquire(blocking=False):
@@ -346,6 +345,8 @@ class LoopFinder:
                 f"{type(optimizer).__name__} is observed from now on"
             )
         loss, latest, counted, self._loss, self._latest, self._counted = self._loss, self._latest, self._counted, None, None, None
+        counts, self._counts = self._counts, (0, 0)
+        # The batch of the first step is the last one that had a loss. A batch that was fetched after it was fetched ahead.
         used = latest if counted is None else counted
         scaler = self._scaler
         if loss is not None and scaler is not None and scaler.is_enabled() and scaler._scale is not None:
@@ -355,10 +356,15 @@ class LoopFinder:
         if loop is not None:
             self._found += 1
             self._loop, self._training_iterator = loop, _nothing
-            loop.begin(loss, used.batch if used is not None else None, counts=self._counts, has_closure=has_closure)
-            if counted is not None and latest is not None and latest is not counted and latest.batch is not None:
-                # There is one reference object for each iterator, also after the iterator was deleted.
-                loop.fetched_ahead(latest.loader(), latest.batch, continues=latest.iterator is counted.iterator)
+            loop.begin(loss, used.batch if used is not None else None, counts=counts, has_closure=has_closure)
+            if counted is None or latest is None or latest is counted:
+                return
+            # `weakref.ref` returns the same object for the same iterator, so references can be compared even if the iterator was deleted.
+            is_same_iteration, loader = latest.iterator is counted.iterator, latest.loader()
+            if latest.batch is not None and loader is not None:
+                loop.fetched_ahead(loader, latest.batch, is_same_iteration=is_same_iteration)
+            elif latest.batch is None and is_same_iteration:
+                loop.end_iteration()
 
     def _count_other_step(self) -> bool:
         """Count a step of an optimizer that is not observed. Return whether there were enough such steps to assume a new loop."""
@@ -400,7 +406,7 @@ def model_of(optimizer: Optimizer) -> nn.Module | None:
 
 
 def _best_roots(wanted: set[int]) -> list[nn.Module]:
-    """Return the root modules with the most parameters from `wanted` (ids). Among equals, return those with the fewest others."""
+    """Return the root modules with the most parameters whose ids are in `wanted`. Among equals, prefer the fewest other parameters."""
     best: list[nn.Module] = []
     best_score = (0, 0)
     for module in _roots():

@@ -28,7 +28,7 @@ class LoopForwardHooks:
         self._after = Hook(model.register_forward_hook)
 
     def install(self, *, needs_calls: bool, needs_outputs: bool) -> None:
-        """If `needs_calls`, register a hook for the start of calls. If `needs_outputs`, register a hook for the end of calls."""
+        """Register a hook that is called before the model, if `needs_calls`, and one that is called after it, if `needs_outputs`."""
         self._before.install(needs_calls, self._loop.forward_begins)
         self._after.install(needs_outputs, self._loop.forward_ends)
 
@@ -47,7 +47,7 @@ class LoopBackwardWatch(BackwardWatch):
 
 
 class LoopOptimizerHooks(OptimizerHooks):
-    """Notifies the loop when the optimizer has stepped, also in a step whose start was not reported to the lifecycle driver."""
+    """Notifies the loop when the optimizer has stepped, also in an unreported step (see `BareLoop`)."""
 
     def __init__(self, loop: BareLoop) -> None:
         self._loop = loop
@@ -55,10 +55,10 @@ class LoopOptimizerHooks(OptimizerHooks):
 
     @untraced
     def _ends(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._loop.unreported is None:
+        if (counts := self._loop.unreported_counts) is None:
             super()._ends(optimizer, args, kwargs)
             return
         try:
-            self._loop.end_unreported_step()
+            self._loop.end_unreported_step(*counts)
         except Exception as error:
             self._fail(error, self._after, getattr(optimizer, "_optimizer_step_post_hooks", {}), self._ends)
