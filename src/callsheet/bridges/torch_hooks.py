@@ -592,7 +592,9 @@ class BackwardWatch:
                         given = unscaled if scale is None else unscaled * scale
                 elif not self.is_in_closure:
                     return False
-            value, before = value_of(unscaled), self.total
+            # The first case is the usual one; it does the same as `value_of`, but without a function call.
+            value = unscaled.data.clone() if type(unscaled) is Tensor and not unscaled.ndim else value_of(unscaled)
+            before = self.total
             if value is None:
                 self._driver.warn_once("Each rank has only a part of the loss, which is a DTensor, so the loss is not recorded")
             else:

@@ -49,7 +49,7 @@ class BareLoop(NotCopied):
     A hook that sees the calls makes each call of the model slower. So it is removed after `_REGULAR_STEPS` regular steps, as long as nothing
     listens to the parts of a step and no evaluation can begin. Then a step begins with its first loss.
 
-    In such a loop, `backward_begins` only stores the counts of the step (an *unreported step*), and `end_unreported_step` counts the step.
+    In such a loop, `backward_begins` only stores the counts of the step (an *unreported step*), and `LoopOptimizerHooks` counts the step at its end.
     If anything needs the open step before that, `_report_step` reports its start to the lifecycle driver.
 
     No method that a hook calls raises an error, except one of the script's signal handlers: after an error of callsheet or of a
@@ -400,7 +400,7 @@ class BareLoop(NotCopied):
     def backward_begins(self) -> None:
         """Handle a call of `backward` on a loss. If calls of the model are not observed, this loss may begin a training step.
 
-        If nothing listens to the step, do not report its start, but keep its counts for `end_unreported_step`.
+        If nothing listens to the step, do not report its start, but keep its counts for the end of the step.
         """
         try:
             batches = self._batches
@@ -524,22 +524,6 @@ class BareLoop(NotCopied):
         if get_ident() == self._thread:
             self._guarded(lambda: self.run.ctx.log(values, across="same"))
 
-    def end_unreported_step(self, samples: int, tokens: int) -> None:
-        """End a step whose start was not reported, because the optimizer has stepped. Does the same as `end_step`, but faster.
-
-        Args:
-            samples: the number of samples of the step, summed over the ranks.
-            tokens: the number of tokens of the step, summed over the ranks.
-        """
-        self.unreported_counts = None
-        run, rate = self.run, self.optimizer.param_groups[0].get("lr")
-        # Set only the rate of the next metrics record, because nothing listens that could read the context's learning rate.
-        run.records.learning_rate = rate.clone() if isinstance(rate, Tensor) else rate
-        run.count_unreported_step(self.watch.total, samples, tokens)
-        self.watch.total = None
-        if not run.ctx.step % FIRST_INTERVAL:
-            self._after_step(run.ctx.step)
-
     def end_step(self) -> None:
         """End the step, because the optimizer has stepped or a loss scaler has skipped the optimizer's step."""
         run, batches = self.run, self._batches
@@ -553,7 +537,7 @@ class BareLoop(NotCopied):
             run.set_learning_rate()
         run.end_step()
         self.watch.total = None
-        self._after_step(run.ctx.step)
+        self.after_step(run.ctx.step)
         batches.latest = None
         if self._ends_epoch:
             self._end_epoch()
@@ -573,7 +557,8 @@ class BareLoop(NotCopied):
         except (Exception, SystemExit) as error:
             self._leave(error)
 
-    def _after_step(self, steps: int) -> None:
+    def after_step(self, steps: int) -> None:
+        """Do what is needed after some of the steps. `steps` is the number of steps that have ended."""
         run = self.run
         if steps == 1:
             run.driver.synthesized.clear()  # ignore spans added (synthesized) for the first step, which was recognized late

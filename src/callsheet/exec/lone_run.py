@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from callsheet.bridges.boundary_order import HostedBoundaries
 from callsheet.bridges.hosted_run import HostedRun
@@ -13,7 +14,7 @@ from callsheet.core.background import inner
 from callsheet.core.callback import label_of
 from callsheet.core.context import Context
 from callsheet.core.ranks import read_ranks
-from callsheet.core.time import Interval
+from callsheet.core.time import Interval, Timestamp
 from callsheet.errors import NotSupported
 from callsheet.exec.log_pace import PacedRecords
 
@@ -45,25 +46,35 @@ class LoneRun(HostedRun):
     BOUNDARIES = LoneBoundaries
     records: PacedRecords
 
-    def count_unreported_step(self, loss: Tensor | None, samples: int, tokens: int) -> None:
+    def count_unreported_step(self, optimizer: Optimizer, loss: Tensor | None, samples: int, tokens: int) -> int:
         """Count a step to which nothing listens, and whose start was not reported to the lifecycle driver.
 
         This does the same as the driver's `start_step` and then `end_step` of this class, but in one function: the operations of a
         training step push callsheet's code out of the processor's caches, so each function call takes several microseconds.
 
         Args:
+            optimizer: the optimizer that has stepped.
             loss: the loss of the step, or None if nothing reads it.
             samples: the number of samples of the step, summed over the ranks.
             tokens: the number of tokens of the step, summed over the ranks.
+
+        Returns:
+            The number of steps so far.
         """
         ctx, state, records = self.ctx, self.state, self.records
         ctx.step = step = ctx.step + 1
         self._order.fired = ""  # training is at a boundary: see `BoundaryOrder.reach`
         state.previous_timestamp = now = state.timestamp
-        state.timestamp = now.next_batch()
+        # The same as `now.next_batch()`.
+        rounds, epoch, batch, sample, token, seconds, nth_epoch, nth_batch, nth_sample, nth_token, since = now
+        after = rounds, epoch, batch + 1, sample, token, seconds, nth_epoch, nth_batch + 1, nth_sample, nth_token, since
+        state.timestamp = tuple.__new__(Timestamp, after)
         tally = records.tally
         tally.samples += samples
         tally.tokens += tokens
+        # Set only the rate of the next metrics record, because nothing listens that could read the context's learning rate.
+        rate = optimizer.param_groups[0].get("lr")
+        records.learning_rate = rate.clone() if isinstance(rate, Tensor) else rate
         if loss is not None:
             records.last_loss = loss
             if self.driver.is_read:
@@ -71,6 +82,7 @@ class LoneRun(HostedRun):
         if step >= self._next_boundary or self.control.pending or self.signals.received is not None:
             self.boundaries.reach("step")
             self._next_boundary = self.boundaries.next_step()
+        return step
 
     def keep_pace(self) -> None:
         """If the last metrics record was made long ago, because steps have become slow, let the next record come earlier."""

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from callsheet.bridges.torch_hooks import BackwardWatch, Hook, OptimizerHooks, untraced
+from callsheet.exec.log_pace import FIRST_INTERVAL
 
 if TYPE_CHECKING:
     from callsheet.exec.bare_loop import BareLoop
@@ -55,10 +56,15 @@ class LoopOptimizerHooks(OptimizerHooks):
 
     @untraced
     def _ends(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (counts := self._loop.unreported_counts) is None:
+        loop = self._loop
+        if (counts := loop.unreported_counts) is None:
             super()._ends(optimizer, args, kwargs)
             return
         try:
-            self._loop.end_unreported_step(*counts)
+            loop.unreported_counts = None
+            loss, loop.watch.total = loop.watch.total, None
+            steps = loop.run.count_unreported_step(optimizer, loss, *counts)
+            if not steps % FIRST_INTERVAL:
+                loop.after_step(steps)
         except Exception as error:
             self._fail(error, self._after, getattr(optimizer, "_optimizer_step_post_hooks", {}), self._ends)
