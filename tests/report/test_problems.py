@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from callsheet import MetricsRecord
-from callsheet.core.costs import CostReport, Failures
+from callsheet.core.costs import Cost, CostReport, Failures
 from callsheet.core.run_state import Outcome
 from callsheet.report import RunFolder
 from callsheet.report.problems import problems
@@ -90,6 +90,18 @@ def test_failures_and_dropped_events_are_summed_over_processes() -> None:
         ("warning", "The lane of D had not delivered 1 event at the end"),
     ]
     assert [problem.detail for problem in found[:2]] == ["last: gone", "last: again"]
+
+
+def test_a_costly_callback_is_reported_and_after_few_timed_steps_only_if_it_is_clearly_costly() -> None:
+    def found(steps: int, seconds: float) -> list[str]:
+        cost = Cost("A", "on_train_step_end", steps, seconds, seconds, is_sampled=True)
+        report = CostReport("sampled", 100, 1.0, steps, 0.04 * steps, (cost,))
+        return [problem.title for problem in problems(RunFolder(Path(), "run", outcome=Outcome.FINISHED, costs=[report]))]
+
+    assert found(40, 40 * 0.003) == ["A takes 8% of the step"]
+    assert found(8, 8 * 0.003) == []  # one interrupted call could have taken all of that
+    assert found(8, 8 * 0.02) == ["A takes 50% of the step"]
+    assert found(40, 40 * 0.001) == []
 
 
 def test_a_failed_run_without_details() -> None:

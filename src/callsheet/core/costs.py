@@ -36,10 +36,11 @@ _MAX_PAUSE_SECONDS, _PAUSE_SHARE = 5.0, 0.25
 # Costs are sent repeatedly. If `t` is the run's time at one send, the next is at `_PUBLISH_GROWTH * t + _PUBLISH_SECONDS`.
 _PUBLISH_GROWTH, _PUBLISH_SECONDS = (1.1, 2.0)
 _MAX_SLICES = 20_000  # the most slices (timed spans and calls) to keep of one timing window
-_MIN_WARN_STEPS = 20  # do not warn about a slow callback before so many steps were timed, except at the run's end
-# At the end of a short run, warn of a callback only if it takes more than this fraction of a step and more than these seconds.
+_COSTLY_SHARE = 0.05
+_COSTLY_SECONDS = 50e-6  # a callback that takes fewer seconds per step than this limit is never costly
+_MIN_TIMED_STEPS = 20
+# If fewer steps were timed, a callback is costly only if it takes more than this fraction of a step and more than these seconds.
 _CLEAR_SHARE, _CLEAR_SECONDS = 0.25, 10e-3
-_MIN_WARN_SECONDS = 50e-6  # a callback that takes fewer seconds per step than this limit causes no warning
 
 _STEP = ("fetch", "train_step")
 """The names of the spans that make up one training step."""
@@ -212,7 +213,7 @@ class Costs:
         ConfigError: the mode is unknown, or the share is not above zero.
     """
 
-    def __init__(self, mode: str = "sampled", warn_share: float | None = 0.05) -> None:
+    def __init__(self, mode: str = "sampled", warn_share: float | None = _COSTLY_SHARE) -> None:
         self.mode = one_of("mode of costs", mode, MODES)
         if warn_share is not None and not warn_share > 0:
             raise ConfigError(f"warn_share={warn_share!r}: give a fraction of the step above zero, or None")
@@ -346,28 +347,39 @@ class Costs:
 
     def _warn(self, *, is_last: bool = False) -> None:
         """Warn once about each callback that takes more than `warn_share` of a step, if enough steps were timed."""
-        if self._warn_share is None or not self._window_steps:
+        steps = self._window_steps
+        if self._warn_share is None or not steps or (steps < _MIN_TIMED_STEPS and not is_last):
             return
-        least, least_seconds = self._warn_share, _MIN_WARN_SECONDS
-        if self._window_steps < _MIN_WARN_STEPS:
-            if not is_last:
-                return
-            least, least_seconds = max(least, _CLEAR_SHARE), _CLEAR_SECONDS
         taken: dict[str, float] = {}
         for cell in self._cells.values():
             if cell.event in PATH_EVENTS:
                 taken[cell.callback] = taken.get(cell.callback, 0.0) + (cell.window_seconds)
         for label, seconds in taken.items():
-            share, each = seconds / self._window_seconds, seconds / self._window_steps
-            if share > least and each > least_seconds and label not in self._named:
+            share, each = seconds / self._window_seconds, seconds / steps
+            if label not in self._named and is_costly(share, each, steps, least=self._warn_share):
                 self._named.add(label)
                 logger.warning(
                     "Callback %s takes %.0f %% of the step, %.2g ms of %.2g ms; give it an interval, or make it do less at each step",
                     label,
                     100 * share,
                     1000 * each,
-                    1000 * self._window_seconds / self._window_steps,
+                    1000 * self._window_seconds / steps,
                 )
+
+
+def is_costly(share: float, seconds: float, steps: int, *, least: float = _COSTLY_SHARE) -> bool:
+    """Return whether a callback takes so much of a step that the user should know.
+
+    Args:
+        share: the fraction of the step's time that the callback takes.
+        seconds: the time that it takes in each step.
+        steps: the number of steps that were timed. If they are few, one interrupted call could look like a costly callback, so the
+            callback must take much more.
+        least: a callback that takes less than this fraction is not costly.
+    """
+    if steps < _MIN_TIMED_STEPS:
+        return share > max(least, _CLEAR_SHARE) and seconds > _CLEAR_SECONDS
+    return share > least and seconds > _COSTLY_SECONDS
 
 
 def _nested(opened: _Open) -> list[Slice]:

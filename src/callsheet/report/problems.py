@@ -8,15 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from callsheet.core.costs import Failures
+from callsheet.core.costs import Failures, is_costly
 from callsheet.core.run_state import Outcome
 from callsheet.report.costs import cost_rows
 from callsheet.report.curves import odd_name
 from callsheet.report.lines import whole
 from callsheet.report.run_folder import LOST, RunFolder
 
-_COSTLY_SHARE = 0.05  # a callback that takes more than this fraction of a step's time is reported as costly
-_COSTLY_SECONDS = 50e-6  # if a callback takes fewer seconds per step, it is never reported as costly
 _MOST_NAMES = 8
 _MOST_LINES = 12
 _LONGEST = 600
@@ -140,8 +138,9 @@ def _resumes(run: RunFolder) -> Iterator[Problem]:
 
 
 def _costly(run: RunFolder) -> Iterator[Problem]:
+    steps = sum(report.window_steps for report in run.costs)
     for row in cost_rows(run.costs):
-        if row["of_step"] > _COSTLY_SHARE and row["per_step"] > _COSTLY_SECONDS:
+        if is_costly(row["of_step"], row["per_step"], steps):
             yield Problem(
                 "warning",
                 f"{row['callback']} takes {row['of_step']:.0%} of the step",
