@@ -301,7 +301,7 @@ def print_hosts(wanted: list[str]) -> None:
     )
     for name in wanted or loops.names():
         empty, nobody, ten = counted(name, __file__, HOSTS, "--child", name)
-        print(f"| {name} | {nobody.over(empty).shown(unit)} | {ten.over(empty).shown(unit)} |", flush=True)
+        print(f"| {loops.shown(name)} | {nobody.over(empty).shown(unit)} | {ten.over(empty).shown(unit)} |", flush=True)
 
 
 def print_bytecodes(wanted: list[str]) -> None:
@@ -314,7 +314,7 @@ def print_bytecodes(wanted: list[str]) -> None:
     print(f"| callsheet's Trainer, compared with the bare loop | {ours - bare:,.0f} | {ours_ten - bare:,.0f} |")
     for name in wanted or loops.names():
         empty, nobody, ten = bytecodes_of(name)
-        print(f"| the host of {name} | {nobody - empty:,.0f} | {ten - empty:,.0f} |", flush=True)
+        print(f"| {loops.shown(name)} | {nobody - empty:,.0f} | {ten - empty:,.0f} |", flush=True)
 
 
 def print_guests(wanted: list[str]) -> None:

@@ -44,6 +44,11 @@ def names() -> list[str]:
     return [name for name in found if name not in ("__init__", "job", "trainer", "ultralytics")]
 
 
+def shown(name: str) -> str:
+    """Return how tables name the loop."""
+    return "`attach` in a hand-written loop" if name == "bare" else name
+
+
 def python_of(name: str) -> str:
     """Return the interpreter that has the framework of this loop. Composer has its own, made by tools/composer_venv.py."""
     return str(ROOT / ".venv-composer" / "bin" / "python") if name == "composer" else sys.executable

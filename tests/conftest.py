@@ -46,14 +46,27 @@ def pytest_runtest_setup() -> None:
         gc.freeze()
 
 
-@pytest.hookimpl(trylast=True)  # after pytest-randomly
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start the tests with long time limits first, so that no worker is left alone with one of them at the end."""
+ONLY_IN_TEST_ALL = ("commands/", "report/", "testing/", "test_cli", "test_docs_", "test_examples", "test_tutorial")
+"""The beginnings of the paths of tests that only `make test-all` runs: those of the commands, the reports, the test kit and the docs."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Mark the tests that only `make test-all` runs, before pytest selects tests by their marks.
+
+    After all plugins, which may change the order, put the tests with long time limits first, so that no worker is left alone with
+    one of them at the end.
+    """
 
     def limit(item: pytest.Item) -> float:
         marker = item.get_closest_marker("timeout")
         return float(marker.args[0]) if marker is not None else 0.0
 
+    folder = Path(__file__).parent
+    for item in items:
+        if item.path.relative_to(folder).as_posix().startswith(ONLY_IN_TEST_ALL):
+            item.add_marker(pytest.mark.test_all)
+    yield
     items.sort(key=limit, reverse=True)
 
 
