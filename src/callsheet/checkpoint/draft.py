@@ -93,7 +93,7 @@ class Staging:
         self._buffers: list[tuple[Kind, Tensor]] = []
 
     def prepare(self, kinds: Iterable[Kind]) -> None:
-        """Allocate the missing buffers of these kinds. Also write to them, because the first write to new memory is slow."""
+        """Allocate a buffer for each of `kinds` that has none yet. Also write to it, because the first write to new memory is slow."""
         missing = Counter(kinds)
         missing.subtract(kind for kind, _ in self._buffers)
         for kind in missing.elements():

@@ -73,7 +73,7 @@ def export_weights(
                 pass
 
     seal = ranks.exchange(write, lambda written: [written[0]] * ranks.size)
-    assert seal is not None  # `exchange` gives all ranks the seal of rank 0, which wrote the file
+    assert seal is not None  # `exchange` gives all ranks the seal (size and checksum) from rank 0, which wrote the file
     return seal
 
 

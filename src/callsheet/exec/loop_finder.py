@@ -205,7 +205,7 @@ class LoopFinder:
         return iterator
 
     def _fetching(self, given: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a wrapper of `given` that fetches a batch and observes it. For speed, it is not a method but a closure."""
+        """Return a function that fetches a batch with `given`, and keeps it for its loop. It is a closure, because a method would be slower."""
 
         @partial(not_compiled, recursive=False)
         @wraps(given)
@@ -346,7 +346,7 @@ class LoopFinder:
             )
         loss, latest, counted, self._loss, self._latest, self._counted = self._loss, self._latest, self._counted, None, None, None
         counts, self._counts = self._counts, (0, 0)
-        # The batch of the first step is the last one that had a loss. A batch that was fetched after it was fetched ahead.
+        # The batch of the first step is the last one that had a loss. Any later batch was fetched ahead.
         used = latest if counted is None else counted
         scaler = self._scaler
         if loss is not None and scaler is not None and scaler.is_enabled() and scaler._scale is not None:

@@ -160,9 +160,9 @@ class Observation:
         return name
 
     def options(self) -> list[str]:
-        """Return the options of `callsheet exec` for observing the worker processes of a script that trains in such processes.
+        """Return the options with which `callsheet exec` observes the worker processes that the script starts.
 
-        Ultralytics starts such processes to train on several GPUs.
+        Ultralytics starts worker processes to train on several GPUs.
         """
         given = {
             "callbacks": self._callbacks,

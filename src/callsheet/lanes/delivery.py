@@ -53,7 +53,7 @@ class CallbackLane:
             self._process.end(at_once=is_busy)
 
     def join(self, seconds: float) -> None:
-        """Wait until the callback's process, if there is one, has exited. Kill the process after `seconds`. Call `end` first."""
+        """Wait until the callback's process, if there is one, has exited. If it still runs after `seconds`, kill it. `end` must be called before."""
         if self._process is not None:
             self._process.join(seconds)
 

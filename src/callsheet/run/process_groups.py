@@ -363,7 +363,7 @@ class _Notes:
         self._set("who", "")
 
     def is_asked(self) -> bool:
-        """Return whether any rank has asked, by calling `question`, which ranks still run."""
+        """Return whether any rank has called `question` to find out which ranks still run."""
         return self._get("who") is not None
 
     def answer(self) -> None:

@@ -180,7 +180,7 @@ class HookedRun(Run):
         self.lifetime.end()
 
     def end_epoch(self, context: TrainingContext) -> None:
-        """End the epoch, and a step whose end InstructLab has not reported."""
+        """End the epoch. If InstructLab has not reported the end of the last step, end that step first."""
         self.driver.end("train_step")
         if self.driver.is_open("epoch"):
             self.state.timestamp = self.state.timestamp.next_epoch()

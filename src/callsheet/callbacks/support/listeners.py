@@ -14,7 +14,7 @@ The list maps the name of each callback to the callback's trigger file. A trigge
 folder, because on another machine the folder may have another path.
 """
 
-_MAX_BYTES = 65536  # read at most this many bytes of the file
+_MAX_BYTES = 65536  # read at most this many bytes of the file `LISTENERS`
 
 
 def announce(folder: str | os.PathLike[str], name: str, file: str | os.PathLike[str]) -> None:

@@ -65,7 +65,7 @@ def loader_of(given: Any, batches: int = -1) -> Any:
 
 
 def is_loader(given: Any) -> bool:
-    """Return whether an object from a list is a dataloader or an evaluator, and not a batch."""
+    """Return whether the object is a dataloader or an evaluator. A list that is not one of dataloaders is a list of batches."""
     if isinstance(given, DataLoader) or hasattr(given, "dataloader"):
         return True
     if isinstance(given, Mapping):

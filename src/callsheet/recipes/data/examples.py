@@ -30,7 +30,9 @@ Sample = dict[str, Tensor]
 
 
 class Fit:
-    """Cuts, drops or rejects examples that have more than `longest` tokens, or no target token (one that counts in the loss).
+    """Cuts, drops or rejects examples that have more than `longest` tokens. Rejects examples without a target token.
+
+    A target token is a token that counts in the loss.
 
     Attributes:
         truncated: how many examples were cut.

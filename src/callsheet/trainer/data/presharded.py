@@ -83,7 +83,7 @@ class PreshardedData:
         self._warn_of_workers(is_new_epoch=True)
         if epoch is not None and epoch > 1 and self._loader is not self._given and hasattr(self._loader, "state_dict"):
             # Starting persistent workers draws random numbers, so start them before the random states are restored below.
-            # An uninterrupted run starts its workers in the first epoch, so no such numbers are drawn in this epoch.
+            # An uninterrupted run starts its workers in the first epoch, so in a later epoch it draws no random numbers for starting them.
             iter(self._loader)
             restore_random_state_of(self._given, start)
         return self._shared_out(self._open(epoch, start if has_states else None), 0)
