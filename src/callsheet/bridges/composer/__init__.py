@@ -1,6 +1,6 @@
 """The Composer bridge: `host` runs callsheet's callbacks in Composer, and `guest` runs Composer's callbacks in callsheet.
 
-Only the host needs Composer itself. It is imported when a host is created.
+Only the host needs Composer itself. Composer is imported when a host is created.
 """
 
 from callsheet.core.optional import needed_by

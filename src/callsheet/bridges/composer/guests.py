@@ -18,9 +18,10 @@ from callsheet.core.wrappers import Handler
 logger = logging.getLogger("callsheet")
 
 _runs: WeakKeyDictionary[Context, dict[bool, ComposerRun]] = WeakKeyDictionary()
-"""For each run, by the run's context: the state that the guests of the run share.
+"""For each run, by the run's context: the state that the run's Composer callbacks share.
 
-Guests that derive from Composer's own classes (True) have a separate state, because their state uses Composer's types.
+Callbacks that derive from Composer's own classes share the state under the key True, which uses Composer's types. All others
+share the state under the key False.
 """
 
 
@@ -52,9 +53,9 @@ def guest(
 ) -> ComposerGuest:
     """Wrap a callback or logger of Composer, or of `callsheet.compat.composer`, as a callsheet callback.
 
-    The callback is called for Composer's forty events in Composer's order. At the run's end its `close` is called, and its
-    `post_close` when all guests of the run are closed. It receives a State and a Logger that have some of the attributes of
-    Composer's own. `state.stop_training()` requests a stop of callsheet's loop. What the callback logs is in callsheet's metrics
+    The callback is called for Composer's forty events in Composer's order. At the run's end its `close` is called, and after
+    the `close` of all Composer callbacks its `post_close`. It receives a State and a Logger that have some of the attributes
+    of Composer's own. `state.stop_training()` requests a stop of callsheet's loop. What the callback logs is in callsheet's metrics
     records, and its `state_dict` is in callsheet's checkpoints.
 
     Args:
@@ -62,7 +63,7 @@ def guest(
         name: the name under which the callback's state is saved; by default that of its class.
         phase: the callback's phase; by default `measure`, and `report` for a logger.
         strict: has no effect, because callsheet fires every event of Composer.
-        run: the state that the guests share, if a Trainer provides it.
+        run: the state that the run's Composer callbacks share, if the caller has created it, as `callsheet.compat.composer` does.
 
     Returns:
         A callback for `Trainer(callbacks=[...])`, `attach` or a host of another framework.
@@ -112,13 +113,16 @@ class ComposerGuest(Guest):
         super().__init__(foreign, name=name, phase=phase or self.PHASE, strict=strict)
 
     def listens_to(self, theirs: str) -> bool:
-        """Return whether the callback overrides the event's method. If it overrides `run_event`, it listens to every event."""
+        """Return whether the wrapped callback overrides the method `theirs`, or `run_event`, which is called for every event."""
         inherited = getattr(self._kinds.base, theirs, None)
         method = getattr(self.foreign, theirs, None)
         return self._catches_all or (method is not None and getattr(method, "__func__", method) is not inherited)
 
     def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:
-        """Return a handler that calls the wrapped callback with State and Logger, if the event's condition in `ONLY_WHERE` is met."""
+        """Return a handler that calls the wrapped callback with State and Logger.
+
+        If `ONLY_WHERE` has a condition for the event, the handler calls the callback only when the condition is met.
+        """
         call = self._call_of_run_event(theirs) if self._catches_all else self._call_of_method(method)
         is_fired = ONLY_WHERE.get(theirs)
         return call if is_fired is None else lambda ctx: call(ctx) if is_fired(ctx) else None
@@ -249,7 +253,7 @@ class ComposerGuest(Guest):
 class ComposerLoggerGuest(ComposerGuest):
     """The callsheet callback that `guest` returns for a Composer logger (`LoggerDestination`).
 
-    It receives the events, and callsheet's metrics records under Composer's names.
+    The logger receives Composer's events, and the values of callsheet's metrics records under Composer's names.
     """
 
     OWN = {**ComposerGuest.OWN, "on_log": "_record"}
@@ -260,7 +264,7 @@ class ComposerLoggerGuest(ComposerGuest):
     ) -> None:
         super().__init__(foreign, name=name, phase=phase, strict=strict, run=run)
         begins = self.on_run_start
-        # At the start of a run, Composer calls loggers before callbacks. So handle `on_run_start` in the first phase.
+        # At the start of a run, Composer calls loggers before callbacks. So handle `on_run_start` in the first phase, `change`.
         self.on_run_start = at("change")(lambda ctx: begins(ctx))  # type: ignore[method-assign]
 
     def _record(self, ctx: Context) -> None:

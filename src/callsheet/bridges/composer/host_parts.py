@@ -62,7 +62,7 @@ class HandlerTables:
         self.after_training = {event: handler for event, handler in handlers.items() if event not in in_training}
         """The handlers that are used after Composer has ended training, when it may still evaluate and predict."""
         self.predecessors: Mapping[Any, frozenset[str]] = _predecessors(handlers)
-        """For each event of a step and for `epoch_end`: the handled events after which Composer fires the event."""
+        """For each event of a step and for `epoch_end`: the handled events that may directly precede it."""
 
     def listen(self, driver: LifecycleDriver) -> None:
         """Before a step, add the needed handlers for the forward pass, the loss and the optimizer, and remove those not needed."""
@@ -159,8 +159,8 @@ class StepLosses:
     def add(self, state: Any, loss: Tensor, samples: int) -> None:
         """Add the loss of a microbatch, with its number of samples as the weight.
 
-        `samples` is the number of samples in the whole step. If Composer's microbatch size is at least that, the step has only
-        one microbatch.
+        `samples` is the number of samples in the whole step. If Composer's microbatch size is at least `samples`, the step
+        has only one microbatch.
         """
         value = loss.detach().clone()  # copy the loss, because Composer scales a total of several losses in place
         is_whole = state.device_train_microbatch_size >= samples  # whether this microbatch is the whole batch
@@ -185,7 +185,7 @@ class Listener(LoggerDestination):  # type: ignore[misc]  # mypy does not read C
         self._names: dict[str, str] = {}  # Composer's name of a metric -> callsheet's name; "" for metrics that are left out
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Log Composer's metrics, except times and results of evaluations, which callsheet logs itself."""
+        """Log Composer's metrics, except those that callsheet logs itself, such as times and the results of evaluations."""
         if self._records.are_read:
             try:
                 self._take(metrics)

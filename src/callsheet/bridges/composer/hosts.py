@@ -24,7 +24,7 @@ def host(
 ) -> Any:
     """Wrap the callbacks in one `composer.Callback`, for `Trainer(callbacks=[host([...])])`. A Trainer can have several hosts.
 
-    A run lasts as long as a Composer Trainer: it begins when the Trainer's constructor has loaded a checkpoint, if there is one,
+    A run lasts as long as a Composer Trainer: it begins in the Trainer's constructor, after a checkpoint (if any) was loaded,
     and ends with `close()`. The host fires the events of a step at Composer's events, and the end of the optimizer's step in a
     hook on the optimizer. If a callback requests a stop, the host calls `state.stop_training()`. The Trainer's evaluators carry
     out requests to evaluate, and its `CheckpointSaver` carries out requests to save. Requests that the Trainer cannot carry out
@@ -32,8 +32,8 @@ def host(
     loads one.
 
     Not supported: the gradient norm, the end of clipping, signals, forward passes after the first of a batch that is evaluated in
-    parts, and exceptions that were not raised by a callback of this host. Composer does not report such exceptions. The run then
-    ends with `close()` and is recorded as failed.
+    parts, and exceptions that were not raised by a callback of this host. Composer does not report such exceptions. A run
+    that such an exception ends is recorded as failed at `close()`.
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
@@ -47,7 +47,8 @@ def host(
         A `composer.Callback`.
 
     Raises:
-        NotSupported: a callback cannot work in this Trainer, see `strict`. Raised at its creation or after its first step.
+        NotSupported: a callback cannot work in this Trainer, see `strict`. Raised in the Trainer's constructor or after the first
+            step.
         MissingPackage: Composer is not installed.
     """
     with needed_by("callsheet.bridges.composer.host"):

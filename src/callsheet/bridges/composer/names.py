@@ -119,9 +119,9 @@ COMPOSER_EVENTS: Mapping[str, tuple[str, ...]] = {
 }
 """The events of Composer that correspond to each event of callsheet.
 
-If several are listed, only the one of the current boundary or kind of evaluation is fired. No event of Composer is fired for
-`on_fetch_end` at the end of the data, for the end of an epoch or round that was left early, and for the start of one that is
-resumed after its first batch.
+If several are listed for an event, only the one that fits the current boundary or kind of evaluation is fired. No event of
+Composer is fired for `on_fetch_end` at the end of the data, for the end of an epoch or round that was left early, or for the
+start of an epoch or round that is resumed after its first batch.
 """
 
 

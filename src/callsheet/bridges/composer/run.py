@@ -36,7 +36,7 @@ class Kinds(NamedTuple):
     def of(cls, foreign: object) -> Kinds:
         """Return Composer's own classes if the callback `foreign` derives from Composer's `Callback`, otherwise callsheet's classes.
 
-        `base` is None if it derives from neither.
+        If `foreign` derives from neither Composer's nor callsheet's `Callback`, `base` is None.
         """
         core = sys.modules.get("composer.core")
         if core is not None and isinstance(foreign, core.Callback):

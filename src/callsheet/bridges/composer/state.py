@@ -37,7 +37,7 @@ class State(Facade):
     All Composer callbacks of a run share one object, which callsheet makes.
 
     Args:
-        run: the object that counts what Composer counts, and has the context.
+        run: the `ComposerRun`, which has Composer's counters and callsheet's current context.
 
     Raises:
         NotSupported: on reading any other attribute of Composer's State; the message lists the attributes that a callback may use.
@@ -150,7 +150,7 @@ class State(Facade):
         """Replace a part of the batch, such as its inputs.
 
         Args:
-            key: see `batch_get_item`. To replace a part, a single function is not enough.
+            key: see `batch_get_item`. A single function is not allowed, because it cannot replace a part.
             value: the new part.
         """
         batch = self.batch
@@ -285,10 +285,10 @@ class Logger(Facade):
     All Composer callbacks of a run share one object, which callsheet makes.
 
     Args:
-        run: the object that has the context.
+        run: the `ComposerRun`, which has callsheet's current context.
 
     Raises:
-        NotSupported: on reading an attribute of Composer's Logger that is not listed here.
+        NotSupported: on reading an attribute of Composer's Logger that this class does not have.
     """
 
     OF: ClassVar[str] = "Composer's Logger"

@@ -32,7 +32,7 @@ _COUNT = re.compile(rf"(.+?)({'|'.join(TimeUnit)})", re.IGNORECASE)
 class Time:
     """A duration in one unit, such as batches. It is an integer, except for a fraction of a run's duration (`dur`).
 
-    It can be compared with and added to times of the same unit, strings, and numbers, which get its unit.
+    It can be compared with, and added to, a time of the same unit, a string such as `"10ba"`, or a number, taken as that unit.
 
     Args:
         value: the number, an integer unless the unit is `dur`.
@@ -211,7 +211,7 @@ _NO_TIME = datetime.timedelta(0)
 class Timestamp:
     """The progress of a run, counted in every unit. It is immutable: methods such as `to_next_batch` return a new one.
 
-    It can be compared with times and strings: the counter of their unit is compared.
+    If it is compared with a time or a string such as `"10ba"`, its counter in that unit is used.
 
     Args:
         counted: the counters by name, as numbers or times, and the durations (`total_wct`, `iteration_wct`, `epoch_wct`,

@@ -144,7 +144,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
     def close(self, state: Any, logger: Any) -> None:
         """End the run of callsheet's callbacks, because Composer closes its callbacks.
 
-        If training is not over, an exception has ended it, and the run has failed. This is also called when the program ends.
+        If training is not over, an exception has ended it, and the run has failed. Composer also calls `close` at program exit.
         """
         if self._run is not None:
             self._saves.report(self._run)

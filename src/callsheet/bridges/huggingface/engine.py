@@ -25,7 +25,7 @@ def check_engine(engine: Any, *, strict: bool) -> None:
     """Raise an error if DeepSpeed's settings would give callbacks wrong losses or weights.
 
     Raises:
-        NotSupported: the engine trains in fp16; or with ZeRO stage 3, if `strict`. Otherwise, a warning is logged for stage 3.
+        NotSupported: the engine trains in fp16; or it uses ZeRO stage 3. If `strict` is false, stage 3 only causes a warning.
     """
     if engine.fp16_enabled():
         raise NotSupported(

@@ -40,5 +40,5 @@ FIRED_AT: Mapping[str, tuple[str, ...]] = {
 }
 """For each event or call of the Trainer, the events of callsheet that are fired there.
 
-The last microbatch of a step ends with `on_pre_optimizer_step`.
+The last microbatch of a step ends at `on_pre_optimizer_step`, not at `on_substep_end`.
 """

@@ -27,7 +27,7 @@ GUEST_EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_train_start": ("on_train_begin",),
     "on_epoch_start": ("on_epoch_begin",),
     "on_train_step_start": ("on_step_begin",),
-    "on_microbatch_start": ("on_substep_end",),  # ends the previous microbatch of the same step, if there is one
+    "on_microbatch_start": ("on_substep_end",),  # reports the end of the step's previous microbatch, if any
     "on_optimizer_step_start": ("on_pre_optimizer_step",),
     "on_optimizer_step_end": ("on_optimizer_step",),
     "on_train_step_end": ("on_step_end",),
@@ -55,7 +55,7 @@ _HONORED: Mapping[str, frozenset[str]] = {
     "on_train_end": frozenset(),
     "on_predict": frozenset(),
 }
-"""For each event of the Hugging Face Trainer, the flags of `TrainerControl` that the Trainer obeys if a callback sets them at it.
+"""For each Trainer event: the flags of `TrainerControl` that the Hugging Face Trainer obeys if a callback sets them at this event.
 
 At events that are not listed, the Trainer obeys all flags.
 """
@@ -126,7 +126,7 @@ class HuggingFaceGuest(Guest):
         "on_train_end": "_log_summary",
     }
     EVENTS = {event: theirs for event, theirs in GUEST_EVENTS.items() if event not in ("on_log", "on_eval_all_end")} | {
-        "on_train_end": ("on_train_end",)  # `on_log` is left out, because `_log_summary` calls it
+        "on_train_end": ("on_train_end",)  # `on_log` is not listed, because `_log_summary` calls it
     }
     NEVER = ("on_push_begin",)
 
@@ -160,7 +160,7 @@ class HuggingFaceGuest(Guest):
     def listens_to(self, theirs: str) -> bool:
         """Return whether the wrapped callback overrides the method `theirs`.
 
-        callsheet never pushes to a hub, so `on_push_begin` is reported as missing only if `args` ask for pushes.
+        callsheet never calls `on_push_begin`. This matters only if `args` ask for pushes to a hub; otherwise, return False for it.
         """
         return super().listens_to(theirs) and (theirs != "on_push_begin" or bool(self.args.push_to_hub))
 
@@ -281,7 +281,7 @@ class HuggingFaceGuest(Guest):
                 self._save_kind = "requested"
             elif flag == "should_evaluate":
                 ctx.control.evaluate(f"{self.name} set control.{flag}", replicated=self._replicated)
-            elif self.state.global_step < self._last_step:  # no request is needed at the last step
+            elif self.state.global_step < self._last_step:  # at the last step, training ends without a request
                 ctx.control.stop(f"{self.name} set control.{flag}", replicated=self._replicated)
 
     def _ask_for_checkpoint(self, ctx: Context) -> None:

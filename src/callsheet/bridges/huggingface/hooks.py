@@ -22,7 +22,7 @@ SPEEDS = ("runtime", "samples_per_second", "steps_per_second", "model_preparatio
 
 
 _MAX_CALL_DEPTH = 12
-"""How many frames of the call stack `find_trainer` searches. Three are normally enough; more if a library wraps the Trainer."""
+"""How many frames of the call stack `find_trainer` searches. Three are normally enough, but a wrapped Trainer needs more."""
 
 
 def find_trainer(state: Any, frame: FrameType | None) -> Any:
@@ -45,8 +45,8 @@ def find_trainer(state: Any, frame: FrameType | None) -> Any:
 class HuggingFaceForwardHooks(ModelCalls):
     """Fires the events of the model's first call in each `training_step` and `prediction_step` of the Trainer.
 
-    Other calls do not come from the loop: for example those of a callback that samples, a loss that calls the model a second
-    time, or a separate evaluator.
+    Other calls fire no events, because the Trainer's loop does not make them: for example calls by a callback that samples, a
+    loss that calls the model a second time, or a separate evaluator.
     """
 
     def __init__(self, run: HostedRun, model: nn.Module) -> None:
@@ -168,7 +168,7 @@ class StepWatch(BackwardWatch):
 def found_in(metrics: Mapping[str, Any], prefix: str) -> dict[str, float]:
     """Return the results of an evaluation without the prefix (such as `eval_`) in their names, and without timings.
 
-    A subclass of the Trainer may have extended the prefix, as SetFit does. The whole prefix is taken from the metric `<prefix>_runtime`.
+    A subclass of the Trainer may have extended the prefix, as SetFit does. So it is read from the name `<prefix>_runtime`.
     """
     timed = [name.removesuffix("_runtime") for name in metrics if name.startswith(prefix) and name.endswith("_runtime")]
     prefix = min(timed, key=len, default=prefix)

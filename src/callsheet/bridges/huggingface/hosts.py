@@ -47,8 +47,8 @@ def host(
 
     A run is one call of `trainer.train()`. The host observes steps by the Trainer's own events, microbatches in its
     `training_step`, the loss in `backward`, and evaluations in `evaluate` and `prediction_step`. `ctx.batch`, `ctx.microbatch`
-    and `ctx.outputs` are those of the model's first call in a `training_step` or `prediction_step`, where samples and tokens are
-    counted too. Further calls, as in contrastive losses, belong to the loss. Calls of the model elsewhere, such as those of a
+    and `ctx.outputs` are those of the model's first call in a `training_step` or `prediction_step`. Samples and tokens are counted
+    at this call too. Further calls, as in contrastive losses, belong to the loss. Calls of the model elsewhere, such as those of a
     callback that samples from it, are not reported.
 
     A metrics record is made every `logging_steps` steps. It contains the other values that the Trainer logs, as
@@ -64,7 +64,7 @@ def host(
         callbacks: a manager, a callback, or any iterable of callbacks.
         eval_names: the names of the evaluation datasets, if the Trainer's `eval_dataset` does not have them.
         strict: whether to raise an error if a callback listens to an event that is not fired; else log a warning.
-        run_name, runs_folder: the run's name, and the folder that contains the run's folder. None: those of `output_dir`.
+        run_name, runs_folder: the run's name, and the folder that contains the run's folder. None: taken from `output_dir`.
         lock_timeout_seconds: how long to wait while another process trains in the run's folder; then `RunInUseError` is raised.
 
     Raises:
@@ -160,7 +160,8 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
                     host._fail(error)
                 raise
 
-        # Do not wrap `train`: the wrapper refers to the trainer weakly, so `Trainer(...).train()` could delete the trainer.
+        # Do not wrap `train` itself: the wrapper refers to the trainer only weakly, so Python could delete the trainer during
+        # `Trainer(...).train()`.
         WrappedMethods(trainer).wrap("_inner_training_loop", train, put=replace)
 
     @observing
@@ -419,7 +420,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         The evaluation's end is fired also if the evaluation fails, so that a callback that has swapped the weights, such as `EMA`,
         restores the trained weights.
 
-        If there are several datasets, `trainer.evaluate` calls itself for each.
+        If there are several datasets, `trainer.evaluate` calls itself for each dataset.
         """
         run, outer = self._run, self._prefix
         if run is None:

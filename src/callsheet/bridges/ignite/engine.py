@@ -121,7 +121,7 @@ class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's 
     def _fire_event(self, event_name: Any, *event_args: Any) -> None:
         """Fire an event as Ignite does, but faster.
 
-        This method writes no log line, and does not need the event's hash, which is computed in Python.
+        This method writes no log line, and avoids the event's hash, which is slow because Python code computes it.
         """
         known = self._at.get(id(event_name))
         if known is None:
@@ -140,7 +140,7 @@ class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's 
         """Request that callsheet's run stops. After this call, only Ignite's events at the end of a run are fired.
 
         Args:
-            skip_completed: whether `COMPLETED` is not fired either.
+            skip_completed: whether to leave out the event `COMPLETED` too.
 
         Raises:
             NotSupported: training has not begun.

@@ -30,7 +30,7 @@ FIRED_AT: Mapping[Events, tuple[str, ...]] = {
 }
 """For each event of Ignite's trainer, the events of callsheet that are fired there.
 
-Hooks in PyTorch report the events inside a step.
+callsheet's events inside a step are not listed, because PyTorch hooks fire them.
 """
 
 FIRED_AT_EVALUATION: Mapping[Events, tuple[str, ...]] = {

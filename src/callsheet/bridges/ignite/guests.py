@@ -33,7 +33,7 @@ GUEST_EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_eval_step_end": ("evaluator_iteration_completed",),
     "on_eval_all_end": ("evaluators_completed",),
 }
-"""For each event of callsheet, the events of Ignite's trainer that are fired at it; for evaluators, a key of `EVALUATOR_EVENTS`."""
+"""For each event of callsheet, the events of Ignite's trainer that are fired then; for evaluators, a key of `EVALUATOR_EVENTS`."""
 
 EVALUATOR_EVENTS: Mapping[str, tuple[Events, ...]] = {
     "evaluator_started": (Events.STARTED, Events.EPOCH_STARTED),
@@ -120,7 +120,7 @@ class IgniteGuest(Guest):
         """Return whether an Ignite handler is attached for the event `theirs`."""
         if theirs in EVALUATOR_EVENTS:
             events = EVALUATOR_EVENTS[theirs]
-            # Handlers of an iteration's end read the count of iterations, which only `_evaluator_iteration_started` updates.
+            # Handlers of an iteration's end need its start too: `_evaluator_iteration_started` updates the count that they read.
             if theirs == "evaluator_iteration_started":
                 events += EVALUATOR_EVENTS["evaluator_iteration_completed"]
             return any(engine.listens_to(event) for engine in self.foreign.evaluators.values() for event in events)

@@ -60,7 +60,7 @@ def host(
 
     A run is one call of `trainer.run()`. The host observes steps and epochs by the engine's events, and forward pass, loss and
     optimizer step with PyTorch hooks. If a callback requests a stop, the host calls `trainer.terminate()`. If an evaluator runs
-    while the trainer does, that is an evaluation, whose results are the evaluator's metrics.
+    during training, callsheet reports an evaluation with the evaluator's metrics as its results.
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
@@ -172,8 +172,8 @@ class IgniteHost(HostBase):
 
         Args:
             trainer: the engine whose process function trains the model.
-            checkpoint: writes the checkpoints that callbacks request. It may also be attached to an engine. All its checkpoints
-                are reported.
+            checkpoint: the Ignite `Checkpoint` that writes the checkpoints that callbacks request. It may also be attached to an
+                engine. All its checkpoints are reported.
 
         Returns:
             The host itself.
@@ -451,7 +451,8 @@ class IgniteHost(HostBase):
     def _handle_current_event(self) -> None:
         """Handle the engine's current event before Ignite calls the host's handler for this event.
 
-        This is called if another handler of this event, which Ignite calls earlier, needs the result.
+        This is needed if another handler of the event, which Ignite calls before the host's, runs an evaluator or saves the
+        host's state.
         """
         trainer, name = self._trainer, self._evaluations.dataset
         if self._run is None or trainer is None:

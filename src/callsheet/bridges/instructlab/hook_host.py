@@ -38,7 +38,10 @@ from callsheet.transport.payload import open_payload, pack
 logger = logging.getLogger("callsheet")
 
 _WITHOUT_HOOK = frozenset({"loss", "backward"})
-"""Spans of a microbatch for which InstructLab has no hooks. The lifecycle driver fires their events between two hooks."""
+"""Spans of a microbatch for which InstructLab has no hooks.
+
+The lifecycle driver, which keeps callsheet's events in order, fires the events of these spans between two hooks.
+"""
 
 _OF_STEP = frozenset({"on_before_forward", "on_after_backward", "on_pre_optimizer_step", "on_optimizer_step", "on_log"})
 """The hooks that InstructLab calls within a step, after `on_step_begin`."""
@@ -62,7 +65,7 @@ def _class_over(TrainerCallback: type) -> Any:  # noqa: N803  # the class below 
     """Create a subclass of `TrainerCallback` that passes InstructLab's hooks on to `InstructLabHost`.
 
     InstructLab sends the source of the class to its ranks, executes it there, and calls the class without arguments. So the class
-    uses no name outside its methods except that of its base.
+    body, outside the methods, uses no name except that of the base class.
     """
 
     class CallsheetCallback(TrainerCallback):  # type: ignore[misc]  # the base is InstructLab's class or callsheet's copy

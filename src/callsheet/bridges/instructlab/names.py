@@ -191,7 +191,7 @@ class CallbackManager:
             callback: an instance of a TrainerCallback, of InstructLab or of this package.
 
         Raises:
-            TypeError: it is not such an instance.
+            TypeError: `callback` is not such an instance.
         """
         check(callback)
         self._callbacks.append(callback)
@@ -227,7 +227,7 @@ class CallbackManager:
             kwargs: values for fields of the context, for this call only.
 
         Raises:
-            ValueError: there is no such hook; or, if a callback overrides it, the context has no such field.
+            ValueError: there is no such hook; or a callback overrides the hook, and `kwargs` names a field that the context lacks.
         """
         if hook_name not in _HOOKS:
             # The error begins like InstructLab's error, because tests that were written for InstructLab may check its words.

@@ -160,7 +160,7 @@ class HookedRun(Run):
     def finish(self, context: TrainingContext) -> None:
         """End the run.
 
-        If an epoch is open, InstructLab was preempted. A step that was not finished gets no end events.
+        If a step is open, InstructLab was preempted. The end of this step is fired only if the optimizer has stepped.
         """
         driver = self.driver
         # A preemption always leaves a step open. So if no step is open, the epoch is complete.
@@ -348,7 +348,7 @@ class HookedRun(Run):
         write_checkpoint(folder, {"state": self.state.state_dict()}, local, saved_info, overwrite=True)
 
     def _load(self, context: TrainingContext) -> CheckpointInfo | None:
-        """Load the callbacks' states from the checkpoint that was saved after as many samples as InstructLab has trained on so far."""
+        """Load the callbacks' states from the checkpoint whose number of trained samples equals the number in `context`."""
         if not context.total_samples:
             return None
         folder = Path(context.output_dir) / "hf_format"

@@ -72,7 +72,8 @@ def guest(foreign: Any, *, verbose: int = 1, name: str = "", phase: Phase = "mea
 
     Raises:
         ConfigError: Keras runs on another backend than torch.
-        NotSupported: the callback needs a Keras model, as `ModelCheckpoint` does; or, while training, it reads another attribute.
+        NotSupported: the callback needs a Keras model, as `ModelCheckpoint` does; or, while training,
+            it reads an attribute of `model` that is not listed above.
     """
     check_backend()
     return KerasGuest(foreign, verbose=verbose, name=name, phase=phase, strict=strict)

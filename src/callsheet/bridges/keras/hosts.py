@@ -71,7 +71,7 @@ def host(
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
-        strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.
+        strict: whether to raise an error if a callback listens to an event that is never fired. False: a warning is logged.
         model: the torch module that the Keras model wraps, if callbacks are to see this module and its parameter names as
             `ctx.model`. It must contain all weights of the Keras model. None: the Keras model, whose weights have Keras's names.
         run_name: the run's name.
@@ -86,7 +86,8 @@ def host(
         A Keras callback.
 
     Raises:
-        ConfigError: Keras runs on another backend; or when training begins, the Keras model has weights that are not in `model`.
+        ConfigError: Keras does not run on the torch backend; or, when training begins, the Keras model has weights that are not
+            in `model`.
         NotSupported: a callback cannot work in Keras's loop, see `strict`; or the model is compiled with `jit_compile`, or its
             optimizer accumulates gradients itself, so that the parts of a step cannot be observed.
     """
@@ -114,9 +115,9 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
     _STOPS_IF_PREEMPTED = True
     _run: HostedRun | None = None
     _batch: int | None = None
-    """The index in its epoch, as counted by Keras, of the latest batch; None before the first batch of a call of `fit`."""
+    """Keras's index of the latest batch within its epoch; None before the first batch of a call of `fit`."""
     _earlier_steps = 0
-    """The number of steps before the epoch of the latest batch, as counted by Keras."""
+    """The number of steps, as Keras counts them, before the epoch of the latest batch began."""
 
     def __init__(self, callbacks: Callbacks, *, model: nn.Module | None, resume: str | None, **options: Any) -> None:
         super().__init__(callbacks, **options)
@@ -175,7 +176,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
         return run
 
     def _patch(self, name: str, before: Callable[..., list[Any] | None], after: Callable[..., None]) -> _PatchedFunction:
-        """Patch a function that Keras calls with a batch, such as `model.train_function`. Keras passes no batch to its callbacks."""
+        """Patch a function that Keras calls with a batch, such as `train_function`, because Keras passes no batch to callbacks."""
         patched = _PatchedFunction(self.model, name, before, after)
         self._hooks.append(patched)
         return patched

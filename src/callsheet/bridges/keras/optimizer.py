@@ -15,7 +15,7 @@ from callsheet.bridges.hosted_run import HostedRun
 class Steps:
     """Fires the events of a Keras optimizer's step.
 
-    Keras optimizers have no hooks, so this replaces the optimizer's `apply`.
+    Keras optimizers have no hooks, so this class replaces the optimizer's `apply`.
     """
 
     def __init__(self, run: HostedRun, optimizer: Any) -> None:

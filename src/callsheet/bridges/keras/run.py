@@ -16,7 +16,7 @@ class KerasRun(Common):
     def __init__(self) -> None:
         self.ctx: Any = None  # callsheet's context; None until the run begins
         self.listens_to_batches = False
-        """Whether a guest listens to the end of each batch. Only then does each batch's loss become a number for the logs."""
+        """Whether a guest listens to the end of each batch. Only then is each batch's loss converted to a number."""
         self.needs_loss = False
         """Whether any guest needs the loss in its logs."""
         self.batch = 0

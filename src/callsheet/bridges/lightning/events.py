@@ -38,5 +38,5 @@ FIRED_AT: Mapping[str, str] = {
 """For each event of callsheet, the Lightning hook at which the event is fired.
 
 The other events come from hooks in the model, `backward`, the optimizer and `save_checkpoint`, or the lifecycle driver
-synthesizes them.
+synthesizes them: it fires them to keep the order of events, although Lightning did not report them.
 """

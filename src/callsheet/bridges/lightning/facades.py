@@ -82,7 +82,7 @@ class StrategyFacade(OfGuest):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether `decision` is true on all ranks; with `all=False`, whether it is true on any rank.
 
-        All ranks must call this method and those below.
+        All ranks must call this method, and also `broadcast`, `barrier` and `reduce`.
         """
         votes = [bool(vote) for vote in self._ctx.gather(bool(decision))]
         return min(votes) if all else max(votes)
@@ -185,7 +185,7 @@ class _ProgressFacade(OfGuest):
 class TrainerFacade(OfGuest):
     """Takes the place of Lightning's Trainer in callsheet's loop. It has the attributes that Lightning callbacks may use.
 
-    Some attributes have fixed values: there is never a sanity check, and an evaluation after every epoch.
+    Some attributes have fixed values, which say that there is no sanity check and that every epoch is followed by an evaluation.
     """
 
     OF = "Lightning's Trainer"

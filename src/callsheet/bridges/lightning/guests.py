@@ -50,7 +50,7 @@ def guest(
         phase: the callback's place in the order of each event. Use `change` for a callback that swaps the weights for an
             evaluation.
         log_every_n_steps: the Trainer's `log_every_n_steps` that the callback sees. The default is Lightning's.
-        strict: whether to raise an error if the callback overrides a hook that is never called, or is known not to work; else log
+        strict: whether to raise an error if the callback is known not to work, or overrides a hook that is never called; else log
             a warning.
 
     Raises:
@@ -338,7 +338,7 @@ class LightningGuest(Guest):
         Args:
             name: the name of the metric.
             value: a number or scalar tensor.
-            prog_bar: whether it is one of the values in `progress`.
+            prog_bar: whether to store the value in `progress` too.
             logger: whether it is also logged for the next metrics record, as `lightning/<name>`.
         """
         self._metrics[name] = tensor = torch.as_tensor(value).detach()

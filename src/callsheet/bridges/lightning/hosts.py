@@ -66,7 +66,7 @@ def host(
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
         strict: whether to raise an error if a callback listens to an event that is not fired; else log a warning.
-        run_name, runs_folder: the run's name, and the folder that contains the run's folder. None: those of `trainer.log_dir`.
+        run_name, runs_folder: the run's name, and the folder that contains the run's folder. None: taken from `trainer.log_dir`.
         lock_timeout_seconds: how long to wait while another process trains in the run's folder; then `RunInUseError` is raised.
 
     Raises:
@@ -363,7 +363,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             self._run.ctx.log(logged)
 
     def _new_metrics(self, trainer: Any) -> dict[str, Tensor]:
-        """Return the metrics that were logged in Lightning since the last call. A newly logged metric has a new tensor object."""
+        """Return the metrics that Lightning has logged since the last call of this method: those whose tensor object is new."""
         known, self._known = self._known, dict(trainer.callback_metrics)
         return {name: value for name, value in self._known.items() if known.get(name) is not value and value.numel() == 1}
 

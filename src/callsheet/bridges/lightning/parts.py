@@ -205,7 +205,7 @@ class Cadence:
 def duration_of(trainer: Any) -> str | None:
     """Return how long `fit` will train: the limit in steps or in epochs, whichever comes first.
 
-    If that is not known, return the limit in steps.
+    If it is not known which comes first, return the limit in steps.
     """
     steps, epochs = trainer.max_steps, trainer.max_epochs
     has_epochs = epochs is not None and epochs >= 0
@@ -220,7 +220,7 @@ def duration_of(trainer: Any) -> str | None:
 def counted(trainer: Any) -> Counts:
     """Return how many steps and epochs Lightning has counted.
 
-    With manual optimization, `global_step` counts the steps of all optimizers, so each batch is a step, as in the host.
+    With manual optimization, `global_step` adds up the steps of all optimizers. So count each batch as one step, as the host does.
     """
     loop = trainer.fit_loop
     is_automatic = trainer.lightning_module.automatic_optimization

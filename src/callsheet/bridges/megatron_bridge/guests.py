@@ -44,8 +44,9 @@ def guest(
         foreign: the callback, a list of callbacks, or a manager.
         name: the name under which the state is saved; by default that of the callback's or the manager's class.
         phase: the phase of all these callbacks.
-        strict: whether a callback that listens to an event which callsheet never fires is an error. False: a warning is logged.
-        config: the `context.state.cfg` of the callbacks; it must have `train.train_iters`. None: an object that has only that.
+        strict: whether to raise an error if a callback listens to an event that callsheet never fires. False: a warning is logged.
+        config: the `context.state.cfg` of the callbacks; it must have `train.train_iters`. None: an object with only
+            this setting.
 
     Returns:
         A callback for `Trainer(callbacks=[...])`, `attach` or a host of another framework.
@@ -77,7 +78,8 @@ class MegatronBridgeGuest(Guest):
         self._is_live = self.manager is foreign
         several = foreign if isinstance(foreign, list) else [foreign]
         self._alone: Any = several[0] if len(several) == 1 and not self._is_live else None
-        # Whether setting `step` or `train_iters` calls `drive`. If the user gave a state, each event calls `drive` instead.
+        # Whether setting `step` or `train_iters` calls `drive`, which may stop training. If the user gave a state, the guest
+        # calls `drive` after each event instead.
         self._sees_writes = state is None
         super().__init__(foreign, name=name or type(self._alone or self.manager).__name__, phase=phase, strict=strict)
         if self._is_live or state is not None:

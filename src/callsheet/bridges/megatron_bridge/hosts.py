@@ -65,7 +65,7 @@ def host(
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
-        strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.
+        strict: whether to raise an error if a callback listens to an event that is never fired. False: a warning is logged.
         lock_timeout_seconds: how long to wait while another process trains in the run's folder; then `RunInUseError` is raised.
 
     Returns:
@@ -82,8 +82,8 @@ class MegatronBridgeHost(HostBase):
 
     The arguments are those of `host`.
 
-    The class does not inherit from Megatron's `Callback`, because Megatron's manager accepts any object with these methods, and Megatron
-    need not be installed.
+    The class does not inherit from Megatron's `Callback`, because Megatron's manager accepts any object that has the
+    hooks as methods, and Megatron need not be installed.
     """
 
     _PACKAGE = PACKAGE

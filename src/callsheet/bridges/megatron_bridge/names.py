@@ -129,8 +129,8 @@ class CallbackManager:
             callback: one callback, or a list of callbacks. A tuple registers nothing, as in Megatron Bridge; a warning is logged.
 
         Raises:
-            AttributeError: a class instead of an instance, or a hook that is not a method, such as a staticmethod or a function
-                that was assigned to the instance.
+            AttributeError: a callback is a class instead of an instance, or one of its hooks is not a method but, for example, a
+                staticmethod or a function that was assigned to the instance.
         """
         for each in callback if isinstance(callback, list) else [callback]:
             found = False

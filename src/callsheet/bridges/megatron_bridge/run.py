@@ -27,8 +27,8 @@ class MegatronBridgeRun(Common):
     Each method that is named after an event of callsheet handles that event.
 
     Args:
-        state: the state of a guest that has its own; None creates the one that all guests share.
-        user_state: the `user_state` of a guest that has its own; None creates the one that all guests share.
+        state: the `context.state` of a guest that has its own; None: create the state that all guests share.
+        user_state: the `user_state` of a guest that has its own; None: create the `user_state` that all guests share.
     """
 
     LISTEN_ONLY = VALID_EVENTS - {"on_checkpoint_save", "on_eval_step_end"} | {"on_checkpoint_published"}
@@ -91,7 +91,7 @@ class MegatronBridgeRun(Common):
         """Stop training if a callback has set `train_state.step` or `cfg.train.train_iters` so that no steps are left.
 
         Raises:
-            NotSupported: a callback has changed them, but training would not end.
+            NotSupported: a callback has changed one of these values, but steps are left.
         """
         ctx, step, train_iters = self._ctx, self.steps["step"], self.train.train_iters
         if ctx is None or (step == self.step and train_iters == self.length):

@@ -72,7 +72,7 @@ def guest(
         A callback for `Trainer(callbacks=[...])`, `attach` or a host of another framework.
 
     Raises:
-        NotSupported: while training, if the callback reads another attribute of the unit.
+        NotSupported: while training, the callback reads an attribute of the unit that is not available; see `attributes`.
     """
     kind = type(foreign)
     agrees = replicated or (kind.__module__.startswith("torchtnt.framework.callbacks.") and kind.__name__ in _AGREEING)

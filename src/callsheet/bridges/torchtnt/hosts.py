@@ -66,7 +66,7 @@ def host(
 
     Args:
         callbacks: a manager, a callback, or any iterable of callbacks.
-        strict: whether a callback that listens to an event which is never fired is an error. False: a warning is logged.
+        strict: whether to raise an error if a callback listens to an event that is never fired. False: a warning is logged.
         metrics: names of attributes of the unit. Their values are added to the results of each evaluation, in addition to the
             loss that `eval_step` returns.
         run_name: the run's name.

@@ -18,8 +18,8 @@ class Fetches:
     """Replaces a unit's methods that fetch batches, because torchtnt calls no callback before a fetch, and passes no batch to callbacks.
 
     Args:
-        methods: the names of the unit's methods, each with the bound method that is called instead. This receives the unit's own
-            method as its first argument. If the object to which it is bound no longer exists, the unit's own method is called.
+        methods: the names of the unit's methods, each with the bound method that is called instead. The bound method receives
+            the unit's own method as its first argument. If its object no longer exists, the unit's own method is called.
     """
 
     def __init__(self, unit: Any, methods: Mapping[str, Callable[..., Any]]) -> None:
@@ -46,7 +46,7 @@ def one_of_unit(tracked: Mapping[str, Any], name: str) -> Any:
     """Return the only object in `tracked`, or None if `tracked` is empty. Of several objects, return the one named `name`.
 
     Raises:
-        NotSupported: the unit tracks several, and none has that name.
+        NotSupported: `tracked` has several objects, and none is named `name`.
     """
     if len(tracked) <= 1:
         return next(iter(tracked.values()), None)

@@ -1,7 +1,8 @@
 """Sends a host's callbacks to the DDP workers that Ultralytics starts, and reports failed trainings to the host.
 
-With several devices, Ultralytics starts its workers with torchrun on a file that it generates, which makes a trainer of its own. This
-module makes them run `ultralytics_worker.py` instead, with that file as its argument, and sends the callbacks in a signed file.
+With several devices, Ultralytics generates a script that creates a new trainer, and torchrun runs the script in each worker.
+This module makes the workers run `ultralytics_worker.py` instead, with the script as its argument, and sends the callbacks in a
+signed file.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ FIRED_AT: Mapping[str, str] = {
 """For each event of callsheet, the Ultralytics event at which callsheet's event is fired.
 
 The other events come from hooks in the model, `backward`, the optimizer, and wrapped methods of the trainer and validator, or the
-lifecycle driver synthesizes them.
+lifecycle driver synthesizes them: it fires them to keep the order of events, although Ultralytics did not report them.
 """
 
 HANDLED = (

@@ -147,7 +147,7 @@ class UltralyticsHost(HostBase):
 
         Raises:
             ConfigError: the host is attached already.
-            TransportError: a DDP worker imports the script that calls this.
+            TransportError: `attach` was called while a DDP worker imports the user's script.
         """
         if payload.is_opening:
             raise TransportError(
@@ -269,7 +269,7 @@ class UltralyticsHost(HostBase):
         self._begin_epoch_counts(len(trainer.train_loader))
         self._stage = _BETWEEN_BATCHES
         self._epochs = trainer.epoch
-        if is_repeated:  # Ultralytics may not count the repeated steps twice, as callsheet does, so accept this difference
+        if is_repeated:  # callsheet counts the repeated steps twice and Ultralytics may not, so accept this difference
             run.counts.follow(self._counts_of(trainer))
         run.counts.check()
         run.driver.start("epoch")
