@@ -30,7 +30,7 @@ FIRED_AT: Mapping[Events, tuple[str, ...]] = {
 }
 """For each event of Ignite's trainer, the events of callsheet that are fired there.
 
-callsheet's events inside a step are not listed, because PyTorch hooks fire them.
+The other events of a step, such as those of the forward pass, are not listed, because PyTorch hooks fire them.
 """
 
 FIRED_AT_EVALUATION: Mapping[Events, tuple[str, ...]] = {
