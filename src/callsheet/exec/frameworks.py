@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("callsheet")
 
 Around = Callable[..., Any]
-"""A function that replaces a framework's training function. It receives the observation, the training function, and its arguments."""
+"""A function that replaces a framework's training function. Its arguments: observation, training function, arguments."""
 
 
 class Frameworks:
