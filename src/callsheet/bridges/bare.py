@@ -89,7 +89,7 @@ def attach(
         evaluate: called without arguments when a callback asks for an evaluation. It returns the results by dataset name, such as
             `{"validation": {"loss": 1.2}}`.
         config: the loop's settings, stored with the run.
-        save_in_background: whether to copy the state and write the copy while training continues.
+        save_in_background: whether to write each checkpoint from a copy of the state, in the background, while training continues.
         preempt_signals: the signals that make the run save a checkpoint and end as preempted.
         timeout_seconds: the run fails if a rank does not answer for this long.
         lock_timeout_seconds: how long to wait while another process trains in the run's folder; then `RunInUseError` is raised.

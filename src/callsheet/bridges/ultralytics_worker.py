@@ -31,7 +31,7 @@ def main() -> None:
     def train_with_host(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         BaseTrainer.train = train
         host.attach(trainer)
-        return BaseTrainer.train(trainer, *args, **kwargs)  # look it up again: `attach` may have replaced it
+        return BaseTrainer.train(trainer, *args, **kwargs)  # look up `train` again, because `attach` may have replaced it
 
     BaseTrainer.train = train_with_host
     runpy.run_path(file, run_name="__main__")

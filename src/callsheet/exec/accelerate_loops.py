@@ -22,7 +22,7 @@ class AccelerateLoops:
         self._accelerators[optimizer] = weakref.ref(accelerator)
 
     def settings(self, optimizer: Any) -> dict[str, Any]:
-        """Return the settings of the Accelerator that has prepared the optimizer, to store with the run, or {}."""
+        """Return the settings of the Accelerator that has prepared the optimizer, to store with the run. If none has, return {}."""
         reference = self._accelerators.get(optimizer)
         accelerator = reference() if reference is not None else None
         if accelerator is None:
