@@ -79,7 +79,7 @@ def attach(
         optimizer: the optimizer that the loop steps. In a wrapper such as fastai's OptimWrapper, torch's optimizer inside is observed.
         callbacks: a manager, a callback, or any iterable of callbacks.
         loggers: more callbacks, called after the others in the phase `report`.
-        scheduler: the scheduler to save in checkpoints and to show to callbacks. The loop steps it.
+        scheduler: the scheduler to save in checkpoints and to show to callbacks. The loop must step the scheduler itself.
         gradient_accumulation_steps: how many batches the loop uses for one optimizer step. All of them are fetched before the step.
         scaler: the `torch.amp.GradScaler` that scales the loss.
         max_duration: how long to train, such as `"2ep"`. `run.steps` ends then. None: until the loop ends.

@@ -17,7 +17,7 @@ class BoundaryOrder:
         host: the name of the framework in messages.
         driver: the lifecycle driver of the training.
         eval_driver: the lifecycle driver of the evaluations.
-        leave_evaluation: ends the evaluation that is open, whose end the framework has not reported.
+        leave_evaluation: ends an evaluation that is still open because the framework has not reported its end.
     """
 
     def __init__(

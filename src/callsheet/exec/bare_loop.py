@@ -485,7 +485,7 @@ class BareLoop(NotCopied):
         """If a step is still open after `GradScaler.step`, the scaler has skipped the optimizer's `step`: end the open step as skipped."""
         self.watch._scaler = scaler
         if not self._is_over and self.step.is_open:
-            self.run.step_skipped = True  # the step is still open, so the scaler has skipped it
+            self.run.step_skipped = True  # if the optimizer had stepped, the step would be over
             self._guarded(self.end_step)
 
     @partial(not_compiled, recursive=False)

@@ -75,7 +75,7 @@ class LoopFinder:
         self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # the dataloader of each iterator
         # A reference to the iterator that yielded the observed loop's last batch; `_nothing` if no loop is observed.
         self._training_iterator: Callable[[], Any] = _nothing
-        self._latest: _Fetched | None = None  # what was fetched last, not counting what the observed loop fetches
+        self._latest: _Fetched | None = None  # the last batch that was fetched, but not by the observed loop
         self._loss: Tensor | None = None  # the sum of the losses since the last `zero_grad`, until the first loop is recognized
         self._counted: _Fetched | None = None  # the last batch whose samples are in `_counts`
         self._counts = (0, 0)  # number of samples and tokens of the losses in `_loss`

@@ -58,7 +58,7 @@ class CalledModel(ModelCalls):
         self.is_wrapped = False
         """Whether the recipe's methods for training and validation are wrapped, so that the wrappers show which one is running.
 
-        Otherwise, this is inferred from hooks and the model's mode.
+        Otherwise, callsheet infers which one is running from hooks and the model's mode.
         """
         self._is_training = False
         self._listens_to_forward = True
