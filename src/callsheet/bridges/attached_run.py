@@ -76,7 +76,7 @@ class AttachedRun:
     def preempted(self) -> bool:
         """Whether a signal other than Ctrl-C has preempted the run.
 
-        A checkpoint was saved if a callback or the signal requested it.
+        A checkpoint was saved if a callback or the signal requested one.
         """
         return self._run.lifetime.outcome is Outcome.PREEMPTED
 
@@ -138,7 +138,7 @@ class AttachedRun:
     def steps(self, dataloader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of one epoch.
 
-        The loop trains on each before it requests the next. A resumed run leaves out the batches that it has trained on.
+        The loop must train on each batch before it requests the next. A resumed run leaves out the batches that it has trained on.
 
         Raises:
             RequestRejected: `steps` is called inside another call of `steps`, or outside the `with` block.

@@ -79,7 +79,7 @@ def attach(
         optimizer: the optimizer that the loop steps. In a wrapper such as fastai's OptimWrapper, torch's optimizer inside is observed.
         callbacks: a manager, a callback, or any iterable of callbacks.
         loggers: more callbacks, called after the others in the phase `report`.
-        scheduler: the scheduler to save in checkpoints and to show to callbacks. The loop steps it.
+        scheduler: the scheduler to save in checkpoints and to show to callbacks. The loop must step the scheduler itself.
         gradient_accumulation_steps: how many batches the loop uses for one optimizer step. All of them are fetched before the step.
         scaler: the `torch.amp.GradScaler` that scales the loss.
         max_duration: how long to train, such as `"2ep"`. `run.steps` ends then. None: until the loop ends.
@@ -89,7 +89,7 @@ def attach(
         evaluate: called without arguments when a callback asks for an evaluation. It returns the results by dataset name, such as
             `{"validation": {"loss": 1.2}}`.
         config: the loop's settings, stored with the run.
-        save_in_background: whether to copy the state and write the copy while training continues.
+        save_in_background: whether to write each checkpoint from a copy of the state, in the background, while training continues.
         preempt_signals: the signals that make the run save a checkpoint and end as preempted.
         timeout_seconds: the run fails if a rank does not answer for this long.
         lock_timeout_seconds: how long to wait while another process trains in the run's folder; then `RunInUseError` is raised.

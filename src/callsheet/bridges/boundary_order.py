@@ -17,7 +17,7 @@ class BoundaryOrder:
         host: the name of the framework in messages.
         driver: the lifecycle driver of the training.
         eval_driver: the lifecycle driver of the evaluations.
-        leave_evaluation: ends the evaluation that is open, whose end the framework has not reported.
+        leave_evaluation: ends an evaluation that is still open because the framework has not reported its end.
     """
 
     def __init__(
@@ -30,13 +30,13 @@ class BoundaryOrder:
         self._host = host
         self._driver = driver
         self.evaluations = eval_driver.opened
-        """The open spans of evaluations. The first is always `run`, so an evaluation is open if there are more."""
+        """The open spans of evaluations. The first is always `run`, so an evaluation is open if there is a second one."""
         self._leave_evaluation = leave_evaluation
         self.fired: str | None = None
         """The letters (see `allows`) of the events that were fired at the current boundary. None if training is not at a boundary."""
 
     def reach(self) -> None:
-        """Record that a step, epoch or round has ended. Training is at a boundary until the next one begins."""
+        """Record that a step, epoch or round has ended. Training is at a boundary until the next of these begins."""
         self.fired = ""
 
     def leave(self) -> None:
@@ -48,7 +48,7 @@ class BoundaryOrder:
     def allows(self, what: str) -> bool:
         """Return whether an event may be fired now. `what` is L for `on_log`, E for an evaluation, D for `on_checkpoint_due`, S for a save.
 
-        During training, a boundary may have one of each before its evaluation and one after it, in the lifecycle's order.
+        At a boundary of training, L, D and S may each be fired once before E and once after E, in the lifecycle's order.
         """
         inside = self._driver.innermost
         if len(self.evaluations) > 1:

@@ -24,9 +24,9 @@ class Counts(NamedTuple):
 class CountCheck:
     """Compares callsheet's counts with the framework's, at the ends of epochs, at checkpoints and at the end of training.
 
-    If the framework has not fired its events as the host expects, callsheet may have counted other steps or epochs. The first time
-    that the counts differ, this logs a warning and records it in `ctx.run.inexact_counts`. Each time, callsheet's counts are set to
-    the framework's. Two faults may cancel out in the counts, so a host that notices a single fault calls `doubt`.
+    If the framework has not fired its events as the host expects, callsheet's counts may be wrong. The first time that the counts
+    differ, a warning is logged and recorded in `ctx.run.inexact_counts`. Each time, callsheet's counts are set to the framework's.
+    A missing and a repeated event may cancel out in the counts, so a host that notices one of them calls `doubt`.
 
     Args:
         host: the name of the framework in messages.
@@ -44,8 +44,8 @@ class CountCheck:
     def follow(self, counted: Callable[[], Counts]) -> None:
         """From now on, compare callsheet's counts with the counts that `counted` returns.
 
-        The framework may have trained before this run, so the present difference between the two counts is accepted. A count that
-        is None now must later begin at callsheet's count.
+        The framework may have trained before this run, so the present difference between the two counts is accepted. If a count
+        is None now, the framework must later begin it at callsheet's count.
 
         Args:
             counted: returns the counts of the framework. At the end of an epoch, the counts include this epoch. The function must not

@@ -28,8 +28,8 @@ _LARGEST = (1 << 63) - 1
 class DataPosition:
     """Counts how many batches of the epoch were used, and saves what a resumed run needs to get the remaining batches.
 
-    Each epoch's batches come from a `PreshardedData`, as in a Trainer of one process. Therefore, the states of generators and samplers are
-    saved, and persistent workers are seeded. A loop may use one dataloader for all epochs, or make a new one for each epoch.
+    Each epoch's batches come from a `PreshardedData`, as in a Trainer of one process. This class provides the dataloader's states
+    for checkpoints, and seeds persistent workers. A loop may use one dataloader for all epochs, or make a new one for each epoch.
     """
 
     def __init__(self) -> None:

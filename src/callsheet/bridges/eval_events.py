@@ -1,6 +1,6 @@
 """Fires the events of evaluations, tests and predictions that a framework carries out itself.
 
-The class here keeps their context, spans and results.
+`EvalEvents` keeps the context, the spans and the results of these evaluations.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class EvalEvents:
         ctx: the context of the training.
         training: the lifecycle driver of the training.
         tally: the run's counts of samples, tokens and seconds. Its clock is stopped during an evaluation.
-        results: a function that is called with the results of each evaluation, by dataset name.
+        results: the latest results by dataset name. The results of each evaluation are added to this dict.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ def is_for_user(error: BaseException) -> bool:
     - a `BaseException` that is not an `Exception`, such as `KeyboardInterrupt`.
     - an error that the user's signal handler has raised while a host was running.
 
-    A `HostGaveUp` is none of these, because training continues on the rank that has left the run, too.
+    A `HostGaveUp` (another rank has left the run) is only logged, because training continues on that other rank too.
     """
     if isinstance(error, HostGaveUp):
         return False
@@ -51,8 +51,8 @@ def is_for_user(error: BaseException) -> bool:
 def give_up(run: ObservedRun, error: BaseException, *, contained: bool = False) -> None:
     """End the run because of a bug in callsheet's adapter: log the error, and fire `on_exception` and `on_run_end`.
 
-    Training continues without callsheet. The caller removes the host's hooks. If there are several ranks, the run ends in the same
-    way on the others, at their next collective of callsheet.
+    Training continues without callsheet. The caller must remove the host's hooks. If there are several ranks, the run ends in the
+    same way on the others, at their next collective of callsheet.
 
     Args:
         run: the run.
@@ -60,7 +60,7 @@ def give_up(run: ObservedRun, error: BaseException, *, contained: bool = False) 
         contained: whether an error about which the user must know is handled in the same way, instead of being raised.
 
     Raises:
-        the error: the user must know about it, and it is not `contained`. In this case, the run has not ended.
+        the error: the user must know about it, and `contained` is False. In this case, the run has not ended.
     """
     is_fault = not is_for_user(error)
     if not is_fault and not contained:
@@ -83,7 +83,7 @@ def give_up(run: ObservedRun, error: BaseException, *, contained: bool = False) 
 def weakly(leave: Callable[[Exception], None]) -> Callable[[Exception], None]:
     """Return a function that calls `leave`, a method of a host, without keeping the host alive.
 
-    A host that no longer exists has ended its run and removed its hooks. An error of a hook that was still running is ignored.
+    If the host no longer exists, an error of a hook that was still running is ignored, because the host has already ended its run.
     """
     method = weakref.WeakMethod(leave)
 

@@ -38,7 +38,7 @@ class Facade:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)  # no hint, since Python itself reads such names, for example when it copies an object
-        # An allowed name that arrives here is a property that has raised an AttributeError. Python finds all others itself.
+        # If an allowed name arrives here, its property has raised an AttributeError. Python finds all other allowed names itself.
         if name in self._allowed():
             raise NotOnTheList(f"{self.OF}: {name!r} cannot be read now, only while an event that provides it is fired")
         raise NotOnTheList(
@@ -216,7 +216,7 @@ class Guest(Callback):
 
 
 def is_another_s(given: Any) -> bool:
-    """Return whether `given` cannot be a callback of the bridge's framework, as it is a class or another framework's callback.
+    """Return whether `given` cannot be a callback of the bridge's framework, because it is a class or another framework's callback.
 
     Bridges that accept any object with methods of certain names call this function.
     """

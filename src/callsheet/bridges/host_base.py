@@ -68,7 +68,7 @@ class HostBase:
     only_observes: bool = False
     """Whether the host only observes training and must not change anything, as under `callsheet exec`.
 
-    Then an error of a callback also ends only the run and not the training, and nothing is added to the framework's checkpoints.
+    Then even an error of a callback ends only the run and not the training, and nothing is added to the framework's checkpoints.
     """
 
     def __init__(self, callbacks: Callbacks, *, strict: bool, **run_options: Any) -> None:
@@ -157,7 +157,7 @@ class HostBase:
 
         Raise the error if the user must know about it. Otherwise, training continues without the host.
 
-        Hosts of frameworks that do not report exceptions to callbacks pass every `BaseException`, so that after a Ctrl-C the run ends, too.
+        If a framework does not report exceptions to callbacks, its host passes every `BaseException`: a Ctrl-C must end the run.
         """
         run = self._run
         is_loaded = self._resume_path is None or self._has_given_up or (run is not None and run.lifetime.has_started)
@@ -193,8 +193,8 @@ class HostBase:
 def end_run(run: Run, hooks: list[Any]) -> None:
     """Remove the hooks in reverse order, and end the run as failed if it has not ended.
 
-    This also runs when the program ends or the host is garbage-collected. In these cases, an exception that the framework does
-    not report has ended training.
+    This function is called, at the latest, when the program ends or the host is garbage-collected. A run that is still open then
+    counts as failed, because an exception that the framework did not report must have ended its training.
     """
     for hook in reversed(hooks):
         hook.remove()

@@ -52,7 +52,7 @@ class HostEvaluation:
     def due(self, ctx: Context, is_over: bool) -> list[str]:
         """Return `[""]`, a single dataset without a name, if `evaluate` must be called now; otherwise an empty list.
 
-        If the framework evaluates later, pass the request on to its host here.
+        If the framework evaluates later, ask its host for the evaluation here.
         """
         is_left = self.undone is not None and self.undone.step == ctx.step
         if ctx.control.evaluate_requested is None:

@@ -64,7 +64,7 @@ class HostedRun(Run):
         able: the requests that the host can carry out, in addition to an evaluation.
         signals: the signals that preempt the run.
         save_in_background: see the Trainer.
-        saves: makes the host write a checkpoint for these requests. None: callsheet writes the checkpoints.
+        saves: makes the host write a checkpoint for the given save requests. None: callsheet writes the checkpoints.
         timeout_seconds: the run fails if a rank does not answer for this long.
         lock_timeout_seconds: how long to wait if another process trains in the run's folder.
         is_alone: whether this rank is observed without the others, so that no collective is called.
@@ -292,8 +292,8 @@ class HostedRun(Run):
     def fails_by(self, leave: Callable[[Exception], None]) -> None:
         """Let `leave`, a method of the host, handle the errors in hooks that observe the loop.
 
-        The function raises the error if the user must know about the error. Otherwise, the user's training continues. Only a weak
-        reference to the host is kept.
+        `leave` raises an error if the user must know about it. Otherwise, the user's training continues. Only a weak reference to
+        the host is kept.
         """
         self.driver.give_up = self.eval.driver.give_up = weakly(leave)
 
@@ -341,7 +341,7 @@ class HostedRun(Run):
     def close_epoch(self, *, is_whole: bool) -> None:
         """End the current epoch, but do not yet carry out the actions that are due after it, such as a save.
 
-        The host does this later, after the evaluation of the epoch.
+        The host carries out these actions later, after the evaluation of the epoch.
         """
         # A step is still open if the loop has left the step early. A fetch is still open if the data ran out.
         for span in ("train_step", "fetch"):
@@ -392,7 +392,7 @@ class HostedRun(Run):
             best_metric_key=next((request.metric for request in requests if request.metric), None),
             requested_by=tuple(dict.fromkeys(request.by for request in requests)),
         )
-        # A save may only follow `on_checkpoint_due`, so record this event here even if it has no listeners and is not fired.
+        # A save is allowed only after `on_checkpoint_due`. If this event has no listeners, it is not fired, so it is recorded here.
         if not self.manager.has_listeners.on_checkpoint_due and self._order.allows("DS"):
             self._order.may_come("D")
         if not self._order.may_come("S"):

@@ -1,11 +1,11 @@
 """The lifecycle driver: it fires all events of the lifecycle in order, for a loop that reports only some of them.
 
-A host reports where its loop is: "a forward begins", "the optimizer has stepped". The driver knows the tree of spans. It opens the spans
-around the reported one, fires those that come before it, and ends those that are still open inside. So events are fired in lifecycle
-order, whatever the host leaves out. The spans that the driver fired although the host did not report them are in `synthesized`, which the
-host checks.
+A host reports where its loop is: "a forward begins", "the optimizer has stepped". The driver knows the tree of spans. When a
+host reports a span, the driver opens the spans that contain it, fires the events of the spans that come before it, and ends the
+spans that must be over by then. So events are fired in lifecycle order, whatever the host leaves out. The spans that the driver
+fired although the host did not report them are in `synthesized`, which the host checks.
 
-`start_step`, `end_step`, `step_passes`, `is_read` and `is_loss_read` only save time: `benchmarks/results/shortcuts.md` has how much.
+`start_step`, `end_step`, `step_passes`, `is_read` and `is_loss_read` only save time; see `benchmarks/results/shortcuts.md`.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class LifecycleDriver:
             need not set any field, but must close fields that were set.
         is_recorded: returns whether anything except a handler reads the results of steps, such as metrics records. The result may
             change whenever the call sheet does.
-        is_loss_needed: returns whether anything else reads the last step's loss, such as a checkpoint. The result may change whenever the
-            call sheet does.
+        is_loss_needed: returns whether anything besides handlers and records reads the last step's loss, such as a checkpoint. The
+            result may change whenever the call sheet does.
     """
 
     def __init__(

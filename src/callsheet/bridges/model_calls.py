@@ -15,7 +15,7 @@ from callsheet.bridges.torch_hooks import Hook, NotCopied
 class ModelCalls(NotCopied):
     """The base class of hooks that treat each call of the model as a microbatch in training, or as a batch in an evaluation.
 
-    A subclass decides in `begin_call` what a call is. An error in a hook goes to the host, and the loop's call continues.
+    A subclass decides in `begin_call` which of the two a call is. The host handles an error in a hook, and the call continues.
 
     Args:
         run: the run whose events are fired.

@@ -89,7 +89,7 @@ class SupportCheck:
             driver: the driver of training, or that of evaluations.
             may_skip_step: whether it is no error if the optimizer has not stepped. For example, a loss scaler skips the first steps while
                 its scale is too large.
-            without_step: if the optimizer has not stepped, the error message, which says what is wrong and what to do.
+            without_step: the message of the error to raise because the optimizer has not stepped. Empty: no such error.
         """
         if may_skip_step:
             driver.synthesized -= {"clip_gradients", "optimizer_step"}

@@ -39,9 +39,9 @@ _is_installed = False  # whether callsheet's wrapper is installed, possibly belo
 
 
 class InertHooks:
-    """Replaces the owner of a model's hooks in a copy of the model, so that the hooks of the copy do nothing.
+    """Replaces the object whose methods are a model's hooks, in a copy of the model, so that the hooks of the copy do nothing.
 
-    The loop does not call the copy, so each method does nothing and returns None.
+    The training loop does not call the copy, so its hooks have nothing to observe. Each method does nothing and returns None.
     """
 
     def __getattr__(self, name: str) -> InertHooks:
@@ -83,9 +83,9 @@ class Hook:
         """Whether the hook is registered."""
 
     def install(self, is_wanted: bool, function: Callable[..., Any]) -> None:
-        """Register the hook if `is_wanted`, otherwise remove it. Do nothing if the hook is already registered or removed.
+        """Register the hook if `is_wanted`, otherwise remove it. Do nothing if the hook is already in the wanted state.
 
-        No reference to `function` is kept, because it is a method of an object that refers to this hook.
+        No reference to `function` is kept, to avoid a reference cycle: it is a method of an object that refers to this hook.
         """
         if is_wanted and not self.is_registered:
             self._remove, self.is_registered = add_hook(self._register, function), True
@@ -99,7 +99,7 @@ class Hook:
             self.is_registered = False
 
 
-# Read torch's private flags: `torch.jit.is_tracing` and `torch.compiler.is_compiling` cost four more calls per pass.
+# Read torch's private flags, because `torch.jit.is_tracing` and `torch.compiler.is_compiling` cost four more calls per pass.
 _is_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", torch.jit.is_tracing)  # type: ignore[attr-defined]
 _HAS_FLAG = hasattr(torch.compiler, "_is_compiling_flag")
 
@@ -166,7 +166,7 @@ def start_forward(driver: LifecycleDriver, ctx: Context) -> None:
 def value_of(loss: Tensor) -> Tensor | None:
     """Return a copy of a loss as a detached scalar tensor. A copy is needed because the loop may change the loss in place.
 
-    If the loss is a DTensor, return the value on this rank without calling a collective, or None if this rank has not the whole value.
+    If the loss is a DTensor, return the value on this rank without calling a collective, or None if this rank has only a part.
     """
     if type(loss) is Tensor:
         value = loss.data  # faster than `detach`
@@ -368,7 +368,7 @@ class OptimizerHooks(NotCopied):
     ) -> None:
         """End the run because of an error inside one of the hooks.
 
-        Torch is iterating over the hooks of the same kind, so these hooks are removed only after torch has called the last of them.
+        Torch is iterating over its hooks of this kind, so callsheet's hooks are removed only after torch has called the last hook.
 
         Args:
             ours: our hooks of this kind.
@@ -427,9 +427,9 @@ class SteppedHooks:
         self._own = run.driver.parts["optimizer_step"]
         self._hooks = [Hook(each.register_step_post_hook) for each in optimizers]
         self.is_observed = not self._hooks
-        """Whether the hooks are registered, so that they show whether a step was skipped.
+        """Whether the hooks are registered, so that they show which steps were skipped.
 
-        Without an optimizer, every step counts as skipped.
+        Also True if there is no optimizer, because then every step counts as skipped.
         """
         self.has_begun = True
         """Whether the optimizer's step has begun."""
@@ -487,9 +487,9 @@ def _remove_after_calls(hooks: dict[int, Callable[..., Any]], own: Callable[...,
 class BackwardWatch:
     """Reports each loss and its backward pass to the lifecycle driver. A callback may replace the loss.
 
-    Torch has no hook that shows on which tensor `backward` was called. So `Tensor.backward` is replaced, from the beginning until
-    `listen(False)`, and again after `listen(True)`. Calls from other threads, and on tensors with several elements, are
-    not reported.
+    Torch has no hook that shows on which tensor `backward` was called. So this object replaces `Tensor.backward` at its creation,
+    until `listen(False)` is called, and again after `listen(True)`. Calls from other threads, and on tensors with several
+    elements, are not reported.
 
     Args:
         scaler: the `torch.amp.GradScaler` that scales the loss. The reported loss is not scaled.

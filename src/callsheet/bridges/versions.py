@@ -1,7 +1,7 @@
 """The framework versions with which each bridge is tested, and the check of the installed version.
 
-If the installed version is not tested, a warning is logged once. If it lacks an attribute that a bridge needs and that is not
-public API, the bridge raises `NotSupported`, which names the attribute.
+If the installed version is not tested, a warning is logged once. If this version lacks an attribute that a bridge needs and that
+is not public API, the bridge raises `NotSupported`, which names the attribute.
 """
 
 from __future__ import annotations

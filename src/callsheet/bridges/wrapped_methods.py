@@ -12,7 +12,7 @@ from typing import Any
 class WrappedMethods:
     """Wraps methods of one object of another framework, such as its trainer, until `remove` restores them.
 
-    The wrappers are attributes of the object, so they also apply to methods of subclasses. They do not keep the object alive.
+    The wrappers are attributes of the object, whichever class defines the methods. They do not keep the object alive.
     """
 
     def __init__(self, owner: Any) -> None:

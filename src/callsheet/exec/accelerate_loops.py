@@ -1,4 +1,4 @@
-"""Reads the settings, logged values and batches of loops that use Accelerate. `callsheet exec` observes them like hand-written loops."""
+"""Reads the settings, logged values and batches of loops that use Accelerate, which `callsheet exec` observes like other loops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class AccelerateLoops:
-    """Finds the `Accelerator` that has prepared an optimizer. Weak references to both objects keep neither of them alive."""
+    """Finds the `Accelerator` that has prepared an optimizer. All references to accelerators and optimizers are weak."""
 
     def __init__(self) -> None:
         self._accelerators: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
@@ -22,7 +22,7 @@ class AccelerateLoops:
         self._accelerators[optimizer] = weakref.ref(accelerator)
 
     def settings(self, optimizer: Any) -> dict[str, Any]:
-        """Return the settings of the Accelerator that has prepared the optimizer, to store with the run. Return {} if there is none."""
+        """Return the settings of the Accelerator that has prepared the optimizer, to store with the run. If none has, return {}."""
         reference = self._accelerators.get(optimizer)
         accelerator = reference() if reference is not None else None
         if accelerator is None:
@@ -44,7 +44,7 @@ def prepare_optimizer(
 
 
 def log(observation: Observation, log: Callable[..., Any], accelerator: Any, values: Any, *args: Any, **options: Any) -> Any:
-    """Log the values with Accelerate. Also log each one as `accelerate/<name>` in callsheet's run of the observed loop."""
+    """Log the values with Accelerate. Then log each number among them in callsheet's run, as `accelerate/<name>`."""
     from callsheet.bridges.accelerate.guests import numbers
 
     result = log(accelerator, values, *args, **options)

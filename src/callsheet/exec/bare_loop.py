@@ -30,9 +30,9 @@ from callsheet.exec.loop_hooks import LoopBackwardWatch, LoopForwardHooks, LoopO
 logger = logging.getLogger("callsheet")
 
 HOST = "this script"
-"""The name of the observed loop in messages, where other hosts have their framework's name."""
+"""The name of the observed loop in messages, in place of a framework's name."""
 _REGULAR_STEPS = 20
-"""After so many regular steps (for each loss a new batch and one model call), the beginning of a step is recognized by its first loss."""
+"""After this number of regular steps (one new batch and one model call per loss), the first loss of a step marks its start."""
 _UNKNOWN = (0, 0)
 """The numbers of samples and tokens if they are unknown."""
 _NEVER = tuple(event for event in EVENTS if event.startswith(("on_test", "on_predict", "on_checkpoint_due", "on_preempt")))
@@ -42,18 +42,20 @@ _NEVER = tuple(event for event in EVENTS if event.startswith(("on_test", "on_pre
 class BareLoop(NotCopied):
     """Observes one hand-written training loop, whose model and optimizer are known, and fires callsheet's events for the loop.
 
-    A step begins with the first call of the model with gradients, and ends when the optimizer has stepped.
+    A step begins with the first call of the model with gradients enabled, and ends when the optimizer has stepped.
     Calls of the model in evaluation mode without gradients, between two steps, are an evaluation. An epoch ends when the dataloader
     is at its end, or begins again.
 
-    A hook that sees the calls makes each call of the model slower. So it is removed after `_REGULAR_STEPS` regular steps, as long as nothing
-    listens to the parts of a step and no evaluation can begin. Then a step begins with its first loss.
+    The hook that observes the model's calls makes each call slower. So the hook is removed after `_REGULAR_STEPS` regular steps, if
+    no callback listens to the parts of a step. Then a step begins with its first loss. When an evaluation may begin, for example
+    because the script calls `eval`, the hook is registered again.
 
-    In such a loop, `backward_begins` only stores the counts of the step (an *unreported step*), and `LoopOptimizerHooks` counts the step at its end.
-    If anything needs the open step before that, `_report_step` reports its start to the lifecycle driver.
+    While the hook is removed, `backward_begins` only stores the numbers of samples and tokens of the step (an *unreported step*),
+    and `LoopOptimizerHooks` counts the step when it ends. If anything needs the open step earlier, `_report_step` reports the
+    step's start to the lifecycle driver.
 
-    No method that a hook calls raises an error, except one of the script's signal handlers: after an error of callsheet or of a
-    callback, the run ends as failed, all hooks are removed, and the script continues.
+    The methods that hooks call raise no errors, except those that the script's signal handlers have raised. After an error of
+    callsheet or of a callback, the run ends as failed, all hooks are removed, and the script continues.
 
     Args:
         observers: the callbacks.
@@ -65,7 +67,7 @@ class BareLoop(NotCopied):
         runs_folder: the folder that contains the run's folder.
         pace: how many steps there are from one metrics record to the next.
         config: the script's arguments, which are recorded as settings.
-        stops: ends the training if a callback requests a stop, or None if nothing can do that.
+        stops: a function that ends the training if a callback requests a stop. None: the training cannot be ended.
     """
 
     # Every step uses many of these attributes. Without slots, an object with more than thirty attributes is slower.
@@ -146,7 +148,10 @@ class BareLoop(NotCopied):
         parts = run.driver.parts
         self._step = parts["train_step"]
         self.unreported_counts: tuple[int, int] | None = None
-        """The samples and tokens of the open step, if it is an unreported step; otherwise None. Reading `step` reports the start."""
+        """The numbers of samples and tokens of the open step, if this is an unreported step (see the class); otherwise None.
+
+        Reading the property `step` reports the step's start.
+        """
         self._epoch, self._fetch, self._microbatch = (parts[name] for name in ("epoch", "fetch", "microbatch"))
         # Store these objects as attributes, because every step reads them and `run.driver` would be slower.
         self._driver, self._spans, self._open_spans = run.driver, run.spans, run.driver.opened
@@ -186,7 +191,7 @@ class BareLoop(NotCopied):
             self._sees_forward = False
             logger.warning("%s trains a ScriptModule, so its forward passes and evaluations are not observed", HOST)
         self._sees_calls = self._sees_forward  # whether hooks observe the model's calls now; if not, a loss begins the step
-        # True if no handler listens to the parts of a step and no evaluation can begin, so that many checks can be left out.
+        # True if many checks can be left out: the hook on the model's calls is removed, and no handler listens to parts of a step.
         self._is_plain = False
         # Whether all steps so far were regular: for each loss, the loop fetched a new batch and called the model once.
         self._is_regular = loader is not None and not self._trains_in_eval_mode
@@ -194,13 +199,13 @@ class BareLoop(NotCopied):
     # --- beginning and end ---
 
     def begin(self, loss: Tensor | None, batch: Any, *, counts: tuple[int, int], has_closure: bool) -> None:
-        """Begin the run within the optimizer's first step, and fire the events of this step that came earlier, such as its forward pass.
+        """Begin the run within the optimizer's first step, and fire the step's earlier events, such as `on_forward_end`.
 
         Args:
             loss: the loss of the step, unscaled and detached.
             batch: the latest batch, or None.
             counts: the samples and tokens of the step, or zeros if they are unknown.
-            has_closure: whether the optimizer evaluates a closure, so that forward and backward come later.
+            has_closure: whether the optimizer evaluates a closure. If so, forward and backward of this step come later.
         """
         self._guarded(self._begin, loss, batch, counts, has_closure)
 
@@ -233,9 +238,9 @@ class BareLoop(NotCopied):
             self.watch.total = loss
 
     def fetched_ahead(self, loader: Any, batch: Any, *, is_same_iteration: bool) -> None:
-        """Keep a batch that the script has fetched from `loader` within the first step, and that may be for the second step.
+        """Keep a batch that the script fetched from `loader` before the first step ended, because the second step may use it.
 
-        `is_same_iteration` says whether it comes from the same iteration over the dataloader as the batch of the first step.
+        `is_same_iteration`: whether this batch comes from the same iteration over the dataloader as the batch of the first step.
         """
         batches = self._batches
         if self._is_over:
@@ -248,7 +253,7 @@ class BareLoop(NotCopied):
         batches.add(batch)
 
     def discard(self) -> None:
-        """Give up this loop before its run begins, because a callback cannot work in it: remove all hooks."""
+        """Remove all hooks before the run begins, because a callback cannot work in this loop."""
         self.release()
         self.run.lifetime.end()
 
@@ -400,7 +405,7 @@ class BareLoop(NotCopied):
     def backward_begins(self) -> None:
         """Handle a call of `backward` on a loss. If calls of the model are not observed, this loss may begin a training step.
 
-        If nothing listens to the step, do not report its start, but keep its counts for the end of the step.
+        If no handler listens to the step, do not report the step's start, but keep its numbers of samples and tokens until it ends.
         """
         try:
             batches = self._batches
@@ -433,7 +438,7 @@ class BareLoop(NotCopied):
                 return
         if self._has_lost_gradients():
             self.gradients_are_discarded()
-        # An earlier loss of these outputs was discarded together with its count of samples. Restore that count for this loss.
+        # An earlier loss of the same outputs was discarded, and its count of samples too. Restore that count for this loss.
         if not self._is_in_microbatch and self._discarded != _UNKNOWN:
             self.run.counted, self._discarded = self._discarded, _UNKNOWN
         self._is_in_microbatch = False
@@ -451,7 +456,7 @@ class BareLoop(NotCopied):
             self._guarded(self._optimizer_hooks.expect_closures)
 
     def gradients_are_discarded(self) -> None:
-        """Do not count earlier losses and their samples for the coming step, because the script has set their gradients to zero."""
+        """Exclude earlier losses and their samples from the step, because the script has discarded the gradients of the losses."""
         if get_ident() != self._thread or self.watch.is_in_closure:
             return
         self._report_step()
@@ -471,7 +476,7 @@ class BareLoop(NotCopied):
         self._be_irregular()
 
     def watch_calls(self) -> None:
-        """Register the hooks on the model's calls again, to notice an evaluation. They were removed for speed if the loop is regular."""
+        """Register the hooks on the model's calls again if they were removed for speed, so that an evaluation is noticed."""
         if self._sees_forward and not self._sees_calls and get_ident() == self._thread:
             self._guarded(self._install_forward_hooks, True)
 
@@ -480,7 +485,7 @@ class BareLoop(NotCopied):
         """If a step is still open after `GradScaler.step`, the scaler has skipped the optimizer's `step`: end the open step as skipped."""
         self.watch._scaler = scaler
         if not self._is_over and self.step.is_open:
-            self.run.step_skipped = True  # the step is still open, so the scaler has skipped it
+            self.run.step_skipped = True  # if the optimizer had stepped, the step would be over
             self._guarded(self.end_step)
 
     @partial(not_compiled, recursive=False)
@@ -550,7 +555,7 @@ class BareLoop(NotCopied):
     def _guarded(self, function: Callable[..., None], *args: Any) -> None:
         """Call `function(*args)`. If it raises an error, end the observed run, but not the script.
 
-        `forward_begins` and `backward_begins`, which most steps call, do the same without this further call.
+        `forward_begins` and `backward_begins` run in most steps. They catch errors themselves, to save this function call.
         """
         try:
             function(*args)
@@ -558,7 +563,7 @@ class BareLoop(NotCopied):
             self._leave(error)
 
     def after_step(self, steps: int) -> None:
-        """Do what is needed after some of the steps. `steps` is the number of steps that have ended."""
+        """Do the work that is due only after certain steps. `steps` is the number of steps that have ended."""
         run = self.run
         if steps == 1:
             run.driver.synthesized.clear()  # ignore spans added (synthesized) for the first step, which was recognized late
@@ -571,7 +576,7 @@ class BareLoop(NotCopied):
             if not self._is_plain and not run.driver.has_listeners:
                 self._install_forward_hooks()
         # If calls of the model are not observed, a loss begins the step. So observe losses even while no step is open.
-        # In the first steps, always observe these losses, because they show whether the loop is regular.
+        # In the first steps, always observe losses, because they show whether the loop is regular.
         self.watch.is_on = not self._sees_calls or steps < _REGULAR_STEPS
         if self.evaluations.delayed:
             self.evaluations.fire_delayed()
@@ -588,9 +593,9 @@ class BareLoop(NotCopied):
         )
 
     def _begin_fetch(self) -> bool:
-        """Fire the start of the span `fetch`. Do not fire it within an open step, where the batch is for a further microbatch of that step.
+        """Fire the start of the span `fetch`, unless a step is open: then the batch is for a further microbatch of this step.
 
-        Return whether no step is open.
+        Return True if no step is open.
         """
         if self._is_in_microbatch:  # the loop fetches a batch before it has computed the loss of the previous batch
             self._be_irregular()
@@ -617,7 +622,7 @@ class BareLoop(NotCopied):
         """Register the model's hooks that are needed now, and remove the others. With `sees_calls`, observe the model's calls in any case."""
         if not self._sees_forward or self._is_over:
             return
-        self._report_step()  # only a plain loop may have an unreported step
+        self._report_step()  # a step may stay unreported only while `_is_plain` is True, and this method may change it
         needs_outputs = self._evaluation.is_open or not self._microbatch.has_no_listeners
         is_predictable = self._is_regular and self.steps >= _REGULAR_STEPS and not self._driver.has_listeners
         needs_calls = sees_calls or needs_outputs or not is_predictable

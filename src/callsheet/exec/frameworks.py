@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("callsheet")
 
 Around = Callable[..., Any]
-"""A function that replaces a framework's training function. It receives the observation, the training function, and its arguments."""
+"""A function that replaces a framework's training function. Its arguments: observation, training function, arguments."""
 
 
 class Frameworks:
@@ -58,7 +58,7 @@ class Frameworks:
 
 
 def _wrapper(observation: Observation, given: Callable[..., Any], around: Around) -> Callable[..., Any]:
-    """Return a function that calls `around` in place of the training function `given`. Even if `around` fails, `given` runs exactly once."""
+    """Return a function that calls `around`, which calls the training function `given`. If it fails, `given` still runs once."""
 
     @wraps(given)
     def called(*args: Any, **options: Any) -> Any:

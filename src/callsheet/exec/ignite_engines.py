@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class IgniteEngines:
-    """Passes the epochs, metrics and evaluations of the running Ignite engines to the observed training loop.
+    """Reports the epochs, metrics and evaluations of the running Ignite engines to the observed training loop.
 
     The engine in whose run the observed optimizer steps is the trainer. Other engines are evaluators.
 
@@ -30,7 +30,7 @@ class IgniteEngines:
         self._names: dict[str, _Evaluated] = {}
 
     def begin(self) -> dict[str, Any]:
-        """Add handlers to the innermost running engine, if any. The recognized training loop runs in it, so it is the trainer.
+        """Add handlers to the innermost running engine, if any. This engine is the trainer, because the recognized loop runs in it.
 
         Return Ignite's version as a setting for the run's record, or an empty dict if no engine runs.
         """
@@ -75,7 +75,7 @@ class IgniteEngines:
         return self._trainer is not None and self._trainer in self._running
 
     def run(self, run: Callable[[], Any], engine: Any, data: Any) -> Any:
-        """Run the engine with `run()`. If the engine is an evaluator, pass its results to the observed loop."""
+        """Run the engine with `run()`. If the engine is an evaluator, report its results to the observed loop."""
         loop = self._observation.loop
         is_evaluator = loop is not None and self._trainer not in (None, engine)
         name, before = "", loop.evaluations.dataset if loop is not None else ""

@@ -16,9 +16,9 @@ class LogPace:
     """The number of steps from one metrics record of a run to the next. The number may change during the run.
 
     Args:
-        steps: a fixed number of steps. None: ten steps at first, and twice as many whenever a record comes less than two
-            seconds after the one before, so that records take a small share of the time even if steps are short. If there was no
-            record for ten seconds, it is ten steps again.
+        steps: a fixed number of steps. None: ten steps at first. The number is doubled whenever a record comes less than two
+            seconds after the previous record, so that records take a small share of the time even if steps are short. The number
+            is set to ten again if there was no record for ten seconds.
     """
 
     def __init__(self, steps: int | None) -> None:

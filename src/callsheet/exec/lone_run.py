@@ -47,10 +47,10 @@ class LoneRun(HostedRun):
     records: PacedRecords
 
     def count_unreported_step(self, optimizer: Optimizer, loss: Tensor | None, samples: int, tokens: int) -> int:
-        """Count a step to which nothing listens, and whose start was not reported to the lifecycle driver.
+        """Count a step to which no handler listens, and whose start was not reported to the lifecycle driver.
 
-        This does the same as the driver's `start_step` and then `end_step` of this class, but in one function: the operations of a
-        training step push callsheet's code out of the processor's caches, so each function call takes several microseconds.
+        This does the same as `start_step` of the driver and then `end_step` of this class, but in one function. Each function call
+        takes several microseconds, because the operations of the training step push callsheet's code out of the processor's caches.
 
         Args:
             optimizer: the optimizer that has stepped.
@@ -72,7 +72,7 @@ class LoneRun(HostedRun):
         tally = records.tally
         tally.samples += samples
         tally.tokens += tokens
-        # Set only the rate of the next metrics record, because nothing listens that could read the context's learning rate.
+        # Set only the rate of the next metrics record, because no handler is called that could read the context's learning rate.
         rate = optimizer.param_groups[0].get("lr")
         records.learning_rate = rate.clone() if isinstance(rate, Tensor) else rate
         if loss is not None:

@@ -9,14 +9,14 @@ from typing import Any
 from callsheet.trainer.tasks import counts_of
 
 NO_DATA = ()
-"""Stored instead of a batch that is None, because such a batch was fetched as well."""
+"""Stored instead of a fetched batch that is None, because a stored None means that there is no new batch."""
 
 
 class LoopBatches:
     """Keeps the latest batch of a training loop, and a reference to the loop's dataloader.
 
     Args:
-        loader: the dataloader of the batches, or None. Then the arguments with which the model is called are the batch.
+        loader: the dataloader of the batches. None: the batches are the arguments with which the model is called.
         ranks: the number of ranks. Each has a batch of the same size.
     """
 
@@ -36,7 +36,7 @@ class LoopBatches:
         self.latest: Any = None
         """The batch of the latest microbatch in the open step, or None if no callback reads it.
 
-        When the step ends, it becomes None, so that the batch is not in memory longer than the script keeps it.
+        When the step ends, this attribute becomes None, so that the batch is not in memory longer than the script keeps it.
         """
         self.fetched = 0
         """The number of batches that were fetched since the iteration over the dataloader began."""
@@ -79,7 +79,7 @@ class LoopBatches:
     def begin(self) -> bool:
         """Reset the count of batches when an iteration over the dataloader begins or ends. Return whether the count was at least two.
 
-        Such an iteration is an epoch. A loop that calls `next(iter(loader))` for each batch fetches one batch in each iteration.
+        Only such an iteration is an epoch, because a loop may fetch a single batch in each iteration, with `next(iter(loader))`.
         """
         fetched, self.fetched = self.fetched, 0
         return fetched > 1

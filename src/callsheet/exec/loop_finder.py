@@ -30,14 +30,14 @@ STEPS_OF_A_NEW_LOOP = 20
 """After so many steps of other optimizers, without a step of the observed optimizer, the loop of a new optimizer is observed instead.
 
 A script may train several models one after the other, such as the folds of a cross-validation. In one loop with several optimizers,
-such as that of a GAN, the observed one is not silent for so long.
+such as that of a GAN, the observed optimizer steps more often than that.
 """
 
 
 MOST_LOOPS = 20
-"""The largest number of loops of a script that are observed, and of optimizers whose model could not be found before the search stops.
+"""The largest number of observed loops in a script. The search also stops if the models of so many optimizers are not found.
 
-Some scripts make a new model and optimizer thousands of times, as in federated learning. A run for each would make them slow.
+Some scripts make a new model and optimizer thousands of times, as in federated learning. A run for each would make the script slow.
 """
 
 
@@ -50,14 +50,14 @@ class _Fetched(NamedTuple):
 
 
 class LoopFinder:
-    """Wraps the functions of torch that every loop calls, and follows one loop at a time.
+    """Wraps the functions of torch that every loop calls, to recognize and observe loops. One loop is observed at a time.
 
     Wrapped are `Tensor.backward` (only until the first optimizer steps), the dataloaders' iteration, `GradScaler.step`,
     `clip_grad_norm_`, `zero_grad`, `Module.eval` and the function in which TorchScript compiles a module. No wrapper raises an error
     of its own.
 
     Args:
-        observation: makes the loops that are recognized. After an error of it, no loop is observed.
+        observation: creates a `BareLoop` for each recognized loop. If this fails, no further loop is observed.
     """
 
     def __init__(self, observation: Observation) -> None:
@@ -75,7 +75,7 @@ class LoopFinder:
         self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # the dataloader of each iterator
         # A reference to the iterator that yielded the observed loop's last batch; `_nothing` if no loop is observed.
         self._training_iterator: Callable[[], Any] = _nothing
-        self._latest: _Fetched | None = None  # what was fetched last, not counting what the observed loop fetches
+        self._latest: _Fetched | None = None  # the last batch that was fetched, but not by the observed loop
         self._loss: Tensor | None = None  # the sum of the losses since the last `zero_grad`, until the first loop is recognized
         self._counted: _Fetched | None = None  # the last batch whose samples are in `_counts`
         self._counts = (0, 0)  # number of samples and tokens of the losses in `_loss`
@@ -94,7 +94,7 @@ class LoopFinder:
         self._wrap(nn.Module, "zero_grad", self._zero_grad)
         self._wrap(nn.Module, "eval", self._eval)
         self._wrap(torch.nn.utils.clip_grad, "clip_grad_norm_", self._clip, also=torch.nn.utils)
-        # `torch.jit.script` and `torch.jit.trace` call `create_script_module`. They inspect their caller, so do not wrap them.
+        # `torch.jit.script` and `torch.jit.trace` inspect their caller, so wrap `create_script_module`, which they call.
         if hasattr(getattr(torch.jit, "_recursive", None), "create_script_module"):  # private: not in all versions of torch
             self._wrap(torch.jit._recursive, "create_script_module", self._script)
         self._undo.append(register_optimizer_step_pre_hook(self._steps).remove)
@@ -172,7 +172,7 @@ class LoopFinder:
     def batches(self, given: Callable[[Any], Any], loader: Any) -> Iterator[Any]:
         """Yield the batches of a framework's dataloader. Its iterator, `given(loader)`, fetches them from a torch dataloader.
 
-        The batches are observed as the script gets them, because the framework may fetch them ahead.
+        Each batch is observed when the script gets it, because the framework may fetch batches ahead.
         """
         iterator, fetch = self._iterate(given, loader), self._fetching(self._fetch_outside)
         try:
@@ -205,7 +205,7 @@ class LoopFinder:
         return iterator
 
     def _fetching(self, given: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a function that fetches a batch with `given`, and keeps it for its loop. It is a closure, because a method would be slower."""
+        """Return a function that fetches a batch with `given`. It is a closure, because a method would be slower."""
 
         @partial(not_compiled, recursive=False)
         @wraps(given)
@@ -297,7 +297,7 @@ class LoopFinder:
 
     @untraced
     def _steps(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called before an optimizer's step. At its first step, recognize the training loop. Report later steps to the loop."""
+        """Called before an optimizer's step. Recognize the loop at the first step, and report later steps to the loop."""
         loop = self._loop
         if loop is not None and loop.optimizer is optimizer:
             if (loop.unreported_counts is None and not loop.step.is_open) or len(args) > 1 or kwargs:

@@ -48,7 +48,7 @@ class LoopBackwardWatch(BackwardWatch):
 
 
 class LoopOptimizerHooks(OptimizerHooks):
-    """Notifies the loop when the optimizer has stepped, also in an unreported step (see `BareLoop`)."""
+    """Ends the loop's step when the optimizer has stepped, and counts unreported steps (see `BareLoop`)."""
 
     def __init__(self, loop: BareLoop) -> None:
         self._loop = loop

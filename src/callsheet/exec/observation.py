@@ -1,6 +1,6 @@
 """Observes one script: recognizes its training, runs the callbacks, and writes the reports at the end.
 
-Nothing here imports torch before the script does, because a script may set variables first that torch reads.
+This module does not import torch before the script does, because the script may first set environment variables that torch reads.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Observation:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Pause the recognition of loops within this context, in which a framework's trainer runs its own training loop."""
+        """Pause the recognition of loops while the `with` block runs, in which a framework's trainer runs its own training loop."""
         self._finish_loop(None)
         self._has_trained = True
         self._depth += 1

@@ -26,8 +26,8 @@ Observers = Callable[["LogPace"], list[Callback]]
 def observers_of(file: str | os.PathLike[str] | None) -> Observers:
     """Return the function that makes a run's callbacks: those that the file lists, or the default ones if there is no file.
 
-    A `JSONLLogger` is added if the file has none, because the report needs its files. Errors of the callbacks are isolated, except
-    those of callbacks that call collectives and those of callbacks that say otherwise.
+    A `JSONLLogger` is added if the file has none, because the report needs its files. A callback's errors are isolated (they do not
+    end the run), unless the callback calls collectives or has an `on_error` of its own.
 
     Raises:
         ConfigError: the file cannot be read, or a callback in it cannot be made; the message names the file and the place.

@@ -114,7 +114,7 @@ def hide_our_frames(error: BaseException) -> None:
 def _from_script(trace: TracebackType | None) -> TracebackType | None:
     """Return the part of the traceback that begins in the script, after the frames of callsheet and `runpy`.
 
-    After a syntax error in the script there is no such part, and the error itself has the place.
+    After a syntax error in the script there is no such part, but the error itself contains the file and the line.
     """
     begin, each = trace, trace
     while each is not None:

@@ -38,7 +38,7 @@ from callsheet.trainer.tasks import counts_of
 logger = logging.getLogger("callsheet")
 
 _OWN_ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
-"""Distributed types of Accelerate whose engines run backward and the optimizer step, where callsheet's hooks cannot observe them."""
+"""Distributed types of Accelerate whose engines run backward and the optimizer step where callsheet's hooks do not work."""
 
 
 def host(
@@ -62,7 +62,7 @@ def host(
 ) -> AcceleratedRun:
     """Run the callbacks in a loop around an Accelerator: `with host([...], accelerator=..., model=..., optimizer=...) as run:`.
 
-    The loop has to iterate over `run.steps(dataloader)`. Nothing else in it changes. A step ends with a batch for which
+    The loop has to iterate over `run.steps(dataloader)`. Nothing else in the loop changes. A step ends with a batch for which
     `accelerator.sync_gradients` is true, so gradient accumulation follows the accelerator's setting. The gradient norm is that of
     `accelerator.clip_grad_norm_`. What the loop logs with `accelerator.log` is in the metrics records. Checkpoints are written
     with `accelerator.save_state`, by the loop or because a callback requests one. To save the callbacks' states in them, call
@@ -132,7 +132,7 @@ def host(
 class AcceleratedRun(AttachedRun):
     """The run that `host` returns: an `AttachedRun` that can also be registered for checkpointing.
 
-    Make it with `host`, which has other arguments.
+    Call `host` to create it, and not this class, which has other arguments.
     """
 
     def __init__(

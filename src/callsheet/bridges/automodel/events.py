@@ -23,7 +23,7 @@ NOT_FIRED = events_within("test", "predict")
 """Events that are never fired, because an AutoModel recipe has nothing that corresponds to them."""
 
 NOT_FIRED_FOR_SEVERAL = events_within("eval_step")
-"""Events that are also not fired if a recipe has several validation sets.
+"""Further events that are not fired if a recipe has several validation sets.
 
 A recipe does not report where one validation set ends and the next begins.
 """

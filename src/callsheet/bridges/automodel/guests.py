@@ -58,7 +58,7 @@ class AutoModelGuest(Guest):
 
     Args:
         foreign, name, phase, strict: see `guest`.
-        recipe: the recipe that the hooks receive instead of a facade.
+        recipe: the recipe that the hooks receive. None: they receive a `RecipeFacade`, which takes its place.
         constants: metrics that are the same at every step, such as the temperature of a distillation.
 
     Raises:

@@ -58,7 +58,7 @@ class CalledModel(ModelCalls):
         self.is_wrapped = False
         """Whether the recipe's methods for training and validation are wrapped, so that the wrappers show which one is running.
 
-        Otherwise, this is inferred from hooks and the model's mode.
+        Otherwise, callsheet infers which one is running from hooks and the model's mode.
         """
         self._is_training = False
         self._listens_to_forward = True
@@ -138,7 +138,7 @@ class CalledModel(ModelCalls):
             driver.start("epoch")
         if driver.listen():
             self._listens_to_forward = driver.listens_to("forward")
-            # The backward pass counts as ended when one of these two spans starts. So they are observed if anything listens to that end.
+            # These two spans are also observed if anything listens to the backward pass, because their start ends it.
             watch.listen(driver.listens_to("clip_gradients") or driver.listens_to("optimizer_step"))
             self._optimizer.listen(driver.is_read)
         self._is_in_step = True

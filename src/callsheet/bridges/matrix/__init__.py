@@ -1,7 +1,7 @@
 """The matrix: which callbacks of callsheet work in each framework's loop, and which callbacks of each framework work in callsheet's.
 
 `make matrix` runs the tests that write the JSON files in this folder, one for each framework. The same tests check that the files
-agree with their results. So the table records which callbacks were run, and with which version of the framework.
+agree with the tests' results. So the table records which callbacks were run, and with which version of the framework.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ SIGNS = {"works": "✓", "limited": "~", "rejected": "✗"}
 class Cell:
     """The result of one callback in one loop: `works`, `limited` or `rejected`, and why.
 
-    `tier` is set for guests: `listens` only listens to events, `reads` also reads the trainer's state, `drives` also changes it.
+    `tier` is set for guests: a callback only listens to events (`listens`), also reads the trainer's state (`reads`), or also
+    changes this state (`drives`).
     """
 
     verdict: str
@@ -49,7 +50,8 @@ class Framework:
     """A framework whose callbacks or loops callsheet supports through a bridge.
 
     `name` is the framework's name in sentences, and `version` the tested version. `how` is a sentence (without its full stop)
-    that says how the framework was tested, if that was not a real training. `derived` has the trainers of other libraries that are built on it.
+    that says how the framework was tested, if that was not a real training. `derived` has the trainers of other libraries that are
+    built on the framework's trainer.
     """
 
     name: str
