@@ -193,8 +193,8 @@ class ProcessGroups:
     def lost(self, error: BaseException, what: str = "") -> DistributedError:
         """Return the error to raise after a collective has failed with `error`. Its message names the ranks at fault.
 
-        The error is a `HostGaveUp` if a rank has left the run because its host could not follow the framework's loop. Otherwise, `what`
-        says in its message which operation failed.
+        The error is a `HostGaveUp` if a rank has left the run because its host could not follow the framework's loop. Otherwise it
+        is a `DistributedError` whose message contains `what`, which says which operation failed.
         """
         traceback.clear_frames(error.__traceback__)  # variables in the frames would keep the failed group's connections open
         first = (str(error).splitlines() or [""])[0]
@@ -206,9 +206,9 @@ class ProcessGroups:
     def _missing(self, step: int, error: BaseException) -> str:
         """Return a text that says which ranks are at fault, or why this rank cannot find that out.
 
-        If several ranks wait in a ring, the death of a rank fails only its neighbors' collectives. So this rank asks the others
-        through the store whether they are present, and they answer while they wait. A rank that answers is named as the one at
-        fault only if no other rank can be.
+        In a collective that passes data around a ring of ranks, a dead rank breaks only the connections of its two neighbors. So
+        this rank asks all ranks through the rendezvous store whether they still run, and also ranks that wait in the collective
+        answer. A rank that answers is named as the one at fault only if no other rank can be.
         """
         if self._presence is None:
             return "a rank was lost before or after the run, when it cannot be found out which one"
@@ -307,10 +307,10 @@ class ProcessGroups:
 class _Notes:
     """The messages that the ranks of one run leave for each other in the rendezvous store.
 
-    They say why a rank has ended, and which ranks are present.
+    The messages say why a rank has ended, and which ranks still run.
 
     Args:
-        prefix: the prefix of this run's keys in the store; the same on its ranks, and unique to the run and attempt.
+        prefix: the prefix of this run's keys in the store; the same on all ranks of the run, and different for every run and attempt.
     """
 
     def __init__(self, prefix: str, rank: int, seconds: float) -> None:
@@ -336,7 +336,9 @@ class _Notes:
             raise
 
     def leave(self, kind: str, word: str) -> None:
-        """Write to the rendezvous store why this rank ends. Later calls have no effect: the first is closest to the cause.
+        """Write to the rendezvous store why this rank ends.
+
+        Only the first call has an effect, because its reason is closest to the cause.
 
         Errors of the store are ignored: this rank is ending in any case, and must report its own error.
         """
@@ -384,9 +386,9 @@ class _Notes:
 
 
 class _Presence:
-    """A thread that informs other ranks that this rank still runs. After a collective has failed, the other ranks ask for this.
+    """A thread that answers other ranks, when one of them asks, that this rank still runs.
 
-    A thread is needed because the main thread may be blocked then.
+    A rank asks after its collective has failed. A thread answers, because this rank's main thread may be blocked in a collective.
     """
 
     def __init__(self, notes: _Notes, pause: float) -> None:
