@@ -203,7 +203,7 @@ def cleared(folder: Folder, overwrite: bool) -> Seal | None:
 
     Return the seal (manifest) of that checkpoint, or None.
 
-    Raises `CheckpointError` if the folder holds anything that must not be removed.
+    Raises `CheckpointError` if the folder holds files that belong to no checkpoint, or a committed one and `overwrite` is False.
     """
     finish_deletions()
     folder.make()

@@ -1,8 +1,9 @@
 """The seal of a checkpoint: the file `manifest.json`, which is written last. A folder without a valid manifest is not a checkpoint.
 
-The manifest lists every file with its size and SHA-256, the format version, the kind, the number of ranks, and a free `info`. It
-begins with a digest of all bytes that follow, so that any change is detected. It is written in place after all other files are
-durable. No rename is needed, which object stores do not have, because an incomplete manifest is invalid.
+The manifest lists every file with its size and SHA-256. It also stores the format version, the kind of content, the number of
+ranks, and `info`, any data of the writer. It begins with a digest of all bytes that follow, so that any change is detected. It is
+written after all other files are durable. A new manifest is written in place, without a rename, which object stores do not have:
+if the writing is interrupted, the digest does not match, and the manifest is invalid.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Seal:
 def plain_info(info: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of `info` with the values that will be read back from a manifest.
 
-    Raise `CheckpointError` if it is not plain data or contains a tensor.
+    Raise `CheckpointError` if `info` is not plain data or contains a tensor.
     """
     document, tensors = flatten(dict(info))
     if tensors:

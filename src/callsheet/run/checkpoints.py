@@ -151,7 +151,7 @@ class Checkpoints:
         self._not_saved: set[str] = set()  # entries of `user_state` that no checkpoint can hold; each is logged only once
         self._is_auto = False  # whether the run was resumed with "auto"
         self._stop: Mapping[str, Any] | None = None  # the stop request in the checkpoint from which `resume="auto"` continued
-        self._abandoned: list[str] = []  # unfinished checkpoints of earlier processes, kept until this run has published its own first one
+        self._abandoned: list[str] = []  # unfinished checkpoints of earlier processes, kept until this run has published one
         self._prepare_at = sys.maxsize if self._writer is None else 0  # the step at which to allocate the writer's buffers
         self._prepare_again = 1  # number of steps until the next attempt to allocate the buffers; it doubles each time
         self._tensors: dict[str, Tensor] | None = None  # the model's tensors, while a checkpoint is loaded

@@ -1,9 +1,10 @@
 """Adds hooks and attributes to the user's objects in such a way that copies of the objects do not contain these additions.
 
 Hosts and callbacks register hooks on the model, and hosts replace some methods of other objects. A copy or pickle of such an
-object, as made by `torch.save(model)` or `copy.deepcopy(model)`, must not contain these additions. So callsheet registers a function
-for the object's class. `copy` and `pickle` call this function, which removes the additions while the object's state is read, and
-then puts them back. The object itself keeps its class, its attributes and the containers of its hooks, because a script may copy or trace these in its own way.
+object, as made by `torch.save(model)` or `copy.deepcopy(model)`, must not contain these additions. So callsheet registers a
+function for the object's class. `copy` and `pickle` call this function, which removes the additions while the object's state is
+read, and then puts them back. The object itself keeps its class, its attributes and the containers of its hooks, because a script
+may copy or trace these in its own way.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def _deepcopy(thing: Any, memo: dict[int, Any]) -> Any:
 
 
 def _detached(made: Any, attributes: dict[str, Any]) -> Any:
-    """Replace the object's `__dict__` in a result of `__reduce_ex__` by a copy, since the additions are put back into the original."""
+    """In a result of `__reduce_ex__`, replace the object's `__dict__` by a copy, since the additions return to the original."""
     if made is attributes:
         return dict(made)
     return tuple(_detached(each, attributes) for each in made) if type(made) is tuple else made

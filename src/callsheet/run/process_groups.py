@@ -310,7 +310,7 @@ class _Notes:
     The messages say why a rank has ended, and which ranks still run.
 
     Args:
-        prefix: the prefix of this run's keys in the store; the same on all ranks of the run, and different for every run and attempt.
+        prefix: the prefix of this run's keys in the store; the same on all its ranks, and different for every run and attempt.
     """
 
     def __init__(self, prefix: str, rank: int, seconds: float) -> None:

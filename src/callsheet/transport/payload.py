@@ -20,9 +20,9 @@ from callsheet.transport.sealed import LARGEST, Key, PrivateFolder, TransportErr
 
 PAYLOAD = "CALLSHEET_PAYLOAD"
 KEY = "CALLSHEET_PAYLOAD_KEY"
-"""The environment variables through which a process receives a payload: the path of its file, and the key to read it.
+"""The environment variables through which a process receives a payload: the file's path, and the key to check its signature.
 
-They are removed from the environment when they are read.
+Both variables are removed from the environment when they are read.
 """
 
 is_sent = False
