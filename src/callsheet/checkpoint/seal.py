@@ -39,7 +39,7 @@ class Seal:
     """The content of a checkpoint's manifest.
 
     Attributes:
-        kind: what the folder holds; for checkpoints of callsheet always the same word.
+        kind: what the folder holds; `callsheet.checkpoint` for every checkpoint of callsheet.
         world_size: how many ranks wrote the files.
         files: the size and digest of each file, by name.
         info: the data that was given when the checkpoint was written, such as the step.
@@ -84,7 +84,8 @@ def write_seal(
     `info` is stored in the manifest. It may contain everything that `plain.flatten` accepts, except tensors. With `replace`, an
     existing manifest is replaced atomically.
 
-    Raises `CheckpointError` if the folder is sealed already, a file is missing or has another size, or the disk reports an error.
+    Raises `CheckpointError` if the folder is sealed already (unless `replace`), a file is missing or has another size, or the disk
+    reports an error.
     """
     sealed = Seal(kind, world_size, dict(files), plain_info(info), time.time())
     found = folder.entries()

@@ -166,7 +166,7 @@ def read_rows(file: BinaryIO, entry: Entry, start: int, rows: Tensor) -> None:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor without copying them. The tensor must stay alive as long as the result is used."""
+    """Return the bytes of a contiguous CPU tensor without copying them. The tensor must stay alive while the result is used."""
     size = tensor.numel() * tensor.itemsize
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
 

@@ -57,9 +57,9 @@ class Agreement:
 
     @property
     def seconds_left(self) -> float:
-        """How many seconds remain until the launcher kills the ranks. Read this only if a rank has received a preemption signal.
+        """How many seconds remain until the launcher kills the ranks. Valid only if a rank has received a preemption signal.
 
-        The launcher then kills all ranks, also those that received no signal.
+        The launcher then kills all ranks, including those that received no signal.
         """
         return min(self._signals.seconds_left, self._signals.grace)
 

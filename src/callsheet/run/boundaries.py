@@ -34,7 +34,7 @@ _COUNTED_AT_RECORDS = frozenset({TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.SECON
 class Boundaries:
     """Carries out what is due after a step, an epoch or a round (group of epochs): logging, evaluations, checkpoints and requests.
 
-    Every decision is based on values that all ranks share, so all ranks decide the same. To call `reach` when
+    Every decision is based on values that all ranks share, so all ranks decide the same. Calling `reach` when
     nothing is due is harmless.
     """
 
@@ -134,7 +134,7 @@ class Boundaries:
     def finish_undone(self, boundary: str) -> bool:
         """After a resume, run the evaluation that was due but not done when the checkpoint was saved. Then save a checkpoint if one is due.
 
-        Do this only if the evaluation was due at the boundary `boundary` (`step`, `epoch` or `round`). Otherwise return False.
+        Do this only if the evaluation was due at `boundary` (`step`, `epoch` or `round`). Otherwise return False.
 
         Return whether training is over after the evaluation.
         """

@@ -97,7 +97,7 @@ class Typed:
     def _options(self) -> dict[str, Any]:
         """Return the optimizer's options by name, for each parameter group.
 
-        The learning rate is the initial one. It is left out if a scheduler may have changed it and the initial one is not stored.
+        For the learning rate, return the initial rate. If `initial_lr` is not stored, leave out a rate that a scheduler may change.
         """
         found: dict[str, Any] = {}
         for number, group in enumerate(getattr(self.part, "param_groups", ())):

@@ -17,7 +17,7 @@ class LogRanks:
     records of its child loggers. Handlers that are added after `start` are not filtered.
 
     Args:
-        choice: `"zero"` to hide them, or `"all"` to log on every rank.
+        choice: `"zero"` to hide these records, or `"all"` to log on every rank.
         ranks: this process's rank and the world size.
 
     Raises:

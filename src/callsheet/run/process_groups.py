@@ -27,7 +27,7 @@ ANSWER_SECONDS = 5.0
 The time is at most a quarter of the timeout.
 """
 LOOK_SECONDS = 0.5
-"""The longest time between two checks of the rendezvous store for a question from another rank."""
+"""The longest interval at which a rank checks whether another rank has asked a question in the rendezvous store."""
 
 _TIMED_OUT, _CUT_OFF, _FAILED, _LEFT, _GAVE_UP = "timed out", "cut off", "failed", "left", "gave up"
 """The kinds of notes that a rank leaves in the rendezvous store when it ends; see `_Notes`."""
@@ -60,7 +60,8 @@ class Pending:
     def wait(self, deadline: Callable[[], float] | None = None) -> list[float]:
         """Wait for the result of the reduction and return the result.
 
-        `deadline()` returns a time of `time.monotonic()`; this time may become earlier while this method waits.
+        `deadline()` returns the time until which to wait, by `time.monotonic()`. It is called repeatedly while this method waits,
+        and each call may return an earlier time.
 
         Raises:
             LateAfterSignal: the deadline has passed.
@@ -206,9 +207,9 @@ class ProcessGroups:
     def _missing(self, step: int, error: BaseException) -> str:
         """Return a text that says which ranks are at fault, or why this rank cannot find that out.
 
-        In a collective that passes data around a ring of ranks, a dead rank breaks only the connections of its two neighbors. So
-        this rank asks all ranks through the rendezvous store whether they still run, and also ranks that wait in the collective
-        answer. A rank that answers is named as the one at fault only if no other rank can be.
+        In a collective that passes data around a ring of ranks, only the two neighbors of a dead rank notice its death. So this
+        rank asks all ranks through the rendezvous store whether they still run. Ranks that wait in a collective answer too. A rank
+        that answers is named as the one at fault only if no other rank can be.
         """
         if self._presence is None:
             return "a rank was lost before or after the run, when it cannot be found out which one"
@@ -386,7 +387,7 @@ class _Notes:
 
 
 class _Presence:
-    """A thread that answers other ranks, when one of them asks, that this rank still runs.
+    """A thread that answers for this rank when another rank asks which ranks still run.
 
     A rank asks after its collective has failed. A thread answers, because this rank's main thread may be blocked in a collective.
     """

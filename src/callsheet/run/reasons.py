@@ -54,7 +54,7 @@ def is_secret(name: str) -> bool:
 def without_secrets(values: Any) -> Any:
     """Return settings without credentials: `...` replaces values under a name such as `api_key`, and credentials inside texts.
 
-    Mappings become new dicts, lists and tuples become new lists. Values of other types, except strings, are returned unchanged.
+    A mapping becomes a new dict, and a list or tuple a new list. Values of other types, except strings, are returned unchanged.
     """
     if isinstance(values, str):
         return without_credentials(values)

@@ -29,7 +29,7 @@ class Records:
         self._others: dict[str, Series] = {}  # the series of the losses other than `train/loss`, by name
         self.tally = Tally(world)
         self.learning_rate: Any = None
-        """The learning rate of the last step. None before the first step, and after a record was discarded until the next step."""
+        """The learning rate of the last step. None before the first step, and between a discarded record and the next step."""
         self.last_loss: Tensor | None = None
         """The mean loss of the last step on this rank. The loss of the step is the mean of this value over the ranks."""
         self.every = every

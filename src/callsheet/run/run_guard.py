@@ -83,7 +83,7 @@ class RunGuard:
         return ""
 
     def check(self, *, acquires: bool = False) -> None:
-        """On rank 0, raise an error if the lock of the run's folder was lost. Call this method before each write.
+        """On rank 0, raise an error if the lock of the run's folder was lost. This must be called before each write.
 
         With `acquires`, first acquire the lock if this run has not.
 

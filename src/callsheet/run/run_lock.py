@@ -16,8 +16,8 @@ How a run acquires the lock:
 
 A process that makes a claim never removes or overwrites an owner's file before its own file exists. So two processes cannot both
 believe that they own the run: an owner must find its own file in place, with its own content, and no file with a higher number.
-`check` looks for exactly that. A higher number counts only if it is still there on a second look, because the process that made
-it may be about to withdraw it in step 3.
+`check` looks for exactly that. A file with a higher number counts only if it is still there on a second look, because
+its process may be about to withdraw the claim in step 3.
 
 On the same machine, a process is gone if no process has its id, or if the process with that id started at another time. On
 another machine, a process counts as gone if its claim has not changed for `STALE_SECONDS` by the reader's own monotonic clock.
@@ -88,7 +88,7 @@ class Claim:
     def is_alive(self) -> bool:
         """Whether the process that made this claim is known to run.
 
-        For a process of this machine, the operating system tells. A process of another machine counts as running if its last
+        For a process of this machine, the operating system is asked. A process of another machine counts as running if its last
         heartbeat is at most `STALE_SECONDS` old by this machine's clock.
         """
         if self.machine_id == machine_id():

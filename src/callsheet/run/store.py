@@ -24,7 +24,7 @@ from callsheet.errors import ConfigError, DistributedError
 T = TypeVar("T")
 
 POLL_SECONDS = 0.01
-_LINGER_SECONDS = 0.5  # rank 0 waits up to this time, so that the other ranks can read its message
+_LINGER_SECONDS = 0.5  # rank 0 waits up to this time, so that the other ranks can read its error message
 
 _meetings = count()  # the number of the next store; the same on all ranks, because they open stores in the same order
 

@@ -112,7 +112,7 @@ def pack(callbacks: Iterable[Callback], *, allow_pickle: bool = False, extra: Ma
 def unpack() -> list[Callback]:
     """Return the callbacks that were sent to this process with `Payload.post`.
 
-    Call this once. It removes the key from the environment, so that child processes do not inherit it.
+    This can be called only once, because it removes the key from the environment, so that child processes do not inherit the key.
 
     Raises:
         TransportError: nothing was sent; or other users can access the file, it was changed, or it belongs to another launch.

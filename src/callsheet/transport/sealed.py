@@ -165,7 +165,7 @@ class PrivateFolder:
     """A folder of mode 0700 for one launch, which is removed when the `with` block ends.
 
     A launcher that is killed removes nothing. So each folder has a lock file that is locked by the process that made it. Whenever
-    such a folder is created, those of this user's earlier folders are removed whose lock is free.
+    such a folder is created, this user's earlier folders are removed if their lock is free.
     """
 
     def __init__(self) -> None:
