@@ -132,6 +132,6 @@ class AsyncWriter:
 
 
 def _use_one_thread() -> None:
-    # Make torch set its default number of threads now. Otherwise, torch would set it later and overwrite the 1.
+    # Make torch set its default number of threads now. Otherwise, torch would do so later, and overwrite the number set here.
     torch.get_num_threads()
     torch.set_num_threads(1)

@@ -36,7 +36,7 @@ def begin_deletion(delete: Callable[[], None]) -> None:
 
 
 def finish_deletions() -> None:
-    """Wait for the deletions that `begin_deletion` started. Call this before using the space or the names of the deleted files."""
+    """Wait for the deletions that `begin_deletion` started, so that the space and the names of these files can be used again."""
     for each in tuple(_deletions):  # iterate over a copy, since another thread may begin a deletion
         each.result()
 

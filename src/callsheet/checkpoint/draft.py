@@ -1,6 +1,6 @@
 """What one rank writes to a checkpoint.
 
-The training thread collects the data. If a background thread writes it, the training thread also copies it.
+The training thread collects the data. If a background thread writes the data, the training thread copies them first.
 """
 
 from __future__ import annotations

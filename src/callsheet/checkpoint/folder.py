@@ -152,7 +152,7 @@ def delete_checkpoint(path: str | os.PathLike[str]) -> None:
 def delete_abandoned(path: str | os.PathLike[str]) -> None:
     """Delete an incomplete checkpoint folder, left by a process that was killed while it wrote or deleted the checkpoint.
 
-    Call this only if no other process can be writing to the folder.
+    This may be called only if no other process can be writing to the folder.
 
     Raises `CheckpointError` for any other folder, and if the disk reports an error.
     """
@@ -203,7 +203,8 @@ def cleared(folder: Folder, overwrite: bool) -> Seal | None:
 
     Return the seal (manifest) of that checkpoint, or None.
 
-    Raises `CheckpointError` if the folder holds anything that must not be removed.
+    Raises `CheckpointError` if the folder holds files that do not belong to a checkpoint, or if it holds a committed checkpoint and
+    `overwrite` is False.
     """
     finish_deletions()
     folder.make()

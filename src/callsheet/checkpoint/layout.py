@@ -1,6 +1,6 @@
 """The names of a checkpoint's files, and of its tensors.
 
-    checkpoint.txt              the marker, written first, removed last: callsheet may clear this folder
+    checkpoint.txt              the marker, written first, removed last. It shows that callsheet may clear this folder
     state.json                  the document that all ranks share (`plain`)
     local-00000.json            a rank's own document; one for each rank
     shard-00000.safetensors     the parts of tensors that a rank wrote

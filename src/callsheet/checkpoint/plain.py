@@ -6,7 +6,8 @@ JSON values are stored unchanged. A value that JSON lacks becomes an object with
     {"$tuple": [...]}          {"$dict": [[key, value], ...]}, {"$counter": [[key, value], ...]}
     {"$float": "inf"}          inf, -inf and nan, which strict JSON lacks
     {"$int": "0x..."}          an integer of more than 64 bits, which other readers would round
-    {"$bytes": base64}         and of NumPy: {"$array": [dtype, shape, base64]}, {"$scalar": [dtype, base64]}
+    {"$bytes": base64}         bytes
+    {"$array": [dtype, shape, base64]}, {"$scalar": [dtype, base64]}    a NumPy array or scalar
 
 A dict with string keys becomes a JSON object. A dict with other keys, or with a key that starts with `$`, becomes a `$dict`.
 """
@@ -44,7 +45,7 @@ def flatten(tree: object) -> tuple[Json, dict[str, torch.Tensor]]:
 
     Args:
         tree: the state. It may contain None, bool, int, float, str, bytes, tensors, and NumPy arrays and scalars of numbers and
-            times. They may be in lists, tuples, Counters, and dicts whose keys are plain values or tuples of these.
+            times. These values may be in lists, tuples, Counters, and dicts whose keys are plain values or tuples of these.
 
     Returns:
         The document, which holds a reference in place of each tensor, and the tensors, named by their paths in the tree, such as

@@ -22,7 +22,7 @@ class RankLost(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """What `RankGroup.exchange` sends if ranks failed: the reason for each of these ranks."""
+    """What `RankGroup.exchange` sends if any ranks have failed: for each of them, the reason."""
 
     reasons: dict[int, str]
 

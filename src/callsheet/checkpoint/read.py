@@ -65,7 +65,7 @@ def read_checkpoint(
 ) -> Loaded:
     """Read a checkpoint. This is a collective over `group`.
 
-    It runs no code from the files.
+    No code from the checkpoint's files is run.
 
     First the ranks divide the files among them and check their digests, and each rank checks its target tensors against the
     files. Tensors are filled only after these checks have succeeded on every rank.
@@ -73,10 +73,10 @@ def read_checkpoint(
     Args:
         path: a folder, or a URL such as `s3://bucket/run/step-100`.
         group: a gloo group; None for one process. It may have more or fewer ranks than those that wrote the checkpoint.
-            Additional ranks get rank 0's own tree.
-        target: selects where a tensor of the shared state is read to. It is called with the tensor's name, size and dtype. The
-            tensor or DTensor that it returns is filled in place, in its own dtype, and becomes part of the tree. If it returns
-            None, or if `target` is None, a new tensor is made.
+            If it has more, the additional ranks get the local state of rank 0.
+        target: selects the tensor into which a tensor of the shared state is read. It is called with the tensor's name, size and
+            dtype. The tensor or DTensor that it returns is filled in place, in its own dtype, and becomes part of the returned
+            state. If it returns None, or if `target` is None, a new tensor is made.
         device: the device of new tensors.
 
     Returns:

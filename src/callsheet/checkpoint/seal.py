@@ -1,8 +1,9 @@
 """The seal of a checkpoint: the file `manifest.json`, which is written last. A folder without a valid manifest is not a checkpoint.
 
-The manifest lists every file with its size and SHA-256, the format version, the kind, the number of ranks, and a free `info`. It
-begins with a digest of all bytes that follow, so that any change is detected. It is written in place after all other files are
-durable. No rename is needed, which object stores do not have, because an incomplete manifest is invalid.
+The manifest lists every file with its size and SHA-256. It also stores the format version, the kind of content, the number of
+ranks, and `info`, any data of the writer. It begins with a digest of all bytes that follow, so that any change is detected. It is
+written after all other files are durable. A new manifest is written in place, without a rename, which object stores do not have:
+if the writing is interrupted, the digest does not match, and the manifest is invalid.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Seal:
     """The content of a checkpoint's manifest.
 
     Attributes:
-        kind: what the folder holds; for checkpoints of callsheet always the same word.
+        kind: what the folder holds; `callsheet.checkpoint` for every checkpoint of callsheet.
         world_size: how many ranks wrote the files.
         files: the size and digest of each file, by name.
         info: the data that was given when the checkpoint was written, such as the step.
@@ -60,7 +61,7 @@ class Seal:
 def plain_info(info: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of `info` with the values that will be read back from a manifest.
 
-    Raise `CheckpointError` if it is not plain data or contains a tensor.
+    Raise `CheckpointError` if `info` is not plain data or contains a tensor.
     """
     document, tensors = flatten(dict(info))
     if tensors:
@@ -83,7 +84,8 @@ def write_seal(
     `info` is stored in the manifest. It may contain everything that `plain.flatten` accepts, except tensors. With `replace`, an
     existing manifest is replaced atomically.
 
-    Raises `CheckpointError` if the folder is sealed already, a file is missing or has another size, or the disk reports an error.
+    Raises `CheckpointError` if the folder is sealed already (unless `replace`), a file is missing or has another size, or the disk
+    reports an error.
     """
     sealed = Seal(kind, world_size, dict(files), plain_info(info), time.time())
     found = folder.entries()

@@ -77,7 +77,7 @@ def write_tensors(
             written.
         look: called with the name and each piece of a tensor before that piece is written. Pieces are flat and on the CPU.
 
-    Raises `CheckpointError` if the disk reports an error. `check_storable` checks what a file can hold.
+    Raises `CheckpointError` if the disk reports an error. Each tensor must have been checked with `check_storable` before.
     """
     order = file_order(tensors)
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -166,7 +166,7 @@ def read_rows(file: BinaryIO, entry: Entry, start: int, rows: Tensor) -> None:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor without copying them. Keep the tensor alive as long as the result is used."""
+    """Return the bytes of a contiguous CPU tensor without copying them. The tensor must stay alive while the result is used."""
     size = tensor.numel() * tensor.itemsize
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
 
@@ -184,8 +184,8 @@ def all_finite(tensors: Iterable[Tensor], group: ProcessGroup | None = None) -> 
 
     Args:
         tensors: the tensors. Those that are neither floating-point nor complex count as finite.
-        group: a gloo group, whose ranks all must call this; True means that the tensors of all ranks are finite. If it is None,
-            only this process checks.
+        group: a gloo group. All its ranks must call this function, and the result covers the tensors of all ranks. If it is None,
+            only this process's tensors are checked.
     """
     parts: dict[torch.device, list[Tensor]] = defaultdict(list)
     for tensor in tensors:

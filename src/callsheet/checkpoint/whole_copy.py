@@ -20,8 +20,8 @@ def whole_copy(model: nn.Module, *, keep: bool = True) -> nn.Module | None:
 
     If the model is sharded, this is a collective that every rank must call.
 
-    It needs device memory for only one gathered tensor. In the copy of a sharded model, the modules have their original classes,
-    and only those forward hooks that the user added.
+    The function needs device memory for only one gathered tensor at a time. In the copy of a sharded model, the modules have their
+    original classes, and only those forward hooks that the user added.
 
     Args:
         keep: whether this rank gets the copy. If False, the rank only takes part in the collective, and gets None.

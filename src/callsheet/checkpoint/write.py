@@ -48,9 +48,9 @@ def write_checkpoint(
 
     Args:
         path: a folder, or a URL such as `s3://bucket/run/step-100`; the same storage on all ranks.
-        shared: a tree that is the same on all ranks. Each of its tensors is written once; for a DTensor, every rank writes its
+        shared: the state that is the same on all ranks. Each of its tensors is written once; for a DTensor, every rank writes its
             own shard.
-        local: this rank's own tree.
+        local: the state that belongs to this rank only.
         info: the data for the manifest; only that of rank 0 is used.
         group: a gloo group; None for one process.
         overwrite: whether to replace a checkpoint that exists at `path`.
@@ -66,7 +66,7 @@ def write_checkpoint(
     Raises:
         CheckpointError: the state is not plain data, `path` holds other files or a checkpoint (unless `overwrite`), or the disk
             reports an error. Raised on all ranks if one of them fails. Nothing of the new checkpoint is left then.
-        RankLost: a rank is lost. The next writer removes what is left.
+        RankLost: a rank is lost. Files of the new checkpoint may be left; the next writer of `path` removes them.
     """
     ranks = RankGroup(group)
     return Writing(path, ranks, overwrite, check_owner, is_good).run(lambda: Draft.of(shared, local, info, ranks.rank))
@@ -120,7 +120,7 @@ class Writing:
     def _assign(self, plans: Sequence[SavePlan]) -> list[tuple[Names, list[str]]]:
         """On rank 0, choose the file names and decide which tensors each rank writes.
 
-        DCP divides among the ranks the tensors that several of them hold.
+        If several ranks hold a tensor, torch's distributed checkpoint (DCP) chooses the one that writes it.
         """
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         assigned, _ = planner.create_global_plan(_fitting(plans))
@@ -172,7 +172,8 @@ def _fitting(plans: Sequence[SavePlan]) -> list[SavePlan]:
 
     Raise `CheckpointError` if the shared states of the ranks differ.
 
-    The document is that of rank 0. A rank whose shard is empty cannot detect tied DTensors, so its plan contains all of them.
+    Rank 0's state decides which tensors the checkpoint has, because the JSON document is made from it. The plan of another rank may
+    contain more names: a rank with empty shards cannot detect that two DTensors are tied, and plans both.
     """
     shared = {item.index.fqn: _data(item) for item in plans[0].items}
 

@@ -15,7 +15,7 @@ from callsheet.run.signals import SignalWatch
 PERIOD_SECONDS = 0.25
 """About how many seconds pass between two messages to the other ranks. The value is converted to a number of steps.
 
-A longer time delays requests. A shorter one slows the steps: where the ranks compute on all cores, a message takes up to a
+A longer time delays requests. A shorter one slows the steps: if the ranks use all CPU cores, a message takes up to a
 millisecond.
 """
 LONGEST_PERIOD = 1000  # the maximum number of steps between two messages to the other ranks
@@ -57,9 +57,9 @@ class Agreement:
 
     @property
     def seconds_left(self) -> float:
-        """How many seconds remain until the launcher kills the ranks. Read this only if a rank has received a preemption signal.
+        """How many seconds remain until the launcher kills the ranks. Valid only if a rank has received a preemption signal.
 
-        The launcher then kills all ranks, also those that received no signal.
+        The launcher then kills all ranks, including those that received no signal.
         """
         return min(self._signals.seconds_left, self._signals.grace)
 
@@ -159,12 +159,12 @@ class Agreement:
                 self._signal = signal.Signals(number)
 
     def _deadline(self, began: float) -> float:
-        """Return the time until which to wait for the other ranks; infinite unless a preemption signal has arrived.
+        """Return the time until which to wait for the other ranks; infinite if no preemption signal has arrived.
 
-        A launcher signals all ranks, even after one has died; a rank that has not answered by this time will not answer at all.
+        A launcher signals all ranks even after one of them has died. So a rank that does not answer by this time is taken for dead.
 
-        The time counts from the signal or from the start of the waiting, whichever is later, because a checkpoint that is written
-        in between takes time too.
+        The time counts from the signal or from the start of the waiting, whichever is later: a checkpoint that is written between
+        the two takes time too.
         """
         arrived, grace = self._signals.arrived_at, self._signals.grace
         return max(arrived, began) + grace / 3 if arrived is not None else float("inf")

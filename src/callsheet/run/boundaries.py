@@ -34,8 +34,8 @@ _COUNTED_AT_RECORDS = frozenset({TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.SECON
 class Boundaries:
     """Carries out what is due after a step, an epoch or a round (group of epochs): logging, evaluations, checkpoints and requests.
 
-    Every decision is based on values that all ranks share, so all ranks decide the same. A rank may come to a boundary at which
-    nothing is due; it then does nothing.
+    Every decision is based on values that all ranks share, so all ranks decide the same. Calling `reach` when
+    nothing is due is harmless.
     """
 
     def __init__(
@@ -134,9 +134,9 @@ class Boundaries:
     def finish_undone(self, boundary: str) -> bool:
         """After a resume, run the evaluation that was due but not done when the checkpoint was saved. Then save a checkpoint if one is due.
 
-        Do nothing if the evaluation belongs to the end of another `boundary`, which is `step`, `epoch` or `round`.
+        Do this only if the evaluation was due at `boundary` (`step`, `epoch` or `round`). Otherwise return False.
 
-        Return whether training is over after that.
+        Return whether training is over after the evaluation.
         """
         undone = self._evaluation.undone
         return undone is not None and undone.boundary == boundary and self._end(boundary)
@@ -181,8 +181,8 @@ class Boundaries:
     def finish(self) -> None:
         """After training, carry out the requests, evaluations and saves that are left.
 
-        Save what was requested after the last boundary, such as at `on_train_end`. Run the evaluation that a signal prevented, if
-        it is still due. Wait for background saves.
+        Save a checkpoint that was requested after the last boundary, such as at `on_train_end`. Run the evaluation that a signal
+        prevented, if it is still due. Wait for background saves.
         """
         self._manager.process_lane_messages(self._ctx)
         self._agreement.agree(self._ctx.step)
@@ -196,10 +196,12 @@ class Boundaries:
         finish_deletions()
 
     def begin(self) -> None:
-        """Begin training. If a callback stopped the run before it was resumed, stop the run again, unless settings have changed.
+        """Begin training, or stop at once if a callback stopped the run before it was resumed.
+
+        The run is not stopped again if `max_duration` or that callback's settings have changed since.
 
         Raises:
-            CheckpointError: callbacks request regular checkpoints, and they cannot be written.
+            CheckpointError: callbacks request regular checkpoints, but the folder for checkpoints is not writable.
         """
         self._checkpoints.check_writable()
         self._checkpoints.stopped_by = None
@@ -245,17 +247,17 @@ class Boundaries:
 
     @property
     def _is_unread(self) -> bool:
-        """Whether to skip a metrics record that is due now, because no callback reads it.
+        """Whether a metrics record that is due now can be discarded, because no callback reads it.
 
-        The record is not skipped if a request is pending, a checkpoint is being written, or training is over.
+        False if a request is pending, a checkpoint is being written, or training is over.
         """
         return not (self._records.are_read or self._ctx.control.pending or self._checkpoints.is_writing or self.is_over)
 
     def _due(self) -> list[str]:
         """Return the names of the datasets whose evaluation is due.
 
-        After a preemption signal, they do not run, but a checkpoint can store them for the resumed run. A signal alone does not
-        make an evaluation due.
+        After a preemption signal, due evaluations do not run, but a checkpoint can store their names for the resumed run. A signal
+        alone does not make an evaluation due.
         """
         if self.is_preempted and not self._evaluation.is_resumed:
             return []

@@ -54,7 +54,7 @@ from callsheet.run.run_marker import is_marked
 logger = logging.getLogger("callsheet")
 
 AUTO = "auto"
-"""The value of `resume` for the newest valid checkpoint of the run."""
+"""The value of `resume` that resumes the run from its newest valid checkpoint."""
 
 _OPTIMIZER_STATE = re.compile(r"optimizer\.state\.state\.(\d+)\.")
 
@@ -78,7 +78,7 @@ class Typed:
         return {"class": type(self.part).__name__, "state": self.part.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state. Warn if this changes the optimizer's options. Raise ValueError if an object of another class saved the state."""
+        """Load the state. Warn if loading changes the optimizer's options. Raise ValueError if another class saved the state."""
         if state["class"] != type(self.part).__name__:
             raise ValueError(
                 f"the state was saved by a {state['class']}, and this is a {type(self.part).__name__}; give a {state['class']}, or start a "
@@ -97,7 +97,7 @@ class Typed:
     def _options(self) -> dict[str, Any]:
         """Return the optimizer's options by name, for each parameter group.
 
-        The learning rate is the one before a scheduler changed it.
+        For the learning rate, return the initial rate. If `initial_lr` is not stored, leave out a rate that a scheduler may change.
         """
         found: dict[str, Any] = {}
         for number, group in enumerate(getattr(self.part, "param_groups", ())):
@@ -112,7 +112,7 @@ class Checkpoints:
     """Saves and loads the run's checkpoints in `<run folder>/checkpoints`. All methods except `durable` are collectives.
 
     Args:
-        in_background: whether to save a copy of the state while training continues.
+        in_background: whether to copy the state and write the copy while training continues.
         grace: seconds between a preemption signal and the process being killed.
     """
 
@@ -132,7 +132,7 @@ class Checkpoints:
         self.local: dict[str, Stateful] = {}
         """The parts of a checkpoint that belong to one rank, such as its random states. They are loaded after the shared parts."""
         self.optional: set[str] = set()
-        """The names of parts that keep their state if a checkpoint does not contain them, because an earlier version has saved it."""
+        """The names of parts that a checkpoint of an earlier version may lack. Such a part then keeps its state."""
         self.begun = 0
         """How many background saves this rank has begun."""
         self.stopped_by: Request | None = None
@@ -151,7 +151,7 @@ class Checkpoints:
         self._not_saved: set[str] = set()  # entries of `user_state` that no checkpoint can hold; each is logged only once
         self._is_auto = False  # whether the run was resumed with "auto"
         self._stop: Mapping[str, Any] | None = None  # the stop request in the checkpoint from which `resume="auto"` continued
-        self._abandoned: list[str] = []  # unfinished checkpoints of earlier processes, kept until this run has written its first
+        self._abandoned: list[str] = []  # unfinished checkpoints of earlier processes, kept until this run has published one
         self._prepare_at = sys.maxsize if self._writer is None else 0  # the step at which to allocate the writer's buffers
         self._prepare_again = 1  # number of steps until the next attempt to allocate the buffers; it doubles each time
         self._tensors: dict[str, Tensor] | None = None  # the model's tensors, while a checkpoint is loaded
@@ -170,7 +170,7 @@ class Checkpoints:
         """Before training begins, check that the checkpoints' folder is writable, if a callback saves checkpoints regularly.
 
         Raises:
-            CheckpointError: on all ranks: rank 0 may not write to the checkpoints' folder.
+            CheckpointError: rank 0 cannot write to the checkpoints' folder. Raised on all ranks.
         """
         message = ""
         if self._world.rank == 0 and "://" not in self.folder and self._manager.has_listeners.on_checkpoint_due:
@@ -202,7 +202,7 @@ class Checkpoints:
     ) -> CheckpointInfo:
         """Write one checkpoint for all `requests`, and fire the events for saving.
 
-        If there are no requests, the user called `save`.
+        `requests` is empty if the user called `Trainer.save_checkpoint`.
 
         A checkpoint with weights or a loss that are not finite is marked in its manifest, and automatic resume ignores it.
 
@@ -238,7 +238,8 @@ class Checkpoints:
             check_owner = partial(self._guard.check, acquires=path is None)
             parameters = frozenset(name for name, _ in ctx.model.named_parameters(remove_duplicate=False))
             is_good = partial(_is_good, parameters, self._prefixes_of_weights())
-            # A checkpoint that exists at this path is from before a resume. `overwrite` removes it once the new one is committed.
+            # If this path already has a checkpoint, an earlier process of the run saved it. With `overwrite`, it is removed once
+            # the new checkpoint is committed.
             if self._writer is None or waits:
                 seal = write_checkpoint(
                     info.path,
@@ -305,7 +306,7 @@ class Checkpoints:
     def _tensors_of_callbacks(self, weights: list[Tensor]) -> Iterator[Tensor]:
         """Yield tensors as large as those that callbacks will save (such as averaged weights), for allocating buffers.
 
-        These are the trained weights once for each such callback, and the callback's own tensors of other dtypes.
+        For each callback that saves weights, these are the trained weights and those of its own tensors whose dtype no weight has.
         """
         dtypes = {weight.dtype for weight in weights}
         for callback in self._callbacks_with_weights():
@@ -314,7 +315,10 @@ class Checkpoints:
                 yield from (each for each in found if each.dtype not in dtypes)
 
     def publish(self, durable: int) -> None:
-        """Fire `on_checkpoint_published` for the background save, if all ranks know that the checkpoint is completely written."""
+        """Fire `on_checkpoint_published` for the background save, if all ranks have finished it.
+
+        `durable` is the number of background saves that all ranks have finished.
+        """
         if self._pending is not None and durable >= self.begun:
             self.finish()
 
@@ -413,7 +417,7 @@ class Checkpoints:
     def earlier_stop(self) -> Request | None:
         """Return the request that stopped the run before it was resumed with `"auto"`, or None if training may continue.
 
-        Training may continue if the run's duration has changed, or the settings of the callback that made the request.
+        Training may continue if `max_duration` or the settings of the callback that made the request have changed since.
         """
         stop = self._stop
         if stop is None:
@@ -487,9 +491,10 @@ class Checkpoints:
         return [os.fspath(checkpoint.path) for checkpoint in good]
 
     def _target(self, path: str, name: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """Return the existing or empty tensor into which the checkpoint's tensor `name` is read.
+        """Return the tensor into which the checkpoint's tensor `name` is read, or None to read it into a new tensor.
 
-        This is the model's own tensor or, for the optimizer's state, an empty tensor that is sharded like its parameter.
+        For a weight, this is the model's own tensor. For the optimizer's state of a sharded parameter, it is an empty tensor with
+        the same sharding.
         """
         part, _, rest = name.partition(".")
         if part == "model":
@@ -550,9 +555,10 @@ class Checkpoints:
 
 
 def _is_good(parameters: frozenset[str], prefixes: tuple[str, ...], name: str, piece: Tensor) -> bool:
-    """Return whether the values in this piece of a saved tensor are valid. A weight, for example, must not be NaN.
+    """Return whether the values in `piece`, a part of the saved tensor `name`, are valid.
 
-    A weight must have no NaN or infinity, a buffer no NaN (masks contain infinities). Other tensors are not checked.
+    A weight must not contain NaN or infinity. A buffer must not contain NaN, but may contain infinities, as masks do. Other
+    tensors are not checked.
     """
     prefix = next(filter(name.startswith, prefixes), None)
     if prefix is None or all_finite([piece]):

@@ -1,9 +1,10 @@
 """Adds hooks and attributes to the user's objects in such a way that copies of the objects do not contain these additions.
 
 Hosts and callbacks register hooks on the model, and hosts replace some methods of other objects. A copy or pickle of such an
-object, as made by `torch.save(model)` or `copy.deepcopy(model)`, must not contain these additions. So a function is registered for the
-object's class that `copy` and `pickle` call; it takes the additions out of the object while its state is read. The object itself
-keeps its class, its attributes and the containers of its hooks, because a script may copy or trace these in its own way.
+object, as made by `torch.save(model)` or `copy.deepcopy(model)`, must not contain these additions. So callsheet registers a
+function for the object's class. `copy` and `pickle` call this function, which removes the additions while the object's state is
+read, and then puts them back. The object itself keeps its class, its attributes and the containers of its hooks, because a script
+may copy or trace these in its own way.
 """
 
 from __future__ import annotations
@@ -63,10 +64,10 @@ def _set(attributes: dict[str, Any], name: str, value: Any) -> None:
 
 
 class _Reducer:
-    """Takes objects of a class apart for `copy` and `pickle`, without the hooks and attributes that callsheet added.
+    """Reduces objects of a class for `copy` and `pickle` (as `__reduce_ex__` does), without what callsheet added to the objects.
 
-    The reducer is in `copyreg.dispatch_table` as long as an object of the class has additions. A class that defines `__deepcopy__` has an entry
-    in the table of `copy.deepcopy` too, which would otherwise call that method on the object as it is.
+    The reducer is in `copyreg.dispatch_table` as long as an object of the class has additions. If the class defines `__deepcopy__`,
+    an entry in the table of `copy.deepcopy` removes the additions while that method runs.
     """
 
     def __init__(self, kind: type) -> None:
@@ -105,7 +106,7 @@ def _deepcopy(thing: Any, memo: dict[int, Any]) -> Any:
 
 
 def _detached(made: Any, attributes: dict[str, Any]) -> Any:
-    """In a result of `__reduce_ex__`, copy the object's `__dict__`, because callsheet's additions return to the original one."""
+    """In a result of `__reduce_ex__`, replace the object's `__dict__` by a copy, since the additions return to the original."""
     if made is attributes:
         return dict(made)
     return tuple(_detached(each, attributes) for each in made) if type(made) is tuple else made

@@ -35,7 +35,7 @@ def is_of_collective(error: BaseException) -> bool:
 
     torch's backends have no exception class of their own, so the text of the error is checked.
 
-    Return False for a `DistributedError`, because it already names the rank at fault.
+    Return False for a `DistributedError` other than `LateAfterSignal`, because its message already names the rank at fault.
     """
     if isinstance(error, (LateAfterSignal, RankLost)):
         return True

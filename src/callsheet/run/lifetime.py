@@ -67,7 +67,7 @@ class Lifetime:
     def at_end(self, close: Callable[[], object]) -> None:
         """Register a function to call after `on_run_end`.
 
-        Several such functions are called in reverse order, each even if another one raises.
+        The functions are called in reverse order of registration. If one raises an error, the others are still called.
         """
         self._closers.append(close)
 
@@ -80,7 +80,7 @@ class Lifetime:
     def end(self, outcome: Outcome | None = None) -> None:
         """Fire `on_run_end`, unless it was fired before.
 
-        All its handlers are called, and then the first of their errors is raised.
+        All handlers of the event are called, even if one raises an error. Then the first error is raised.
 
         In a process that was forked from the run's process this does nothing, because the run continues in the parent.
         """
@@ -129,7 +129,7 @@ class Lifetime:
             return
         span, ctx = take_noted_span(error) or ("run", self._ctx)
         ctx.exception, ctx.span = error, span
-        if isinstance(error, RunLockLostError):  # only rank 0 checks the lock; this error informs the other ranks that it is lost
+        if isinstance(error, RunLockLostError):  # only rank 0 checks the lock; this error informs the other ranks of the loss
             ctx.run.has_lost_folder = True
         outcome = Outcome.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Outcome.FAILED
         if outcome is Outcome.FAILED:

@@ -13,15 +13,15 @@ CHOICES = ("zero", "all")
 class LogRanks:
     """Hides log records below ERROR on ranks above 0, from `start` to `end`.
 
-    The filter is added to the handlers of the root logger, because a filter on a logger does not apply to the records of its
-    children. Handlers that are added after `start` are not filtered.
+    The filter is added to the handlers of all loggers and not to the loggers, because a logger's filter does not apply to the
+    records of its child loggers. Handlers that are added after `start` are not filtered.
 
     Args:
-        choice: `"zero"`, or `"all"` to log on every rank.
-        ranks: the ranks of this process.
+        choice: `"zero"` to hide these records, or `"all"` to log on every rank.
+        ranks: this process's rank and the world size.
 
     Raises:
-        ConfigError: an unknown choice.
+        ConfigError: `choice` is unknown.
     """
 
     def __init__(self, choice: str, ranks: Ranks) -> None:

@@ -1,8 +1,8 @@
 """Collects logged values, and reduces them every few steps to a record of floats that is the same on all ranks.
 
-Tensors stay on their device until the boundary. There, each device's tensors are copied to the host in one copy, and the values
-of all ranks are reduced with one sum and one maximum. All ranks share a schema, which fixes the place of each value in them. The
-ranks compare digests of their schemas, and extend the shared schema if a rank logged new names.
+Tensors stay on their device until the log boundary. There, each device's tensors are copied to the host in one copy, and the
+values of all ranks are reduced with two collectives: a sum and a maximum. All ranks share a schema, which fixes the index of each
+value in the reduced lists. The ranks compare digests of their schemas, and extend the shared schema if a rank logged new names.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class MetricLog:
         """Add values by name, or a tensor with the values of several names. The arguments are those of `Context.log`.
 
         Raises:
-            ConfigError: `over` or `across` is unknown or differs from the name's earlier one, or a value is not one number for
-                each name.
+            ConfigError: `over` or `across` is unknown or differs from an earlier call with the same name, or a value is not one
+                number for each name.
         """
         if weight is not None:
             weight = scalar("weight", weight)
@@ -137,12 +137,12 @@ class MetricLog:
         """Return the series of a metric. With the series, a loop can add a value at every step without looking up the name.
 
         Args:
-            names: one name, or a tuple of names for a one-dimensional tensor with a number for each.
-            over: how several values are combined until the record: `last`, `mean` or `sum`.
+            names: one name or, for a one-dimensional tensor, a tuple with a name for each of its numbers.
+            over: how the values since the last metrics record are combined: `last`, `mean` or `sum`.
             across: how the values of the ranks are combined: `mean`, `sum`, `max` or `same`.
 
         Raises:
-            ConfigError: `over` or `across` is unknown, or differs from the earlier one of the name.
+            ConfigError: `over` or `across` is unknown, or differs from an earlier call with the same name.
         """
         series = self._series.get(names)
         if series is None:
@@ -197,7 +197,7 @@ class MetricLog:
         all ranks.
 
         Raises:
-            ConfigError: ranks logged one name in different ways.
+            ConfigError: ranks logged one name with different `over` or `across`.
         """
         keys = [key for key, series in self._series.items() if series.values]
         numbers = [number for key in keys for number in self._series[key].result()]  # alternately a total and its weight
@@ -265,16 +265,17 @@ class MetricLog:
 
 
 _BY_MAX = ("max", "same")
-"""Ways to combine the values of the ranks for which the maximum is used.
+"""The values of `across` for which the maximum over the ranks is computed.
 
-`same` values use the maximum too, because a sum over three ranks divided by three may differ from the value.
+For `same`, all ranks have the same value, and the maximum returns it exactly. The sum over three ranks divided by three might
+differ from it by rounding.
 """
 
 
 def _sum_slots(total: tuple[float, float] | None, across: Across) -> tuple[float, float]:
     """Return what this rank contributes to two sums over the ranks: the sum of a metric's values, and the sum of the weights.
 
-    With `across="sum"`, the contribution is the mean of this rank's values.
+    With `across="sum"`, these are this rank's own result (such as the mean of its values) and the weight 1.
     """
     if total is None or not total[1]:
         return 0.0, 0.0

@@ -21,8 +21,8 @@ class DueEvaluation:
 
     `step` is the number of the last step; `boundary` is `"step"`, `"epoch"` or `"round"`; `names` are the names of the datasets.
 
-    `is_checkpoint_due_fired` is True once `on_checkpoint_due` has been fired before this evaluation. Checkpoints store these
-    fields under their names.
+    `is_checkpoint_due_fired` is True once `on_checkpoint_due` has been fired before this evaluation. Checkpoints store the fields
+    of this class by name.
     """
 
     step: int
@@ -45,7 +45,7 @@ class EvaluationSchedule(Protocol):
 class EvaluationPart(Protocol):
     """The methods that `Boundaries` needs to evaluate datasets.
 
-    `results` holds the latest results by dataset name; `undone` is an evaluation that is due at this boundary.
+    `results` holds the latest results by dataset name; `undone` is an evaluation that is due but not done, or None.
     """
 
     undone: DueEvaluation | None

@@ -27,7 +27,7 @@ ANSWER_SECONDS = 5.0
 The time is at most a quarter of the timeout.
 """
 LOOK_SECONDS = 0.5
-"""The longest time between two checks of the rendezvous store for a question from another rank."""
+"""The longest interval at which a rank checks whether another rank has asked a question in the rendezvous store."""
 
 _TIMED_OUT, _CUT_OFF, _FAILED, _LEFT, _GAVE_UP = "timed out", "cut off", "failed", "left", "gave up"
 """The kinds of notes that a rank leaves in the rendezvous store when it ends; see `_Notes`."""
@@ -60,7 +60,8 @@ class Pending:
     def wait(self, deadline: Callable[[], float] | None = None) -> list[float]:
         """Wait for the result of the reduction and return the result.
 
-        `deadline()` returns a time of `time.monotonic()`; this time may become earlier while this method waits.
+        `deadline()` returns the time until which to wait, by `time.monotonic()`. It is called repeatedly while this method waits,
+        and each call may return an earlier time.
 
         Raises:
             LateAfterSignal: the deadline has passed.
@@ -193,8 +194,8 @@ class ProcessGroups:
     def lost(self, error: BaseException, what: str = "") -> DistributedError:
         """Return the error to raise after a collective has failed with `error`. Its message names the ranks at fault.
 
-        The error is a `HostGaveUp` if a rank has left the run because its host could not follow the framework's loop. Otherwise, `what`
-        says in its message which operation failed.
+        The error is a `HostGaveUp` if a rank has left the run because its host could not follow the framework's loop. Otherwise it
+        is a `DistributedError` whose message contains `what`, which says which operation failed.
         """
         traceback.clear_frames(error.__traceback__)  # variables in the frames would keep the failed group's connections open
         first = (str(error).splitlines() or [""])[0]
@@ -206,9 +207,9 @@ class ProcessGroups:
     def _missing(self, step: int, error: BaseException) -> str:
         """Return a text that says which ranks are at fault, or why this rank cannot find that out.
 
-        If several ranks wait in a ring, the death of a rank fails only its neighbors' collectives. So this rank asks the others
-        through the store whether they are present, and they answer while they wait. A rank that answers is named as the one at
-        fault only if no other rank can be.
+        In a collective that passes data around a ring of ranks, only the two neighbors of a dead rank notice its death. So this
+        rank asks all ranks through the rendezvous store whether they still run. Ranks that wait in a collective answer too. A rank
+        that answers is named as the one at fault only if no other rank can be.
         """
         if self._presence is None:
             return "a rank was lost before or after the run, when it cannot be found out which one"
@@ -307,10 +308,10 @@ class ProcessGroups:
 class _Notes:
     """The messages that the ranks of one run leave for each other in the rendezvous store.
 
-    They say why a rank has ended, and which ranks are present.
+    The messages say why a rank has ended, and which ranks still run.
 
     Args:
-        prefix: the prefix of this run's keys in the store; the same on its ranks, and unique to the run and attempt.
+        prefix: the prefix of this run's keys in the store; the same on all its ranks, and different for every run and attempt.
     """
 
     def __init__(self, prefix: str, rank: int, seconds: float) -> None:
@@ -336,7 +337,9 @@ class _Notes:
             raise
 
     def leave(self, kind: str, word: str) -> None:
-        """Write to the rendezvous store why this rank ends. Later calls have no effect: the first is closest to the cause.
+        """Write to the rendezvous store why this rank ends.
+
+        Only the first call has an effect, because its reason is closest to the cause.
 
         Errors of the store are ignored: this rank is ending in any case, and must report its own error.
         """
@@ -384,9 +387,9 @@ class _Notes:
 
 
 class _Presence:
-    """A thread that informs other ranks that this rank still runs. After a collective has failed, the other ranks ask for this.
+    """A thread that answers for this rank when another rank asks which ranks still run.
 
-    A thread is needed because the main thread may be blocked then.
+    A rank asks after its collective has failed. A thread answers, because this rank's main thread may be blocked in a collective.
     """
 
     def __init__(self, notes: _Notes, pause: float) -> None:

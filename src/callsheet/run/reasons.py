@@ -26,8 +26,8 @@ _TOKEN = re.compile(r"\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|pk-|xox[abeprs]
 def one_line(text: str, *, at_most: int = _LONGEST) -> str:
     """Return `text` as one printable line, cut after `at_most` characters.
 
-    Text that looks like a credential is removed. Of a URL only the host is kept, and the value after a name such as `token=` is
-    replaced.
+    Text that looks like a credential, such as the value after `token=`, is replaced by `...`. So is everything after the host of a
+    URL.
     """
     plain = " ".join("".join(each if each.isprintable() else " " for each in text[: 20 * at_most]).split())
     plain = without_credentials(_URL.sub(r"\1\2/...", plain))
@@ -54,7 +54,7 @@ def is_secret(name: str) -> bool:
 def without_secrets(values: Any) -> Any:
     """Return settings without credentials: `...` replaces values under a name such as `api_key`, and credentials inside texts.
 
-    Mappings, lists and tuples become new dicts and lists; everything else that is no text stays as it is.
+    A mapping becomes a new dict, and a list or tuple a new list. Values of other types, except strings, are returned unchanged.
     """
     if isinstance(values, str):
         return without_credentials(values)

@@ -29,7 +29,7 @@ class Records:
         self._others: dict[str, Series] = {}  # the series of the losses other than `train/loss`, by name
         self.tally = Tally(world)
         self.learning_rate: Any = None
-        """The learning rate of the last step. None if no step has set it since the last record was discarded."""
+        """The learning rate of the last step. None before the first step, and between a discarded record and the next step."""
         self.last_loss: Tensor | None = None
         """The mean loss of the last step on this rank. The loss of the step is the mean of this value over the ranks."""
         self.every = every
@@ -51,12 +51,13 @@ class Records:
     def add(self, losses: dict[str, Tensor], scale: Any = None, *, moved: bool = True) -> None:
         """Add the mean losses of one step by name. If no callback reads records, keep only the last loss, for checkpoints.
 
-        `scale` is the weight of this rank's mean relative to those of the other ranks. `moved` is False for a skipped step.
+        `scale` is the weight of this rank's mean relative to those of the other ranks. `moved` is False if the optimizer skipped
+        the step.
         """
         if scale is not None:
             losses = {name: loss * scale for name, loss in losses.items()}
         loss = losses["loss"]
-        if moved:  # not for a skipped step, since its loss may have overflowed
+        if moved:  # after a skipped step, keep the earlier loss, since the loss of that step may have overflowed
             self.last_loss = loss
         if not self.are_read:
             return

@@ -33,8 +33,8 @@ from callsheet.run.signals import SignalWatch
 class CallbackStates:
     """Saves and loads the states of all callbacks as one part of a checkpoint.
 
-    The state of a callback that is isolated or has a lane is copied and checked when it is read. If a checkpoint cannot hold such
-    a state, the checkpoint is written without it, and the run continues.
+    The state of a callback whose errors do not end the run (it is isolated or has a lane) is copied and checked when it is read.
+    If a checkpoint cannot hold such a state, the checkpoint is written without it, and the run continues.
     """
 
     def __init__(self, manager: CallbackManager) -> None:
@@ -158,7 +158,7 @@ class Run:
 
         Args:
             shared: the parts that are the same on all ranks.
-            local: the parts that each rank has alone.
+            local: the parts of which each rank has its own, such as random states.
             resume: `"auto"`, the path of a checkpoint, or None.
             options: the loop's own options, which are recorded with the run's settings.
         """

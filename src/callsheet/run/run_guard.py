@@ -53,7 +53,7 @@ class RunGuard:
         """Acquire the lock of the run's folder before anything is written to the folder. This is a collective.
 
         Raises:
-            RunInUseError: on all ranks: another process trains in the run's folder, and has not ended in time.
+            RunInUseError: another process trains in the run's folder, and has not ended in time. Raised on all ranks.
         """
         deadline = time.monotonic() + self._timeout
         while (rejection := self._world.of_rank_zero(self._attempt(deadline))) is None:
@@ -83,13 +83,13 @@ class RunGuard:
         return ""
 
     def check(self, *, acquires: bool = False) -> None:
-        """On rank 0, raise an error if the lock of the run's folder was lost. Call this method before each write.
+        """On rank 0, raise an error if the lock of the run's folder was lost. This must be called before each write.
 
         With `acquires`, first acquire the lock if this run has not.
 
         Raises:
             RunLockLostError: another process has taken over the folder.
-            RunInUseError: another process trains in the folder that this run has not written to before.
+            RunInUseError: `acquires` is True, and another run holds the lock.
         """
         lock = self._lock
         if lock is None:
@@ -150,9 +150,9 @@ class RunGuard:
 
 
 def why_not_writable(folder: Path) -> str:
-    """Return why this process may not create files in `folder`, or an empty string if it may create files there.
+    """Return why this process cannot create files in `folder`, or an empty string if it can.
 
-    If the folder does not exist, the answer is that for the folder above it.
+    If the folder does not exist, the nearest existing folder above it is checked instead.
     """
     for place in (folder, *folder.parents):
         try:

@@ -9,15 +9,15 @@ How a run acquires the lock:
 
 1. List the claims. If there are none, the next number is 1. If the claim with the highest number belongs to a process that is
    gone, the next number is one more. Otherwise the run is in use.
-2. Create the file of the next number with `O_EXCL`. Only one of several waiters succeeds; the others start again at 1.
-3. Read all other claims again. If one of them has changed since the first step, withdraw the new claim and start again: the old
+2. Create the file of the next number with `O_EXCL`. Only one of several waiters succeeds; the others start again at step 1.
+3. Read all other claims again. If one of them has changed since step 1, withdraw the new claim and start again: the old
    owner may have released its claim in the meantime, and another process may have begun with number 1.
 4. Delete the older claims.
 
 A process that makes a claim never removes or overwrites an owner's file before its own file exists. So two processes cannot both
 believe that they own the run: an owner must find its own file in place, with its own content, and no file with a higher number.
-`check` looks for exactly that. A higher number counts only if it is still there on a second look, because the process that made
-it may be about to withdraw it in step 3.
+`check` looks for exactly that. A file with a higher number counts only if it is still there on a second look, because
+its process may be about to withdraw the claim in step 3.
 
 On the same machine, a process is gone if no process has its id, or if the process with that id started at another time. On
 another machine, a process counts as gone if its claim has not changed for `STALE_SECONDS` by the reader's own monotonic clock.
@@ -27,7 +27,7 @@ the wall clock, the reader must see no heartbeat for two and a half intervals.
 Heartbeats are written in place, through the file descriptor with which the claim was created. So if an owner was suspended and
 lost the lock, it writes to a file that nobody reads any more.
 
-The lock needs a file system on which `O_EXCL` is atomic. Local disks are, and so is NFS since version 3.
+The lock needs a file system on which `O_EXCL` is atomic. This is so on local disks, and on NFS since version 3.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class Claim:
     def is_alive(self) -> bool:
         """Whether the process that made this claim is known to run.
 
-        That is so if the process runs on this machine, or if it has recently written a heartbeat by this machine's clock.
+        For a process of this machine, the operating system is asked. A process of another machine counts as running if its last
+        heartbeat is at most `STALE_SECONDS` old by this machine's clock.
         """
         if self.machine_id == machine_id():
             return not self.is_of_dead_process
@@ -128,15 +129,15 @@ def _path_of(folder: Path) -> Path:
 class RunLock:
     """The lock of one run's folder. Each run of this process has its own lock object.
 
-    If the first run of a process is not busy, a second run of the same process takes its lock over without waiting, and the first
-    run loses it. This happens when a notebook makes two Trainers of one name, and when a recipe passes its lock to its Trainer.
+    While a run of this process is not busy, another run of this process can take over its lock without waiting. This happens when
+    a notebook makes two Trainers with the same run name, and when a recipe passes its lock to its Trainer.
 
-    In a process that was forked from the owner's process, every method does nothing.
+    In a process that was forked from the owner's process, `check` and `release` do nothing.
 
     Args:
         folder: the run's folder.
         is_busy: returns whether the run that uses this lock is running now.
-        on_loss: called in a thread of the lock when the lock is found to be lost.
+        on_loss: called when the lock is found to be lost, often in the thread that writes heartbeats.
     """
 
     def __init__(
@@ -188,7 +189,7 @@ class RunLock:
             time.sleep(_POLL_SECONDS)
 
     def attempt(self) -> Owner | None:
-        """Acquire the lock without waiting, and return None. If another run holds the lock, return its owner instead.
+        """Acquire the lock without waiting, and return None. If another run holds the lock, return the `Owner` instead.
 
         Raises:
             OSError: no file can be created beside the run's folder.
@@ -362,7 +363,7 @@ class _Ownership:
     def is_intact(self) -> bool:
         """Return whether this process still owns the run's folder.
 
-        If the folder cannot be read, the answer is yes, since no other run can take the folder over then.
+        If the lock's folder cannot be read, return True, because then another run cannot take over the run's folder either.
         """
         if self._is_in_place():
             return True

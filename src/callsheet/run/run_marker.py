@@ -1,7 +1,7 @@
 """The file `run.json`, a marker which says that training has begun in a folder.
 
 A folder without the marker is not a run, and the next run may begin in it. Examples are a folder that a logger made at
-`on_run_start`, and that of a run that ended before its first step.
+`on_run_start`, and the folder of a run that ended before its first step.
 """
 
 from __future__ import annotations

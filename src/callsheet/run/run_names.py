@@ -26,7 +26,7 @@ def check_resume(resume: object) -> None:
 
 
 def check_folder(argument: str, folder: object) -> None:
-    """Raise ConfigError if `folder` is neither a path nor None. `argument` is its name in the error message."""
+    """Raise ConfigError if `folder` is neither a path nor None. `argument` is the argument's name, for the error message."""
     if folder is not None and not isinstance(folder, (str, os.PathLike)):
         raise ConfigError(f"{argument}={folder!r}: give the path of a folder, such as 'runs'")
 

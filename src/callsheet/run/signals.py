@@ -26,7 +26,7 @@ _active: list[SignalWatch] = []  # the watches whose `with` blocks are running, 
 class SignalWatch:
     """A context manager that records signals.
 
-    The context manager also calls the handlers that were set before, and restores them when the block ends.
+    When a signal arrives, the handler that was set for it before is called too. These handlers are restored when the block ends.
 
     Ctrl-C after another signal, or after another Ctrl-C, raises KeyboardInterrupt at once.
 

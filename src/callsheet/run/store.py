@@ -1,6 +1,6 @@
 """The rendezvous store, a key-value store through which the ranks find each other.
 
-Its keys belong to one attempt to run (torchrun may restart the ranks), and every wait for it has a time limit.
+Each attempt to run has its own prefix for the keys (torchrun may restart the ranks). Every wait for the store has a time limit.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from callsheet.errors import ConfigError, DistributedError
 T = TypeVar("T")
 
 POLL_SECONDS = 0.01
-_LINGER_SECONDS = 0.5  # rank 0 waits up to this time, so that the other ranks can read its message
+_LINGER_SECONDS = 0.5  # rank 0 waits up to this time, so that the other ranks can read its error message
 
-_meetings = count()  # the number of the next store to open; it is the same on all ranks, which open the same stores
+_meetings = count()  # the number of the next store; the same on all ranks, because they open stores in the same order
 
 
 def within(seconds: float, act: Callable[[], T]) -> T:
@@ -122,8 +122,8 @@ def _agree(store: Any, ranks: Ranks, deadline: float, timeout: float) -> str:
     """Agree with the other ranks on a new random name, the prefix of the ranks' keys in the store, and return the name.
 
     Each rank writes a new random word. Rank 0 announces the list of all words. Each rank accepts a list that contains its own
-    word, and rank 0 confirms a list that all ranks have accepted. No rank accepts the word of a dead rank, so such words delay
-    only the first list.
+    word, and rank 0 confirms a list that all ranks have accepted. If a list contains the old word of a dead rank, the rank that
+    replaces it does not accept the list, and rank 0 announces another list with the new word.
     """
     mine, everyone = os.urandom(8).hex(), range(ranks.world_size)
     announced: list[str] | None = None
@@ -155,7 +155,8 @@ def _agree(store: Any, ranks: Ranks, deadline: float, timeout: float) -> str:
 def _failed(store: Any, ranks: Ranks, name: str, timeout: float) -> str:
     """Return a text that says which ranks did not join.
 
-    Rank 0 first writes the answer for the others: if rank 0 keeps the store, they cannot find out after it has ended.
+    Rank 0 also writes the text to the store and waits briefly until the other ranks have read it: if rank 0 serves the store, they
+    cannot read anything after rank 0 has ended.
     """
     everyone = range(ranks.world_size)
     words, accepted = _read(store, "word", everyone), _read(store, "accepted", everyone)

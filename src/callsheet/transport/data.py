@@ -2,7 +2,7 @@
 
 The data are JSON, tensors and, only if allowed, pickles for everything else.
 
-A value that JSON lacks is an object with one key that starts with `@`:
+A value that JSON lacks is written as an object with one key, which starts with `@`:
 
     {"@callback": {...}}       a class's path, the constructor's arguments, settings that were set on the instance, and the state
     {"@import": path}          a class or function, by its import path

@@ -35,7 +35,7 @@ def main_script() -> str:
 def path_of(thing: object) -> str:
     """Return the import path of a class or function, or an empty string if importing that path would not return `thing`.
 
-    A path `__main__.Name` is in the script that was started.
+    A path `__main__.Name` means that `Name` is defined in the script that was started.
     """
     if not isinstance(thing, type | FunctionType | BuiltinFunctionType):
         return ""
@@ -111,7 +111,7 @@ def main_module(script: str) -> ModuleType:
     except BaseException:
         del sys.modules[_IMPORTED_MAIN]
         raise
-    module.__spec__ = None  # as in a script, so that multiprocessing imports the module by its path, not by its name
+    module.__spec__ = None  # as in a script: multiprocessing then imports the module by its file's path, not by its name
     return module
 
 

@@ -20,9 +20,9 @@ from callsheet.transport.sealed import LARGEST, Key, PrivateFolder, TransportErr
 
 PAYLOAD = "CALLSHEET_PAYLOAD"
 KEY = "CALLSHEET_PAYLOAD_KEY"
-"""The environment variables through which a process receives a payload: the path of its file, and the key to read it.
+"""The environment variables through which a process receives a payload: the file's path, and the key to check its signature.
 
-They are removed from the environment when they are read.
+Both variables are removed from the environment when they are read.
 """
 
 is_sent = False
@@ -112,7 +112,7 @@ def pack(callbacks: Iterable[Callback], *, allow_pickle: bool = False, extra: Ma
 def unpack() -> list[Callback]:
     """Return the callbacks that were sent to this process with `Payload.post`.
 
-    Call this once. It removes the key from the environment, so that child processes do not inherit it.
+    This can be called only once, because it removes the key from the environment, so that child processes do not inherit the key.
 
     Raises:
         TransportError: nothing was sent; or other users can access the file, it was changed, or it belongs to another launch.

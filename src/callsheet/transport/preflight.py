@@ -44,7 +44,7 @@ def check_arrival(values: Mapping[str, Any], variables: Mapping[str, str]) -> No
     folder = Path(variables["CALLSHEET_PAYLOAD"]).parent
     answered, output = folder / _ANSWER, folder / "preflight.log"
     try:
-        # Use a file instead of a pipe: if a callback's constructor starts a process, that process might keep a pipe open.
+        # Use a file instead of a pipe: a process that a callback's constructor starts might keep a pipe open, and `run` would wait.
         with open(output, "wb") as log:
             done = subprocess.run(
                 command(__name__),

@@ -1,8 +1,8 @@
 """Signed files in a private folder, for one launch. If another user changes a file, the change is detected before the content is used.
 
 A sealed file consists of a magic number, the launch's id, the kind of content, the content, and an HMAC-SHA-256 over all of them.
-Each launch has a new random key, which is in no file. This protects against other users and against files of earlier launches. It
-does not protect against a program of the same user, which could also read this process's memory.
+Each launch has a new random key, which is in no file. The signature protects against other users and against files of earlier
+launches. It does not protect against a program of the same user, which could also read this process's memory.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Key:
     def read(cls, text: str) -> Self:
         """Return the key that `Key.text` has converted to `text`.
 
-        Raise a `TransportError`, which does not repeat the text, if it is not a key.
+        Raise a `TransportError` if `text` is not a key. The error does not repeat the text.
         """
         try:
             raw = bytes.fromhex(text)
@@ -165,7 +165,7 @@ class PrivateFolder:
     """A folder of mode 0700 for one launch, which is removed when the `with` block ends.
 
     A launcher that is killed removes nothing. So each folder has a lock file that is locked by the process that made it. Whenever
-    a folder is created, this user's folders whose lock is free are removed.
+    such a folder is created, this user's earlier folders are removed if their lock is free.
     """
 
     def __init__(self) -> None:

@@ -2,8 +2,8 @@
 
 A fresh interpreter runs this script by its path.
 
-A path instead of a module name ensures that both processes use the same callsheet. Later imports use the
-payload's `sys.path`.
+The path ensures that this process uses the same callsheet as the process that started it. A module name would not. Later imports
+use the payload's `sys.path`.
 """
 
 import importlib
