@@ -35,12 +35,12 @@ _OTHER_RANKS_SECONDS = 2.0  # time for the other ranks to notice the hang too an
 class HangDetector(Callback):
     """Write the stacks of all threads when no step ends for much longer than usual; then warn, raise or end the process.
 
-    A background thread checks at least once a second whether a step has ended, and learns how long steps take. What it has
-    learned survives a resume. It adds no work to the steps themselves. If no step ends within `factor` times the learned step
-    time, and at least `min_seconds`, each rank writes the stacks of all its threads to `hangs/rank<rank>-step<step>.txt` in the
-    run's folder. If torch records its collectives (`TORCH_FR_BUFFER_SIZE` above 0), it also writes
-    `hangs/rank<rank>-step<step>-collectives.json`, which torch's `torchfrtrace` reads. Each rank also logs an error. What follows
-    depends on `action`:
+    A background thread checks at least once a second whether a step has ended, and learns how long steps take. The learned times
+    survive a resume. The thread adds no work to the steps themselves. The limit is `factor` times the learned step time, but at
+    least `min_seconds`. If no step ends within the limit, each rank writes the stacks of all its threads to
+    `hangs/rank<rank>-step<step>.txt` in the run's folder. If torch records its collectives (`TORCH_FR_BUFFER_SIZE` above 0), each
+    rank also writes `hangs/rank<rank>-step<step>-collectives.json`, which torch's `torchfrtrace` reads. Each rank also logs an
+    error. What follows depends on `action`:
 
     - `warn` logs again only if training continues, and then gives the length of the hang.
     - `raise` raises `HangError` in the training thread. It cannot interrupt a collective or a kernel.
