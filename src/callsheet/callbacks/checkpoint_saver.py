@@ -125,7 +125,7 @@ class CheckpointSaver(Callback):
     def on_checkpoint_published(self, ctx: Context) -> None:
         """Add the checkpoint to this saver's checkpoints if this saver requested it, and delete this saver's old checkpoints.
 
-        The checkpoints of another framework's loop are left to the framework.
+        Checkpoints that another framework's loop wrote are not deleted here; that framework deletes them.
         """
         info = ctx.checkpoint
         if info is None or is_of_run(ctx, info.path):
@@ -144,8 +144,8 @@ class CheckpointSaver(Callback):
     def on_checkpoint_load_end(self, ctx: Context) -> None:
         """Add the loaded checkpoint to this saver's checkpoints if this saver had requested it.
 
-        The state in a checkpoint does not list the checkpoint itself, because a checkpoint is added only when it is published. A
-        checkpoint of another run is not added.
+        The state in a checkpoint does not list the checkpoint itself, because a checkpoint is added to the list only when it is
+        published, after its state was saved. A checkpoint of another run is not added.
         """
         self._saved_at = self._best_at = -1
         info = ctx.checkpoint

@@ -49,9 +49,9 @@ class HangDetector(Callback):
     `raise` and `kill` wait two seconds, so that the other ranks can write their stacks too, because the end of one rank may end
     the hang of the others. They do nothing if a step ended in that time.
 
-    Steps of an evaluation and saves also count as progress. The limit is `pause_seconds` during evaluations and saves, for the
-    steps before a step time is learned, and for the first step after the start of training, the start of an epoch, an evaluation
-    or a save. If C code holds the interpreter lock forever, the detector cannot run.
+    Steps of an evaluation and saves also count as progress. The limit is `pause_seconds` instead during evaluations and saves,
+    for the steps before a step time is learned, and for the first step after the start of training, the start of an epoch, an
+    evaluation or a save. If C code holds the interpreter lock forever, the detector cannot run.
 
     Args:
         factor: the limit, as a multiple of the learned step time.

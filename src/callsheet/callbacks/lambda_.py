@@ -23,7 +23,7 @@ class Lambda(Callback):
     because a Lambda keeps no state. `manager.register(event, function)` does the same for one function.
 
     Args:
-        name: the name under which its errors are reported.
+        name: the name under which the Lambda's errors are reported.
         phase: the Lambda's place in the order of each event's handlers; functions that change training need `"change"` or
             `"decide"`.
         ranks: on which ranks the functions are called.
