@@ -19,7 +19,7 @@ logger = logging.getLogger("callsheet")
 class CheckpointSaver(Callback):
     """Save checkpoints regularly, at the end and when a metric is at its best, and delete old checkpoints.
 
-    An old checkpoint is deleted once a newer one is safely on disk, unless another callback requested the old one as well.
+    An old checkpoint is deleted once a newer one is safely stored, unless another callback requested the old one as well.
     Checkpoints whose weights or loss were not finite are deleted first, so that they never displace good ones. The best
     checkpoint does not count among the `keep` regular ones. To use several savers, give each its own `name`: for example one that
     keeps three, and `CheckpointSaver(save_interval="1000ba", keep=None, name="milestones")`. A checkpoint that two savers
