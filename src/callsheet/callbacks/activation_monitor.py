@@ -30,16 +30,17 @@ _lock = threading.Lock()  # DataParallel runs its replicas in several threads, s
 class ActivationMonitor(Callback):
     """Log statistics of the outputs of modules, at an interval of steps.
 
-    For every module that returns floating-point tensors, over all microbatches of the step: `activations/mean/<module>`,
-    `activations/std/<module>`, `activations/l2_norm/<module>` (the mean norm of the vectors along the last dimension),
-    `activations/kurtosis/<module>` (3 for a normal distribution, 0 for a constant) and `activations/zeros/<module>` (the fraction
-    that is exactly zero) are means over microbatches and ranks. `activations/max/<module>` is the largest magnitude of all.
-    The model itself is `(model)`. If a module returns several tensors, `.0`, `.1`, ... is appended to its name. With sharding or
-    tensor parallelism, the statistics are those of this rank's part. If the callback has a `name`, it replaces `activations`.
+    For every module that returns floating-point tensors, five statistics are logged as means over the step's microbatches and all
+    ranks: `activations/mean/<module>`, `activations/std/<module>`, `activations/l2_norm/<module>` (the mean norm of the vectors
+    along the last dimension), `activations/kurtosis/<module>` (3 for a normal distribution, 0 for a constant) and
+    `activations/zeros/<module>` (the fraction that is exactly zero). `activations/max/<module>` is the largest magnitude in all
+    microbatches and on all ranks. The model itself is logged as `(model)`. If a module returns several tensors, `.0`, `.1`, ...
+    is appended to its name. With sharding or tensor parallelism, each rank measures only its own part. If the callback has a
+    `name`, the name replaces `activations`.
 
-    Hooks are registered only during the forward passes of those steps. Nothing waits for the device, but those steps compute more
-    and keep copies of small outputs until the end of the forward pass: at most 2^20 numbers of each shape and type.
-    Compiled code runs no hooks. For a compiled model only `(model)` is logged, and the callback warns about that once.
+    Hooks are registered only during the forward passes of the measured steps. Nothing waits for the device, but the measured
+    steps compute more and keep copies of small outputs until the end of the forward pass: at most 2^20 numbers of each shape and
+    type. Compiled code runs no hooks. For a compiled model only `(model)` is logged, and the callback warns about that once.
 
     Args:
         batch_log_interval: the number of steps from one measurement to the next.
@@ -64,7 +65,7 @@ class ActivationMonitor(Callback):
         self._ignore_types = frozenset(ignore_types)
         self._remove_hooks: list[Callable[[], None]] = []
         self._seen: dict[torch.device, _Seen] = {}
-        # The last recorded tensor, its version counter, and its index in `_Seen`, to recognize this tensor in the next output.
+        # The last recorded tensor, its version counter, and its index in `_Seen`, to notice if a parent module returns it again.
         self._last: tuple[weakref.ref[Tensor], int, int] | None = None
         self._greatest: dict[tuple[str, ...], Tensor] = {}
         self._step = 0  # the last step whose activations were measured
@@ -159,7 +160,7 @@ class ActivationMonitor(Callback):
 def _by_name(greatest: dict[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
     """Return a dict from metric name to maximum. Each key of `greatest` is a tuple of names, and its value holds their maxima.
 
-    This is needed if microbatches used different modules, or if the modules are on several devices.
+    `greatest` has several keys if microbatches used different modules, or if the modules are on several devices.
     """
     apart: dict[str, Tensor] = {}
     for names, values in greatest.items():

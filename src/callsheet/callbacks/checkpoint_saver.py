@@ -19,11 +19,11 @@ logger = logging.getLogger("callsheet")
 class CheckpointSaver(Callback):
     """Save checkpoints regularly, at the end and when a metric is at its best, and delete old checkpoints.
 
-    Old checkpoints are deleted once a newer one is durable, unless another callback asked for them as well. Checkpoints whose
-    weights or loss were not finite are deleted first, so that they never displace good ones. The best one does not count among
-    the `keep` regular ones. To use several savers, give each its own `name`: for example one that keeps three, and
-    `CheckpointSaver(save_interval="1000ba", keep=None, name="milestones")`. A checkpoint that two savers requested is deleted
-    when neither of them keeps it.
+    An old checkpoint is deleted once a newer one is safely stored, unless another callback requested the old one as well.
+    Checkpoints whose weights or loss were not finite are deleted first, so that they never displace good ones. The best
+    checkpoint does not count among the `keep` regular ones. To use several savers, give each its own `name`: for example one that
+    keeps three, and `CheckpointSaver(save_interval="1000ba", keep=None, name="milestones")`. A checkpoint that two savers
+    requested is deleted when neither saver keeps it any more.
 
     Args:
         save_interval: how often, such as `"500ba"` or `"10m"`; a whole number means batches; None saves only the last and the best.
@@ -33,8 +33,8 @@ class CheckpointSaver(Callback):
         monitor: `<dataset>/<metric>` of the evaluation, such as `"validation/loss"`: its best checkpoint is kept in addition.
         mode: whether the best is the `"min"` or the `"max"`; a value that is not finite is never the best.
         name: the callback's name; the class's name if empty.
-        before_eval: whether to save before an evaluation that is due at the same boundary, in case it fails; the best checkpoint
-            is still saved after it.
+        before_eval: whether to save before an evaluation that is due after the same step, in case the evaluation fails; the best
+            checkpoint is still saved after the evaluation.
 
     Raises:
         ConfigError: an argument is invalid, or an evaluation does not have the metric `monitor`.
@@ -96,8 +96,8 @@ class CheckpointSaver(Callback):
     def on_checkpoint_due(self, ctx: Context) -> None:
         """Request a checkpoint if one is due.
 
-        A checkpoint is requested once per step, and once more if an evaluation came after the first request. All ranks make the same
-        decision.
+        A step gets at most one checkpoint, and another one if an evaluation or a stop request came after the first. All ranks
+        make the same decision.
         """
         is_early = ctx.boundary == "before_eval"
         if is_early and not self._before_eval:
@@ -125,7 +125,7 @@ class CheckpointSaver(Callback):
     def on_checkpoint_published(self, ctx: Context) -> None:
         """Add the checkpoint to this saver's checkpoints if this saver requested it, and delete this saver's old checkpoints.
 
-        The checkpoints of another framework's loop are left to the framework.
+        Checkpoints that another framework's loop wrote are not deleted here; that framework deletes them.
         """
         info = ctx.checkpoint
         if info is None or is_of_run(ctx, info.path):
@@ -144,8 +144,8 @@ class CheckpointSaver(Callback):
     def on_checkpoint_load_end(self, ctx: Context) -> None:
         """Add the loaded checkpoint to this saver's checkpoints if this saver had requested it.
 
-        The state in a checkpoint does not list the checkpoint itself, because a checkpoint is added only when it is published. A
-        checkpoint of another run is not added.
+        The state in a checkpoint does not list the checkpoint itself, because a checkpoint is added to the list only when it is
+        published, after its state was saved. A checkpoint of another run is not added.
         """
         self._saved_at = self._best_at = -1
         info = ctx.checkpoint

@@ -25,16 +25,16 @@ class DiskSpaceGuard(Callback):
     """Warn when the disk that holds the checkpoints runs full, and stop training while there is room for a last checkpoint.
 
     One rank of each machine checks the disk when a metrics record is made and before a checkpoint; all ranks stop together. The
-    limit for the warning is `warn_below` or the size of three checkpoints, and that for the stop is `stop_below` or the size of
-    one, whichever is larger. The warning is given once, and again if there was enough room in between. If the checkpoints are at
-    a URL, the disk of the run's folder is checked.
+    limit for the warning is `warn_below` or the size of three checkpoints, whichever is larger. The limit for the stop is
+    `stop_below` or 1.1 times the size of a checkpoint, whichever is larger. The warning is logged once, and again if there was
+    enough room in between. If the checkpoints are at a URL, the disk of the run's folder is checked.
 
-    A run that starts below the limit for stopping stops at its first record, when no work can be lost.
+    A run that starts with too little free space stops at its first metrics record, before much work could be lost.
 
     Args:
         warn_below: free bytes below which to warn.
         stop_below: free bytes below which to stop; 0 never stops.
-        path: any folder or file on the disk to check instead.
+        path: any folder or file on the disk to check; None means the disk of the checkpoints.
 
     Raises:
         ConfigError: an argument is invalid.

@@ -18,11 +18,11 @@ logger = logging.getLogger("callsheet")
 class EarlyStopper(Callback):
     """Stop training, on all ranks together, when a metric of the evaluation has not improved for a while.
 
-    A value is better if it is more than `min_delta` below the best so far, or, if `mode` is `"max"`, more than that above it. NaN
-    and infinity are never better, so they use up patience. Evaluations outside training are ignored, and so are evaluations that
-    skipped the dataset. The best value and the used part of the patience survive a resume. A run that is resumed after its
-    patience ran out ends before its first step; raise `patience` to continue it. To use several stoppers, give each its own
-    `name`.
+    A value is better if it is more than `min_delta` below the best value so far. With `mode="max"`, a value is better if it is
+    more than `min_delta` above the best. NaN and infinity are never better, so they use up patience. Evaluations outside training
+    are ignored, and so are evaluations that skipped the monitored dataset. The best value and the used part of the patience
+    survive a resume. A run that is resumed after its patience ran out ends before its first step; raise `patience` to continue
+    it. To use several stoppers, give each its own `name`.
 
     Args:
         monitor: `<dataset>/<metric>` of the evaluation, such as `"validation/loss"`.

@@ -32,16 +32,16 @@ class EMA(Callback):
     So the model in a checkpoint is the average, which was also evaluated, and `LoadCheckpoint` and other readers get the average.
     The trained weights are saved in this callback's state. A run that is resumed with an EMA continues exactly with these;
     without an EMA it would continue from the average. If the trained weights are not finite, the checkpoint is marked as invalid,
-    even if the average is finite. With a sharded model every rank keeps and saves its own shards, so such a checkpoint
-    can only be resumed on the same mesh.
+    even if the average is finite. With a sharded model every rank keeps and saves its own shards, so a run can be resumed from
+    that checkpoint only on the same device mesh.
 
-    The average covers trainable parameters and floating-point buffers, such as batch norm statistics; of the buffers, those of
-    rank 0 are averaged. Parameters that are unfrozen later are added at the next epoch. The average takes as much device memory
-    as the parameters, and twice that in half precision, because it is kept in single precision.
+    The average covers trainable parameters and floating-point buffers, such as batch norm statistics. All ranks use rank 0's
+    averages of the buffers. Parameters that are unfrozen later are added at the next epoch. The average takes as much device
+    memory as the parameters, and twice that in half precision, because it is kept in single precision.
 
     Args:
-        half_life: the number of steps after which the influence of a weight is halved; a whole number, or a time in batches such
-            as `"1000ba"`.
+        half_life: the number of steps after which a step's weights have half their influence on the average; a whole number, or a
+            time in batches such as `"1000ba"`.
         decay: the fraction of the average that an update keeps, such as 0.999; use it instead of `half_life`.
         update_interval: steps between updates.
         start: when the average begins, such as `"500ba"` or `"0.7dur"`; before that, the trained weights are evaluated and saved.
@@ -251,7 +251,7 @@ class EMA(Callback):
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the model's floating-point parameters and buffers by name. A tensor that has several names (tied) appears once.
 
-    Reading `state_dict` also makes a sharded model install its shards.
+    Calling `state_dict` also makes a sharded model register its shards as its parameters.
     """
     found: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():

@@ -32,11 +32,13 @@ class ExportForInferenceCallback(Callback):
     """Export the model for inference when training ends, to `export/model.pt2` in the run's folder or to `save_path`.
 
     The export is a copy in evaluation mode on the CPU, with the weights at the end of training. If an `EMA` is listed before this
-    callback, the copy has the averaged weights. The file gets its name when it is complete, and replaces an earlier file. Loggers
-    receive it as `export/<file>`. Nothing is written when the run fails or is preempted. Each call of `fit` writes it again.
+    callback, the copy has the averaged weights. The file gets its final name only when it is complete, and then replaces an
+    earlier export. Loggers receive it as `export/<file>`. Nothing is written when the run fails or is preempted. Each call of
+    `fit` exports again.
 
-    All ranks of a sharded model take part in gathering it, and rank 0 holds the whole model in host memory. The other ranks wait
-    until it is written, so the Trainer's `timeout_seconds` must be longer than that. The trained model is not changed.
+    If the model is sharded, all ranks take part in gathering it, and rank 0 holds the whole model in host memory. The other ranks
+    wait until rank 0 has written the export, so the Trainer's `timeout_seconds` must be longer than the export takes. The trained
+    model is not changed.
 
     Args:
         save_format: `"torch_export"`, a program that `torch.export.load` reads and that returns the model's outputs (those of a Hugging
@@ -44,17 +46,18 @@ class ExportForInferenceCallback(Callback):
             `from_pretrained`.
         save_path: the file, or the folder for `"huggingface"`.
         sample_input: the input for the export: a tensor, a tuple of arguments, or a dictionary of keyword arguments. None takes two
-            samples of the model's first input in training, without `labels`. A compiled model does not show its input, and needs one.
+            samples of the model's first input in training, without `labels`. A compiled model needs a sample, because its input
+            cannot be recorded.
         dynamic_shapes: which sizes may differ from the sample: `"batch"`, the first dimension of every tensor; `"all"`, every
-            dimension (then sequences may have any length), except those that the model fixes; `"none"`; or what
-            `torch.export.export` takes.
-        input_names: for `"onnx"`, in the order of the inputs.
-        output_names: for `"onnx"`, in the order of the outputs.
+            dimension (then sequences may have any length), except those that the model fixes; `"none"`; or a value for the
+            argument of the same name of `torch.export.export`.
+        input_names: for `"onnx"`: names for the inputs, in order.
+        output_names: for `"onnx"`: names for the outputs, in order.
         processor: for `"huggingface"`: the tokenizer or processor to save with the model.
 
     Raises:
-        ConfigError: an argument is invalid; when training starts, the model is not a transformers model; at the first record, the
-            model is compiled and no sample was given.
+        ConfigError: an argument is invalid; when training starts, `save_format` is `"huggingface"` and the model is not a
+            transformers model; at the first metrics record, the model is compiled and no sample was given.
         CheckpointError: the export failed, on all ranks; training is complete, and its checkpoints are intact.
         MissingPackage: when training starts, the packages for ONNX are not installed.
     """

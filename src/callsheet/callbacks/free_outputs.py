@@ -13,10 +13,10 @@ logger = logging.getLogger("callsheet")
 class FreeOutputs(Callback):
     """Release the model's outputs before the backward pass, after all handlers of `on_loss_end` have been called.
 
-    The Trainer does this anyway, unless a callback keeps the outputs until the step's end with `keep_fields = ("outputs",)`. This
-    callback overrides that setting: after `on_loss_end`, `ctx.outputs` is None, so that only the backward pass keeps the logits
-    in memory. Outputs of evaluations are not affected. If no callback keeps the outputs, there is nothing to do, and a warning
-    says so once.
+    The Trainer releases them anyway, unless a callback keeps the outputs until the step's end with `keep_fields = ("outputs",)`.
+    This callback overrides that setting: after `on_loss_end`, `ctx.outputs` is None, so that only the backward pass keeps the
+    logits in memory. Outputs of evaluations are not affected. If no callback keeps the outputs, this callback does nothing, and
+    logs a warning once.
     """
 
     phase = "restore"

@@ -20,9 +20,9 @@ class FreezeUnfreeze(Callback):
     """Freeze modules when training begins, and optionally unfreeze them later.
 
     While modules are frozen, their weights do not change, not even by weight decay. Unless `statistics` is True they are in evaluation
-    mode as well, so that batch norm does not update its statistics and dropout is off. The gradient norm covers the other parameters.
-    On one rank, frozen parameters get no gradients. On several ranks they do, because communication is already set up for them, and
-    the gradients are discarded before clipping.
+    mode as well, so that batch norm does not update its statistics and dropout is off. The gradient norm covers only parameters
+    that are not frozen. On one rank, frozen parameters get no gradients. On several ranks they get gradients, because the
+    communication of gradients is already set up; this callback discards these gradients before clipping.
 
     The optimizer must hold the parameters from the beginning, in groups with any learning rates. It skips parameters without a
     gradient, keeps no moments for them, and updates them with their group's settings once they are unfrozen. This callback keeps

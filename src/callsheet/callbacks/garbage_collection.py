@@ -14,10 +14,10 @@ class GarbageCollection(Callback):
     """Run Python's garbage collection at an interval of steps, and at no other time.
 
     By default, Python collects at arbitrary times, which differ between ranks. Ranks that synchronize at each step then wait for
-    every collection of every rank. This callback collects when training begins, disables automatic collection, and collects at
-    every step that is a multiple of `interval`, the same on all ranks, and every `interval` steps of an evaluation. Objects that
-    are not part of a reference cycle are still freed at once. When training ends, also with an exception, automatic collection is
-    enabled again if it was before.
+    each other's collections. This callback collects when training begins, disables automatic collection, and collects at every
+    step that is a multiple of `interval`, the same on all ranks, and every `interval` steps of an evaluation. Objects that are
+    not part of a reference cycle are still freed at once. When training ends, also with an exception, automatic collection is
+    enabled again if it was enabled before.
 
     Logs `gc/seconds`: the time of the collections since the last record, on the rank where it was longest.
 

@@ -18,15 +18,15 @@ logger = logging.getLogger("callsheet")
 class Generate(Callback):
     """Let the model continue a few prompts, regularly and when training ends, and log the texts as the table `generations`.
 
-    The columns are `prompt` and `continuation`, with one row per prompt. If the callback has a `name`, the table has that name. It
-    writes at most once per step, and not when the run is preempted. The model is a Hugging Face model, or any with a method
-    `generate(ids, ...)` that returns the ids followed by their continuation. Of `max_new_tokens`, `do_sample`, `temperature`,
-    `attention_mask`, ... it is passed those that it accepts.
+    The columns are `prompt` and `continuation`, with one row per prompt. If the callback has a `name`, the table has that name.
+    Texts are generated at most once per step, and not when the run is preempted. The model is a Hugging Face model, or any with a
+    method `generate(ids, ...)` that returns the ids followed by their continuation. Only those of the arguments `max_new_tokens`,
+    `do_sample`, `temperature`, `attention_mask`, ... that the method accepts are passed.
 
     Every rank generates the same texts by itself without waiting for other ranks, and those of rank 0 are logged. But if the
     model was sharded with `fully_shard`, all ranks gather its weights at every token, until the last rank has finished.
-    Generation does not use a compiled model; only training does. If the model's outputs are NaN or infinite, no table is logged;
-    a warning says so once, and training continues.
+    Texts are generated with the uncompiled model, even if training uses a compiled one. If the model's outputs are NaN or
+    infinite, no table is logged; a warning says so once, and training continues.
 
     Weights, gradients, random states and the modules' modes are left as they were. Sampling uses the same seed every time, so two
     tables differ only because of the weights. Training waits while texts are generated. The

@@ -18,11 +18,11 @@ class GradientAccumulationScheduler(Callback):
     batches. This callback keeps no state, because a resumed run uses the value for its epoch.
 
     Args:
-        schedule: maps an epoch to the batches per step from that epoch on. Epochs are counted from 1, as in `ctx.epoch`: `{1: 1,
-            5: 4}`.
+        schedule: maps an epoch to the number of batches per step in that epoch and the following ones. Epochs are counted from 1,
+            as in `ctx.epoch`: `{1: 1, 5: 4}`.
 
     Raises:
-        ConfigError: the schedule is empty, or holds anything but whole numbers from 1 up.
+        ConfigError: the schedule is empty, or an epoch or a number of batches is not a whole number of at least 1.
     """
 
     phase = "change"

@@ -35,12 +35,12 @@ _OTHER_RANKS_SECONDS = 2.0  # time for the other ranks to notice the hang too an
 class HangDetector(Callback):
     """Write the stacks of all threads when no step ends for much longer than usual; then warn, raise or end the process.
 
-    A background thread checks at least once a second whether a step has ended, and learns how long steps take. What it has
-    learned survives a resume. It adds no work to the steps themselves. If no step ends within `factor` times the learned step
-    time, and at least `min_seconds`, each rank writes the stacks of all its threads to `hangs/rank<rank>-step<step>.txt` in the
-    run's folder. If torch records its collectives (`TORCH_FR_BUFFER_SIZE` above 0), it also writes
-    `hangs/rank<rank>-step<step>-collectives.json`, which torch's `torchfrtrace` reads. Each rank also logs an error. What follows
-    depends on `action`:
+    A background thread checks at least once a second whether a step has ended, and learns how long steps take. The learned times
+    survive a resume. The thread adds no work to the steps themselves. The limit is `factor` times the learned step time, but at
+    least `min_seconds`. If no step ends within the limit, each rank writes the stacks of all its threads to
+    `hangs/rank<rank>-step<step>.txt` in the run's folder. If torch records its collectives (`TORCH_FR_BUFFER_SIZE` above 0), each
+    rank also writes `hangs/rank<rank>-step<step>-collectives.json`, which torch's `torchfrtrace` reads. Each rank also logs an
+    error. What follows depends on `action`:
 
     - `warn` logs again only if training continues, and then gives the length of the hang.
     - `raise` raises `HangError` in the training thread. It cannot interrupt a collective or a kernel.
@@ -49,9 +49,9 @@ class HangDetector(Callback):
     `raise` and `kill` wait two seconds, so that the other ranks can write their stacks too, because the end of one rank may end
     the hang of the others. They do nothing if a step ended in that time.
 
-    Steps of an evaluation and saves also count as progress. The limit is `pause_seconds` during evaluations and saves, for the
-    steps before a step time is learned, and for the first step after the start of training, the start of an epoch, an evaluation
-    or a save. If C code holds the interpreter lock forever, the detector cannot run.
+    Steps of an evaluation and saves also count as progress. The limit is `pause_seconds` instead during evaluations and saves,
+    for the steps before a step time is learned, and for the first step after the start of training, the start of an epoch, an
+    evaluation or a save. If C code holds the interpreter lock forever, the detector cannot run.
 
     Args:
         factor: the limit, as a multiple of the learned step time.

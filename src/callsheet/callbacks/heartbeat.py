@@ -18,10 +18,10 @@ class Heartbeat(Callback):
     """Write a small file every few seconds, from which a probe can see that the job makes progress.
 
     The file is JSON: `time` (seconds since 1970), `state` (`starting`, `training`, `evaluating`, `testing`, `predicting`,
-    `saving`, `waiting` between these, then the run's outcome), `step`, `epoch`, `batch` (completed), `run`, `rank`, `host` and
-    `pid`. It is replaced atomically, so that a reader never sees half of it. It is written when the state changes, and at steps
-    of training, evaluation, test and prediction once `seconds` have passed since the last write. A step or a save that takes
-    longer than the probe's timeout looks like a dead job.
+    `saving`, or `waiting` between these; at the end, the run's outcome), `step`, `epoch`, `batch` (the number of completed
+    batches), `run`, `rank`, `host` and `pid`. The file is replaced atomically, so that a reader never sees half of it. It is
+    written when the state changes, and at steps of training, evaluation, test and prediction once `seconds` have passed since the
+    last write. A step or a save that takes longer than the probe's timeout looks like a dead job.
 
     Errors in writing are reported and do not end the run. A run that fails during set-up writes nothing.
 

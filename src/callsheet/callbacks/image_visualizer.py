@@ -21,11 +21,11 @@ class ImageVisualizer(Callback):
     The images are the first ones in a step's first microbatch on rank 0, as the model received them. They are taken in the first
     step and in the step that completes each `interval`; for an interval in epochs, in the first step of the next epoch. They are
     logged with the next record as `images/train`. Images of an evaluation come from its first batch and are logged at its end as
-    `images/<dataset>`. If the callback has a `name`, it replaces `images`.
+    `images/<dataset>`. If the callback has a `name`, the name replaces `images`.
 
-    A copy of these few images stays on the device until they are logged, and is then copied to the host for the loggers. The last
-    interval that was logged survives a resume, and images that were not logged yet are taken again. The callback draws no random
-    numbers. If it finds no images, it warns once.
+    A copy of these few images stays on the device until they are logged, and is then copied to the host for the loggers. A
+    resumed run knows for which interval images were last logged, and takes images again that were not logged yet. The callback
+    draws no random numbers. If it finds no images, it warns once.
 
     Args:
         interval: how often to log images during training, such as `"100ba"` or `"1ep"`; a whole number means batches.
@@ -35,12 +35,13 @@ class ImageVisualizer(Callback):
         channels_last: whether channels are the last dimension of images, outputs and one-hot labels, not the second; None
             guesses. If there are more than three channels, the first three are shown; if there are two, only the first.
         input_key: the key or index of the images in the batch. None takes the first floating-point or 8-bit tensor of shape
-            (N, C, H, W) or (N, H, W, C) with 1, 3 or 4 channels, also a nested one. With a key, (N, H, W) is accepted too.
+            (N, C, H, W) or (N, H, W, C) with 1, 3 or 4 channels, even if the tensor is nested. With a key, (N, H, W) is accepted
+            too.
         target_key: the key or index of the labels, of shape (N, H, W) or (N, 1, H, W), or one-hot. None takes the first other tensor
             of the images' size.
 
     Raises:
-        ConfigError: an argument is invalid, or the batch does not have a key.
+        ConfigError: an argument is invalid, or the batch has no value for `input_key` or `target_key`.
     """
 
     ranks = "zero"

@@ -19,18 +19,19 @@ class Lambda(Callback):
     """Call functions at events, each with the context: `Lambda(on_log=print_loss, on_train_end=lambda ctx: print("done"))`.
 
     Decorators such as `@every("100ba")` and `@rank_zero_only` work on functions as on methods. If a function draws random numbers or
-    calls collectives, set `draws_random` or `collective` on the instance, as for any callback. A Lambda keeps no state, so several
-    need no names. `manager.register(event, function)` does the same for one function.
+    calls collectives, set `draws_random` or `collective` on the instance, as for any callback. Several Lambdas need no names,
+    because a Lambda keeps no state. `manager.register(event, function)` does the same for one function.
 
     Args:
-        name: the name under which its errors are reported.
-        phase: its place in each event's order; functions that change training need `"change"` or `"decide"`.
+        name: the name under which the Lambda's errors are reported.
+        phase: the Lambda's place in the order of each event's handlers; functions that change training need `"change"` or
+            `"decide"`.
         ranks: on which ranks the functions are called.
         functions: one function per event; `on_event` is called at all events. A string, as in YAML, is the function's import path.
 
     Raises:
         UnknownEventError: there is no such event; the message suggests the nearest name.
-        ConfigError: no functions were given, an argument is not callable, or an import path has no function.
+        ConfigError: no functions were given, an argument is not callable, or there is no function at an import path.
     """
 
     def __init__(self, *, name: str = "", phase: Phase = "measure", ranks: RankGate = "all", **functions: Function | str) -> None:

@@ -24,16 +24,17 @@ _MODEL = "model."
 class LoadCheckpoint(Callback):
     """Start a new run with the weights of another run's checkpoint. In a resumed run, which already has weights, load nothing.
 
-    Only parameters and buffers are loaded. They are cast to the model's types and distributed over its shards, from any number of
-    ranks to any other. Optimizer, scheduler, timestamp and callbacks start fresh. The weights are loaded before training, at the
-    same event as in a resume. The log lists what was loaded and what was not. If loading fails on one rank, it fails on all.
+    Only parameters and buffers are loaded. They are cast to the model's types and distributed over its shards. The checkpoint may
+    be from a run with another number of ranks. Optimizer, scheduler, timestamp and callbacks start fresh. The weights are loaded
+    before training, at `on_checkpoint_load_end`. The log lists what was loaded and what was not. If loading fails on one rank, it
+    fails on all.
 
     Args:
         path: the checkpoint, a folder such as `runs/first/checkpoints/ep2-ba500`, or a URL that fsspec opens.
         weights: patterns of the names of weights to load, such as `"encoder.*"`; None loads all.
         leave_out: patterns of names not to load, such as `"head.*"`.
-        strict: whether model and checkpoint must have the same weights, in the same sizes, among those to load. False loads those
-            that fit.
+        strict: whether the weights to load must exist in both the model and the checkpoint, with the same sizes. False loads only
+            those that fit.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -103,7 +104,8 @@ class LoadCheckpoint(Callback):
             if source is None:
                 misfits[name] = f"{name} is not in the checkpoint"
             elif source is not tensor and name not in misfits:
-                # A checkpoint stores tied weights (one tensor with two names) once. If this model does not tie them, copy it.
+                # A checkpoint stores tied weights (one tensor with two names) once. If this model does not tie them, copy the
+                # tensor.
                 if id(source) in scratch.tensors:
                     misfits[name] = f"{name} shares its weights in the checkpoint with a name that is left out"
                 elif source.shape != tensor.shape:

@@ -22,15 +22,15 @@ _MIN_RELATIVE_SPREAD = 0.001  # lower bound of spread / median, so that a tiny c
 class LossSpikeDetector(Callback):
     """Detect a loss far above its recent values, and then warn, save a checkpoint or stop. The weights are not changed.
 
-    The loss of every record, which is the mean since the record before, is compared with the last `window` records. It is a spike
-    if it is more than `threshold` robust standard deviations above their median. A robust standard deviation is 1.4826 times the
-    median absolute deviation (Iglewicz and Hoaglin, 1993). So a spike in the window does not hide the next one, and after a
-    lasting change of the loss, the new level counts as normal within half a window. A NaN or infinite loss is always a spike, and
-    is not kept in the window. All ranks see the same record and act the same way.
+    The loss of every metrics record (the mean since the previous record) is compared with the losses of the last `window`
+    records. The loss is a spike if it is more than `threshold` robust standard deviations above their median. A robust standard
+    deviation is 1.4826 times the median absolute deviation (Iglewicz and Hoaglin, 1993). So a spike in the window does not hide
+    the next one, and after a lasting change of the loss, the new level counts as normal within half a window. A NaN or infinite
+    loss is always a spike, and is not kept in the window. All ranks see the same record and act the same way.
 
-    Once the window is half full, this adds to the record `loss_spike/score`, the number of these deviations by which the loss is
-    above the median (negative if below), and `loss_spike/count`, the number of spikes so far. The window and the count survive a
-    resume. If the detector has a `name`, the name is used instead of `loss_spike`.
+    Each record gets `loss_spike/count`, the number of spikes so far. Once the window is half full, a record also gets
+    `loss_spike/score`: by how many robust standard deviations the loss is above the median (negative if below). The window and
+    the count survive a resume. If the detector has a `name`, the name is used instead of `loss_spike`.
 
     Args:
         monitor: the record's metric to watch.

@@ -13,8 +13,8 @@ _RECORDED = "train/learning_rate"  # metric of every training record: the learni
 class LRMonitor(Callback):
     """Add the learning rate of every parameter group to every metrics record.
 
-    It adds `lr/<optimizer class>/<group>`, where `<group>` is the group's `name` or its index. The value is the rate of the last
-    step before the record, which is the same on every rank.
+    It adds `lr/<optimizer class>/<group>`, where `<group>` is the group's `name` or its index. The value, which is the same on
+    every rank, is the rate of the last step before the record.
     """
 
     required_fields = ("optimizer",)

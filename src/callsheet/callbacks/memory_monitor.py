@@ -31,8 +31,8 @@ class MemoryMonitor(Callback):
     All values are in bytes, except for the counts. On every device it adds `memory/resident` and `memory/peak_resident`, the
     resident memory of the process. On CUDA it also adds `memory/allocated` (by tensors), `memory/active` (including memory that
     streams still use) and `memory/reserved` (by the caching allocator), each with its `memory/peak_...` since the process began,
-    and the counts `memory/alloc_retries` (the cache was emptied to find room) and `memory/ooms`. Each is the maximum over the
-    ranks. If the monitor has a `name`, it replaces `memory`.
+    and the counts `memory/alloc_retries` (the cache was emptied to find room) and `memory/ooms`. If the monitor has a `name`, the
+    name replaces `memory`.
 
     It reads the allocator's own counters only when a metrics record is made. Nothing waits for the device, and no peak is reset.
     """

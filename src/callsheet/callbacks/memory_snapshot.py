@@ -22,14 +22,15 @@ class MemorySnapshot(Callback):
     """Once per run, record every allocation on the CUDA device during a few steps, with its call stack, and write a snapshot.
 
     After `skip_batches` steps it records `interval` steps and writes `memory/<name>-step<step>-rank<rank>.pickle` to the run's
-    folder, in torch's own format, which https://pytorch.org/memory_viz reads. Another process draws two `.html` pages from it,
-    one by tensors and one by the allocator's segments; the pages load their script from the network. Training continues while
-    they are drawn; the end of the run waits up to two minutes for them. Loggers receive rank 0's snapshot, and its pages when the
-    run ends. If an exception ends the recording early, what was recorded is written. A run that is resumed after those steps
-    records nothing. Recording costs some microseconds per allocation; before and after, the callback costs a comparison per step.
+    folder, in torch's own format, which https://pytorch.org/memory_viz reads. Another process draws two `.html` pages from the
+    snapshot, one by tensors and one by the allocator's segments; the pages load their script from the network. Training continues
+    while they are drawn; the end of the run waits up to two minutes for them. Loggers receive rank 0's snapshot, and its pages
+    when the run ends. If an exception ends the recording early, what was recorded is written. A run that is resumed after those
+    steps records nothing. Recording costs some microseconds per allocation; before and after, the callback costs a comparison per
+    step.
 
-    Without CUDA there is nothing to record, and a warning says so. A process has only one recording: if two of these callbacks overlap,
-    each ends the other's recording.
+    Without CUDA there is nothing to record, and a warning says so. Torch keeps only one recording per process: if the recordings
+    of two such callbacks overlap, the first to end also ends the other.
 
     Args:
         skip_batches: the number of steps before the recording.

@@ -37,17 +37,17 @@ class MLPerfCallback(Callback):
     did not reach it. After the first step, the checker already reads the file as it would be if the target had been reached. So
     an invalid result ends the run at once, and not days later. A resumed run writes no result, because it was not timed from its
     start, but still stops at the target. Evaluations outside training are ignored. Without a benchmark there is nothing to do,
-    and a warning says so. To use several, give each its own `name`.
+    and a warning says so. To use several of these callbacks, give each its own `name`.
 
     Args:
         benchmark: one of the rules' benchmarks, such as `"llama31_8b"`.
         target: the value of `monitor` to reach.
         monitor: `<dataset>/<metric>` of the evaluation; it is written as `eval_accuracy`.
-        mode: `"min"`: the target is reached at or below it; `"max"`: at or above it. `"auto"` is `"min"` if the name contains
-            loss, error or perplexity, otherwise `"max"`.
+        mode: `"min"`: a value at or below `target` reaches the target; `"max"`: a value at or above `target` does. `"auto"` is
+            `"min"` if the name contains loss, error or perplexity, otherwise `"max"`.
         submitter: the organization.
         system_name: the name of the platform; if empty, the number of ranks and the device's name.
-        status: of the platform: `"onprem"`, `"cloud"` or `"research"`.
+        status: the status of the platform: `"onprem"`, `"cloud"` or `"research"`.
         division: `"open"` or `"closed"`.
         ruleset: the version of the rules, such as `"6.1.0"`; if empty, the newest in the installed `mlperf-logging`.
         hyperparameters: other values that the rules require, by their names, such as `train_samples`. They override the values found
@@ -56,9 +56,9 @@ class MLPerfCallback(Callback):
             `gradient_accumulation_steps`.
         root_folder: None means the folder `mlperf` in the run's folder.
         index: the number of the result; None means the first that is free.
-        cache_clear_cmd: a program and its arguments, run by one rank of each machine before `run_start`, without a shell. Without it
-            the file says that no cache was cleared.
-        stop: whether training ends at the target. The result ends there even if training continues.
+        cache_clear_cmd: a program and its arguments, run by one rank of each machine before `run_start`, without a shell. Without
+            a command, the result file says that no cache was cleared.
+        stop: whether training ends when the target is reached. The result file is completed then even if training continues.
 
     Raises:
         MissingPackage: `mlperf-logging` is not installed.

@@ -24,9 +24,9 @@ class ModelSummary(Callback):
     """Print a table of the model's modules and their parameters, once, on rank 0, and log the table as `model/summary`.
 
     The columns are `module`, `type`, `parameters` and `trainable`; with `flops`, there are also the FLOPs of a forward pass (of
-    one microbatch, on rank 0; a multiplication and an addition are two). A row counts a parameter of its module once, even if
-    several submodules share it; of sharded parameters, the full size is counted. The last row is the whole model. If the callback
-    has a `name`, the table has that name.
+    one microbatch, on rank 0; a multiplication and an addition count as two). A row counts a parameter of its module once, even
+    if several submodules share it; of sharded parameters, the full size is counted. The last row is the whole model. If the
+    callback has a `name`, the table has that name.
 
     Args:
         depth: how many levels of modules; 0 is the model alone.
@@ -64,7 +64,8 @@ class ModelSummary(Callback):
     def on_forward_start(self, ctx: Context) -> None:
         """Start counting FLOPs if this is the second forward pass.
 
-        The first one is not counted, because code that is first called while torch counts would never be compiled.
+        FLOPs of the first pass are not counted, because torch.compile never compiles code that is first called while torch counts
+        FLOPs.
         """
         if not self._flops or self._is_shown:
             return

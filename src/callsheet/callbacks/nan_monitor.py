@@ -23,15 +23,16 @@ class NaNMonitor(Callback):
 
     No step waits for the device: the losses stay on it. They are checked in one transfer when a record is made, before an
     evaluation or a checkpoint, and at the end. So at most the steps since the last record are lost, and no checkpoint is written
-    after a loss that is not finite. Weights that the last step made NaN do not show in a finite loss; the trainer finds them
-    because it checks every checkpoint.
+    after a loss that is not finite. If the last step made weights NaN, its loss may still be finite; the trainer finds such
+    weights, because it checks every checkpoint.
 
     Args:
         action: `raise` ends the run; `warn` logs an error once, on each rank that finds such a loss, and training continues.
 
     Raises:
         ConfigError: the action is unknown.
-        NonFiniteError: the message names the first such step, its rank and its loss.
+        NonFiniteError: a loss is NaN or infinite, and `action` is `raise`; the message names the first such step, its rank and
+            its loss.
     """
 
     phase = "decide"

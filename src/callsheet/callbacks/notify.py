@@ -31,33 +31,34 @@ _MAX_CHARACTERS = 3000  # longer exception messages are truncated in a notificat
 class Notify(Callback):
     """Notify people of a run's progress by webhook, Slack or mail.
 
-    A webhook receives JSON: `text`, and the facts `event`, `run`, `step`, `epoch`, `elapsed` (a fraction), `outcome`, `time`
-    (seconds since 1970) and `metrics`; for a rule that became true, also its `rule`; for a failure, also `exception` with `type`,
-    `message`, `span` and `rank`. Slack and mail receive the text.
+    A webhook receives JSON: `text`, and the facts `event`, `run`, `step`, `epoch`, `elapsed` (the completed fraction of
+    `max_duration`), `outcome`, `time` (seconds since 1970) and `metrics`; for a rule of `when` that became true, also `rule`; for
+    a failure, also `exception` with `type`, `message`, `span` and `rank`. Slack and mail receive the text.
 
-    Notifications are sent from a background thread (a lane), so training does not wait for them. A checkpoint, which records what
-    was sent, and the end of the run wait for as long as the attempts for one notification may take. A notification that cannot be
-    delivered is logged and dropped. Only rank 0 sends notifications. If another rank fails, rank 0 reports what it knows about
-    the failure.
+    Notifications are sent from a background thread (a lane), so training does not wait for them. A checkpoint waits for the
+    notifications before it, because it records what was sent, and so does the end of the run. They wait at most as long as all
+    attempts to send one notification may take. A notification that cannot be delivered is logged and dropped. Only rank 0 sends
+    notifications. If another rank fails, rank 0 reports what it knows about the failure.
 
     Addresses are often secrets: `url_env` and `password_env` name environment variables that hold them. For an address in `to`, the log
-    and the run's records show only the host, but a configuration file that contains it does not hide it. To use several, give each its
-    own `name`.
+    and the run's records show only the host, but a configuration file that contains the address shows it in full. To use several
+    of these callbacks, give each its own `name`.
 
     Args:
-        to: `https://...` (or `http`), `slack:https://...`, `mailto:me@example.org,you@example.org`; if `url_env` holds the URL,
-            `webhook` or `slack`. Without an address there is nothing to do, and a warning says so.
+        to: `https://...` (or `http`), `slack:https://...`, `mailto:me@example.org,you@example.org`; or, if the URL is in the
+            variable `url_env`, only `webhook` or `slack`. Without an address there is nothing to do, and a warning says so.
         url_env: the environment variable that holds the URL.
         on: which of these events to report: `start`, `end` (training finished, was stopped or interrupted), `failure`,
             `preemption` (a signal preempts the run).
-        every: report also at this interval, such as `"1ep"` or `"6h"`, with the next record; a whole number means batches.
+        every: send a progress report at this interval, such as `"1ep"` or `"6h"`, when the next metrics record is made; a whole
+            number means batches.
         when: rules such as `"validation/loss < 1.5"`. A notification is sent when a record's metric makes the rule true, and again only
             after it was false in between. The rules' states survive a resume.
         timeout: seconds for each attempt.
-        retries: the number of further attempts after errors that may pass.
+        retries: the number of further attempts after errors that may be temporary.
         server: for mail: `smtp://host`, `smtp+starttls://user@host:587` or `smtps://user@host`.
         sender: for mail: the sender's address; if empty, that of the first recipient.
-        password_env: for mail: the variable that holds the user's password.
+        password_env: for mail: the environment variable that holds the user's password.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -158,7 +159,7 @@ class Notify(Callback):
     def on_train_end(self, ctx: Context) -> None:
         """Warn about every metric that a rule in `when` names but that was in no metrics record of the run.
 
-        From now on, ignore metrics records, because they belong to evaluations after training.
+        Later metrics records are ignored, because they belong to evaluations after training.
         """
         self._is_training = False
         for name in {name for name, _, _ in self._rules.values()} - self._values.keys():

@@ -25,13 +25,13 @@ class OOMObserver(Callback):
 
     At the moment of the failure, while everything is still allocated, each affected rank writes
     `memory/<name>-oom-rank<rank>.pickle` to the run's folder, in torch's own format, which https://pytorch.org/memory_viz reads.
-    When the exception leaves the trainer, another process draws two `.html` pages from it, one by tensors and one by the
-    allocator's segments; the pages load their script from the network. The end of the run waits up to two minutes for them, and
-    those of rank 0 are logged. A snapshot is also written for an out-of-memory error that the program catches; each snapshot
-    replaces the one before. Recording costs some microseconds per allocation.
+    When the exception leaves the trainer, another process draws two `.html` pages from the snapshot, one by tensors and one by
+    the allocator's segments; the pages load their script from the network. The end of the run waits up to two minutes for the
+    pages, and the pages of rank 0 are logged. A snapshot is also written for an out-of-memory error that the program catches;
+    each snapshot replaces the one before. Recording costs some microseconds per allocation.
 
-    Without CUDA there is nothing to observe, and a warning says so. A process has only one recording, so do not use this together with
-    `MemorySnapshot`.
+    Without CUDA there is nothing to observe, and a warning says so. Torch keeps only one recording per process, so do not use
+    this callback together with `MemorySnapshot`.
 
     Args:
         max_entries: the number of allocations and frees to keep; older ones are dropped.
@@ -101,7 +101,7 @@ class OOMObserver(Callback):
     def write(self, device: int, asked: int) -> None:
         """Write a snapshot of the allocations.
 
-        Torch's allocator calls this before it raises an error.
+        Torch's allocator calls this method before it raises an out-of-memory error.
 
         Args:
             device: the index of the CUDA device that has too little memory.

@@ -21,19 +21,20 @@ class OptimizerMonitor(Callback):
     """Log the norm of every parameter's gradient, and of all gradients together, at an interval of steps.
 
     Logs `l2_norm/grad/<parameter>` and `l2_norm/grad/global` for the whole step's gradients, unscaled and before clipping. With
-    `weights`, also logs `l2_norm/weight/<parameter>` and `l2_norm/weight/global` from before the step. If the optimizer has the
-    method `report_per_parameter_metrics(parameter, name, metrics)`, as Composer's and LLM Foundry's optimizers do, its results
-    are logged under the names that it returns, after the step, when gradients are already clipped. Norms of sharded tensors, as
-    with FSDP, are those of the whole tensor; this takes one small reduction for all parameters together at each measured step. A
-    record has the values of the last measured step. If the monitor has a `name`, the name is used instead of `l2_norm`.
+    `weights`, also logs `l2_norm/weight/<parameter>` and `l2_norm/weight/global` for the weights before the step. If the
+    optimizer has the method `report_per_parameter_metrics(parameter, name, metrics)`, as Composer's and LLM Foundry's optimizers
+    do, the metrics that this method returns are logged too. The method is called after the step, when gradients are clipped.
+    Norms of sharded tensors, as with FSDP, are those of the whole tensor; this takes one small reduction for all parameters
+    together at each measured step. A record has the values of the last measured step. If the monitor has a `name`, the name is
+    used instead of `l2_norm`.
 
-    Nothing waits for the device: the values stay on it until the record is made. Parameters that are added to the model are
-    measured from the next epoch on.
+    Nothing waits for the device: the values stay on it until the record is made. Parameters that are added to the model are not
+    measured before the next epoch.
 
     Args:
         batch_log_interval: the number of steps from one measurement to the next. Use the log interval or a multiple of it; otherwise
             measurements are logged late or not at all.
-        per_parameter: also log the norm of each parameter, not only the global norms.
+        per_parameter: whether to log the norm of each parameter as well as the global norms.
         weights: also log norms of weights.
         log_optimizer_metrics: also log what the optimizer reports.
 
@@ -109,7 +110,7 @@ class OptimizerMonitor(Callback):
 
 @torch.no_grad()
 def _norms(tensors: list[Tensor]) -> tuple[list[int], Tensor]:
-    """Group the tensors by device and kind of sharding. Return their indices in this order, and their norms (at least float32).
+    """Group the tensors by device and kind of sharding. Return their indices, ordered by group, and norms (at least float32).
 
     The norms of each group are reduced together.
     """

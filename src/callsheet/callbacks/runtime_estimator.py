@@ -25,7 +25,7 @@ class RuntimeEstimator(Callback):
     The estimate is the time for the remaining training at the speed so far, plus the time for the expected evaluations and
     checkpoints. The speed does not include the first steps of every process. The number of evaluations and checkpoints is derived
     from their intervals so far, and multiplied by their mean duration. The measurements survive a resume, even with another
-    `max_duration`. Without `max_duration` nothing is logged.
+    `max_duration` in the same time unit. Without `max_duration` nothing is logged.
 
     Args:
         skip_batches: how many steps of a process to leave out as warm-up (compiling, first allocations).

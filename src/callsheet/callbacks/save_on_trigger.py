@@ -24,11 +24,12 @@ class SaveOnTrigger(Callback):
 
     Each line is one request: `save`, `evaluate` or `stop`, and optionally a reason. An empty file, as from `touch`, requests a save.
     The file is removed when it is read, before any request is made, so that each request is made once. Its text is never executed or
-    imported. A line that is not a request causes a warning. A file that does not end with a newline may be half written, and is read
-    only once it is a second old.
+    imported. A line that is not a request causes a warning. A file that does not end with a newline may be half written, and is
+    read only when it has not changed for a second.
 
-    Only rank 0 reads it, at steps of training and evaluation. All ranks agree on the requests, and act on them at the same step. While
-    the run lasts, `listeners.json` in its folder names the file, for `callsheet watch`.
+    Only rank 0 reads the file, at the end of training and evaluation steps. All ranks agree on the requests, and act on them at
+    the same step. While the run lasts, `listeners.json` in the run's folder contains the file's path, so that `callsheet watch`
+    finds the file.
 
     Args:
         file: the file's path; None means `trigger` in the run's folder.

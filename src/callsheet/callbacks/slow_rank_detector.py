@@ -23,8 +23,8 @@ _COMPARING = ("on_fetch_start", "on_fetch_end", "on_forward_start", "on_forward_
 class SlowRankDetector(Callback):
     """Warn about ranks that take longer than other ranks to fetch data or to compute the forward pass.
 
-    The time of a whole step does not show a slow rank, because ranks wait for each other in the backward pass. With FSDP they also wait
-    in the forward pass, where the slow rank has the shortest time: use `fetch` there.
+    The time of a whole step does not show a slow rank, because ranks wait for each other in the backward pass. With FSDP, ranks
+    also wait for each other in the forward pass, where the slow rank then has the shortest time: look only at `fetch`.
 
     Adds to every metrics record, for the stages `fetch` and `forward`: `slow_rank/<stage>/seconds`, the median over the ranks of
     their mean time per step since the last record; `slow_rank/<stage>/ratio`, the slowest rank's time divided by that median; and

@@ -32,25 +32,28 @@ class SpeedMonitor(Callback):
     `throughput`.
 
     A rate is what was completed within the window, divided by the seconds of training. These include waiting for data, callbacks,
-    and compiling in the first steps, but no evaluations and saves. The monitor measures no time itself: the counts come from the
-    run's timestamp, on which the ranks agree at every record. The window survives a resume.
+    and compiling in the first steps, but no evaluations and saves. The monitor measures no time itself: counts and seconds come
+    from the run's timestamp, on which the ranks agree at every record. The window survives a resume.
 
-    The FLOPs are those of forward and backward; a multiplication and an addition are two. If the model has a method or number
-    `flops_per_batch(batch)` or `floating_point_ops(inputs)`, it is used for every batch. Otherwise torch's formulas are used to
-    count the second step of the process, which then takes a little longer. They cover matrix products, convolutions and attention
-    (as if nothing was masked). Recomputation by activation checkpointing is not counted, and neither are kernels for which torch
-    has no formula. Other steps are assumed to have the same FLOPs for each token (or number in the first tensor of their
-    batches); this ratio survives a resume. If these numbers turn out to be the tokens that the run counts anyway, the monitor no
-    longer listens to the events of a step. If `torch.compile` is used, nothing can be counted, and the log says so once.
+    The FLOPs are those of forward and backward; a multiplication and an addition count as two. If the model has a method or
+    number `flops_per_batch(batch)` or `floating_point_ops(inputs)`, it gives the FLOPs of every batch. Otherwise torch's formulas
+    are used to count the second step of the process, which then takes a little longer. The formulas cover matrix products,
+    convolutions and attention (as if nothing was masked). Recomputation by activation checkpointing is not counted, and neither
+    are kernels for which torch has no formula. Other steps are assumed to have the same FLOPs per token, or per element of the
+    first tensor in their batches; this ratio survives a resume. If the run counts exactly these elements as its tokens, the
+    monitor uses the run's count, and no longer listens to the events of a step. If `torch.compile` is used, nothing can be
+    counted, and the log says so once.
 
     Args:
-        window_size: the number of batches in the window; if records are rarer, it covers the batches since the last record.
+        window_size: the number of batches in the window; if there are more batches between two records, the window covers the
+            batches since the last record.
         count_flops: False leaves FLOPs and MFU out.
         peak_flops: the peak of a rank's device in FLOP/s; None uses the vendor's figure for dense arithmetic if it is known
             (`callsheet.callbacks.support.peak_flops`).
-        precision: the precision of that figure: `fp32`, `tf32`, `bf16`, `fp16` or `fp8`. `auto` uses the precision of most operations
-            in the counted step (which is also measured if the model reports its FLOPs); with `torch.compile`, the 16-bit type of outputs
-            or parameters, or else fp32.
+        precision: the precision whose peak is used: `fp32`, `tf32`, `bf16`, `fp16` or `fp8`. `auto` uses the precision of most
+            FLOPs in the counted step (one step is counted for this even if the model reports its FLOPs). With `torch.compile`,
+            `auto` uses the 16-bit type of outputs or parameters or, if there is none, `tf32` or `fp32`, depending on torch's
+            settings.
 
     Raises:
         ConfigError: an argument is invalid, or the model reports something other than a number.

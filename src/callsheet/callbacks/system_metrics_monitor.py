@@ -21,16 +21,18 @@ logger = logging.getLogger("callsheet")
 class SystemMetricsMonitor(Callback):
     """Add metrics of the machines to every metrics record. Each value is the maximum over the ranks.
 
-    Of the machine: `system/cpu_percent` (all cores busy are 100), `system/load` (runnable processes per core, over a minute),
-    `system/memory_used` in bytes, `system/memory_percent`, `system/disk_used_percent` (of the disk of the run's folder), and, in bytes
-    per second since the last measurement, `system/disk_read_per_second`, `system/disk_written_per_second`,
-    `system/network_received_per_second`, `system/network_sent_per_second`. Of the process: `system/process_cpu_percent` (one busy
-    core is 100), `system/process_threads`. Of the rank's GPU, if the package `nvidia-ml-py` is installed:
+    Of the machine: `system/cpu_percent` (100 if all cores are busy), `system/load` (runnable processes per core, over a minute),
+    `system/memory_used` in bytes, `system/memory_percent`, `system/disk_used_percent` (of the disk of the run's folder), and, in
+    bytes per second since the last measurement, `system/disk_read_per_second`, `system/disk_written_per_second`,
+    `system/network_received_per_second`, `system/network_sent_per_second`. Of the process: `system/process_cpu_percent` (100 for
+    each busy core), `system/process_threads`. Of the rank's GPU, if the package `nvidia-ml-py` is installed:
     `system/gpu_percent`, `system/gpu_memory_used` in bytes (by all processes), `system/gpu_temperature` in degrees Celsius,
-    `system/gpu_power` in watts. Values that a system does not provide are left out. If the monitor has a `name`, it replaces `system`.
+    `system/gpu_power` in watts. Values that a system does not provide are left out. If the monitor has a `name`, the name
+    replaces `system`.
 
-    It measures only when a metrics record is made. Because a measurement takes a millisecond, records that are close together
-    repeat the last values. Percentages and rates cover the time between two measurements.
+    It measures only when a metrics record is made. Because a measurement takes about a millisecond, a record that is made less
+    than `seconds` after the last measurement repeats that measurement's values. Percentages and rates cover the time between two
+    measurements.
 
     Args:
         seconds: the shortest time from one measurement to the next; 0 measures at every record.

@@ -21,9 +21,9 @@ class ThresholdStopper(Callback):
     """Stop training, on all ranks together, when a metric of a record or an evaluation reaches a value.
 
     The values that are compared are those that the loggers receive, reduced over the ranks. NaN never reaches the threshold. In
-    mode `"max"` plus infinity reaches it, in mode `"min"` minus infinity. Evaluations outside training are ignored. A run that
-    was stopped here and is resumed ends before its first step, unless the threshold has changed. To use several stoppers, give
-    each its own `name`.
+    mode `"max"` plus infinity reaches it, in mode `"min"` minus infinity does. Evaluations outside training are ignored. If a run
+    that this callback stopped is resumed, the callback stops it again before its first step; change the threshold to continue it.
+    To use several stoppers, give each its own `name`.
 
     Args:
         monitor: a name in the records, such as `"train/loss"`, or `<dataset>/<metric>` of the evaluation.

@@ -16,7 +16,7 @@ class TimeLimit(Callback):
     """Stop training, with a checkpoint, when the run has taken a given wall-clock time.
 
     All time is counted: set-up, waiting for data, evaluating and saving. For a resumed run, the time of earlier processes up to
-    its checkpoint is counted too, but not the time between processes. Rank 0's clock is used. All ranks learn of its stop request
+    its checkpoint is counted too, but not the time between processes. Rank 0's clock is used. All ranks learn of the stop request
     within about 0.2 seconds and stop at the same step, after the evaluation in progress if there is one. The `margin` is for what
     follows: the evaluations at a run's end and the checkpoint. To use several limits, give each its own `name`.
 
@@ -25,7 +25,8 @@ class TimeLimit(Callback):
         margin: how long before the limit to request the stop.
         across_resumes: whether to count the earlier processes of the run. False limits only this process, like a scheduler's job
             limit.
-        save: whether to request a checkpoint in addition to those of a `CheckpointSaver`; it is never deleted.
+        save: whether to request a checkpoint in addition to those of a `CheckpointSaver`; the requested checkpoint is never
+            deleted.
 
     Raises:
         ConfigError: a limit or a margin is not a wall-clock time, or no time to train is left.

@@ -21,7 +21,8 @@ _CELL = 60  # print at most this many characters of a table cell
 class ConsoleLogger(Logger):
     """Print metrics records, evaluation results, tables and the run's outcome as plain lines.
 
-    A record is `epoch 2  step 120  train/loss 0.1234  1,234 samples/s`: its metrics in four digits, and its speeds.
+    A metrics record is printed as `epoch 2  step 120  train/loss 0.1234  1,234 samples/s`: the position in training, the metrics
+    with four significant digits, and the speeds.
 
     Args:
         stream: `stdout` or `stderr`.

@@ -25,8 +25,8 @@ class CSVLogger(Logger):
 
     The first columns are `step`, `time` (seconds since 1970) and the other fields of `MetricsRecord`. Then comes a column for
     each metric, in the order in which they appeared. If a record does not have a metric, its cell is empty. A new metric adds a
-    column, for which the file is replaced atomically. Numbers keep their exact values, including `nan` and `inf`. A metric that
-    has the name of one of the first columns is written to the column `metric/<name>`.
+    column; the file is then replaced atomically. Numbers keep their exact values, including `nan` and `inf`. A metric that has
+    the name of one of the first columns is written to the column `metric/<name>`.
 
     A resumed run removes the rows after the checkpoint. A killed process loses no records; at most, its last row is incomplete,
     and the resume removes that row. If the logger has a `name`, it writes to the folder of that name in the run's folder.

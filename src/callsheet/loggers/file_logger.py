@@ -23,7 +23,7 @@ from callsheet.loggers.support.stream_tee import StreamTee
 
 CAPTURES = ("python", "fd")
 
-_MAX_EARLY = 10_000  # the most pieces of output to keep in memory before the run may write to its folder
+_MAX_EARLY = 10_000  # the maximum number of pieces of output to keep in memory before the run may write to its folder
 _written: set[Path | None] = set()
 
 
@@ -31,10 +31,10 @@ class FileLogger(Logger):
     """Write a copy of each rank's output to `logs/rank-<rank>.log` in the run's folder. The output still appears in its usual place.
 
     The copy has everything that goes through `sys.stdout` and `sys.stderr`: `print`, warnings, `logging` handlers that write to
-    these streams, and progress bars. It also has the traceback of an exception that ends the run. Every start adds a line with
-    the run, the process and the step. Lines are written when they are complete. If a line is rewritten, as by a progress bar,
-    only its last state is written, without colors. Output during the run's set-up is included, if the run begins. When the run
-    ends, the streams are restored.
+    these streams, and progress bars. It also has the traceback of an exception that ends the run. Every start of the run adds a
+    line with the run, the process and, after a resume, the step. Lines are written when they are complete. If a line is
+    rewritten, as by a progress bar, only its last state is written, without colors. Output during the run's set-up is included
+    unless the set-up fails. When the run ends, the streams are restored.
 
     `capture="fd"` copies everything that is written to the file descriptors 1 and 2, also by C libraries, data-loading workers
     and other children. It starts a second process for each rank, through which all output passes; if that process is killed,

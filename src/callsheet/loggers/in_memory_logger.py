@@ -1,4 +1,4 @@
-"""Keeps what a run logs in memory."""
+"""Keeps in memory what a run logs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from callsheet.loggers.logger import Logger
 
 
 class InMemoryLogger(Logger):
-    """Keep what is logged in memory, so that a notebook or a test can read it.
+    """Keep all logged data in memory, so that a notebook or a test can read the data.
 
-    Unlike the callback `History`, it is filled only on the first rank, is emptied when a run begins or resumes, and is not saved
-    in checkpoints. `History` holds only records and evaluations, but on all ranks and in every checkpoint, so a resumed run has
-    its whole curve.
+    This logger stores data only on the first rank, is emptied when a run begins or resumes, and is not saved in checkpoints. The
+    callback `History` stores only records and evaluations, but on all ranks and in every checkpoint, so a resumed run has the
+    values from its beginning.
 
     Args:
-        most: the number of records to keep, and, for each name, of tables and of batches of images; the newest are kept. None
-            keeps all.
+        most: the number of records to keep and, for each name, the number of tables and of batches of images; the newest are
+            kept. None keeps all.
         images: whether to keep images. They are arrays of shape (height, width, 3) and type uint8.
 
     Raises:

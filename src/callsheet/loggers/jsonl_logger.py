@@ -41,25 +41,26 @@ class JSONLLogger(Logger):
       line with `resumed_from_step` and `records`, the number of earlier records that are still valid. `read_metrics` reads the
       file.
     - `events.jsonl` lists starts (with versions, process and host), evaluations, checkpoints, files, and the run's end. Once
-      `ctx.run.inexact_counts` is set, lines have it too.
+      `ctx.run.inexact_counts` is set, each line also has the field `inexact_counts`.
     - `hyperparameters.json` holds the hyperparameters.
     - `settings.json` holds the model, the optimizer, the scheduler, the callbacks and their options, without what looks like a credential.
     - `environment.json` holds what the run was started with: the command, the git commit with uncommitted changes, the installed packages
-      and the hardware. A thread reads it, and leaves out what looks like a credential.
+      and the hardware. A thread collects these facts, and leaves out what looks like a credential.
     - `tables/<name>.jsonl` has one line for each time that the table was logged.
     - `images.jsonl` has one line for each time that images were logged; the images are in `images/<name>/<step>-<number>.png`.
-    - `costs.jsonl` has the costs of the callbacks in this process so far, and `timeline.jsonl` the time in some steps by span and callback.
+    - `costs.jsonl` has the costs of the callbacks in this process so far, and `timeline.jsonl` the times of all spans and
+      callbacks in some steps.
 
     NaN and infinite numbers are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, which `float()` reads. Values that JSON does not
     have are written as their `str()`.
 
     Threads write lines and images, so training waits for the disk only at evaluations, checkpoints, signals, exceptions and the
-    end of the run; then everything is written. A killed process loses the lines of the last `flush_seconds`, and may leave an
-    incomplete line, which readers skip. Lines that cannot be written are kept and tried again. If the logger has a `name`, it
-    writes to the folder of that name in the run's folder.
+    end of the run. At these times, all queued lines and images are written. A killed process loses the lines of the last
+    `flush_seconds`, and may leave an incomplete line, which readers skip. Lines that cannot be written are kept and tried again.
+    If the logger has a `name`, it writes to the folder of that name in the run's folder.
 
     Args:
-        flush_seconds: the longest time until a line is written.
+        flush_seconds: the maximum time, in seconds, that a line is queued before it is written.
 
     Raises:
         ConfigError: `flush_seconds` is not above 0, or the run has no folder.
@@ -146,7 +147,7 @@ class JSONLLogger(Logger):
         self._event(ctx, "evaluation", flush=True, standalone=ctx.standalone, results=ctx.eval_results, seconds=seconds)
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
-        """Write all queued lines, so that the file has as many records as the checkpoint says. Store the save's start time."""
+        """Write all queued lines, so that the file has all records that the checkpoint counts. Store the save's start time."""
         self._flush()
         self._save_began = time.monotonic()
 

@@ -24,8 +24,8 @@ class Logger(Callback):
     def log_hyperparameters(self, ctx: Context, values: Mapping[str, Any]) -> None:
         """Log hyperparameters of the run.
 
-        This is called with the run's configuration (`ctx.run.config`), if there is one, after the checkpoint was loaded, and with
-        what callbacks pass to `ctx.log_hyperparameters`. Later values replace earlier ones.
+        If the run has a configuration (`ctx.run.config`), callsheet calls this method with it after the checkpoint, if any, was
+        loaded. callsheet also passes on the values of each call of `ctx.log_hyperparameters`. Later values replace earlier ones.
 
         Args:
             ctx: the context.

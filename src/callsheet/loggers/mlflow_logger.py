@@ -38,20 +38,20 @@ class MLflowLogger(Tracker):
     """Log metrics records, hyperparameters, images, tables and files to MLflow, on a server or in a local database.
 
     A resume continues the same MLflow run; steps that are trained again appear twice in a metric's history. If the program has an active
-    run (`mlflow.start_run()`) that no logger opened, the logger uses it and leaves it running. The logger does not make its run active:
-    to log to it yourself, pass `run_id=logger.run_id` to `mlflow.log_metric`.
+    run (`mlflow.start_run()`) that no logger opened, the logger uses that run and leaves it running. The logger does not make its
+    run active: to log to it yourself, pass `run_id=logger.run_id` to `mlflow.log_metric`.
 
     The status of a run that has ended is FINISHED, FAILED, or KILLED (interrupted or preempted); the tags `callsheet.outcome` and
     `callsheet.exception` have details. NaN stays NaN; infinite values become the largest finite number. Characters that MLflow
     does not allow in names, such as parentheses, become `_`. MLflow does not allow params to change: if a hyperparameter changes,
-    for example after a resume, its param keeps the first value, and the tag `changed.<name>` has the latest. Tables are
-    `tables/<name>/<step>.csv`, files `files/<name>`.
+    for example after a resume, its param keeps the first value, and the tag `changed.<name>` has the latest. A table is stored as
+    the artifact `tables/<name>/<step>.csv`, a file as `files/<name>`.
 
-    Everything is sent from a background thread (a lane), so training does not wait for it. Unless the environment says otherwise,
-    a request times out after `timeout` seconds and is tried once more. Records that could not be sent are sent later, after a
-    pause. So if a server is unavailable for a while, the lane spends at most a tenth of its time on attempts, and no record is
-    lost. The end of the run waits at most four times `timeout` plus 5 seconds. MLflow itself reads credentials from
-    `MLFLOW_TRACKING_USERNAME`, `..._PASSWORD` or `..._TOKEN`.
+    Everything is sent from a background thread (a lane), so training does not wait for it. Unless environment variables of MLflow
+    set other limits, a request times out after `timeout` seconds and is tried once more. Records that could not be sent are kept
+    and sent later, after a pause that is ten times as long as the failed attempt. So if a server is unavailable for a while, the
+    thread spends at most a tenth of its time on attempts, and no record is lost. The end of the run waits at most four times
+    `timeout` plus 5 seconds. MLflow itself reads credentials from `MLFLOW_TRACKING_USERNAME`, `..._PASSWORD` or `..._TOKEN`.
 
     Args:
         tracking_uri: a server, or a database such as `sqlite:///runs/mlflow.db`. None uses MLflow's own setting, or else `mlflow.db` next

@@ -30,21 +30,24 @@ _PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 class OpenTelemetryLogger(Tracker):
     """Log a run as an OpenTelemetry trace with nested spans: `run`, `train`, `epoch`, `eval_all`, `checkpoint_save` and others.
 
-    A record is a span `log` of zero length, with the values as attributes. If the application has set a `MeterProvider`, each
-    value is also a gauge. A span becomes visible when it has ended, so `run` is visible last. Hyperparameters are attributes of
-    `run` with names `callsheet.config.<name>`. The outcome is the attribute `callsheet.outcome` and the status; an exception is
-    an event of the span in which it was raised. Images and tables are not logged.
+    A metrics record is logged as a span `log` of zero length, with the values as attributes. If the application has set a
+    `MeterProvider`, each value is also a gauge. A span becomes visible when it has ended, so `run` is visible last.
+    Hyperparameters are attributes of `run` with names `callsheet.config.<name>`. The outcome is the attribute `callsheet.outcome`
+    and the status; an exception is an event of the span in which it was raised. Images and tables are not logged.
 
-    A resume continues the same trace, as a child of the first process's `run`. Spans come from the first rank.
+    A resume continues the same trace: the new process's `run` is a child of the first process's `run`. Only the first rank logs
+    spans.
 
-    If the application has set a `TracerProvider` and no endpoint is given, the logger uses it and leaves it open. Otherwise a thread
-    sends spans as OTLP over HTTP. Training does not wait for the collector, except for up to `timeout` seconds when the run ends. The
-    package itself reads headers, certificates and other settings from `OTEL_EXPORTER_OTLP_...`.
+    If the application has set a `TracerProvider` and no endpoint is given, the logger uses that provider and leaves it open.
+    Otherwise a thread sends spans as OTLP over HTTP. Training does not wait for the collector, except for up to `timeout` seconds
+    when the run ends. The OpenTelemetry package itself reads headers, certificates and other settings from
+    `OTEL_EXPORTER_OTLP_...`.
 
     Args:
-        endpoint: the URL of the collector, such as `http://localhost:4318`; None: the application's provider, or
-            `OTEL_EXPORTER_OTLP_ENDPOINT`.
-        service_name: the program's name; None: `OTEL_SERVICE_NAME`, or `callsheet`. The application's provider has its own.
+        endpoint: the URL of the collector, such as `http://localhost:4318`; None uses the application's provider or, if there is
+            none, `OTEL_EXPORTER_OTLP_ENDPOINT`.
+        service_name: the program's name; None uses `OTEL_SERVICE_NAME`, or `callsheet`. The application's provider ignores this
+            name.
         steps: which steps are logged. `sampled`: some groups of consecutive steps, with all spans and callbacks inside them, at
             no cost for other steps. `all`: every step, with all spans inside it, which costs time at each step. `none`: no steps.
         timeout: the limit in seconds for one request, and for the wait at the run's end.

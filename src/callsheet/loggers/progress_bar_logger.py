@@ -24,7 +24,7 @@ class ProgressBarLogger(Logger):
     """Show the progress of training on standard error: as a bar on a terminal, otherwise as lines.
 
     The bar is redrawn at most four times a second. Without a bar, a line is written for a record, at most every five seconds.
-    Both show the epoch, the step, the loss, the speed and the time left, estimated from `ctx.state.elapsed`. Every evaluation and
+    The bar and the lines show the epoch, the step, the loss, the speed and an estimate of the time left. Every evaluation and
     checkpoint, and the outcome, have lines of their own. The bar is removed before an exception is printed; if drawing the bar
     fails, lines are written instead. If no step or batch ends for two seconds, the bar counts the seconds and names the handler
     that is being called, if there is one.
@@ -33,7 +33,7 @@ class ProgressBarLogger(Logger):
         bar: whether to show a bar, which needs rich; `"auto"` shows it if standard error is a terminal and rich is installed.
 
     Raises:
-        ConfigError: `bar` has another value.
+        ConfigError: `bar` is not True, False or `"auto"`.
     """
 
     shows_outcome = True

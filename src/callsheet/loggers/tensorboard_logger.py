@@ -21,21 +21,23 @@ _QUEUE = 1000  # size of the writer's queue; if it is full, the logger's thread 
 class TensorboardLogger(Tracker):
     """Log metrics records, hyperparameters, images and tables to event files, which `tensorboard --logdir runs` shows.
 
-    A resume writes a new file in the same folder, which hides the steps after the checkpoint. A run that starts from the
-    beginning in its old folder hides everything that was there. (TensorBoard's fast loader hides only steps of metrics that are
-    logged again; with `--load_fast=false`, it hides all.) Values that are measured again at the checkpoint's own step, such as an
-    evaluation after the save, appear twice. Numbers have 32 bits, as always in TensorBoard; NaN and infinite values are kept.
+    A resume writes a new file to the same folder; this file makes TensorBoard hide older values of steps after the checkpoint. If
+    a run starts from the beginning in a folder with older files, all older values are hidden. (TensorBoard's fast loader hides
+    only steps of metrics that are logged again; with `--load_fast=false`, TensorBoard hides all.) Values that are measured again
+    at the checkpoint's own step, such as an evaluation after the save, appear twice. Numbers have 32 bits, as always in
+    TensorBoard; NaN and infinite values are kept.
 
     Hyperparameters are logged as the text `hyperparameters`. Those that are known at the first record also appear in
-    TensorBoard's HParams. Tables, `outcome` and `exception` are text. Files are not shown. The logger runs in a lane. Everything
-    that was logged is on disk when a checkpoint has been saved, soon after a signal or an exception, and at the run's end.
+    TensorBoard's HParams. Tables, `outcome` and `exception` are text. Files are not logged. The logger runs on a background
+    thread (a lane). Everything that was logged is on disk when a checkpoint has been saved, soon after a signal or an exception,
+    and at the run's end.
 
     Args:
         folder: the folder that holds several runs, each in a folder with its name; None means `tensorboard` in the run's own folder.
-        flush_seconds: the longest time until something is visible.
+        flush_seconds: the maximum time, in seconds, until logged values are visible.
 
     Raises:
-        ConfigError: `flush_seconds` is not above 0, or there is no folder.
+        ConfigError: `flush_seconds` is not above 0, or the run has no folder and none was given.
         MissingPackage: tensorboard is not installed.
     """
 
@@ -97,8 +99,9 @@ class TensorboardLogger(Tracker):
         )
         is_resumed = run_id is not None and ctx.checkpoint is not None
         log = import_module("tensorboard.compat.proto.event_pb2").SessionLog
-        # A start event makes TensorBoard hide values from the event's step on, so that a resumed run can log these steps again.
-        # TensorBoard ignores a run's first start event. So write one in a new run too, for the event of a later resume to count.
+        # A start event makes TensorBoard hide earlier values of the event's step and later steps, so that a resumed run can log
+        # these steps again. TensorBoard ignores the first start event of a run, so write one in a new run too. Otherwise the
+        # event of the first resume would be ignored.
         self._add(ctx.checkpoint.step + 1 if is_resumed and ctx.checkpoint else 0, session_log=log(status=log.START))
         self._hyperparameters, self._has_hparams = {}, False
         return Opened(ctx.run.name)

@@ -21,21 +21,22 @@ _LEVELS = {Outcome.FAILED: "ERROR", Outcome.INTERRUPTED: "WARN", Outcome.PREEMPT
 
 
 class TrackioLogger(Tracker):
-    """Log metrics records, hyperparameters, images, tables and files to Trackio: a local database, a server, or a Space.
+    """Log metrics, hyperparameters, images, tables and files to Trackio: a local database, a server, or a Hugging Face Space.
 
     Without `space_id` and `server_url`, data is stored in an SQLite database in `TRACKIO_DIR`, or in Trackio's cache folder;
-    `trackio show` shows it. A thread of Trackio's writes twice a second; the end of the run waits for it for up to 30 seconds.
+    `trackio show` shows it. Trackio writes the data from its own thread, twice a second; the end of the run waits up to 30
+    seconds for this thread.
 
     A resume continues the run of the same name and id; steps that are trained again appear twice. If a Trackio run is open that no
-    logger opened, the logger uses it and leaves it open. The outcome and an exception are Trackio alerts: `run finished`,
-    `run failed`. NaN and infinite values are kept. A file becomes an artifact of the run.
+    logger opened, the logger uses it and leaves it open. The outcome and an exception are logged as alerts of Trackio, such as
+    `run finished` and `exception`. NaN and infinite values are kept. A file becomes an artifact of the run.
 
     Args:
         project: the project of the runs.
         run_name: the name in Trackio; None means the run's name.
-        group: a group of runs.
-        space_id: a Space, such as `user/space`, which is created if it does not exist.
-        private: whether a Space that is created is private.
+        group: the group to which the run belongs.
+        space_id: a Hugging Face Space, such as `user/space`, which is created if it does not exist.
+        private: whether a newly created Space is private.
         server_url: your own Trackio server; its token is read from `TRACKIO_WRITE_TOKEN`.
         system_metrics: let Trackio log the machine's metrics as well, from its own threads.
 
@@ -132,7 +133,8 @@ class TrackioLogger(Tracker):
     def _log(self, values: dict[str, Any], step: int) -> None:
         """Log values to Trackio, together with any hyperparameters that were not sent yet.
 
-        Trackio sends hyperparameters only once unless they are reset, and of several that are stored together it uses the first.
+        Trackio sends hyperparameters only once, unless `_config_logged` is reset. Of several versions that are stored together,
+        it uses the first.
         """
         if self._has_unsent and time.monotonic() >= self._send_at:
             self.run._config_logged = False

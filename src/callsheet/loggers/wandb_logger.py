@@ -29,11 +29,11 @@ class WandBLogger(Tracker):
     All calls of W&B are made from a background thread (a lane), so training does not wait for them, and `wandb.run` exists
     shortly after training has begun. The end of the run takes at most 5 seconds more than `timeout`.
 
-    A resume continues the same W&B run, also offline, where `wandb sync` joins the parts. Steps that are trained again appear
-    twice, because W&B counts its rows itself. NaN and infinite values are sent unchanged. If `wandb.run` is a run that no logger
+    A resume continues the same W&B run; if the run is offline, `wandb sync` joins the parts. Steps that are trained again appear
+    twice, because W&B numbers its rows itself. NaN and infinite values are sent unchanged. If `wandb.run` is a run that no logger
     opened, the logger uses it and leaves it open. The run's summary has `outcome`, and `exception` if there was one; W&B shows
-    the run as finished, failed, killed (interrupted) or preempted. W&B reads the key from its usual places: `WANDB_API_KEY`, or
-    what `wandb login` wrote.
+    the run as finished, failed, killed (interrupted) or preempted. W&B reads the API key from its usual places: `WANDB_API_KEY`,
+    or what `wandb login` wrote.
 
     Args:
         project, entity, group, job_type, tags: the run's place in W&B; None leaves it to W&B's own settings.
@@ -41,7 +41,8 @@ class WandBLogger(Tracker):
         mode: `online`, `offline`, `shared` or `disabled`; None: `WANDB_MODE`, or online.
         folder: where W&B writes its folder `wandb`; None means `WANDB_DIR`, or else the run's folder.
         timeout: seconds to wait for the server when the run is opened, and to upload the rest when it ends. What is not uploaded in time
-            stays in the folder, for `wandb sync`. `WANDB_INIT_TIMEOUT`, `WANDB_LOGIN_TIMEOUT` and `WANDB_FINISH_TIMEOUT` override it.
+            stays in the folder, for `wandb sync`. `WANDB_INIT_TIMEOUT`, `WANDB_LOGIN_TIMEOUT` and `WANDB_FINISH_TIMEOUT` override
+            `timeout`.
         settings: further fields of `wandb.Settings`, by name, such as `{"console": "off"}`.
 
     Raises:

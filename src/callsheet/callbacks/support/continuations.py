@@ -22,7 +22,7 @@ _NOT_FINITE = "the model's outputs are NaN or infinite"
 _CANNOT_SAMPLE = re.compile(r"probability tensor contains")
 """The start of the error message that `torch.multinomial` raises if logits are NaN or infinite.
 
-The message reveals such logits in models whose `generate` does not call the module, so that no hook can check the logits.
+If a model's `generate` does not call the module itself, no forward hook can check the logits, and only this message reveals them.
 """
 
 
@@ -30,7 +30,7 @@ class Prompts:
     """The prompts, given as texts or as lists of token ids, with the tokenizer that encodes and decodes texts.
 
     Args:
-        prompts: what is to be continued.
+        prompts: the texts or lists of token ids to be continued.
         tokenizer: an object with `encode` and `decode`, or the name or folder of a transformers tokenizer. None uses the bytes of a
             text as its ids, and shows ids as numbers.
 

@@ -1,7 +1,7 @@
 """Sends notifications, with retries and a time limit.
 
-`apprise` is not used, for the reasons in `destinations`. The two functions here must agree: `longest` is the deadline of the lane
-that sends, so it is the sum of all attempts and pauses.
+`apprise` is not used, for the reasons in `destinations`. `longest` must agree with `why_not_delivered`: it determines the
+deadline of the background thread (lane) that sends, so it must be the sum of all attempts and pauses.
 """
 
 from __future__ import annotations

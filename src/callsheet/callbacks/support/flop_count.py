@@ -22,8 +22,8 @@ _FLOPS_METHODS = ("flops_per_batch", "floating_point_ops")
 _FIRST_COUNTED = 2
 """The number of the first step whose FLOPs can be counted. The first step of a process has the number 1.
 
-The first step is not counted, because it shows whether anything is compiled, and because code that is first called while
-operations are counted would never be compiled.
+The first step is not counted, because torch.compile may compile the model only during that step, and because code that is first
+called while operations are counted would never be compiled.
 """
 
 _HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -42,8 +42,8 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
 class OperationCounter(TorchDispatchMode):
     """Adds up the FLOPs of the operations in a `with` block, by torch's formulas for matrix products, convolutions and attention.
 
-    It does not count what activation checkpointing recomputes in the backward pass, nor gradients that are differentiated again,
-    which look the same. If a formula fails, `error` holds its message.
+    It does not count operations that activation checkpointing recomputes in the backward pass. Operations of a backward pass with
+    `create_graph=True` look the same, and are not counted either. If a formula fails, `error` holds its message.
     """
 
     supports_higher_order_operators = True  # lets higher-order operators run unchanged, without counting them
@@ -115,7 +115,7 @@ class StepFlops:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all measurements are done. From then on, each step needs to call only `fetched` and `begin_step`."""
+        """Whether all measurements are done. After that, only `fetched` and `begin_step` need to be called in each step."""
         return self.is_done and self.counter is None and not self.is_guessing
 
     def fetched(self, batch: Any) -> None:
@@ -157,10 +157,10 @@ class StepFlops:
     def take(self, tokens: float) -> tuple[float | None, float | None]:
         """Return the FLOPs of the steps since the last call, and the number of elements (tokens, pixels) in their batches.
 
-        `tokens` is what the run counted for this rank in that time.
+        `tokens` is the number of tokens that the run counted for this rank since the last call.
 
-        The FLOPs are None as long as they are not known. If the model returns them as a tensor, this waits for the device. The
-        number of elements is None until a step was counted, or if the model reports its FLOPs.
+        The FLOPs are None as long as they are not known. If the model returns the FLOPs as a tensor, this method waits for the
+        device. The number of elements is None until a step was counted, or if the model reports its FLOPs.
         """
         waiting, self._waiting = float(self._waiting) if not self.by_tokens else tokens, 0
         numbers = waiting if self._reported is None and self.is_settled and self.rate is not None else None

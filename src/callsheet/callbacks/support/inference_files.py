@@ -66,10 +66,10 @@ def exported_program(model: nn.Module, call: Call, dynamic_shapes: Any) -> Expor
     Args:
         call: arguments with tensors on the CPU.
         dynamic_shapes: `"batch"`, the first dimension of every tensor may vary; `"all"`, every dimension may vary, except those that the
-            model fixes; `"none"`; or what `torch.export.export` takes.
+            model fixes; `"none"`; or a value for `dynamic_shapes` of `torch.export.export`.
 
     Raises:
-        CheckpointError: the model rejects the arguments, or torch cannot trace it.
+        CheckpointError: the model rejects the arguments, or torch cannot trace the model.
     """
     if hasattr(getattr(model, "config", None), "use_cache"):
         model.config.use_cache = False  # type: ignore[union-attr]  # do not export the key-value cache as an output

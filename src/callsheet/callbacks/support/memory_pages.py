@@ -22,7 +22,7 @@ The first name is replaced by the second, because otherwise the page would stay 
 class MemoryPages(Callback):
     """A callback that renders memory snapshots as HTML pages in a separate process.
 
-    Rendering takes seconds, during which it holds the interpreter lock, and several times the snapshot's memory.
+    Rendering holds the interpreter lock for seconds, and needs several times the snapshot's size in memory.
     """
 
     lane = "process"

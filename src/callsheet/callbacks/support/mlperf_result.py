@@ -92,7 +92,7 @@ class Submission:
 class ResultFile:
     """An MLPerf result file, which consists of `:::MLLOG` lines.
 
-    It is `result_<number>.txt`, with the given number or the first that is free in the folder.
+    The file is named `result_<number>.txt`, with the given number or the first that is free in the folder.
 
     Raises:
         ConfigError: a file with this number exists.

@@ -57,14 +57,15 @@ _TERAFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
 def peak_flops(device: str, precision: str) -> float | None:
     """Return the vendor's peak FLOP/s of one device for dense matrix products; None if the device is not in the table.
 
-    The figures come from NVIDIA's and AMD's data sheets and architecture papers. If these have only sparse figures, half of them
-    is used. For GeForce, the figures are those of 16-bit and 8-bit products accumulated in 32 bits, as in training; for AMD
-    Instinct, those of the matrix units, also in `fp32`. For a driver that calls a card "MI250X / MI250" the larger figure is
-    used. Slices of a device (MIG) are not known. AMD's partitions have the same name as the whole device, so they get its figure.
+    The figures come from NVIDIA's and AMD's data sheets and architecture papers. If a source has only a figure for sparse
+    matrices, half of that figure is used. For GeForce, the figures are those of 16-bit and 8-bit products accumulated in 32 bits,
+    as in training; for AMD Instinct, those of the matrix units, also in `fp32`. For a driver that calls a card "MI250X / MI250"
+    the larger figure is used. For slices of a device (MIG), the result is None. AMD's partitions have the same name as the whole
+    device, so they get the figure of the whole device.
 
     Args:
         device: the name that `torch.cuda.get_device_name` returns.
-        precision: one of `PRECISIONS`, of the factors; a device without `tf32` computes it in `fp32`.
+        precision: the precision of the factors, one of `PRECISIONS`; for a device without `tf32`, `fp32` is used instead.
     """
     if "MIG" in device:
         return None

@@ -75,7 +75,7 @@ def images_in(batch: Any, key: Key | None, channels_last: bool | None) -> Tensor
 def labels_in(batch: Any, key: Key | None, channels_last: bool | None, images: Tensor) -> Tensor | None:
     """Return the class of every pixel of `images` (N, H, W, C) as whole numbers (N, H, W); None if no tensor looks like labels.
 
-    Raise ConfigError as `images_in` does.
+    Raise ConfigError if the batch does not have `key`, or if its value is not labels.
     """
     if key is not None:
         labels = _at(batch, key, "target_key")
@@ -86,7 +86,8 @@ def labels_in(batch: Any, key: Key | None, channels_last: bool | None, images: T
         return classes(labels, channels_last, images)
     size = images.shape[:3]
     shapes = (size, (size[0], 1, *size[1:]), (*size, 1))
-    # Skip the batch's tensor of images, because it contains no labels. It has the same address as `images`, which is a view of it.
+    # Skip the batch's tensor of images, because it contains no labels. That tensor has the same address as `images`, because
+    # `images` is a view of it.
     itself = images.data_ptr()
     labels = next((each for each in _tensors(batch) if each.shape in shapes and each.data_ptr() != itself), None)
     return classes(labels, channels_last, images) if labels is not None else None
@@ -95,7 +96,8 @@ def labels_in(batch: Any, key: Key | None, channels_last: bool | None, images: T
 def predictions_in(outputs: Any, channels_last: bool | None, images: Tensor) -> Tensor | None:
     """Return the predicted class of every pixel of `images` (N, H, W, C), as (N, H, W); None if `outputs` has no class scores.
 
-    Scores are `logits` or `out`, or the first tensor with four dimensions. A single class is predicted if its score is above 0.
+    The scores are the output `logits` or `out`, or else the first tensor with four dimensions. If there is only one class, it is
+    predicted where its score is above 0.
     """
     named = [outputs[name] for name in ("logits", "out") if isinstance(outputs, Mapping) and name in outputs]
     scores = next((tensor for tensor in _tensors([named, outputs]) if tensor.dim() == 4 and len(tensor) == len(images)), None)

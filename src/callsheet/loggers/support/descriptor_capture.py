@@ -1,8 +1,8 @@
 """Copies everything that is written to the file descriptors 1 (stdout) and 2 (stderr) to a file.
 
-`wurlitzer` (3.1) is not used, for three reasons. It reads the pipes on a thread of this process, which is blocked by a library
-that holds the interpreter lock, and whose last output is lost in a crash. It waits for that thread without a time limit. And it
-has no types.
+`wurlitzer` (3.1) is not used, for three reasons. It reads the pipes on a thread of this process: a library that holds the
+interpreter lock blocks that thread, and in a crash the last output is lost. It waits for that thread without a time limit. And it
+has no type annotations.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DescriptorCapture:
     crash would be lost. A process that is forked from this one can write too, and the capture continues when such a process ends.
 
     Raises:
-        ConfigError: the descriptors cannot be passed on, as on Windows.
+        ConfigError: the descriptors cannot be passed to another process, as on Windows.
     """
 
     def __init__(self, path: Path, max_bytes: int | None) -> None:

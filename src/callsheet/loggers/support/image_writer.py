@@ -22,7 +22,7 @@ class ImageWriter:
     While `may_write` returns False, images are dropped.
 
     Raises:
-        OSError, ConfigError: from `write` and `flush`, once, if an earlier batch failed.
+        OSError, ConfigError: raised once, by the next `write` or `flush` after writing a batch of images has failed.
     """
 
     def __init__(self, label: str, folder: Path, *, may_write: Callable[[], bool] = lambda: True) -> None:

@@ -42,8 +42,8 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 def read_metrics(folder: str | os.PathLike[str]) -> list[MetricsRecord]:
     """Return the metrics records of a run, in the order in which they were logged.
 
-    If the run was resumed, the records after the checkpoint are left out, so that no step appears twice. Incomplete lines are
-    skipped. May be called while the run writes.
+    If the run was resumed, records that were logged after the checkpoint and before the resume are left out, so that no step
+    appears twice. Incomplete lines are skipped. May be called while the run writes.
 
     Args:
         folder: the folder of the run, in which a `JSONLLogger` writes `metrics.jsonl`. Without this file, the result is an empty

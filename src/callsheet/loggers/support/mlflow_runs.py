@@ -30,8 +30,8 @@ def patience(mlflow: Any, timeout: int) -> Iterator[None]:
     """While the `with` block runs, use a short timeout for requests to MLflow. With MLflow's defaults, a request may take minutes.
 
     MLflow reads its defaults at every request, and environment variables of the user override them. This function changes the
-    defaults and not the environment, because a program may crash if one thread writes the environment while a library reads it in
-    another.
+    defaults and not the environment, because a program may crash if one thread writes the environment while a library in another
+    thread reads it.
     """
     known = mlflow.environment_variables
     with _lock:
@@ -85,7 +85,7 @@ def client_for(mlflow: Any, run: RunInfo, uri: str | None) -> Any:
 
 
 def run_of_before(mlflow: Any, client: Any, run_id: str) -> Any:
-    """Set the status of an MLflow run to RUNNING, and return the run. An earlier process of the same training run created it.
+    """Set the status of an MLflow run, which an earlier process of this training run created, to RUNNING. Return the MLflow run.
 
     If the run no longer exists, log a warning and return None.
     """

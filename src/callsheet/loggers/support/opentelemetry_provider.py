@@ -1,7 +1,7 @@
 """Access to OpenTelemetry through the application's provider or through callsheet's own, which is closed within a time limit.
 
-This module is imported only when a run is opened, because it needs the package. Nothing here draws from Python's `random`,
-because training may use it.
+This module is imported only when a run is opened, because it needs the package `opentelemetry`. Nothing here draws from Python's
+`random`, because that would change the random numbers that training gets.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A log file of a process's output. Of a line that is rewritten, such as a progress bar, only the last state is kept.
 
-This module imports only the standard library and nothing of callsheet. Run as a script, it is the process that copies file
-descriptors into such a file; see `descriptor_capture`.
+This module imports only the standard library and nothing of callsheet. Run as a script, this module copies what is written to
+file descriptors to such a file; see `descriptor_capture`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class OutputLog:
 
     If a line is rewritten, as by a progress bar, only its last state is kept. Colors and other codes are removed. A file that
     would become larger than `max_bytes` is renamed to `<path>.1`, replacing an earlier one, and a new file is started. Write
-    errors are reported by `failure`, never raised where something is printed.
+    errors are returned by `failure`, and never raised by `write`.
 
     Raises:
         OSError: from the constructor, if the file cannot be opened.
@@ -151,7 +151,7 @@ class _Source:
 class Copier:
     """Copies output to the original targets and to the log until all writers have closed the pipes.
 
-    A message may close the log before that.
+    A message from the process whose output is copied may close the log earlier.
     """
 
     def __init__(self, path: str, max_bytes: int | None, messages: int, answers: int, sources: list[_Source]) -> None:

@@ -17,7 +17,7 @@ def as_pixels(image: Any) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
     others, such as normalized inputs, are scaled so that the minimum becomes black and the maximum white. NaN and infinity are black.
 
     Raises:
-        ConfigError: the shape is another one.
+        ConfigError: the image has another shape.
     """
     if hasattr(image, "detach"):  # a torch tensor: convert floats to float32, because numpy has no bfloat16
         image = image.detach().cpu()

@@ -33,12 +33,14 @@ class ValidRecords:
 def valid_records(ctx: Context, steps: Sequence[int], counted: int | None) -> ValidRecords:
     """Return how many metrics records in the run's folder are valid after the checkpoint was loaded.
 
-    Call this function at `on_checkpoint_load_end`. If the run starts from the beginning or is a fork, no record is valid.
+    This function must be called at `on_checkpoint_load_end`. If the run starts from the beginning, or from another run's
+    checkpoint, no record is valid.
 
     Args:
         ctx: the context.
         steps: the steps of the records.
-        counted: the number of records that the checkpoint stores; if it is None, steps are compared instead.
+        counted: the number of records so far, as saved in the checkpoint; if it is None, records up to the checkpoint's step are
+            counted.
     """
     resumed = ctx.checkpoint
     if resumed is None or not _is_own(ctx, resumed.path):

@@ -13,13 +13,13 @@ class RetryQueue:
     """Sends entries to a tracker in order. Entries that cannot be sent are kept, to be sent later.
 
     After a failure it pauses for ten times as long as the attempt took, and for at least one call of `put`. An unavailable
-    tracker must not block its lane for long, because the lane's queue is bounded.
+    tracker must not block the logger's thread (its lane) for long, because the thread's queue of events is bounded.
 
     Args:
         send: sends some entries, and raises an exception if that fails.
         at_once: the most entries to pass to `send`.
         limit: the most entries to keep; the oldest are dropped first.
-        is_hopeless: returns whether sending the same entries again would raise the same error. They are then dropped.
+        is_hopeless: returns whether sending the same entries again would raise the same error. Such entries are dropped.
     """
 
     def __init__(

@@ -15,8 +15,8 @@ Take = Callable[[str, str], None]
 class StreamTee:
     """A stream that replaces `sys.stdout` or `sys.stderr`, and passes text on to the original stream and to the function `take`.
 
-    If another object wraps the tee when it is closed, the tee stays in place and only forwards. It removes itself as soon as it
-    is again the stream in `sys`.
+    If another object wraps the tee when the tee is closed, the tee stays in place and only forwards. When the tee is the stream
+    in `sys` again, its next `write` removes it.
     """
 
     def __init__(self, name: str, take: Take) -> None:

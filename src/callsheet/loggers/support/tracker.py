@@ -10,10 +10,10 @@ A logger derives from `Tracker`, sets `package` and `extra`, and implements:
     _fail(ctx, error)       log an exception, on one line (optional)
     _close(ctx, outcome)    end the run; only called if `is_ours`
 
-These methods run in a lane, on one thread, while training continues: the context is a snapshot, and the `deadline` of
-`lane_options` should allow for the time that `_close` may take. They are only called while a run is open. If the logger overrides
-methods of `Logger`, such as `log_images`, they must check `self.is_open`. If it overrides `state_dict`, it must extend the result
-of the one here.
+These methods run on one background thread (a lane) while training continues, so `ctx` is a snapshot (a copy of fields), and the
+`deadline` of `lane_options` should allow for the time that `_close` may take. All except `_open` are called only while a run is
+open. If the logger overrides methods of `Logger`, such as `log_images`, they must check `self.is_open`. If the logger overrides
+`state_dict`, it must extend the result of `Tracker.state_dict`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Tracker(Logger):
     def state_is_ready(self) -> bool:
         """Whether a checkpoint can call `state_dict` before the logger's thread has handled all earlier events.
 
-        This is so if the run is open and the subclass adds no state.
+        It can if the tracker's run is open and the subclass adds no state.
         """
         return self.is_open and type(self).state_dict is Tracker.state_dict
 
