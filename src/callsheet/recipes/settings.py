@@ -34,7 +34,7 @@ def settings_of(config: Any) -> Any:
 def as_file(recipe: type, config: Any) -> str:
     """Return a configuration object as the text of a recipe file (YAML).
 
-    With this file the run can be opened again, and compared when it is resumed.
+    With this file, the run can be opened again, and its settings can be compared with those of a job that resumes the run.
 
     Functions that cannot be imported by name, such as lambdas, are left out.
     """
