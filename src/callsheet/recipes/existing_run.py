@@ -101,7 +101,7 @@ def _send(store: Any, decided: Mapping[str, Any], world_size: int, timeout: floa
 def resumable(folder: Path, resume: str) -> str | None:
     """Return what to pass to the Trainer as `resume`; None starts a new run.
 
-    For a new run, the caller must first rename an existing folder of that name.
+    If the result is None, the caller must rename `folder`, if it exists, before the new run.
     """
     if resume == NEW:
         return None

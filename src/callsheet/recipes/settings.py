@@ -14,7 +14,7 @@ import yaml
 def settings_of(config: Any) -> Any:
     """Convert the configuration to plain data: numbers, texts, lists and dictionaries.
 
-    A class or function becomes its name, with the arguments of a `partial`.
+    A class or function becomes its name. A `partial` becomes the name of its function, and the arguments.
     """
     if is_dataclass(config) and not isinstance(config, type):
         return {field.name: settings_of(getattr(config, field.name)) for field in fields(config)}

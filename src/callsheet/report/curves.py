@@ -62,7 +62,7 @@ def rates(run: RunFolder, name: str) -> list[float]:
 def memory(run: RunFolder) -> tuple[str, list[float]]:
     """Return the name and values of the memory curve that the page shows.
 
-    This is the device's peak, otherwise the process's peak, otherwise the current use.
+    This is the first of these that was logged: the device's peak, the process's peak, or the current use.
     """
     for name in _MEMORY:
         if values := [record.values[name] for record in run.records if name in record.values]:

@@ -388,7 +388,7 @@ def _events_of_kind(kind: str, events: list[dict[str, Any]], resumes: list[Resum
     for event in events:
         if event["event"] == "run_start":
             moment = moment_of(event.get("time"))
-            # A resumed process records the resume before `run_start`, so the last resume before `event` is that of its process.
+            # A resumed process records the resume before `run_start`, so the last resume before `event` is that of this process.
             at = [resume.step for resume in resumes if resume.time <= moment]
             for each in found:
                 each["is_undone"] |= each["step"] > (at[-1] if at else 0)

@@ -61,7 +61,7 @@ class WatchServer(ThreadingHTTPServer):
         self.form_token = secrets.token_urlsafe(32)  # the page's buttons send this token, which other sites do not know
         self._tickets: set[str] = set()
         self._room = threading.BoundedSemaphore(_MOST_CONNECTIONS)
-        self.waiting: dict[socket.socket, float] = {}  # when each connection without a complete request was opened
+        self.waiting: dict[socket.socket, float] = {}  # connection -> when it began to wait for a complete request
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:

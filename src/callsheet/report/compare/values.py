@@ -26,7 +26,7 @@ _HIGHER_IS_BETTER = (
     "reward", "reward_mean", "return", "mfu", "top1", "top5", "exact_match",
 )  # fmt: skip
 _NOT_COMPARED = ("time/", "lr/", "system/", "loss_spike/")
-"""Families of metrics, such as speeds, whose last value does not show how good a run is."""
+"""Families of metrics, such as learning rates, whose last value does not show how good a run is."""
 # Leave out this many metrics records at the start, because the first steps also allocate memory and compile.
 _SKIPPED_RECORDS = 1
 
