@@ -80,7 +80,7 @@ class ClassifyConfig(JobConfig):
 class Classify(Recipe[ClassifyConfig]):
     """Sequence classification: train a model that assigns texts to classes.
 
-    The model is evaluated at the evaluation interval and after training, when it is also tested: loss, accuracy and F1.
+    The model is evaluated at the evaluation interval and after training, when it is also tested. Metrics are loss, accuracy and F1.
 
     The arguments are those of `Recipe`.
     """
@@ -178,7 +178,7 @@ class Classify(Recipe[ClassifyConfig]):
     def answers(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yield each row's prediction: the most likely `label`, its `probability`, and the `probabilities` of all classes.
 
-        All ranks take part, and rank 0 gets the answers.
+        Every rank must call this method. Rank 0 gets the predictions.
         """
         collate, size = Padding(self.tokenizer.pad_token_id), self.config.eval_batch_size or self.config.batch_size
         numbered = enumerate(rows, 1)

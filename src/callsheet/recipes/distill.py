@@ -49,8 +49,8 @@ class DistillConfig(FinetuneConfig):
         teacher_duration: how long a teacher without a `path` is trained, such as `200ba`; `2dur` is twice `max_duration`.
         kd_temperature: the temperature by which the logits of student and teacher are divided before they are compared.
         mix: the fraction of the loss that comes from the labels, from 0 to 1; the rest comes from the teacher.
-        compare_with_hard_labels: whether a second student is trained for as many steps on the labels only, so that the results of
-            the two students can be compared.
+        compare_with_hard_labels: whether a second student is trained for the same number of steps on the labels alone, so that the
+            results of the two students can be compared.
     """
 
     run_name: str = "distill"
@@ -76,7 +76,7 @@ class DistillConfig(FinetuneConfig):
     def teacher_length(self) -> str:
         """Return for how long a teacher without a `path` is trained.
 
-        If `teacher_duration` is a multiple of `max_duration`, return it in the unit of `max_duration`.
+        If `teacher_duration` is a multiple of `max_duration`, such as `2dur`, it is converted to the unit of `max_duration`.
 
         Raises:
             ConfigError: `teacher_duration` is invalid or not above 0.
@@ -225,7 +225,7 @@ class Distill(Finetune):
 
 
 class _InnerFinetune(Finetune):
-    """A fine-tuning run inside another recipe, such as a teacher's. Its export folder appears when the export is complete."""
+    """A fine-tuning run inside another recipe, such as that of a teacher. Its export folder appears when the export is complete."""
 
     def export(self, path: str | Path) -> None:
         """Export the model to a temporary folder, and rename that folder when it is complete."""

@@ -81,7 +81,7 @@ def _receive(store: Any, timeout: float) -> Any:
 def _send(store: Any, decided: Mapping[str, Any], world_size: int, timeout: float) -> None:
     """Send rank 0's decision to the other ranks, and wait until all have received it.
 
-    Without a launcher, the store that holds the decision ends with this process, so it must not end earlier.
+    Without a launcher, the store with the decision ends with this process, so the process waits until all have read it.
     """
     deadline = time.monotonic() + timeout
 
@@ -101,7 +101,7 @@ def _send(store: Any, decided: Mapping[str, Any], world_size: int, timeout: floa
 def resumable(folder: Path, resume: str) -> str | None:
     """Return what to pass to the Trainer as `resume`; None starts a new run.
 
-    For a new run, the caller must first rename an existing folder of that name.
+    If the result is None, the caller must rename `folder`, if it exists, before the new run.
     """
     if resume == NEW:
         return None
@@ -169,8 +169,8 @@ def _short(value: Any) -> str:
 def set_aside(folder: Path) -> Path | None:
     """Rename a run's folder to the first free `<name>.<number>`, so that a new run can use its name. Return the new path.
 
-    Return None if the folder contains neither a run nor anything that was trained for one, such as a teacher. The folder is then
-    kept.
+    Return None if the folder contains neither a run nor anything that was trained for one, such as a teacher. Then the folder
+    keeps its name.
     """
     if not is_marked(folder) and not find_checkpoints(folder / "checkpoints").checkpoints and not any(folder.glob(f"*/{MARKER}")):
         return None

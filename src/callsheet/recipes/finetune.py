@@ -98,7 +98,7 @@ class FinetuneConfig(JobConfig):
 class CausalTask(HuggingFaceTask):
     """A task for models that compute their own loss. The task turns off the key-value cache, which training does not need.
 
-    Nothing reads the cache, and with it packed examples could attend to each other.
+    With the cache, packed examples could attend to each other.
     """
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
@@ -143,7 +143,7 @@ class Finetune(Recipe[FinetuneConfig]):
         )
 
     def make_model(self) -> nn.Module:
-        """Return the language model, with the tokenizer's end token and, if `lora` is set, with adapters."""
+        """Return the language model. Its generation ends at the tokenizer's end token. If `lora` is set, the model has adapters."""
         from transformers import AutoModelForCausalLM
 
         config = self.config

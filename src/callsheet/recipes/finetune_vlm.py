@@ -167,7 +167,8 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
     def answers(self, rows: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
         """Yield the model's `completion` for each row.
 
-        A row has `messages` or `prompt`, and images whose paths are relative to `image_folder` or to the current folder.
+        A row has `messages` or `prompt`, and images. Their paths are relative to `image_folder` or, without it, to the current
+        folder.
         """
         form = ImageText(self.vlm_processor, None, self.config.image_folder)
         questions = (form.asked(row, f"row {number}") for number, row in enumerate(rows, 1))

@@ -30,7 +30,7 @@ class JobConfig:
         runs_folder: the folder that contains the runs' folders.
         resume: `auto` resumes the run with the name `run_name` if it exists. `new` renames the folder of this earlier run and
             starts a new run. The path of a checkpoint resumes from this checkpoint.
-        seed: the seed of the weights, the order of the data, and the generated text.
+        seed: the seed for the weights, for the order of the data, and for generated text.
         max_duration: how long to train, such as `75s`, `1000ba` or `2ep`. It needs a unit.
         eval_interval: how often to evaluate, such as `200ba` or `1ep`; there is always an evaluation at the end. None: only at the
             end.

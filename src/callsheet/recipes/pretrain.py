@@ -118,11 +118,11 @@ class Pretrain(Recipe[PretrainConfig]):
         return self.loader(self._sets["train"], train=True)
 
     def validation_data(self) -> Mapping[str, Iterable[Any]]:
-        """Return evenly spaced windows of the validation files. If the data are the rows of a dataset, return all windows of the validation rows."""
+        """Return evenly spaced windows of the validation files. If `rows` is set, return all windows of the validation rows."""
         return {name: self.loader(some, train=False) for name, some in self._sets.items() if name not in ("train", "test")}
 
     def test_data(self) -> Iterable[Any] | None:
-        """Return evenly spaced windows of the test files. If the data are the rows of a dataset, return all windows of the test rows."""
+        """Return evenly spaced windows of the test files. If `rows` is set, return all windows of the test rows."""
         return self.loader(self._sets["test"], train=False) if "test" in self._sets else None
 
     def processor(self) -> Any:

@@ -50,8 +50,8 @@ class Recipe(Generic[AnyConfig]):
     """The base class of recipes, which are training jobs. A recipe defines its model, data and task by overriding methods.
 
     `setup()` makes the model, the data and the trainer, and decides whether an earlier run is resumed. `run()` trains and
-    evaluates. `report()` returns the results as text. For an existing run that is evaluated, used for predictions or exported,
-    call `open()` instead of `setup()`. Every rank must call all of these.
+    evaluates. `report()` returns the results as text. To evaluate or export the model of an existing run, or to use it for
+    predictions, call `open()` instead of `setup()`. Every rank must call these methods.
 
     Args:
         config: the configuration of the job.
@@ -151,7 +151,7 @@ class Recipe(Generic[AnyConfig]):
     def answers(self, rows: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
         """Yield the model's prediction for each row, in order, as plain data.
 
-        All ranks take part, and rank 0 gets the answers.
+        Every rank must call this method. Rank 0 gets the predictions.
 
         Args:
             rows: the rows, in the form of the recipe's data.
@@ -389,8 +389,8 @@ class Recipe(Generic[AnyConfig]):
         Args:
             dataset: the samples, as a map-style or an iterable dataset.
             collate: makes a batch of a list of samples; None: torch's default.
-            train: whether the batches are for training. They are then in random order, if the dataset is not an iterable one, and all of
-                one size. For evaluation they are in the dataset's order.
+            train: whether the batches are for training. Then all batches have the same size, and the samples of a map-style dataset
+                are shuffled. Otherwise, the samples are in the dataset's order.
         """
         config = self.config
         if not train and self.is_trial and not self._is_opened:
@@ -430,7 +430,7 @@ class Recipe(Generic[AnyConfig]):
             task,
             train_dataloader=None
             if self._is_opened
-            # A run that is opened without training needs no training data, and its saved position may not fit these ranks.
+            # A run that is opened without training needs no training data, and the saved position in it may not fit these ranks.
             else self.train_data,
             eval_dataloader=self.validation_data(),
             optimizer=config.make_optimizer,

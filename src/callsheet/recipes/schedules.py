@@ -16,7 +16,7 @@ class Warmup(LambdaLR):
 
     Args:
         optimizer: the optimizer whose learning rate is set.
-        warmup_steps: how many steps the rise takes; 0 for none.
+        warmup_steps: the number of steps in which the rate rises to its full value; 0 means no warm-up.
     """
 
     def __init__(self, optimizer: Optimizer, warmup_steps: int = 50) -> None:
@@ -31,7 +31,7 @@ class WarmupCosine(LambdaLR):
     Args:
         optimizer: the optimizer whose learning rate is set.
         total_steps: the step at which the rate reaches its final value, which it keeps.
-        warmup_steps: the number of these steps during which the rate rises.
+        warmup_steps: the number of steps at the start during which the rate rises.
         final: the final rate, as a fraction of the full one.
     """
 
@@ -48,7 +48,7 @@ class WarmupLinear(LambdaLR):
     Args:
         optimizer: the optimizer whose learning rate is set.
         total_steps: the step at which the rate reaches its final value, which it keeps.
-        warmup_steps: the number of these steps during which the rate rises.
+        warmup_steps: the number of steps at the start during which the rate rises.
         final: the final rate, as a fraction of the full one.
     """
 

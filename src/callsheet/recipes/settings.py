@@ -14,7 +14,7 @@ import yaml
 def settings_of(config: Any) -> Any:
     """Convert the configuration to plain data: numbers, texts, lists and dictionaries.
 
-    A class or function becomes its name, with the arguments of a `partial`.
+    A class or function becomes its name. A `partial` becomes the name of its function, and the arguments.
     """
     if is_dataclass(config) and not isinstance(config, type):
         return {field.name: settings_of(getattr(config, field.name)) for field in fields(config)}
@@ -34,7 +34,7 @@ def settings_of(config: Any) -> Any:
 def as_file(recipe: type, config: Any) -> str:
     """Return a configuration object as the text of a recipe file (YAML).
 
-    With this file the run can be opened again, and compared when it is resumed.
+    With this file, the run can be opened again, and its settings can be compared with those of a job that resumes the run.
 
     Functions that cannot be imported by name, such as lambdas, are left out.
     """

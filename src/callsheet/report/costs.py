@@ -11,11 +11,11 @@ from callsheet.core.costs import CostReport
 def cost_rows(reports: Sequence[CostReport]) -> list[dict[str, Any]]:
     """Return one row for each callback with the time that it took, the most expensive callback first.
 
-    Each row has `events`, a list of rows with the same columns for its events.
+    Each row has `events`, a list with one row for each event of the callback, with the same columns.
 
-    `calls`, `seconds` and `worst` count only the timed calls. `of_step` is the fraction of a step that events of every step take,
-    and `per_step` is the same in seconds. `of_run` is the fraction of the run that all other events take. If every call is timed,
-    all time is in `of_run`.
+    `calls`, `seconds` and `worst` count only the timed calls. `of_step` is the fraction of a step that the callback takes at events
+    that fire at every step, and `per_step` is this time in seconds. `of_run` is the fraction of the run that the callback takes at
+    all other events. If every call is timed, all time is in `of_run`.
     """
     window_seconds = sum(report.window_seconds for report in reports)
     window_steps = sum(report.window_steps for report in reports)

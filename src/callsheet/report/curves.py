@@ -37,7 +37,8 @@ def curves(run: RunFolder) -> dict[str, Any]:
     """Return the data of the page's charts: `axis` (seconds and tokens by step), `curves` by metric, and `families` of charts.
 
     A curve has `x` (steps), `y` (None if a value is not finite), `count` (the number of values before thinning), `odd` (how many
-    are not finite) and `odd_at` (the first of those as (step, name)). A chart lists its curves by name and label.
+    are not finite) and `odd_at` (the first of the values that are not finite, each as its step and a name such as `NaN`). A chart
+    lists its curves by name and label.
     """
     points = points_of(run)
     most = shares(points, room=_POINTS_IN_ALL, most=MOST_POINTS)
@@ -61,7 +62,7 @@ def rates(run: RunFolder, name: str) -> list[float]:
 def memory(run: RunFolder) -> tuple[str, list[float]]:
     """Return the name and values of the memory curve that the page shows.
 
-    This is the device's peak, otherwise the process's peak, otherwise the current use.
+    This is the first of these that was logged: the device's peak, the process's peak, or the current use.
     """
     for name in _MEMORY:
         if values := [record.values[name] for record in run.records if name in record.values]:
@@ -70,7 +71,7 @@ def memory(run: RunFolder) -> tuple[str, list[float]]:
 
 
 def splits_of(run: RunFolder) -> list[str]:
-    """Return those prefixes of metric names that denote a dataset: `train`, and the names of the evaluated datasets."""
+    """Return the prefixes of metric names that denote a dataset: common ones, such as `train`, and evaluated datasets."""
     evaluated = [name for each in run.evaluations for name in each["results"]]
     return list(dict.fromkeys([*_SPLITS, *evaluated]))
 
@@ -78,7 +79,8 @@ def splits_of(run: RunFolder) -> list[str]:
 def thinned(xs: Sequence[float], ys: Sequence[float], most: int) -> list[int]:
     """Return the indices of at most `most` points of a curve, chosen so that the thinned curve looks the same.
 
-    They are the first point, the last point, and from each section the least, the greatest and one that is not finite.
+    They are the first point, the last point and, from each section of the curve, the least value, the greatest value, and one value
+    that is not finite, if there is one.
     """
     if len(xs) <= most:
         return list(range(len(xs)))
@@ -139,8 +141,8 @@ def points_of(run: RunFolder) -> dict[str, tuple[list[int], list[float]]]:
 def without_doubles(points: Mapping[str, Any]) -> list[str]:
     """Return the names of the metrics without duplicates: if two metrics have the same curve, only one of them is returned.
 
-    Left out are the speed of one rank if it equals that of all ranks, and the Trainer's speed and learning rate if a monitor logs
-    them.
+    Left out are a metric of one device that equals the metric of all devices, and the Trainer's speed and learning rate if other
+    metrics contain them.
     """
     monitored = {name.partition("/")[0] for name in points}
     doubles = {"train/tokens_per_second"} if "throughput/tokens_per_second" in points else set()
@@ -159,8 +161,8 @@ def shares(names: Iterable[str], *, room: int, most: int) -> dict[str, int]:
 
     Args:
         names: the names of the curves; a name may occur more than once.
-        room: how many points all curves may have together. If there are very many curves, they get more, because each needs a
-            few.
+        room: how many points all curves may have together. Very many curves may exceed this number, because each gets at least
+            `FEWEST_POINTS`.
         most: how many points one curve may have.
     """
     sizes = Counter(name.partition("/")[0] for name in names)

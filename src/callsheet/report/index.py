@@ -77,9 +77,9 @@ class MetricRow:
 class RunRow:
     """The entry of one run in the index.
 
-    `name` is the name of its folder, and `seconds` its time of training. `started` and `last_write` are in seconds since 1970, and
-    NaN if unknown. `reason` says why it ended. `best_checkpoint` is the path of the last checkpoint that was the best so far, or
-    empty. `tags` are separated by spaces. `settings` are those of the run's configuration, as text by dotted name.
+    `name` is the name of the run's folder, and `seconds` is the time of training. `started` and `last_write` are in seconds since
+    1970, and NaN if unknown. `reason` says why the run ended. `best_checkpoint` is the path of the last checkpoint that was the
+    best so far, or empty. `tags` are separated by spaces. `settings` are those of the run's configuration, as text by dotted name.
     """
 
     name: str
@@ -260,7 +260,7 @@ def _insert(index: sqlite3.Connection, row: RunRow, version: str) -> None:
 def _storable(value: object) -> object:
     """Return `value` in a form that SQLite can store.
 
-    SQLite stores NaN as NULL. It rejects half a surrogate pair, and integers of more than 64 bits.
+    SQLite stores NaN as NULL. It rejects text with lone surrogates, and integers of more than 64 bits.
     """
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()

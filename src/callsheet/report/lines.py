@@ -47,8 +47,8 @@ def text_of(folder: Path, name: str | os.PathLike[str], *, at_most: int, from_en
 class JsonLines:
     """A file of JSON lines that may still grow. `new()` yields the objects in lines that were appended since the last call.
 
-    A line that is not a JSON object, for example because a kill cut it off, is skipped and counted in `torn`. An incomplete last
-    line is read once it is complete.
+    A line that is not a JSON object, for example because the run was killed while it wrote the line, is skipped and counted in
+    `torn`. An incomplete last line is read once it is complete.
     """
 
     def __init__(self, folder: Path, name: str) -> None:

@@ -22,13 +22,13 @@ class LiveComparison:
 
     A run's folder is read when it has changed. All runs share one `ReadingBudget`. A run keeps its number, which is its place in
     `runs`: new runs are added at the end, and a run whose folder is gone stays, with what was read before. `notice` says why the
-    runs are not grouped, if they cannot be yet.
+    runs cannot be grouped yet; it is empty if they can.
 
     Args:
         folders: the folders of the runs, the baseline first; at least one.
         group_by: as in `Comparison`. Until a run has the setting, each run is a group.
         find_new: returns the folders of runs that began since the last call.
-        looks_for: the patterns and folders in which `find_new` looks, for the page.
+        looks_for: the patterns and folders in which `find_new` looks. The page shows them.
 
     Raises:
         FileNotFoundError: one of the folders is gone.

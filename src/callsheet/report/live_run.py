@@ -94,7 +94,7 @@ class LiveRun:
         """Send a request (`save`, `evaluate` or `stop`) to the running job, and return a message to show on the page.
 
         Raises:
-            ConfigError: there is no such act.
+            ConfigError: `act` is not one of these requests.
             RequestRejected: the run accepts no requests; the message says why.
             OSError: the request cannot be written.
         """
@@ -181,7 +181,7 @@ def _lines_of(trigger: Path) -> list[str]:
 def why_not(run: RunFolder) -> str:
     """Return a sentence that says why the run accepts no requests; empty if it accepts them.
 
-    The content of the run's folder decides this.
+    The answer is derived from the content of the run's folder.
     """
     if run.outcome == LOST:
         return "the run has not written anything for a long time"
@@ -198,8 +198,8 @@ def trigger_of(run: RunFolder) -> Path:
     """Return the first file in the run's folder from which a `SaveOnTrigger` callback of the run reads requests.
 
     Raises:
-        ConfigError: there is none, or it is outside the run's folder. The content of a folder must not make this process write to
-            another place.
+        ConfigError: there is no such file in the run's folder. A file elsewhere is rejected, so that the content of a folder cannot
+            make this process write to another place.
     """
     listeners = listeners_in(run.path)
     # Leave out callbacks that are not on the call sheet (the run's table of handlers): they belong to a killed job.

@@ -28,18 +28,18 @@ _MOST_IMAGE_BYTES = 24 * 2**20  # the maximum size of all images in one page, in
 class Live:
     """The settings of a live page, which gets its data from a server.
 
-    The page requests images as `images/<file>`, a path relative to the page and to the run's folder (`image_bytes` reads one).
-    Styles are inline.
+    The page requests an image as `images/<file>`, relative to the page's address. The image has the same path in the run's folder,
+    from which `image_bytes` reads it. The page's styles are inline.
 
     Args:
         token: sent with each request in the header `X-Callsheet-Token`, in addition to the page's cookies.
-        poll: the address of the data. The page requests it with `?since=<version>`, where `version` is that of the data it shows.
+        poll: the address of the data. The page requests it with `?since=<version>`, with the version of the data it shows.
             The answer is the JSON of `data`, or status 204 or 304 if nothing is new.
-        act: the address of the buttons. A button sends `POST act` with the JSON `{"act": "save" | "evaluate" | "stop"}`; the
+        act: the address for requests. A button sends `POST act` with the JSON `{"act": "save" | "evaluate" | "stop"}`; the
             answer is JSON with a `message`, or another status with a text.
         seconds: the time between two requests of the data.
-        disabled_reason: a sentence that the page shows and that says why the buttons are disabled; empty if they are not. The
-            JSON of `data` may contain it too.
+        disabled_reason: a sentence that the page shows and that says why the buttons are disabled; empty if they are enabled.
+            The JSON of `data` may contain this sentence too.
         nonce: an attribute of the page's scripts, for the header `Content-Security-Policy: script-src 'nonce-...'`; empty: no
             attribute.
     """
@@ -95,8 +95,8 @@ def html_page(
     Args:
         title: the page's title.
         content: the JSON values that the scripts find as `pageData`.
-        scripts: the assets from which the page is made, in the order in which they run.
-        has_server: whether the page may request data and images from its server. If not, it can request nothing.
+        scripts: the names of the script files in the folder `assets`, in the order in which they run.
+        has_server: whether the page may request data and images from its server. If not, the page can request nothing.
         nonce: the nonce of the scripts, in addition to their hashes.
 
     Raises:
@@ -168,7 +168,7 @@ def image_uris(images: Mapping[str, Any], read: Callable[[str], bytes | None], *
     """Return as many of the latest images as fit, as data URIs by file name. Also return how many images were left out.
 
     Args:
-        images: by name, entries with `files`, in the order of their steps.
+        images: for each name, its entries in the order of their steps. Each entry has `files`.
         read: returns the content of a file, or None if it is not an image that may be shown.
         room: how many bytes the images may have together, before they are encoded.
     """

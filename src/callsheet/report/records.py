@@ -21,7 +21,7 @@ _RARE = 2_000  # if a metric has at most this many values, all of them are kept
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """One resume of a run. It made the `dropped` records invalid that had been written for later steps than `step`, up to `dropped_to_step`."""
+    """A resume from `step`. It made `dropped` records invalid: those of the steps after `step`, up to `dropped_to_step`."""
 
     step: int
     time: float

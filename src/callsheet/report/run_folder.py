@@ -29,9 +29,11 @@ from callsheet.run.run_marker import is_marked
 RUNNING, LOST, ENDED = "running", "lost", "ended"
 """The outcomes of a run that has recorded no end.
 
-It is `running` if the run wrote recently and its process is not gone; for a run without a log of events, if its process is alive.
-Otherwise it is `ended` if only its outcome is unknown, because it has written its results, or it had no `JSONLLogger` and released
-its lock. In all other cases, it is `lost`. An imported run is `ended` if its source does not have the outcome.
+- `running`: the run wrote recently, and its process is not known to be dead. A run without a log of events must have a live
+  process.
+- `ended`: the run has ended, but how is unknown. It has written its results, or it had no `JSONLLogger` and has released its lock,
+  or it was imported from a source that does not have the outcome.
+- `lost`: all other runs.
 """
 
 _LINES = ("metrics.jsonl", "events.jsonl", "costs.jsonl", "timeline.jsonl", "images.jsonl")
@@ -54,22 +56,22 @@ class RunFolder:
     Attributes:
         path: the folder.
         name: the name of the run.
-        outcome: the outcome that the run recorded, or `running`, `ended` (how is not known) or `lost` (it stopped writing without
-            an end).
+        outcome: the outcome that the run recorded, or `running`, `ended` (how is unknown) or `lost` (it stopped writing without
+            recording an end).
         reason: why the run ended, in one line.
         started: when the run was started first.
         ended: when the run ended; NaN while it is running.
         last_write: when a file of the run was last written.
         config: the content of `config.yaml`, which a recipe writes.
-        config_text: the same as text.
+        config_text: the text of `config.yaml`.
         hyperparameters: the content of `hyperparameters.json`.
         settings: the content of `settings.json`: model, optimizer, scheduler and callbacks with their options.
         environment: the content of `environment.json`: command, git commit, packages and hardware.
         call_sheet: the printed call sheet.
         records: the metrics records that no resume has undone.
-        times: the times of these records.
-        records_left_out: the number of records that are left out because the run does not fit into memory. No record is left out
-            that has a rare metric or a value that is not finite.
+        times: the time of each record in `records`.
+        records_left_out: the number of records that are left out because the run does not fit into memory. Records with a rare
+            metric or with a value that is not finite are never left out.
         resumes: the resumes: the step, the time, and which records they undid.
         evaluations: the evaluations, with step, time and results. `is_undone` is true if the run was later resumed from an earlier
             step.
@@ -78,12 +80,13 @@ class RunFolder:
         files: the files that were logged, with step, time, name and path.
         images: the lines of `images.jsonl`.
         tables: for each table, by its name: its columns and rows at each step at which it was logged.
-        costs: the last report of the callbacks' time of each process.
+        costs: for each process, its last report on the time that callbacks take.
         windows: the timelines of timed steps, in the order of their steps.
-        logs: the ends of the files in `logs`, by their paths.
+        logs: the end of each log file in the subfolder `logs`, by the file's path.
         results: the content of `results.json`, which a recipe writes.
         notes: the user's tags and notes.
-        torn_lines: the number of lines that are not JSON objects, for example because a kill cut them off. They are skipped.
+        torn_lines: the number of lines that are not JSON objects and were skipped, for example lines that a killed run left
+            incomplete.
         version: a text that changes whenever the content of the folder has changed.
     """
 
@@ -159,7 +162,7 @@ class RunFolder:
     def start_event(self) -> dict[str, Any]:
         """Return the last `run_start` event, which contains the device, the world size and the versions.
 
-        It is written at the first start and at each resume.
+        A run writes such an event at its first start and at each resume.
         """
         return next((event for event in reversed(self.events) if event.get("event") == "run_start"), {})
 
@@ -379,13 +382,13 @@ def image_bytes(folder: str | os.PathLike[str], file: str) -> bytes | None:
 def _events_of_kind(kind: str, events: list[dict[str, Any]], resumes: list[Resume]) -> list[dict[str, Any]]:
     """Return the events of one kind, such as `checkpoint`, from the run's log of events.
 
-    Each has `is_undone`, which says whether the run was later resumed from before its step.
+    Each event gets the entry `is_undone`: whether the run was later resumed from a step before that of the event.
     """
     found: list[dict[str, Any]] = []
     for event in events:
         if event["event"] == "run_start":
             moment = moment_of(event.get("time"))
-            # A resumed process records the resume before `run_start`, so the last resume before `event` is that of its process.
+            # A resumed process records the resume before `run_start`, so the last resume before `event` is that of this process.
             at = [resume.step for resume in resumes if resume.time <= moment]
             for each in found:
                 each["is_undone"] |= each["step"] > (at[-1] if at else 0)
@@ -439,7 +442,7 @@ def _window(line: dict[str, Any]) -> Window | None:
 def _is_usable(part: Slice) -> bool:
     """Return whether a timed slice has valid times and a valid step.
 
-    A trace converts the times to whole nanoseconds, which fails for other numbers.
+    A trace converts the times to whole nanoseconds, which fails for NaN and infinity.
     """
     return math.isfinite(moment_of(part.begin)) and math.isfinite(moment_of(part.seconds)) and abs(part.step) <= _LARGEST_STEP
 

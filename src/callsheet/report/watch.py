@@ -40,7 +40,7 @@ _MOST_CONNECTIONS = 32  # the maximum number of open connections, since each has
 _ENTRY = '<!doctype html><meta charset="utf-8"><title>callsheet</title><link rel="icon" href="data:,"><meta http-equiv="refresh" content="0;url=/">'
 """The answer to a request whose address has the token: a page that loads the page `/` at once.
 
-The browser sends the cookie with this second request, because the request comes from the server's own page.
+The cookie is `SameSite=Strict`: the browser sends it only with requests from the server's own pages, such as this second request.
 """
 
 
@@ -61,7 +61,7 @@ class WatchServer(ThreadingHTTPServer):
         self.form_token = secrets.token_urlsafe(32)  # the page's buttons send this token, which other sites do not know
         self._tickets: set[str] = set()
         self._room = threading.BoundedSemaphore(_MOST_CONNECTIONS)
-        self.waiting: dict[socket.socket, float] = {}  # when each connection without a complete request was opened
+        self.waiting: dict[socket.socket, float] = {}  # connection -> when it began to wait for a complete request
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -75,7 +75,7 @@ class WatchServer(ThreadingHTTPServer):
     def ticket_url(self) -> str:
         """Return an address with which the page can be opened only once.
 
-        Other users may see the address in the list of processes.
+        This address is meant for the command line of a browser, which other users may see in the list of processes.
         """
         ticket = secrets.token_urlsafe(32)
         self._tickets.add(ticket)

@@ -69,7 +69,7 @@ class ByteFiles:
         """The files, as three lists: for training, for validation and for the test.
 
         Raises:
-            ConfigError: one of the three is empty.
+            ConfigError: the folder does not exist, or one of the lists would be empty.
         """
         if not self.root.is_dir():
             raise ConfigError(f"data.folder: there is no folder {self.root}")

@@ -93,7 +93,7 @@ def agreed_with_head(labels: ClassLabels, model: LanguageModel, *, may_reorder: 
         may_reorder: whether the order of the labels may change, because the user gave no order.
 
     Raises:
-        ConfigError: the head has a different number of classes, or other numbers for some of them.
+        ConfigError: the head has a different number of classes, or numbers the classes in another order.
     """
     if model.path is None:
         return labels
@@ -124,9 +124,10 @@ def agreed_with_head(labels: ClassLabels, model: LanguageModel, *, may_reorder: 
 def class_weights(given: str | Sequence[float], counts: Sequence[int], names: Sequence[str]) -> list[float] | None:
     """Return the weight of each class in the loss; None for equal weights.
 
-    The result is `given`, or None for `none`. For `balanced`, it is rows / (classes * rows of the class).
+    The result is `given`, or None for `none`. For `balanced`, the weight of a class is (number of rows) / (number of classes * rows
+    of the class).
 
-    With `balanced` all classes have the same total weight, and the mean weight of a row is 1.
+    With `balanced`, all classes have the same total weight, and the mean weight of a row is 1.
 
     Args:
         counts: the number of training rows of each class; all 0 if they were not counted.

@@ -35,13 +35,14 @@ class Example:
 class Conversations:
     """Converts rows to tokens, and marks the tokens that count in the loss (target tokens).
 
-    A row has a column `messages`, a list of `role` and `content`, and optionally a column `tools`; or `prompt` and `completion`, which
-    are texts or lists of messages; or `text`. With a chat template, a text `prompt` becomes a user's message and `completion` its
-    answer. Without a template, the two texts are concatenated.
+    A row has a column `messages`, a list of messages with `role` and `content`, and optionally a column `tools`; or `prompt` and
+    `completion`, which are texts or lists of messages; or `text`. With a chat template, a text `prompt` becomes a user's message
+    and `completion` its answer. Without a template, the two texts are concatenated.
 
-    The assistant's messages count in the loss, including the template's end of a message. If the template has a block `{% generation
-    %}`, the part inside it counts; otherwise, the text that each answer adds to the rendered messages before it. Of a plain
-    text, everything counts.
+    The assistant's messages count in the loss, including the tokens with which the template ends a message. If the template has
+    blocks `{% generation %}`, only the text inside the blocks counts. Otherwise, each of the
+    assistant's messages counts with the text that it adds when it is rendered after the messages before it. A plain text counts as
+    a whole.
 
     Args:
         tokenizer: a tokenizer of transformers.
@@ -71,7 +72,7 @@ class Conversations:
         """Return the tokens of a row, and which of them count in the loss.
 
         Raises:
-            ConfigError: the row has other columns, or a column has a wrong type; the message names the row's place.
+            ConfigError: the row has none of the expected columns, or a column has a wrong type; the message names the row's place.
         """
         row = _without_none(row)
         if "messages" in row or _is_chat(row.get("prompt")):
@@ -93,7 +94,7 @@ class Conversations:
         If there is a chat template, the tokens end with the template's start of an answer.
 
         Raises:
-            ConfigError: as in `example`.
+            ConfigError: the row has no prompt, or a column has a wrong type; the message names the row's place.
         """
         row = _without_none(row)
         if "messages" in row or _is_chat(row.get("prompt")):
@@ -215,7 +216,7 @@ def _conversation(row: Row, place: str) -> tuple[list[Message], Any]:
 def _without_none(row: Row) -> Row:
     """Return the row without keys whose value is None.
 
-    Parquet files have every column in every row, and every key in every message.
+    In a Parquet file, every row has every column, and every message has every key; None means that there is no value.
     """
     return {name: value for name, value in row.items() if value is not None}
 

@@ -21,8 +21,8 @@ class Digits(Table):
     """Rows from a part of scikit-learn's 1,797 images of handwritten digits (Alpaydin and Kaynak 1998).
 
     Args:
-        part: `train`, `validation` or `test`; the last two are a tenth of the images each. The part of an image depends only on
-            its number.
+        part: `train`, `validation` or `test`. About a tenth of the images is for validation, and a tenth for the test. The part of
+            an image depends only on its number.
     """
 
     def __init__(self, part: str) -> None:

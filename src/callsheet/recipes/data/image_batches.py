@@ -97,7 +97,7 @@ class ImageBatches:
     def _spans(self, example: Example, length: int) -> Iterator[tuple[int, int]]:
         """Yield the start and end of each span of target tokens in a row of `length` token ids.
 
-        The processor replaces each image by many ids. Positions after the last image are therefore counted from the end.
+        The processor inserts many ids for each image, so a span is shifted by the number of ids that the images before it add.
         """
         whole = self._plain(example.text, example.text)
         for part in example.targets:
@@ -156,7 +156,8 @@ def _padding_on(tokenizer: Any, side: str) -> Iterator[None]:
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
     """Return how many token ids two sequences have in common at their start.
 
-    This length is where a part of a text begins in the text's tokens. A token that crosses the border belongs to the later part.
+    If `one` encodes the beginning of a text, and `other` the whole text, the rest of the text begins at this index. A token that
+    crosses the border belongs to the rest.
     """
     length = 0
     for a, b in zip(one, other, strict=False):

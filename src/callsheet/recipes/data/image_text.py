@@ -49,14 +49,15 @@ class Example:
 class ImageText:
     """Converts rows of images and text to examples, with the processor's chat template if it has one.
 
-    A row has `messages`, whose contents are a text or a list of parts of the types `image` and `text`, and `images` for the parts of
-    the type `image` in order (a part may also contain its image, as `image` or `path`); or `image` (or `images`), `prompt` and
-    `completion`. All messages of the assistant are targets.
+    A row has `messages` and `images`, or it has `image` (or `images`), `prompt` and `completion`. The content of a message is a
+    text, or a list of parts of the types `image` and `text`. The row's images are used for the parts of the type `image` in order;
+    such a part may instead contain its image, as `image` or `path`. All messages of the assistant are targets (they count in the
+    loss).
 
     Args:
         processor: the model's processor.
         rows: the source of the rows; paths of images are relative to the row's file.
-        image_folder: a folder to which paths of images are relative instead.
+        image_folder: if given, the folder to which paths of images are relative instead.
     """
 
     def __init__(self, processor: Any, rows: Rows | None, image_folder: str | None = None) -> None:
@@ -243,7 +244,7 @@ def looked_at(rows: Any, form: ImageText, most: int | None) -> Iterator[Example]
     """Yield the first `most` rows (None: all) of a table or stream as examples, to find errors in them before training.
 
     Raises:
-        ConfigError: there is no row, or one that cannot be used.
+        ConfigError: there are no rows, or a row cannot be used.
     """
     places = ((rows.place(i), rows[i]) for i in range(len(rows))) if hasattr(rows, "place") else rows.places()
     number = 0

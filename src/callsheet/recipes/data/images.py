@@ -18,7 +18,7 @@ def opened(value: Any, folder: Path, place: str, *, pixels: bool = True) -> Imag
 
     Args:
         value: a path, absolute or relative to `folder`; the bytes of a file; a dictionary with one of these, as `datasets` writes
-            it; or an image.
+            it; or a Pillow image.
         pixels: whether the pixels are needed; False reads only the header of the file.
 
     Raises:

@@ -16,7 +16,7 @@ TOO_LONG = ("truncate", "reject")
 class LabeledTexts:
     """Converts rows with a text and a label to samples of token ids and a class index.
 
-    All methods are called with the row's place, and raise a ConfigError that names it if they cannot use the row.
+    All methods take a row and its place. If they cannot use the row, they raise a ConfigError that names the place.
 
     Args:
         tokenizer: a tokenizer of transformers.
@@ -35,7 +35,7 @@ class LabeledTexts:
     truncates: bool
 
     def checked(self, row: Mapping[str, Any], place: str) -> tuple[str, int]:
-        """Check a row, and return its text and class index. Count the tokens only if texts with too many tokens are rejected."""
+        """Check a row, and return its text and class index. The number of tokens is not checked if texts are truncated."""
         text, label = self._text(row, place), self.labels.number(row[self.label_column], place)
         if not self.truncates:
             self.ids(row, place)

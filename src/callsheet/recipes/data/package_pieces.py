@@ -1,6 +1,6 @@
 """Data for a classifier of source code: pieces of code, labeled with the Python package from which they come.
 
-They are real text with real classes, which every Python installation has.
+By default, the packages are those of the standard library, so the data needs no download.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PackagePieces:
         characters: the number of characters in a piece. Source files are cut into pieces, and each piece is one sample.
         most_pieces: the maximum number of pieces of a package in each of training, validation and test; they are evenly spread over
             the package's files.
-        validation_percent: the percentage of files for validation, at least one of each package.
+        validation_percent: the percentage of files for validation; at least one file of each package is used.
         test_percent: the percentage of files for the test after training.
     """
 

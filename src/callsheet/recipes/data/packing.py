@@ -18,7 +18,7 @@ from callsheet.trainer.tasks import IGNORED_LABEL
 _ROUNDING = {True: (1e-4, 1e-4), False: (1e-3, 2e-2)}
 """The allowed differences of logits in `check_kept_apart`, relative to the largest logit: for fp32 weights (True), and for other weights (False).
 
-Each pair has the limit for rows of one shape and that for rows of several shapes.
+The first number of a pair is the limit between rows of the same shape, the second between rows of different shapes.
 """
 
 

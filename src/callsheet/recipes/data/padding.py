@@ -14,9 +14,9 @@ from callsheet.trainer.tasks import IGNORED_LABEL
 class Padding:
     """A DataLoader's `collate_fn` that pads the samples of a batch to the length of the longest.
 
-    A sample has `input_ids`, a list or tensor of whole numbers, and optionally `labels`: either one number, or as many as ids, which
-    are padded with the label that losses ignore. The batch has `input_ids`, `attention_mask` and `labels` as int64,
-    (samples, longest) or (samples,).
+    A sample has `input_ids`, a list or tensor of whole numbers, and optionally `labels`: either one number, or one number for each
+    id. Labels for each id are padded with the label that losses ignore. The batch has `input_ids`, `attention_mask` and `labels` as
+    int64, of shape (samples, longest) or (samples,).
 
     Args:
         pad_id: the padding token, added on the right.

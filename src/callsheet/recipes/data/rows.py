@@ -36,7 +36,7 @@ class Rows:
 
     Args:
         path: a file of JSON lines or a Parquet file, a pattern such as `data/*.jsonl`, a folder of such files (or of images, with their
-            `metadata.jsonl`), what `datasets` has saved to disk, or the name of a dataset on the hub.
+            `metadata.jsonl`), a folder that the library `datasets` has saved, or the name of a dataset on the hub.
         name: the configuration of a dataset on the hub.
         split: the split to read, if the folder or the dataset has several.
         revision: the revision of a dataset on the hub.
@@ -54,7 +54,7 @@ class Rows:
     def read(self, columns: Collection[str]) -> Table | Stream:
         """Return the rows as a table or, if `streaming` is set, as a stream.
 
-        All checks are made that are possible without reading streamed rows.
+        Streamed rows are not read here, so only their column names are checked, if they are known.
 
         Args:
             columns: the columns that every row must have.

@@ -92,7 +92,7 @@ class TextSets:
     def unigram(self, name: str) -> float | None:
         """Return a baseline: the cross-entropy of a dataset's tokens under the frequencies of single tokens in the training data.
 
-        One is added to each count (Laplace's rule). Return None for a stream.
+        One is added to each count (Laplace's rule). Return None if this dataset or the training data is a stream.
         """
         if not {"train", name} <= self._tokens.keys():
             return None

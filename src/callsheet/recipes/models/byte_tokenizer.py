@@ -19,7 +19,7 @@ CHAT_TEMPLATE = (
 )
 """The chat template of the byte tokenizer.
 
-The token of a role precedes each message. The end token follows the assistant's messages, and is a target with them.
+The token of a role precedes each message. The end token follows each of the assistant's messages, and counts in the loss too.
 """
 
 

@@ -54,7 +54,7 @@ def _declared(kind: Any) -> set[str]:
 def _read(kind: Any) -> set[Any]:
     """Return all constants in the code of a class's constructors. These constants include the keys that the constructors read from `**kwargs`.
 
-    Constructors read the names that keys had in older versions in this way.
+    Constructors use `**kwargs` to accept the names that keys had in older versions.
     """
     from transformers import PreTrainedConfig
 

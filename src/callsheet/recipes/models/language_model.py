@@ -202,7 +202,7 @@ def loaded(auto: Any, name: str, what: str, revision: str | None = None, **optio
     If `name` is not a local folder and the hub does not answer, only a copy from an earlier download is used.
 
     Raises:
-        ConfigError: it does not exist, or cannot be loaded.
+        ConfigError: there is no such model, tokenizer or processor, or it cannot be loaded.
     """
     source = name
     try:

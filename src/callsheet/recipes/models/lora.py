@@ -66,7 +66,7 @@ class Lora:
             model: a model of transformers, which is changed in place.
 
         Raises:
-            ConfigError: there is no module of a given name, or it is of a type that has no adapters.
+            ConfigError: there is no module with a name in `targets`, or the module's type does not support adapters.
         """
         targets = self.targets
         if isinstance(targets, list):
@@ -91,7 +91,7 @@ class Lora:
     def export_merged(self, model: Any, path: str | Path, *, writes: bool, processor: Any = None) -> None:
         """Write the model, with its adapters merged, as a Hugging Face folder.
 
-        This is a collective, which returns when everything is written.
+        Every rank must call this method, which returns when everything is written.
 
         Args:
             model: the model with the adapters, which may be sharded.

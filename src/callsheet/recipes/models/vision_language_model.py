@@ -175,7 +175,7 @@ class VisionLanguageModel(LanguageModel):
 def image_token_id(owner: Any) -> int | None:
     """Return the id of the token that represents an image patch, as a processor or configuration defines it.
 
-    Return None if there is none.
+    Return None if `owner` defines no such token.
     """
     found = getattr(owner, "image_token_id", None)
     return found if found is not None else getattr(owner, "image_token_index", None)

@@ -16,9 +16,9 @@ from callsheet.trainer.tasks import Losses, Task
 class ClassificationTask(Task):
     """Sequence classification with weighted cross entropy.
 
-    Batches are dictionaries of the model's arguments and `labels`, one number per sample. The model returns `logits`,
-    (samples, classes). The loss is the mean over samples, weighted by class. Metrics are `accuracy` over all samples, and `f1`, the
-    mean over the classes.
+    Batches are dictionaries of the model's arguments and `labels`, one number per sample. The model returns `logits`
+    of shape (samples, classes). The loss is the mean over samples, weighted by class. Metrics are `accuracy` over all samples, and
+    `f1`, the mean over the classes.
 
     Args:
         classes: the number of classes.
@@ -46,7 +46,7 @@ class ClassificationTask(Task):
         return outputs.logits, batch["labels"]
 
     def weight(self, batch: Any) -> Any:
-        """Return the sum of the class weights of the batch's samples, which is the batch's weight in a mean loss.
+        """Return the sum of the class weights of the batch's samples: the batch's weight in the mean of several batches.
 
         Without class weights, it is the number of samples.
         """

@@ -13,9 +13,9 @@ from callsheet.recipes.data.examples import Examples
 class TokenCounts:
     """Counts of the target tokens, and of pairs in which a target token follows another token.
 
-    The counts are smoothed, so that unseen tokens have a probability. Each token counts as seen one more time (Laplace). For
-    pairs, the weight of unseen ones is the number of different successors, and they are distributed like single tokens (Witten
-    and Bell 1991).
+    The counts are smoothed, so that unseen tokens have a probability. One is added to the count of each token (Laplace). To the
+    counts of pairs, the probabilities of single tokens are added, multiplied by the number of different successors of the first
+    token (Witten and Bell 1991).
 
     Args:
         examples: the examples to count.

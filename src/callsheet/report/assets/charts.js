@@ -5,7 +5,7 @@
 const drawn = new Map(); // the element that Plotly draws in -> its chart
 const visible = new WeakSet(); // chart elements that are in view
 const stale = new WeakSet(); // chart elements that show old data
-const CHARTS_AT_ONCE = 24; // the number of charts of a family that are shown at first and added by its button
+const CHARTS_AT_ONCE = 24; // the number of charts of a family that are shown at first, and that each press of the family's button adds
 const FEW_POINTS = 30; // a curve with at most so many points is drawn with markers and is not smoothed
 
 const chartObserver = new IntersectionObserver((entries) => {
@@ -21,7 +21,7 @@ const plotlyText = (text) => displayName(text).replaceAll("&", "&amp;").replaceA
 /** The unit for times up to `longest` seconds: its length in seconds, and its name. */
 const timeUnitFor = (longest) => (longest > 10800 ? [3600, "hours"] : longest > 180 ? [60, "minutes"] : [1, "seconds"]);
 
-/** The value at a step, interpolated linearly between the recorded steps; before the first, between (0, 0) and the first. */
+/** The value at a step, interpolated linearly between the recorded steps; before the first recorded step, between (0, 0) and that step. */
 function interpolated(steps, values, step) {
   let low = 0, high = steps.length - 1;
   if (step <= steps[0]) return values[0] * (steps[0] > 0 ? Math.max(0, step / steps[0]) : 1);
@@ -35,7 +35,7 @@ function interpolated(steps, values, step) {
 }
 
 /**
- * A centered moving average, applied twice. An average of past values only would lag behind a falling loss and lift it above curves that
+ * A centered moving average, applied twice. An average of only past values would lag behind a falling loss, and be above curves that
  * are not smoothed. The window shrinks towards the ends for the same reason. Nulls, which are gaps in the curve, stay nulls.
  */
 function smoothed(values, radius) {

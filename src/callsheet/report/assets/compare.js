@@ -1,4 +1,4 @@
-// The page of a comparison: its sections in order. Showing or hiding a run renders the sections that contain it again.
+// The page of a comparison: its sections in order. When a run is shown or hidden, the sections that contain the run are rendered again.
 
 const hidden = () => [...view.hidden];
 const names = () => runs.map(({ name, group }) => [name, groups[group]]);

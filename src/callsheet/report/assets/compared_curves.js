@@ -15,7 +15,7 @@ function readRuns() {
 }
 
 const isGrouped = () => data.group_by !== null;
-const isGone = (run) => data.are_there?.[run] === false; // whether its folder is gone; known only in a live page
+const isGone = (run) => data.are_there?.[run] === false; // whether the run's folder is gone; known only in a live page
 
 const colorName = (group) => `r${group % COLORS}`;
 const dashOf = (group) => DASHES[group % DASHES.length]; // dashes distinguish the lines in print without colors
@@ -84,7 +84,7 @@ function traces(chart) {
   const lines = visibleLines(chart).map((line) => ({ ...line, raw: line.y, radius: smoothingRadius(chart, line.x.length) }));
   for (const line of lines) if (line.radius > 0) line.y = smoothed(line.raw, line.radius);
   const [, unit] = scaleOf(chart);
-  // The hover box of several runs has one position as its title. Unless all runs have the same positions, each value is followed by its own.
+  // The hover box of several runs has one position as its title. If the runs have different positions, each value is followed by its position.
   const isAlike = lines.every(({ x }) => x.length === lines[0].x.length && x.every((value, index) => value === lines[0].x[index]));
   const at = hoverMode(chart) === "closest" ? `${hoverTitle()}: ` : "", where = at || isAlike ? "" : ` (${hoverTitle()})`;
   const styled = (group) => ({ color: color(colorName(group)), width: 1.9, dash: dashOf(group) });

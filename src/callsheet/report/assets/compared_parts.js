@@ -139,7 +139,7 @@ function differenceStart(texts) {
   return same > LONG_TEXT / 2 ? Math.max(0, given[0].lastIndexOf(" ", Math.max(0, word - 1)) + 1) : 0;
 }
 
-/** A text that is collapsed if it is long; then it is shown from the character `from`. */
+/** A text. A long text is collapsed, and the collapsed text begins at the character `from`. */
 function collapsedText(text, key, from = 0) {
   if (text === "") return el("span", { class: "soft" }, "–");
   if (text.length <= LONG_TEXT) return text;

@@ -1,7 +1,7 @@
 // A live page polls its server. Each page defines `liveStatus`, which returns whether a run is running, and a text to show.
 
 let lastAnswer = Date.now(); // when the server last answered
-let reachable = true; // whether it answered the latest poll
+let reachable = true; // whether the server answered the latest poll
 
 function request(path, options = {}) {
   return fetch(path, { ...options, cache: "no-store", credentials: "same-origin", headers: { ...options.headers, "X-Callsheet-Token": pageData.live.token } });
@@ -52,6 +52,6 @@ function updateStatus() {
 /** Starts polling if the page has a server. */
 function startPolling() {
   if (pageData.live === null) return;
-  document.documentElement.style.overflowAnchor = "none"; // `renderInPlace` does the same, in all browsers
+  document.documentElement.style.overflowAnchor = "none"; // `renderInPlace` keeps the scroll position instead, in all browsers
   setTimeout(poll, 1000 * pageData.live.seconds);
 }

@@ -17,12 +17,12 @@ from callsheet.report.run_folder import RunFolder
 _STEP = ("fetch", "train_step")
 _FETCH = ("fetch", SPANS["fetch"].start_event, SPANS["fetch"].end_event)
 _CHANGED, _NOTICEABLE = 0.05, 0.005
-"""A change of a part's time is noticeable if it exceeds these fractions of the part's baseline and of the whole step."""
+"""A change of a part (a span or callback) is noticeable if it exceeds these fractions: of its baseline, and of the whole step."""
 _CLEAR = 1.5
 """A span is clearly slower in one run if its shortest time there exceeds this factor times its longest time in the other run.
 
-A few timed steps are then enough, but only if the whole step, which is measured in the whole run, is slower too: another program on
-the machine may have slowed all steps of a timing window.
+Then a few timed steps are enough to call the span slower, but only if the whole step is slower too. The whole step is measured in
+the whole run, whereas another program on the machine may have slowed all steps of a timing window.
 """
 
 Kind = Literal["step", "span", "callback"]
@@ -51,11 +51,11 @@ class Part:
 
     Args:
         seconds: its time per step: for a span the median of the timed steps, for a callback and the whole step the mean.
-        step: the seconds of a step of the run (`fetch` and `train_step`), to which shares refer: the median of the timed steps. NaN for
-            the whole step itself, which has no share.
-        samples: for a span the median of each timing window, whose steps follow each other and so are not independent; for the
-            whole step its mean in each metrics record.
-        extremes: for a span its least and its most seconds in a timed step.
+        step: the median seconds of the run's timed steps (`fetch` and `train_step`), from which the part's share is computed. NaN
+            if the part is the whole step, which has no share.
+        samples: for a span, one median for each timing window, because the consecutive steps of a window are not independent; for
+            the whole step, its mean between each two consecutive metrics records.
+        extremes: for a span, its shortest and its longest time in a timed step, in seconds.
         calls: for a callback its timed calls, by event.
     """
 
@@ -85,7 +85,7 @@ def _spans_of_a_step() -> list[str]:
 def anatomy_of(run: RunFolder) -> Anatomy:
     """Return the times of the parts of a step in this run. Without timed steps, there are no parts.
 
-    The median is used for spans, because a single slow step would decide the mean of a few.
+    The median is used for spans, because a single slow step would dominate the mean of a few steps.
     """
     windows = [timed for timed in map(_timed_steps, (each for each in run.windows if each.is_whole)) if timed]
     steps = [step for window in windows for step in window]
@@ -125,7 +125,7 @@ def _timed_steps(window: Window) -> list[dict[str, float]]:
 def _calls(reports: Sequence[CostReport]) -> dict[str, dict[str, Calls]]:
     """Return the times of each callback's calls by event, over all processes of the run.
 
-    At events of every step only the calls in timed steps are known, at all others, such as `on_log`, every call.
+    At events that fire at every step, only the calls in timed steps are known; at others, such as `on_log`, all calls are known.
     """
     found: dict[tuple[str, str], list[tuple[CostReport, Any]]] = {}
     for report in reports:
@@ -151,7 +151,7 @@ def anatomy(groups: Sequence[Sequence[Anatomy]]) -> list[dict[str, Any]]:
     - `seconds`: the mean over the group's runs.
     - `share`: the fraction of a timed step (`fetch` and `train_step`); NaN for the whole step. Spans nest, and a callback's time may be
       within a span, so the shares do not add up to one.
-    - `change`: the change from the baseline's seconds, as a fraction of them.
+    - `change`: the change from the baseline's seconds, as a fraction of the baseline's seconds.
     - `mark`: empty if the change is not noticeable, `noise` if it may be noise, and otherwise `slower` or `faster`.
     """
     order: list[Key] = [("step", STEP_SECONDS), *(("span", name) for name in _spans_of_a_step())]
@@ -188,11 +188,12 @@ def _means(parts: Sequence[Part]) -> tuple[float, float]:
 
 
 def _may_be_noise(kind: Kind, baseline: Sequence[Part], parts: Sequence[Part], is_as_whole: bool) -> bool:
-    """Return whether a part's difference between two groups of runs may be noise, judging by the spread over the runs.
+    """Return whether the difference of a part's time between two groups of runs may be noise.
 
-    With one run on each side, whole steps are compared as in `difference`. Spans are compared by the ranks of their timing windows
-    (Mann and Whitney, 1947), since a few slow ones would decide their means; see also `_CLEAR`. The difference of a callback is more
-    than noise if even its slowest call in the one run was faster than its mean call in the other.
+    If a group has several runs, the spread over the runs decides. With one run in each group, whole steps are compared as in
+    `difference`. Spans are compared by a rank test of their timing windows (Mann and Whitney, 1947), because a few slow windows
+    would dominate a mean; see also `_CLEAR`. The difference of a callback is more than noise if even its slowest call in one run
+    was faster than its mean call in the other run.
 
     Args:
         kind: what the part is.

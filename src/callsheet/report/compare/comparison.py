@@ -23,7 +23,7 @@ _IN_NAMES = ("settings", "callbacks")
 class Compared:
     """One run of a comparison: its unique name, its group, and the data that was read from its folder.
 
-    `parts` keeps what `once` computed.
+    `parts` is the cache of the method `once`.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Comparison:
         runs: the data that was read from each run's folder, in the order in which the runs are shown.
         group_by: `seed` makes one group of all runs whose settings are the same but for seeds; the name of a setting makes one group for each
             of its values; None makes each run a group.
-        before: an earlier comparison. What it computed for a run that was not read again is not computed again.
+        before: an earlier comparison. Its results for a run are reused if the run has not been read again since.
 
     Raises:
         ConfigError: no run has the setting `group_by`; the message names the closest one.
@@ -117,7 +117,7 @@ class Comparison:
         """Return the comparison as plain data, for JSON.
 
         Args:
-            metrics: only these; empty: all of them.
+            metrics: the metrics whose values are returned; empty: all metrics.
         """
         rows = self.anatomy()
         return {

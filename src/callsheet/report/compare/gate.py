@@ -26,9 +26,9 @@ class Condition:
         text: the condition as the user wrote it.
         metric: the metric's name.
         of_best: whether the best value is compared, not the last: `best(validation/loss) > +0.01`.
-        compare: `>` or `>=` if a difference above the limit fails the condition, `<` or `<=` if one below it does.
-        limit: the limit, as a fraction if it `is_relative`.
-        is_relative: whether it was given in per cent of the baseline's value.
+        compare: `>` or `>=` if a difference above the limit fails the condition; `<` or `<=` if one below the limit does.
+        limit: the limit; if `is_relative` is set, a fraction of the baseline's value.
+        is_relative: whether the limit was given in per cent of the baseline's value.
     """
 
     text: str
@@ -66,15 +66,16 @@ def judge(
 ) -> Verdict:
     """Check a condition. The condition fails if the whole 95 % confidence interval of the difference from the baseline is beyond the limit.
 
-    A last value that is not finite fails.
+    The condition also fails if it compares last values, and a last value of the other runs is NaN or infinite.
 
     Args:
         condition: the condition.
         baseline, other: the values of the runs of each side.
-        name: the name of the other run or group, for the line.
+        name: the name of the other run or group, for the text of the verdict.
 
     Raises:
-        ConfigError: a run does not have the metric, and the message names the closest one; or the baseline's value is not finite.
+        ConfigError: a run does not have the metric (the message suggests the closest name), or its values cannot be compared, for
+            example because the baseline's value is NaN.
     """
     sides = []
     for side, values in (("the baseline", baseline), (name, other)):

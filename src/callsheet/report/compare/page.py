@@ -92,7 +92,7 @@ def live_comparison_page(content: Mapping[str, Any], live: Live) -> str:
     """Return the page of a comparison as HTML for a server, from which the page loads images and new data.
 
     Args:
-        content: what `data` returned, with the additions of `LiveComparison`.
+        content: the result of `data`, and the entries that `LiveComparison` adds.
         live: the settings of the live page.
 
     Raises:
@@ -281,7 +281,7 @@ def _tables(runs: Sequence[Compared]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _images(runs: Sequence[Compared]) -> dict[str, list[dict[str, Any]]]:
-    """Return a dict from the name of logged images to one entry per run with the steps and files. Paths begin with the run, such as `2/`."""
+    """Return, for each image name, one entry per run with steps and files. Paths begin with the run's index, such as `2/`."""
     found: dict[str, list[dict[str, Any]]] = {}
     for place, each in enumerate(runs):
         for name, entries in images_by_name(each.run).items():

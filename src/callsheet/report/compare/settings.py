@@ -22,7 +22,7 @@ GROUPS = ("settings", "callbacks", "packages", "code", "hardware")
 def settings(run: RunFolder) -> dict[str, dict[str, str]]:
     """Return the settings with which the run was started. Each of the groups in `GROUPS` is a dict from dotted name to text.
 
-    Values that look like credentials are replaced, because a recipe's `config.yaml` has them as they were given.
+    Values that look like credentials are masked, because a recipe's `config.yaml` contains all values as the user gave them.
     """
     recorded = {} if run.config else dict(run.settings)  # `config` of a recipe already contains these settings
     given = {**run.hyperparameters, **run.config}
@@ -32,8 +32,8 @@ def settings(run: RunFolder) -> dict[str, dict[str, str]]:
         for name in ("callbacks", "loggers")
         if isinstance(source.get(name), list)
     ]
-    # Recorded values were read from the objects that the run used, such as the optimizer, so they are more reliable than the values
-    # that the user has stated, and replace them.
+    # Recorded values were read from the objects that the run used, such as the optimizer, so they replace the
+    # values that the user has stated, which are less reliable.
     values = {**dict(_flat(given)), **{key: value for key, value in _flat(recorded) if value}}
     named = {key: value for key, value in values.items() if key.split(".")[-1] not in _OF_THE_RUN_ITSELF}
     environment = run.environment

@@ -133,7 +133,7 @@ def _spread(row: Mapping[str, Any]) -> str:
 def _with_deviation(mean: float, deviation: float) -> str:
     if not deviation or not math.isfinite(deviation) or abs(mean) >= 100_000:
         return f"{_number(mean)} ± {_number(deviation)}"
-    # Show two significant digits of the deviation, or all digits before the point. Show the mean with as many decimals.
+    # Show two significant digits of the deviation, but all digits before the decimal point. Show the mean with as many decimals.
     places = min(12, max(0, 1 - math.floor(math.log10(deviation))))
     return f"{mean:.{places}f} ± {deviation:.{places}f}"
 

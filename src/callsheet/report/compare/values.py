@@ -26,7 +26,7 @@ _HIGHER_IS_BETTER = (
     "reward", "reward_mean", "return", "mfu", "top1", "top5", "exact_match",
 )  # fmt: skip
 _NOT_COMPARED = ("time/", "lr/", "system/", "loss_spike/")
-"""Families of metrics, such as speeds, whose last value does not show how good a run is."""
+"""Families of metrics, such as learning rates, whose last value does not show how good a run is."""
 # Leave out this many metrics records at the start, because the first steps also allocate memory and compile.
 _SKIPPED_RECORDS = 1
 
@@ -36,10 +36,11 @@ class Value:
     """The last and best value of a metric in one run.
 
     Args:
-        last: the last value, NaN or infinite if the run ended so.
-        best: the lowest or highest finite value; the mean for a speed or a time; None if the name does not show which is better.
-        best_step: the step of the best value; -1 if it is of the whole run.
-        samples: the single measurements that `best` is the mean of, if it is one. Their spread is the noise within the run.
+        last: the last value, which may be NaN or infinite.
+        best: the lowest or the highest finite value, whichever is better; for a speed or a time, the mean; None if the metric's
+            name does not show which is better.
+        best_step: the step of the best value; -1 if `best` describes the whole run.
+        samples: if `best` is a mean, the measurements of which it is the mean. Their spread is the noise within the run.
     """
 
     last: float
@@ -64,11 +65,11 @@ class Difference:
     Args:
         baseline: the baseline's value, the mean over its runs.
         absolute: the value minus the baseline's.
-        relative: the same as a fraction of the baseline's; NaN if that is 0.
+        relative: `absolute` as a fraction of the baseline's value; NaN if the baseline's value is 0.
         margin: half the width of the difference's 95 % confidence interval (Welch); NaN if nothing is known of the spread.
         p: the two-sided p-value of Welch's t-test; NaN if nothing is known of the spread.
         source: where the spread comes from: the `seeds` of both sides, the seeds of `one side`, or the measurements `within` single runs;
-            empty if it is unknown.
+            empty if the spread is unknown.
     """
 
     baseline: float
@@ -131,9 +132,9 @@ def summary(values: Sequence[float]) -> Summary:
 def difference(baseline: Sequence[Value], other: Sequence[Value], *, of_best: bool = False) -> Difference:
     """Return how much the other runs differ from the baseline's runs in one metric.
 
-    With two runs or more on each side the spread over the runs decides. If only one side has several runs, the run of the other side is
-    taken as one more of the same spread. With a single run on each side, the spread of the measurements within the runs decides, for
-    speeds and times; for other metrics nothing is known of the spread.
+    The margin and the p-value come from a spread. With two or more runs on each side, this is the spread over the runs. If only one
+    side has several runs, the single run of the other side is assumed to have the same spread. With a single run on each side,
+    speeds and times have the spread of the measurements within the runs; for other metrics, the spread is unknown.
     """
     sides = [[_figure(value, of_best) for value in side] for side in (baseline, other)]
     before, after = statistics.fmean(sides[0]), statistics.fmean(sides[1])
@@ -188,7 +189,7 @@ def _speeds(run: RunFolder) -> Iterable[tuple[str, list[float]]]:
 def _rates_between_records(run: RunFolder, name: str) -> list[float]:
     """Return the samples or tokens per second between consecutive metrics records, computed from the counts in the records.
 
-    The rates that a run logs may be means over a window of records, whose spread is too small. They are used if there are no counts.
+    The rates that a run logs may be means over several records, whose spread is too small. Use them if there are no counts.
     """
     counted = [
         (record.values[f"time/{name}"], record.elapsed_seconds) for record in run.records if f"time/{name}" in record.values

@@ -45,7 +45,7 @@ def import_runs(
     Args:
         sources: files or folders of TensorBoard, W&B, MLflow, Trackio, Lightning's CSVLogger or the Hugging Face Trainer.
         to: the folder of runs.
-        kind: `tensorboard`, `wandb`, `mlflow`, `trackio`, `lightning` or `huggingface`; None means to find out.
+        kind: `tensorboard`, `wandb`, `mlflow`, `trackio`, `lightning` or `huggingface`; None means to detect the tool.
         name: the name of the run's folder, if there is only one run; None means the name in the source.
         rename: new names of metrics by their old names. An old name that ends with `/` is a prefix.
 
@@ -53,7 +53,7 @@ def import_runs(
         A summary of each imported run.
 
     Raises:
-        ConfigError: an argument is invalid, nothing is recognized, or a folder in `to` would be overwritten.
+        ConfigError: an argument is invalid, nothing is recognized, or an existing folder in `to` must not be replaced.
         MissingPackage: the package that reads the files is not installed.
     """
     given = [sources] if isinstance(sources, (str, os.PathLike)) else list(sources)

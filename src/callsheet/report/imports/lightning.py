@@ -62,7 +62,7 @@ def metric_names(columns: Iterable[str]) -> dict[str, str]:
     """Return the metric's name for each column of the CSV file, such as `train/loss` for `train_loss` or `train_loss_step`.
 
     If a metric was logged both by step and by epoch, `train/loss` has the values of the steps and `train/loss_epoch` those of the
-    epochs. For validation and test it is the other way round: `validation/loss` and `validation/loss_step`.
+    epochs. For validation and test, `validation/loss` has the values of the epochs and `validation/loss_step` those of the steps.
     """
     names = {column: _renamed(column) for column in columns}
     taken = set(names.values())

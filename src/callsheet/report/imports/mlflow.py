@@ -1,7 +1,7 @@
 """Reads MLflow's stores of runs: the folder `mlruns`, and SQLite databases.
 
-Both are read without MLflow. MLflow 3 does not open the folder, opens only databases of its own version unless it migrates them, and
-writes to what it opens.
+Both are read without MLflow, because MLflow 3 cannot open the folder, opens a database of another version only after migrating it,
+and writes to the databases that it opens.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def read(source: Source) -> Iterator[ImportedRun]:
 
     Raises:
         ConfigError: a database cannot be read.
-        MissingPackage: PyYAML, which a folder store needs, is not installed.
+        MissingPackage: PyYAML, which is needed to read the folder `mlruns`, is not installed.
     """
     for path in databases(source, _COLUMNS):
         yield from _runs_of_database(path)

@@ -39,7 +39,7 @@ class Source:
         """Return the source for `given`, which is a path, `file:...` or `sqlite:///...`.
 
         Raises:
-            ConfigError: there is no such file or folder, it is on a server, or it has too many files.
+            ConfigError: there is no such file or folder, `given` is the address of a server, or the folder has too many files.
         """
         text = os.fspath(given)
         for scheme in ("sqlite:///", "file://", "file:"):

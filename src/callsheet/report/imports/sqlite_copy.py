@@ -56,7 +56,7 @@ def _tables(path: Path, _version: tuple[tuple[int, int], ...]) -> dict[str, froz
 
 @contextmanager
 def copied_database(path: Path) -> Iterator[sqlite3.Connection]:
-    """While the `with` block runs, provide a temporary copy of the database and its journal.
+    """Provide, for a `with` block, a connection to a temporary copy of the database. Changes in its journal are included.
 
     Raises:
         ConfigError: the file is not a database that can be read.

@@ -39,7 +39,7 @@ def read(source: Source) -> Iterator[ImportedRun]:
     """Yield one run for each folder with event files. Subfolders that belong to the same run are added to it.
 
     Folders such as `train` and `validation` belong to the run of the folder above. So do the folders that PyTorch's
-    `add_scalars` and `add_hparams` make inside the folder of their writer.
+    `add_scalars` and `add_hparams` make inside the folder of a `SummaryWriter`.
 
     Raises:
         MissingPackage: tensorboard is not installed.

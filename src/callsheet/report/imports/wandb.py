@@ -134,8 +134,8 @@ def _parsed(text: str) -> Any:
 def _contents(file: Any) -> Iterator[bytes | None]:
     """Yield the content of each record in a transaction log; None for a damaged record.
 
-    The file is a header and then blocks of 32 KiB (the format of LevelDB's logs). A record is one piece or several; each has a
-    checksum, a length and a kind, and no piece crosses the end of a block.
+    The file is a header and then blocks of 32 KiB (the format of LevelDB's logs). A record consists of one or more
+    fragments. Each fragment has a checksum, a length and a kind, and does not cross the end of a block.
     """
     head = file.read(_HEADER)
     if head[:4] != b":W&B":

@@ -61,7 +61,7 @@ class Imported:
 class Origin:
     """Where an imported run comes from: the tool, the path of the source, and the run's key in the source.
 
-    The marker file of the run's folder contains the origin, so that the run can be imported again.
+    The marker file of the run's folder contains the origin, so that a later import of the same run replaces this folder.
     """
 
     kind: str
@@ -80,11 +80,12 @@ def write(run: ImportedRun, to: Path, origin: Origin, *, name: str | None, taken
         run: what to write.
         to: the folder of runs.
         origin: where the run comes from.
-        name: the name of the run's folder; None means that of the run, with a number if another import has it.
-        taken: the names that earlier runs of this import have.
+        name: the name of the run's folder; None means the run's own name, with a number appended if another imported
+            run has a folder of this name.
+        taken: the names of the folders that this import has already written.
 
     Raises:
-        ConfigError: a folder of this name is not an import, or `name` is the import of another run.
+        ConfigError: a folder of this name was not made by an import, or the folder `name` has the import of another run.
         CallsheetError: the folder cannot be written.
     """
     target = _target(to, origin, folder_name(run.name) if name is None else name, is_fixed=name is not None, taken=taken)
