@@ -50,7 +50,7 @@ class TrainBatches:
         self._argument = ""
         self._sharing: Sharing | None = None
         self._epoch: Iterator[Any] | None = None  # the remaining batches of the current epoch
-        self._resumed: Mapping[str, Any] | None = None  # the state that a checkpoint stored; None once the epoch is continued
+        self._resumed: Mapping[str, Any] | None = None  # the state that was loaded; None after the next call of `epoch`
         self.taken = 0
         """How many batches of the current epoch this rank has trained on, including fillers. The training loop counts them."""
 
@@ -90,7 +90,7 @@ class TrainBatches:
     def epoch(self, number: int) -> Iterator[Any]:
         """Return the batches of epoch `number`, counted from 1, except those that were already trained on.
 
-        They are the dataloader's own iterator or, if the ranks share the data, `SharedBatches`.
+        The result is the dataloader's own iterator or, if there are several ranks, a `SharedBatches` iterator.
 
         Raises:
             ConfigError: the data has changed since the checkpoint, and ends before the checkpoint's position.
@@ -132,7 +132,7 @@ class TrainBatches:
 
         The random states are restored after the data has been opened.
 
-        The position may have been saved with another world size. The random states are then those of one of its ranks.
+        The state may come from a run with another world size. Then its random states are those of one rank of that run.
         """
         self._resumed = state
         self.taken, self.seed = state["taken"], state["seed"]

@@ -26,7 +26,7 @@ class TrainLoop:
     """Trains until the run's duration is reached or a stop is requested.
 
     Args:
-        run: the run, whose boundaries are connected.
+        run: the run; `run.connect` must have been called before.
         microbatch_size: samples per microbatch, or None for whole batches.
         gradient_accumulation_steps: how many batches are fetched for one step; the last step of an epoch may have fewer.
         clip_grad_norm: see `Trainer`.
@@ -203,7 +203,7 @@ class TrainLoop:
         ctx = self._ctx
         with self._spans.fetch:
             batch = next(epoch, _END)
-            if batch is None:  # None means the end of the data, so a batch must not be None
+            if batch is None:  # in `ctx.batch`, None means the end of the data, so a batch must not be None
                 raise ConfigError(
                     f"the train_dataloader returned None for a batch of epoch {ctx.epoch}; let its collate_fn drop bad samples, not "
                     "whole batches"
@@ -219,8 +219,8 @@ class TrainLoop:
 
         Return all batches of the step, and whether the epoch has ended.
 
-        Return no batches if a signal came while they were fetched, and they can be fetched again after a resume. That is so in a
-        single process whose dataloader has no state of its own.
+        If a preemption signal arrives meanwhile, return no batches, so that training ends before this step. This is done only in a
+        single process whose dataloader has no `state_dict`, because only then does a resumed run fetch the same batches again.
         """
         ctx = self._ctx
         fetched = [self._fetched(epoch)]
