@@ -46,7 +46,7 @@ def first_error(parser: ArgumentParser, sources: Iterable[Source]) -> str:
 
 @dataclass(slots=True)
 class _Made:
-    """A class or function that is given as the value of a key, and the names of those of its arguments that are given too."""
+    """A class or function that is given as the value of a key, and the names of the arguments that are given for it."""
 
     at: str
     owner: Any

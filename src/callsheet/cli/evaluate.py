@@ -18,7 +18,7 @@ def evaluate(run: str, overrides: Sequence[str], *, checkpoint: str | None = Non
 
     Raises:
         ConfigError: there is no such run or checkpoint, or the run's recipe has no data to evaluate.
-        CheckpointError: the checkpoint is invalid, or a callback cannot load its state from it.
+        CheckpointError: the checkpoint is invalid, or a callback cannot load its state from the checkpoint.
     """
     try:
         job = opened(run, overrides, command="evaluate", checkpoint=checkpoint, with_changes=True)

@@ -40,7 +40,7 @@ callsheet COMMAND --help explains a command.
 """
 
 _RECIPE_FIRST = ("train", "show")
-"""Commands whose first argument is a recipe; all further arguments are its keys."""
+"""Commands whose first argument is a recipe; all further arguments are keys of this recipe and their values."""
 
 _TAKE_KEYS = ("evaluate", "predict", "export")
 """Commands whose own arguments may be followed by values for keys of the recipe."""

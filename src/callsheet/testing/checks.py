@@ -124,7 +124,7 @@ def fits_twice(subject: Subject, folder: Path) -> None:
 
 
 def closes_twice(subject: Subject, folder: Path) -> None:
-    """Check that a run with the callback can be closed twice, with and without training, and that a set-up error is raised."""
+    """Check that a run can be closed twice, with or without training, and that resuming a missing checkpoint raises an error."""
     for trains in (False, True):
         with Scene(subject, _new(folder), subject.make()) as scene:
             if trains:
@@ -248,7 +248,7 @@ def leaves_nothing(subject: Subject, folder: Path) -> None:
 class _Bare:
     """The results of a run without callbacks, for comparison with runs of the callback under test.
 
-    `checkpoint` is the one that the run saved after step `SAVED_AT`.
+    `checkpoint` is the path of the checkpoint that the run saved after step `SAVED_AT`.
     """
 
     weights: dict[str, Tensor]

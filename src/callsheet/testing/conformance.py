@@ -111,7 +111,7 @@ CONFORMANCE: tuple[Check, ...] = tuple(
         ),
     )
 )
-"""All checks, each a function of a factory or `Subject`, and a folder; pytest can parametrise over them."""
+"""All checks. Each takes a callback's factory (or a `Subject`) and a folder. A test can be parametrized over them in pytest."""
 
 
 def check_callback(what: Factory | Subject, folder: str | os.PathLike[str]) -> None:

@@ -136,7 +136,7 @@ class GrammarChecker:
     """Checks events one by one against the lifecycle: which event may come next, and which fields are available.
 
     Args:
-        orders: by span, the order (a regular expression) to check instead of the lifecycle's, as for a host that fetches batches
+        orders: for some spans, a regular expression that replaces the lifecycle's order, for example because a host fetches batches
             ahead.
         within: the span in which the sequence begins, such as `train` for a loop that fires no events outside it; by default the
             whole run.
@@ -255,7 +255,7 @@ def check_events(events: Iterable[str], *, orders: Mapping[str, str] | None = No
 
     Args:
         events: the names of the events, in order.
-        orders: by span, the order (a regular expression) to check instead of the lifecycle's, as for a host that fetches batches
+        orders: for some spans, a regular expression that replaces the lifecycle's order, for example because a host fetches batches
             ahead.
         within: the span in which the sequence begins, such as `train` for a loop that fires no events outside it; by default the
             whole run.

@@ -33,7 +33,7 @@ Factory = Callable[[], Callback]
 class MakesTrainer(Hashable, Protocol):
     """The type of a function that makes a trainer. Each call returns an equal trainer, which trains for 10 steps or more and evaluates.
 
-    The function passes all arguments on to the trainer, and `folder` as `runs_folder`. The trainer's run always has the same name.
+    The function passes its arguments on to the trainer (`folder` as `runs_folder`). The trainer's run always has the same name.
     """
 
     def __call__(self, folder: Path, callbacks: CallbackManager, resume: str | None = None) -> Trainer: ...
@@ -227,7 +227,7 @@ def difference_of_states(subject: Subject, one: Mapping[str, Any], other: Mappin
 def difference(subject: Subject | None, one: Mapping[str, str], other: Mapping[str, str]) -> str:
     """Return, as text, the first name whose values differ between two mappings, or that is missing in one of them.
 
-    Values that the `subject` excludes are ignored. Without a subject, all are compared.
+    Values that the `subject` excludes are ignored. If `subject` is None, all values are compared.
     """
     for name in sorted(one.keys() | other.keys()):
         if (subject is None or subject.compares(name)) and one.get(name) != other.get(name):

@@ -140,7 +140,7 @@ class Moments:
 class Watch:
     """Records the results of a run exactly, for comparison bit for bit.
 
-    The results are its events, each step's loss, every metrics record and evaluation, and the paths of its checkpoints. The
+    The results are the run's events, each step's loss, all metrics records and evaluation results, and the checkpoints' paths. The
     method `record` is called at every event.
     """
 

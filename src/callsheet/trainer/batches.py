@@ -102,7 +102,7 @@ class TrainBatches:
         resumed, self._resumed = self._resumed, None
         if resumed is not None and resumed["place"] is not None:
             self._epoch = self._sharing.resume(number, self.taken, resumed["place"], resumed["now"])
-            # Opening the data has drawn random numbers, so restore the random states last.
+            # Creating the iterator has drawn random numbers, so restore the random states afterwards.
             restore_random_state_of(self._loader, resumed["now"])
         else:
             self._epoch = self._sharing.begin(number, resumed["now"] if resumed is not None else None)
@@ -130,7 +130,7 @@ class TrainBatches:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state that `state_dict` returned. When the next epoch begins, training continues at the saved position.
 
-        The random states are restored after the data has been opened.
+        The random states are restored after the dataloader's iterator is created, because creating the iterator changes them.
 
         The state may come from a run with another world size. Then its random states are those of one rank of that run.
         """
@@ -149,7 +149,7 @@ class TrainBatches:
             self.seed,
             argument=self._argument,
             shard=self._shard,
-            # False for a single process that resumes a run of several ranks, because it continues the order of those ranks.
+            # False for a single process that resumes a run of several ranks, which then keeps the order of those ranks.
             alone=world.size == 1 and way in (None, "own"),
             count_samples=self._count_samples,
         )

@@ -308,7 +308,7 @@ class Evaluation:
             weights.append(weight := 0 if is_filler else self._task.weight(batch))
             for name, loss in losses.items() if isinstance(losses, Mapping) else [("loss", losses)]:
                 part = loss.detach().double() * weight
-                counts = weight > 0  # a batch of weight 0 must not count, because its mean is NaN
+                counts = weight > 0  # a batch of weight 0 must not count, because its mean loss may be NaN
                 part = (
                     torch.where(counts, part, 0.0) if isinstance(counts, Tensor) else part if counts else torch.zeros_like(part)
                 )

@@ -136,7 +136,10 @@ class MicrobatchPlan:
 
     @property
     def scale(self) -> Any:
-        """The factor for this rank's loss. With it, the gradients averaged over the ranks are the gradients of the global mean loss."""
+        """The factor for this rank's loss; None means 1.
+
+        With this factor, the average of the ranks' gradients is the gradient of the mean loss over all ranks.
+        """
         if self._work is not None:
             self._work.wait()
             self._work = None

@@ -151,7 +151,7 @@ class ParallelModel:
     def gradients_meet(self, meet: bool) -> None:
         """Set whether the next forward and backward pass reduces the gradients over the ranks.
 
-        Only the last backward pass of a step does so.
+        Only the last backward pass of a step needs to reduce them.
         """
         if meet == self._meet:
             return

@@ -86,7 +86,7 @@ class Trainer:
             the parameters are final, after sharding.
         scheduler: a learning rate scheduler, stepped after every optimizer step, or a function that takes the optimizer.
         max_duration: how long `fit` trains, such as `"2ep"`, `"1000ba"`, `"10m"`; a number without a unit is rejected.
-        metrics: torchmetrics by name, computed over each evaluated dataset; only if `task` is a loss function or None.
+        metrics: torchmetrics by name, computed over each evaluated dataset; allowed only if `task` is a loss function or None.
         microbatch_size: samples per microbatch; gradients are accumulated over a batch's microbatches. None: do not split
             batches.
         gradient_accumulation_steps: how many batches are fetched for one step; an epoch's last step may have fewer. The step's
@@ -95,8 +95,8 @@ class Trainer:
         precision: `"fp32"`, the model's own type; `"bf16"` or `"fp16"`, under autocast, the latter with loss scaling.
         parallel: `"auto"`, `"single"`, `"ddp"`, `"fsdp"`, or a `Parallel` with further options. torchrun starts the ranks.
         shard_data: True if the dataloaders yield the same data on every rank; the Trainer then divides the batches among the
-            ranks. False if each rank's dataloader already yields only that rank's part. A dataloader's batch size is per rank. A
-            `DistributedSampler` is detected.
+            ranks. False if each rank's dataloader already yields only that rank's part. A dataloader's batch size is per rank. The
+            data of a dataloader with a `DistributedSampler` is not divided again.
         compile: whether to compile the model's forward pass; a mapping is passed to `torch.compile`. The modes that record CUDA graphs
             (`reduce-overhead`, `max-autotune`) need one microbatch per step.
         gradient_checkpointing: recompute activations in the backward pass, if the model supports it.

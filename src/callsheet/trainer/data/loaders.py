@@ -115,7 +115,7 @@ def chain_of(dataset: Any) -> list[Any]:
 
 
 def generators(*owners: Any) -> list[torch.Generator]:
-    """Return the torch generators in the attribute `generator` of these objects, each generator once."""
+    """Return the torch generators in the attribute `generator` of the `owners`, each generator once."""
     found = [getattr(owner, "generator", None) for owner in owners]
     return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
 
@@ -217,8 +217,8 @@ def _without_state(loader: Any) -> list[Any]:
 def attributes(owners: Iterable[Any]) -> dict[str, int]:
     """Return a checksum for each attribute of `owners` that is a number, text, container or None. `changed` compares two such results.
 
-    The epoch of an object with `set_epoch` is left out, because the Trainer sets it. Left out are also values that cannot be
-    pickled, and those whose pickle is larger than a megabyte, not counting tensors and arrays.
+    The epoch of an object with `set_epoch` is left out, because the Trainer sets it. Values that cannot be pickled are left out
+    too, and so are values whose pickle is larger than a megabyte, not counting tensors and arrays.
     """
     found: dict[str, int] = {}
     for number, owner in enumerate(owners):

@@ -54,7 +54,7 @@ class PreshardedData:
 
     Args:
         seed: the seed of augmentation in persistent workers.
-        sets_epoch: whether to call `set_epoch` of the user's samplers and datasets. A hand-written loop calls `set_epoch` itself.
+        sets_epoch: whether to call `set_epoch` of the user's samplers and datasets; False if the user's training loop does so.
     """
 
     way = "own"
@@ -321,7 +321,7 @@ class _OwnBatches(SharedBatches):
         self._first_again = first_again
         self._answer: Pending | None = None
         self.ended_after: int | None = None
-        """How many batches this rank had, without fillers; None until its dataloader has ended."""
+        """How many batches this rank had in the epoch, without fillers; None until its dataloader has ended."""
 
     def __next__(self) -> Any:
         if self._is_agreed and self._fetched == self._length:
@@ -347,7 +347,7 @@ class _OwnBatches(SharedBatches):
         if self._length is not None:
             return True
         if self._answer is not None:
-            self._answer.wait()  # end the reduction for the previous batch, which is complete by now
+            self._answer.wait()  # finish the reduction of the previous batch before the next one begins
         self._answer = answer = self._world.begin_max([has])
         if has:
             return True

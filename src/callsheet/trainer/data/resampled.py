@@ -25,7 +25,7 @@ from callsheet.trainer.data.strategies import SharedBatches
 class ResampledData:
     """The strategy `split`: a DataLoader's samples are split between the ranks, in an order that depends on `seed` and epoch.
 
-    The dataset is wrapped in a `SeededDataset`. The position in an epoch is how many samples of the order all ranks together have
+    The dataset is wrapped in a `SeededDataset`. The position in an epoch is the number of samples that all ranks together have
     trained on. So any number of ranks can continue from the position, and a resume loads no samples to reach it.
     """
 

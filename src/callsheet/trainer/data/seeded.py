@@ -38,7 +38,7 @@ def mixed(*numbers: int) -> int:
 def seed_states(number: int) -> None:
     """Seed the random states of Python and NumPy, and the CPU's random state of torch.
 
-    NumPy and torch each get one half of the number, because from the same 32 bits they would draw the same numbers.
+    NumPy and torch each get one half of the number, because with the same 32 bits as seed both would draw the same numbers.
     `torch.manual_seed` is not used, because it would also seed devices, and takes a hundred times as long.
     """
     random.seed(number)
@@ -59,7 +59,7 @@ def cpu_random_state() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def seeded(number: int, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
-    """Seed all random states and these generators with `number`. Restore their earlier states when the `with` block ends."""
+    """Seed all random states and the `generators` with `number`. Restore their earlier states when the `with` block ends."""
     outer, before = cpu_random_state(), [generator.get_state() for generator in generators]
     seed_states(number)
     for generator in generators:
@@ -104,7 +104,7 @@ class _Seeds:
         self._own: list[Any] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch from which the random states are seeded, also in the workers."""
+        """Set the epoch, from which the random states of this process and of the workers are seeded."""
         self._shared[0] = epoch
 
     def note(self) -> None:
