@@ -1,6 +1,7 @@
 """Finds out why jsonargparse rejects the values of a recipe's keys, for an error message of one line.
 
-jsonargparse lists everything that it has tried. `first_error` checks the values a second time, one by one, against their types.
+The messages of jsonargparse are long, because they list all types that were tried. `first_error` therefore checks the values a
+second time, one by one, against the types of their keys.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def first_error(parser: ArgumentParser, sources: Iterable[Source]) -> str:
 
 @dataclass(slots=True)
 class _Made:
-    """A class or function that is given as the value of a key, and the names of those of its arguments that are given too."""
+    """A class or function that is given as the value of a key, and the names of the arguments that are given for it."""
 
     at: str
     owner: Any
@@ -128,7 +129,7 @@ class _Check:
             yield from self._spec(kind, content, at)
 
     def _spec(self, kind: Any, spec: Any, at: str) -> _Errors:
-        """Check the import path and arguments of a class. Without a path, check the class most recently given for this key."""
+        """Check a class's import path and arguments. Without a path, the arguments are for the class last given for this key."""
         base = base_of(kind)
         spec = {"class_path": spec} if isinstance(spec, str) else spec
         if not isinstance(spec, Mapping):

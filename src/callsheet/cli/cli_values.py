@@ -59,7 +59,7 @@ class Source:
 def sources_of(path: Path, variables: Mapping[str, str], overrides: Sequence[str]) -> Iterator[Source]:
     """Yield the sources of values in order: the recipe file, environment variables, arguments of the command line.
 
-    Each overrides those before it.
+    Each source overrides the sources before it.
 
     Raises:
         ConfigError: a file cannot be read, or is not a YAML mapping.

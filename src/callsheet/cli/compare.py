@@ -34,7 +34,7 @@ def compare(
 ) -> tuple[str, bool]:
     """Compare runs. Return the text to print, and whether a condition of `fail_if` is met.
 
-    With `out`, write the page to this file and print its path.
+    With `out`, write an HTML page of the comparison to this file. The text then has the path of the page instead of the tables.
 
     Raises:
         ConfigError: no such run, fewer than two runs, an unknown metric or setting, or a condition that cannot be read.
@@ -86,11 +86,11 @@ def _page(comparison: Comparison, out: str, metrics: Sequence[str]) -> Path:
 def chosen(given: Sequence[str], *, folder: Path, last: int | None, least: int = 2) -> list[Path]:
     """Return the folders of the runs that `given` lists by name, folder or pattern, without duplicates and in the order of `given`.
 
-    With `last`, return only the newest of them, sorted with the oldest first, so that the baseline is the oldest. Archived runs are left
-    out unless they are named.
+    With `last`, return only the newest `last` of these runs, and the oldest of them first, because the first run is the baseline.
+    Archived runs are returned only if `given` contains their own names or folders.
 
     Raises:
-        ConfigError: no such run, or fewer than `least`.
+        ConfigError: there is no such run, or there are fewer runs than `least`.
     """
     found = list(dict.fromkeys(each for word in given for each in runs_named(word, folder)))
     if last is not None:

@@ -35,7 +35,7 @@ def arguments(parser: ArgumentParser, variables: Mapping[str, str]) -> dict[str,
     Print a warning for a variable whose name is close to that of a key.
 
     Raises:
-        ConfigError: a variable would name code to import.
+        ConfigError: a variable would decide which code is imported.
     """
     types = typed_keys(parser)
     rejected = [key for key, kind in types.items() if names_code(kind)] + list(_FILES)

@@ -17,8 +17,8 @@ def evaluate(run: str, overrides: Sequence[str], *, checkpoint: str | None = Non
     """Evaluate a run's model and return a table of the results. If `out` is given, also write the results there as JSON.
 
     Raises:
-        ConfigError: there is no such run or checkpoint, or its recipe evaluates nothing.
-        CheckpointError: the checkpoint is invalid, or a callback cannot load its state from it.
+        ConfigError: there is no such run or checkpoint, or the run's recipe has no data to evaluate.
+        CheckpointError: the checkpoint is invalid, or a callback cannot load its state from the checkpoint.
     """
     try:
         job = opened(run, overrides, command="evaluate", checkpoint=checkpoint, with_changes=True)

@@ -14,7 +14,7 @@ from callsheet.cli.key_types import names_code
 class KeyHelp(DefaultHelpFormatter):
     """jsonargparse's help formatter, except that keys whose values are classes show only class names.
 
-    All arguments and subclasses would hide the other keys.
+    A list of all subclasses and their arguments would be so long that the other keys are hard to find.
     """
 
     def _get_help_string(self, action: Action) -> str:

@@ -45,7 +45,7 @@ def names_code(kind: Any) -> bool:
 def base_of(kind: Any) -> type | None:
     """If a value of this type is the import path of a class, return the base class that this class must have. Otherwise return None.
 
-    For a callable type this is its return type, for a class the class itself.
+    If the type is a `Callable`, the base class is its return type. If the type is a class, the base class is this class.
     """
     if get_origin(kind) is Callable:
         made = get_args(kind)[1]

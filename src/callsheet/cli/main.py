@@ -40,7 +40,7 @@ callsheet COMMAND --help explains a command.
 """
 
 _RECIPE_FIRST = ("train", "show")
-"""Commands whose first argument is a recipe; all further arguments are its keys."""
+"""Commands whose first argument is a recipe; all further arguments are keys of this recipe and their values."""
 
 _TAKE_KEYS = ("evaluate", "predict", "export")
 """Commands whose own arguments may be followed by values for keys of the recipe."""
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The status is 0 for success, 1 if the run failed, 2 for wrong arguments, and 130 on Ctrl-C.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
-    if words[:1] == ["exec"]:  # errors of the script are not handled below, because they are not errors of callsheet
+    if words[:1] == ["exec"]:  # return here, because errors of the user's script must not be handled as errors of callsheet
         return _exec(argparse.Namespace(), words[1:])
     parser = _parser()
     if words and not words[0].startswith("-") and words[0] not in (commands := parser.get_default("commands")):

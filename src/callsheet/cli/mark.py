@@ -29,7 +29,7 @@ def mark(
     """Change the notes about runs (tags, note, archived), and return the new notes as text, one line for each run.
 
     Raises:
-        ConfigError: there is no such run, a tag is not possible, or a file cannot be written.
+        ConfigError: there is no such run, a tag is invalid, or a file cannot be written.
     """
     found = _chosen(given, Path(folder))
     if not add and not remove and note is None and is_archived is None:
@@ -41,10 +41,10 @@ def mark(
 def delete(given: Sequence[str], *, folder: str = "runs", is_confirmed: bool = False) -> Iterator[str]:
     """Delete the folders of runs after a confirmation on the terminal. Yield a line of text for each deleted run.
 
-    A run is first renamed, so that an interruption leaves no run with a part of its files.
+    Before its files are deleted, a run's folder is renamed, so that an interruption does not leave an incomplete run.
 
     Raises:
-        ConfigError: there is no such run, a run is being trained or is a link, it cannot be deleted, or nobody confirms it.
+        ConfigError: there is no such run, a run is being trained, is a link or cannot be deleted, or the user does not confirm.
     """
     found = _chosen(given, Path(folder))
     _check_can_be_deleted(found)

@@ -18,7 +18,7 @@ def run_folder(run: str, folder: Path = RUNS) -> Path:
     """Return the folder of the run that `run` names: a path, or the name of a run in `folder`.
 
     Raises:
-        ConfigError: there is no such folder, or it has no run; the message names the closest one.
+        ConfigError: there is no such folder (the message suggests a similar name), or the folder is not that of a run.
     """
     places = [Path(run)] if Path(run).name != run else [folder / run, Path(run)]
     for place in places:
@@ -35,7 +35,7 @@ def run_folder(run: str, folder: Path = RUNS) -> Path:
 def runs_named(word: str, folder: Path, *, with_archived: bool = False) -> Iterator[Path]:
     """Yield the folders of the runs that `word` names. `word` is the name of a run in `folder`, a path, a folder of runs, or a pattern.
 
-    Archived runs are left out of folders of runs and of what matches a pattern, unless `with_archived`.
+    If `word` is a folder of runs or a pattern, archived runs are yielded only if `with_archived` is True.
 
     Raises:
         ConfigError: there is no such run.

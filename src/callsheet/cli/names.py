@@ -9,7 +9,7 @@ import yaml
 from callsheet.core.callback import Callback
 
 FORMAT = "callsheet"
-"""The name under which jsonargparse knows the format of recipe files: YAML, with `name`."""
+"""The name under which jsonargparse knows the format of recipe files: YAML in which a callback may have the key `name`."""
 
 NAMED = f"{__name__}.named"
 """The import path of the function `named`. A call of this function replaces each callback that has a `name` in a recipe file."""

@@ -30,12 +30,12 @@ def opened(
     """Return the recipe of an existing run, with the run's weights loaded. The caller must close the recipe's trainer.
 
     Args:
-        run: a run's folder, its name in `runs/`, or the file or name of a recipe with a run.
+        run: a run's folder, its name in `runs/`, or the file or name of a recipe of which there is a run.
         overrides: values that override those of the run, as on the command line.
         command: the command for which the run is opened.
         checkpoint: a path, or the name of one of the run's checkpoints; None is the newest one whose weights and loss are finite.
-        with_changes: whether the run's callbacks that change the weights, such as an EMA, are used; all other callbacks never
-            are.
+        with_changes: whether to use the run's callbacks of phase `change`, such as an EMA, which change the weights. The run's
+            other callbacks are never used.
 
     Raises:
         ConfigError: there is no such run, checkpoint or key, or a value has a wrong type.

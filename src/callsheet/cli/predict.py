@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def predict(run: str, overrides: Sequence[str], *, rows: str, checkpoint: str | None = None, out: str | None = None) -> str:
     """Write the model's answer for each row to `out` or to standard output.
 
-    `out` appears when it is complete; on standard output, answers appear one by one.
+    The file `out` is created when all answers are complete. On standard output, each answer is printed when it is ready.
 
     Return a summary to print at the end.
 

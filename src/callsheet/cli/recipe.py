@@ -74,7 +74,7 @@ class Values:
     def _place_of(self, error: ConfigError) -> str:
         """Return the place of the value that a class rejected with `error`, such as `mine.yaml:7: callbacks[2] (CheckpointSaver): `.
 
-        Return an empty string if it is not found.
+        Return an empty string if the place is unknown.
         """
         kinds = typed_keys(self.parser)
         for key in (key for key, kind in kinds.items() if names_code(kind) and item_of(kind, list)):
@@ -216,7 +216,7 @@ def recipe_parser(kind: type[Recipe[Any]], path: Path, *, command: str, title: s
         # Import all callbacks, because jsonargparse finds a class by its bare name only if the class is imported.
         getattr(callbacks, name)
     names.register()
-    explains = f"callsheet {command if command == 'show' else 'train'} {title}"  # only these commands explain keys
+    explains = f"callsheet {command if command == 'show' else 'train'} {title}"  # only `train` and `show` have `--help` for keys
     parser = ArgumentParser(
         prog=explains,
         usage=f"{explains} [--KEY VALUE ...]",

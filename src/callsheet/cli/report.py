@@ -15,7 +15,7 @@ def report(run: str, *, out: str | None = None) -> str:
 
     Raises:
         ConfigError: there is no such run.
-        CallsheetError: the page cannot be written there.
+        CallsheetError: the page cannot be written to `out`.
     """
     folder = run_folder(run)
     if not any((folder / name).is_file() for name in _RECORDS):

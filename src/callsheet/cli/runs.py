@@ -96,7 +96,7 @@ def runs(
         where: conditions such as `validation/loss < 2`; only runs that fulfill all of them are listed.
         columns: names of columns, metrics and settings; empty: the default columns.
         sort: the name of a column, metric or setting.
-        is_reversed: whether to sort the other way round.
+        is_reversed: whether to reverse the order.
         metric: the metric of the columns `last`, `lowest` and `highest`.
         shows_archived: whether to list archived runs too.
         as_json: whether to return JSON.

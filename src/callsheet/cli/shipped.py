@@ -14,11 +14,11 @@ RECIPES = {
     "classify": "callsheet.recipes.classify.Classify",
     "distill": "callsheet.recipes.distill.Distill",
 }
-"""The recipes by name."""
+"""The import path of each recipe's class, by the recipe's name."""
 
 
 def recipe_path(recipe: str, *, is_shipped: bool = False) -> Path:
-    """Return the path of the recipe file for `recipe`, which is a shipped recipe's name or, unless `is_shipped`, a path.
+    """Return the path of a recipe file. `recipe` is a path or a shipped recipe's name; if `is_shipped`, it is only such a name.
 
     Raises:
         ConfigError: there is no such file.

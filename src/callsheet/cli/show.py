@@ -23,7 +23,7 @@ def show(recipe: str, overrides: list[str]) -> str:
     """Return a recipe's or run's settings and call sheet (the table of all handlers) as text. No model is made, and no data is read.
 
     Raises:
-        ConfigError: `callsheet train` would reject the recipe too.
+        ConfigError: there is no such recipe or run, or the recipe is invalid.
     """
     if not recipe.endswith(".py") and not Path(recipe).is_file() and recipe not in RECIPES:
         if (run := file_of_run(recipe)) is None:

@@ -136,7 +136,7 @@ def _runs_of(words: Iterable[str], folder: Path) -> list[Path]:
 def _has_screen() -> bool:
     """Return whether a browser that this process opens would appear on the user's screen.
 
-    Without a screen, a text browser would block the terminal.
+    Without a screen, a text browser could be opened instead, which would block the terminal.
     """
     if sys.platform in ("darwin", "win32"):
         return "SSH_CONNECTION" not in os.environ

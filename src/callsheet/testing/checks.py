@@ -87,7 +87,7 @@ def registers(subject: Subject, folder: Path) -> None:
 def two_work_in_one_run(subject: Subject, folder: Path) -> None:
     """Check that two callbacks of the tested class, with different names, work in one run.
 
-    If they cannot, an error with both names must reject the second one when the run starts.
+    If they cannot work in one run, a ConfigError or RegistrationError that names both must be raised.
     """
     both = _named(subject)
     try:
@@ -101,9 +101,7 @@ def two_work_in_one_run(subject: Subject, folder: Path) -> None:
 def fits_twice(subject: Subject, folder: Path) -> None:
     """Check that the callback still works when `fit` is called again after an evaluation.
 
-    In another run, the callback must act like a new one.
-
-    It must log no warning twice.
+    In another run, the used callback must act like a new one. In a single run, a callback must log no warning twice.
     """
     used, fresh = subject.make(), subject.make()
     with Scene(subject, _new(folder), used) as scene:
@@ -126,7 +124,7 @@ def fits_twice(subject: Subject, folder: Path) -> None:
 
 
 def closes_twice(subject: Subject, folder: Path) -> None:
-    """Check that a run with the callback can be closed twice, with and without training, and that a set-up error is raised."""
+    """Check that a run can be closed twice, with or without training, and that resuming a missing checkpoint raises an error."""
     for trains in (False, True):
         with Scene(subject, _new(folder), subject.make()) as scene:
             if trains:
@@ -250,7 +248,7 @@ def leaves_nothing(subject: Subject, folder: Path) -> None:
 class _Bare:
     """The results of a run without callbacks, for comparison with runs of the callback under test.
 
-    `checkpoint` is the one that the run saved after step `SAVED_AT`.
+    `checkpoint` is the path of the checkpoint that the run saved after step `SAVED_AT`.
     """
 
     weights: dict[str, Tensor]

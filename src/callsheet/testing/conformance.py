@@ -85,8 +85,8 @@ def _check(check: Callable[[Subject, Path], None]) -> Check:
 def runs_on_ranks(subject: Subject, folder: Path) -> None:
     """Check that the callback works on two ranks.
 
-    The outcome and the records must be the same on both, the callback must not change training, and it must be possible to resume
-    the run.
+    The outcome and the metrics records must be the same on both ranks, the callback must not change training (except in the phases
+    `change` and `decide`), and it must be possible to resume the run.
     """
     for error in find_on_ranks([subject], folder):
         if error is not None:
@@ -111,7 +111,7 @@ CONFORMANCE: tuple[Check, ...] = tuple(
         ),
     )
 )
-"""All checks, each a function of a factory or `Subject`, and a folder; pytest can parametrise over them."""
+"""All checks. Each takes a callback's factory (or a `Subject`) and a folder. A test can be parametrized over them in pytest."""
 
 
 def check_callback(what: Factory | Subject, folder: str | os.PathLike[str]) -> None:
@@ -125,7 +125,7 @@ def check_callback(what: Factory | Subject, folder: str | os.PathLike[str]) -> N
 
     Raises:
         ConformanceError: the callback does not pass a check; the message has a hint.
-        unittest.SkipTest: the callback passes everything that could be checked; the reason says what could not.
+        unittest.SkipTest: the callback passes all checks that could run; the reason says which checks could not run.
 
     Examples:
         >>> from callsheet.callbacks import LRMonitor

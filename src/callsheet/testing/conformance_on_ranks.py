@@ -224,7 +224,7 @@ def _error_of(ends: list[_End | None], crash: str, timeout: float) -> str:
 def _difference(one: _End, other: _End) -> str:
     """Return the first difference between the metrics records of two ranks as text; empty if there is none.
 
-    Even times must be equal, because ranks that decide by a record must see the same values.
+    Even measured times must be equal, because callbacks that decide by a metrics record must see the same values on all ranks.
     """
     if [step for step, _ in one.records] != [step for step, _ in other.records]:
         return f"of the steps {[step for step, _ in one.records]} in one, {[step for step, _ in other.records]} in the other"

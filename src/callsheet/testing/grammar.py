@@ -1,8 +1,8 @@
 """Checks a sequence of events against callsheet's lifecycle: the order of the events, and the fields that are available at each.
 
-Every `order` in the lifecycle's table is a regular expression over names. The checker takes its derivative by each name, which is the
-expression for what may follow (Brzozowski, "Derivatives of regular expressions", 1964). So it finds a violation at the first wrong
-event, and its message can list the events that were possible there.
+Every `order` in the lifecycle's table is a regular expression over names. After each name, the checker replaces the expression by
+its derivative, the expression for what may follow that name (Brzozowski, "Derivatives of regular expressions", 1964). So the
+checker finds a violation at the first wrong event, and can list the events that were possible there.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ class GrammarChecker:
     """Checks events one by one against the lifecycle: which event may come next, and which fields are available.
 
     Args:
-        orders: the order inside those spans in which it differs from the lifecycle's, as in a host that fetches batches ahead.
+        orders: for some spans, a regular expression that replaces the lifecycle's order, for example because a host fetches batches
+            ahead.
         within: the span in which the sequence begins, such as `train` for a loop that fires no events outside it; by default the
             whole run.
 
@@ -231,8 +232,8 @@ class GrammarChecker:
     def _follow_windows(self, event: str, depth: int) -> None:
         """Update which fields are available at `event`. `depth` is the number of spans that were open before this event.
 
-        A window closes at the latest before the end of the span that contains its first event. This matters for the last fetch of
-        an epoch, whose window no step closes.
+        A field's window closes at the latest before the end of the span that contains the window's first event. This matters for
+        the last fetch of an epoch: no step follows that would close the windows which begin at this fetch.
         """
         ended = event in SPAN_OF and len(self._open) < depth
         for name, (closes, parent) in list(self._windows.items()):
@@ -254,7 +255,8 @@ def check_events(events: Iterable[str], *, orders: Mapping[str, str] | None = No
 
     Args:
         events: the names of the events, in order.
-        orders: the order inside those spans in which it differs from the lifecycle's, as in a host that fetches batches ahead.
+        orders: for some spans, a regular expression that replaces the lifecycle's order, for example because a host fetches batches
+            ahead.
         within: the span in which the sequence begins, such as `train` for a loop that fires no events outside it; by default the
             whole run.
 

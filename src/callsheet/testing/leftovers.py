@@ -56,7 +56,7 @@ def settings_left(before: Surroundings) -> list[str]:
 def more_left(before: Surroundings) -> list[str]:
     """Return the threads, processes, open files and environment variables that did not exist in the snapshot `before`.
 
-    This waits a while for them to end.
+    Wait up to `PATIENCE` seconds, so that threads and processes can end.
     """
     deadline = time.monotonic() + PATIENCE
     while found := _more(before):

@@ -42,10 +42,10 @@ class RanksFailed(AssertionError):
 class RankProcesses:
     """Starts a function in several processes, each of which is one rank.
 
-    They get this process's environment and the variables that torchrun adds.
+    These processes get the environment of the starting process and the variables that torchrun adds.
 
-    This process hosts the store for the rendezvous, which outlives every rank. Leaving the `with` block kills ranks that still
-    run.
+    The starting process hosts the rendezvous store, so the store remains when a rank ends. Leaving the `with` block kills ranks
+    that still run.
 
     Args:
         function: called in each process. It is imported by its name, so it must be defined at the top of a module. Its result is
@@ -151,7 +151,7 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        # With this variable, torch does not start a rendezvous store in rank 0, because the starting process hosts the store.
+        # With this variable, rank 0 does not start a rendezvous store, but uses the store of the process that started the ranks.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
 

@@ -33,7 +33,7 @@ Factory = Callable[[], Callback]
 class MakesTrainer(Hashable, Protocol):
     """The type of a function that makes a trainer. Each call returns an equal trainer, which trains for 10 steps or more and evaluates.
 
-    The function passes `folder` on as the trainer's `runs_folder`, and `resume`. The name of its run is always the same.
+    The function passes its arguments on to the trainer (`folder` as `runs_folder`). The trainer's run always has the same name.
     """
 
     def __call__(self, folder: Path, callbacks: CallbackManager, resume: str | None = None) -> Trainer: ...
@@ -115,7 +115,7 @@ class Scene:
         checking: passed to `CallbackManager`.
 
     Raises:
-        Found: the lifecycle does not allow the events, or a callback failed and was isolated.
+        Found: the lifecycle does not allow the events, or a callback raised an error that was only logged (`on_error="isolate"`).
     """
 
     def __init__(
@@ -201,7 +201,7 @@ def difference_of_records(
 ) -> str:
     """Return, as text, the first difference between two runs' metrics records, except for values that vary from run to run.
 
-    The result is empty if there is none.
+    The text is empty if there is no difference.
     """
     for (step, values), (other_step, others) in zip(one, other, strict=False):
         if step != other_step:
@@ -219,7 +219,7 @@ def difference_of_records(
 def difference_of_states(subject: Subject, one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """Return, as text, the first difference between two states of a callback, except for values that vary from run to run.
 
-    The result is empty if there is none.
+    The text is empty if there is no difference.
     """
     return difference(subject, dict(_leaves(one, "state")), dict(_leaves(other, "state")))
 
@@ -227,7 +227,7 @@ def difference_of_states(subject: Subject, one: Mapping[str, Any], other: Mappin
 def difference(subject: Subject | None, one: Mapping[str, str], other: Mapping[str, str]) -> str:
     """Return, as text, the first name whose values differ between two mappings, or that is missing in one of them.
 
-    Values that the `subject` excludes are ignored. Without a subject, all are compared.
+    Values that the `subject` excludes are ignored. If `subject` is None, all values are compared.
     """
     for name in sorted(one.keys() | other.keys()):
         if (subject is None or subject.compares(name)) and one.get(name) != other.get(name):

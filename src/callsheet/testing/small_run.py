@@ -21,7 +21,7 @@ STEPS = 10
 SAVED_AT = 3
 """The step of the small run after which a checkpoint is requested.
 
-It is inside an epoch, between two metrics records, and between two evaluations.
+This step is inside an epoch, between two metrics records, and between two evaluations.
 """
 
 FIRED_AT = (2, 7)
@@ -54,10 +54,10 @@ class SmallModel(nn.Module):
 def small_trainer(folder: Path, callbacks: CallbackManager, resume: str | None = None) -> Trainer:
     """Return a trainer for a `SmallModel` on the CPU, with microbatches, a scheduler, clipping, metrics records and evaluation.
 
-    All trainers that it returns are equal.
+    Each call returns an equal trainer.
 
-    It trains for 10 steps in epochs of 6, makes a metrics record every 2 steps and evaluates `validation` every 4. On several ranks,
-    which share the data, an epoch has fewer steps.
+    The trainer trains for 10 steps in epochs of 6 steps, makes a metrics record every 2 steps, and evaluates `validation` every
+    4 steps. If several ranks share the data, an epoch has fewer steps.
 
     Args:
         folder: the trainer's `runs_folder`; the run is in its subfolder `small`.
@@ -118,7 +118,7 @@ class Moments:
         """Whether `act` was called."""
 
     def record(self, ctx: Context) -> None:
-        """Request a checkpoint, log values or call `act`, if the current event and step are those planned for it."""
+        """Request a checkpoint, log values and call `act`, each at the event and step that are planned for it."""
         if ctx.event == "on_train_step_end" and ctx.step == SAVED_AT:
             ctx.control.save("for the test", replicated=True)
         if ctx.event == "on_train_step_end" and ctx.step in FIRED_AT:
@@ -140,7 +140,7 @@ class Moments:
 class Watch:
     """Records the results of a run exactly, for comparison bit for bit.
 
-    The results are its events, each step's loss, every metrics record and evaluation, and the paths of its checkpoints. The
+    The results are the run's events, each step's loss, all metrics records and evaluation results, and the checkpoints' paths. The
     method `record` is called at every event.
     """
 

@@ -27,13 +27,13 @@ from callsheet.trainer.batches import Loader
 from callsheet.trainer.parallel import Parallel
 
 _MAY_DIFFER = ("self", "device", "config", "runs_folder", "log_ranks", "callbacks", "loggers")
-"""Arguments of the Trainer that may differ between ranks. Callbacks are compared only if they must run on all ranks."""
+"""Arguments of the Trainer that may differ between ranks, except that callbacks which need all ranks must be the same on all."""
 
 
 def duration(given: str | int | Time, epochs_per_round: int | None, argument: str = "max_duration") -> Time:
     """Return `max_duration` as a Time.
 
-    A number without a unit is rejected, because some frameworks would count epochs and others batches.
+    A number without a unit is rejected, because its unit would be unclear: some frameworks count epochs, others batches.
     """
     bare = str(given).strip()
     if not isinstance(given, (Time, bool)) and re.fullmatch(r"\d+\.\d*", bare):
@@ -59,7 +59,7 @@ def duration(given: str | int | Time, epochs_per_round: int | None, argument: st
 def log_boundary(given: str | int | Time) -> Interval:
     """Return `log_interval` as an Interval, which says how often a metrics record is made.
 
-    Only units that advance between log boundaries are valid.
+    The unit must be batches, epochs or rounds, because the counts of all other units are updated only at log boundaries.
     """
     every = Interval.of("log_interval", given)
     if every.every.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.ROUND):
@@ -74,10 +74,10 @@ def check_same_on_all_ranks(
 ) -> None:
     """Raise ConfigError if arguments differ between the ranks. All ranks must call this function.
 
-    Ranks with different arguments would later wait for each other in different places.
+    Ranks with different arguments would later run different collectives, and hang.
 
-    Arguments that are not plain values must be given on all ranks or on none. A callback that needs all ranks must be given on
-    every rank.
+    An argument that is not a plain value, such as a function, must be given on all ranks or on none. A callback that needs all
+    ranks must be given on every rank.
     """
     here = {name: _text_of(value) for name, value in arguments.items() if name not in _MAY_DIFFER}
     here["evaluators"] = repr([(name, evaluator.interval) for name, evaluator in evaluators.items()])

@@ -50,7 +50,7 @@ class TrainBatches:
         self._argument = ""
         self._sharing: Sharing | None = None
         self._epoch: Iterator[Any] | None = None  # the remaining batches of the current epoch
-        self._resumed: Mapping[str, Any] | None = None  # the state that a checkpoint stored; None once the epoch is continued
+        self._resumed: Mapping[str, Any] | None = None  # the state that was loaded; None after the next call of `epoch`
         self.taken = 0
         """How many batches of the current epoch this rank has trained on, including fillers. The training loop counts them."""
 
@@ -90,7 +90,7 @@ class TrainBatches:
     def epoch(self, number: int) -> Iterator[Any]:
         """Return the batches of epoch `number`, counted from 1, except those that were already trained on.
 
-        They are the dataloader's own iterator or, if the ranks share the data, `SharedBatches`.
+        The result is the dataloader's own iterator or, if there are several ranks, a `SharedBatches` iterator.
 
         Raises:
             ConfigError: the data has changed since the checkpoint, and ends before the checkpoint's position.
@@ -102,7 +102,7 @@ class TrainBatches:
         resumed, self._resumed = self._resumed, None
         if resumed is not None and resumed["place"] is not None:
             self._epoch = self._sharing.resume(number, self.taken, resumed["place"], resumed["now"])
-            # Opening the data has drawn random numbers, so restore the random states last.
+            # Creating the iterator has drawn random numbers, so restore the random states afterwards.
             restore_random_state_of(self._loader, resumed["now"])
         else:
             self._epoch = self._sharing.begin(number, resumed["now"] if resumed is not None else None)
@@ -130,9 +130,9 @@ class TrainBatches:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state that `state_dict` returned. When the next epoch begins, training continues at the saved position.
 
-        The random states are restored after the data has been opened.
+        The random states are restored after the dataloader's iterator is created, because creating the iterator changes them.
 
-        The position may have been saved with another world size. The random states are then those of one of its ranks.
+        The state may come from a run with another world size. Then its random states are those of one rank of that run.
         """
         self._resumed = state
         self.taken, self.seed = state["taken"], state["seed"]
@@ -149,7 +149,7 @@ class TrainBatches:
             self.seed,
             argument=self._argument,
             shard=self._shard,
-            # False for a single process that resumes a run of several ranks, because it continues the order of those ranks.
+            # False for a single process that resumes a run of several ranks, which then keeps the order of those ranks.
             alone=world.size == 1 and way in (None, "own"),
             count_samples=self._count_samples,
         )

@@ -14,10 +14,10 @@ from callsheet.trainer.tasks import Task
 class EvalMetrics:
     """Updates torchmetrics batch by batch, and computes their results over all ranks at the end.
 
-    With several ranks, `result` is a collective.
+    With several ranks, `result` is a collective, so all ranks must call it.
 
-    A filler (a batch that only keeps the ranks in step) is not counted. But a rank that has seen only fillers still needs states
-    of the same types as those of the other ranks.
+    A filler (a batch that only keeps the ranks in step) is not counted. If a rank has seen only fillers, each filler updates the
+    metrics and its values are then removed, so that the metrics' states have the same dtypes as on the other ranks.
     """
 
     def __init__(self, task: Task, device: torch.device) -> None:

@@ -91,9 +91,9 @@ class Schedule:
 class Evaluation:
     """Runs the model over data without training it, and fires the events of evaluations on a separate context.
 
-    Mean losses are weighted by the task's weights, which are the samples or labels of all ranks; batches do not count equally.
-    Afterwards the random states and the modules' modes are restored, so evaluation does not affect training. A signal ends an
-    evaluation early, and datasets that are not finished then have no results.
+    The mean loss of a dataset weighs each batch by the task's `weight`, such as the batch's number of samples or labels. After an
+    evaluation, the random states and the modules' modes are restored, so evaluations do not affect training. A preemption signal
+    ends an evaluation that the training loop has started, and the results of this evaluation are discarded.
 
     Args:
         every: the interval for evaluators that have none of their own; None: these are evaluated only on request.
@@ -143,7 +143,7 @@ class Evaluation:
         self._may_be_interrupted = False
         self._resumed: Mapping[str, Mapping[str, int]] = {}
         self._resumed_generators: Mapping[str, list[Any]] = {}
-        self._given: dict[str, Iterable[Any]] = {}  # the evaluators' original dataloaders; only if there is a single process
+        self._given: dict[str, Iterable[Any]] = {}  # the evaluators' original dataloaders; empty if there are several ranks
         self._spans = manager.spans(self.ctx)
 
     def add(self, name: str, evaluator: Evaluator) -> None:
@@ -161,7 +161,7 @@ class Evaluation:
             schedule.load_state_dict(self._resumed[name])
 
     def made(self, loader: Loader, argument: str) -> Iterable[Any]:
-        """Return this rank's part of a dataloader. `loader` is the dataloader or makes it. All ranks must call this method.
+        """Return this rank's part of `loader`, a dataloader or a function that returns one. All ranks must call this method.
 
         Raises:
             ConfigError: the dataloader cannot be iterated over, is known to be empty, or cannot be divided among the ranks.
@@ -181,8 +181,8 @@ class Evaluation:
     def due(self, ctx: Context, is_over: bool) -> list[str]:
         """Return the names of the evaluators that are due at the current boundary (the end of a step, epoch or round).
 
-        A request makes all of them due. Without a request, those are due whose interval is complete, and those that were still
-        due in the checkpoint of a resumed run.
+        If a callback has requested an evaluation, all evaluators are due. Otherwise, an evaluator is due if its interval is
+        complete, or if it was due and not evaluated yet when the checkpoint of a resumed run was saved.
         """
         if ctx.control.evaluate_requested is not None:
             if not self.loaders:
@@ -196,8 +196,7 @@ class Evaluation:
     def done(self, ctx: Context, names: Iterable[str]) -> None:
         """Record that these datasets have been evaluated at the current step.
 
-        Call this only after the evaluation, because a checkpoint that is saved before it must still contain the evaluation as
-        due.
+        The evaluation must be complete, because a checkpoint that is saved before its end must still store the evaluation as due.
         """
         ctx.control.done("evaluate")
         self.undone = None
@@ -243,7 +242,7 @@ class Evaluation:
                     if self._is_interrupted:
                         break
                 if self._is_interrupted:
-                    results = {}  # a signal ended the evaluation early: a resume repeats it, so discard the results
+                    results = {}  # discard the results of an interrupted evaluation, because a resumed run repeats it
                     self.metrics.take()
                 else:
                     self._take_logged_into(results)
@@ -296,7 +295,7 @@ class Evaluation:
     def _evaluated(self, loader: Iterable[Any], step: Span, forward: Span) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Return the mean losses over all ranks as tensors, and a dictionary of floats with these losses and the task's metrics.
 
-        Both are empty if a signal ended the evaluation early.
+        Both dictionaries are empty if a signal ended the evaluation early.
         """
         totals: dict[str, Tensor] = {}
         weights: list[Any] = []
@@ -309,7 +308,7 @@ class Evaluation:
             weights.append(weight := 0 if is_filler else self._task.weight(batch))
             for name, loss in losses.items() if isinstance(losses, Mapping) else [("loss", losses)]:
                 part = loss.detach().double() * weight
-                counts = weight > 0  # a batch of weight 0 must not count, because its mean is NaN
+                counts = weight > 0  # a batch of weight 0 must not count, because its mean loss may be NaN
                 part = (
                     torch.where(counts, part, 0.0) if isinstance(counts, Tensor) else part if counts else torch.zeros_like(part)
                 )
@@ -361,7 +360,7 @@ class Evaluation:
         self._agreement.change_pace()
         try:
             yield
-            # If the training loop evaluates, the ranks exchange their requests at the end of the step or epoch.
+            # Exchange the ranks' requests here, unless the training loop evaluates, which exchanges them at its next boundary.
             if not self._may_be_interrupted:
                 self._agreement.agree(self.ctx.step)
         finally:

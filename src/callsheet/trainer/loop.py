@@ -26,7 +26,7 @@ class TrainLoop:
     """Trains until the run's duration is reached or a stop is requested.
 
     Args:
-        run: the run, whose boundaries are connected.
+        run: the run; `run.connect` must have been called before.
         microbatch_size: samples per microbatch, or None for whole batches.
         gradient_accumulation_steps: how many batches are fetched for one step; the last step of an epoch may have fewer.
         clip_grad_norm: see `Trainer`.
@@ -154,7 +154,7 @@ class TrainLoop:
                                 means = added(means, ctx.loss, losses, share)
                         del ctx.microbatch, ctx.loss
                     ctx.loss = means["loss"]
-                    # Keep the graph of a single loss until the next loss exists, because this makes allocating the next graph faster.
+                    # Keep the autograd graph of a single loss until the next loss exists: allocating the next graph is then faster.
                     if type(losses) is not Tensor:
                         del losses  # losses that had no backward pass still hold their autograd graphs, so free them
                     precision.unscale(optimizer)
@@ -203,7 +203,7 @@ class TrainLoop:
         ctx = self._ctx
         with self._spans.fetch:
             batch = next(epoch, _END)
-            if batch is None:  # None means the end of the data, so a batch must not be None
+            if batch is None:  # in `ctx.batch`, None means the end of the data, so a batch must not be None
                 raise ConfigError(
                     f"the train_dataloader returned None for a batch of epoch {ctx.epoch}; let its collate_fn drop bad samples, not "
                     "whole batches"
@@ -219,8 +219,8 @@ class TrainLoop:
 
         Return all batches of the step, and whether the epoch has ended.
 
-        Return no batches if a signal came while they were fetched, and they can be fetched again after a resume. That is so in a
-        single process whose dataloader has no state of its own.
+        If a preemption signal arrives meanwhile, return no batches, so that training ends before this step. This is done only in a
+        single process whose dataloader has no `state_dict`, because only then does a resumed run fetch the same batches again.
         """
         ctx = self._ctx
         fetched = [self._fetched(epoch)]

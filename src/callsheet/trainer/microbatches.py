@@ -20,7 +20,7 @@ def split(batch: Any, size: int) -> list[Any]:
     """Split the batch into microbatches of at most `size` samples, along the first dimension of its tensors.
 
     Raises:
-        ConfigError: the batch holds nothing to split, no samples, or parts of different lengths.
+        ConfigError: the batch contains nothing that can be split, has no samples, or has parts of different lengths.
     """
     lengths = set(_lengths(batch))
     if len(lengths) != 1 or 0 in lengths:
@@ -84,9 +84,9 @@ class MicrobatchPlan:
     The mean is over the samples or labels of all ranks, as the task defines.
 
     `parts` are triples of the fetched batch, the microbatch, and its fraction of this rank's mean; the fraction is None if there
-    is only one microbatch. `scale` is the weight of this rank's mean relative to those of the other ranks, or None if all are
-    equal. If computing it takes a reduction, the reduction begins in the constructor, and the first read of `scale`, after the
-    first forward pass, waits for it.
+    is only one microbatch. `scale` is the weight of this rank's mean relative to the means of the other ranks, or None if all have
+    the same weight. If an all-reduce is needed to compute `scale`, the constructor starts the all-reduce, and the first read of
+    `scale`, after the first forward pass, waits for the result.
 
     Args:
         same_number: whether every rank must run the same number of microbatches, because the ranks synchronize in each forward
@@ -136,7 +136,10 @@ class MicrobatchPlan:
 
     @property
     def scale(self) -> Any:
-        """The factor for this rank's loss. With it, the gradients averaged over the ranks are the gradients of the global mean loss."""
+        """The factor for this rank's loss; None means 1.
+
+        With this factor, the average of the ranks' gradients is the gradient of the mean loss over all ranks.
+        """
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -157,7 +160,7 @@ class MicrobatchPlan:
     def weighed(self, loss: Tensor, share: Any) -> Tensor:
         """Return the loss of a microbatch multiplied by its weight in the step's mean loss, for `backward`.
 
-        Over all microbatches, the gradients add up to those of the step's mean loss. The ranks average them.
+        The sum of the gradients over all microbatches, averaged over the ranks, is then the gradient of the step's mean loss.
         """
         if share is not None:
             loss = loss * share
@@ -188,7 +191,7 @@ def trained_on(losses: Losses) -> Tensor:
 def added(means: dict[str, Tensor], loss: Tensor, losses: Losses, share: Any) -> dict[str, Tensor]:
     """Return the step's mean losses so far, with the detached losses of one more microbatch added.
 
-    `loss` was trained on; `losses` are all losses of the task.
+    `loss` is the loss on which `backward` was called; `losses` are all losses of the task.
     """
     if share is None and type(losses) is Tensor:
         return {"loss": lasting(loss)}

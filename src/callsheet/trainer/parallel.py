@@ -71,7 +71,7 @@ class Parallel:
         if self.kind == "single" and world.size > 1:
             raise ConfigError(f"parallel='single' among {world.size} ranks: each would train its own model; use 'ddp' or 'fsdp'")
         if self.kind != "single" and world.size == 1:
-            return "single"  # with one rank there is nothing to distribute, but a script for several ranks must run too
+            return "single"  # a script for several ranks must also run with one rank, where there is nothing to distribute
         if self.shard_size is not None and (self.shard_size < 1 or world.size % self.shard_size):
             raise ConfigError(
                 f"shard_size={self.shard_size} does not divide the {world.size} ranks; give a divisor, or None for all ranks"
@@ -82,13 +82,13 @@ class Parallel:
 class ParallelModel:
     """The model in the form in which it is trained: the module that a task calls, and the synchronization of gradients.
 
-    `module` is what a forward pass calls. The model itself keeps its class and its names. With `"fsdp"` its parameters become
-    DTensors, so the optimizer must be created afterwards.
+    A forward pass must call `module`. The model object remains the same, and the names of its parameters do not change. With
+    `"fsdp"`, the parameters become DTensors, so the optimizer must be created afterwards.
 
     Args:
         dtype: the type in which a sharded model computes; None is the type of its weights.
-        frozen: additional models that are not trained. They are put into evaluation mode. If the model is sharded, they are too,
-            by their own blocks.
+        frozen: additional models that are not trained. They are put into evaluation mode. If the model is sharded, these models
+            are sharded too, each in its own blocks.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class ParallelModel:
     def state_dict(self) -> dict[str, Any]:
         """Return the model's state. All ranks must call this method.
 
-        Every rank gets rank 0's buffers, because the next forward pass would also set them.
+        Before that, broadcast rank 0's buffers to all ranks, as the next forward pass would do.
         """
         if self.kind != "single":
             for buffer in self._model.buffers():
@@ -144,14 +144,14 @@ class ParallelModel:
     def compile(self, options: Mapping[str, Any]) -> None:
         """Compile the module that a task calls. The model itself is unchanged.
 
-        `Module.compile` is not used, because it would not compile torch's own wrapper.
+        `Module.compile` is not used, because it would not compile the wrapper `DistributedDataParallel`.
         """
         self.module = torch.compile(self._wrapped, **options)
 
     def gradients_meet(self, meet: bool) -> None:
         """Set whether the next forward and backward pass reduces the gradients over the ranks.
 
-        Only the last backward pass of a step does so.
+        Only the last backward pass of a step needs to reduce them.
         """
         if meet == self._meet:
             return

@@ -20,8 +20,8 @@ _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Precision:
     """The precision of a step. The weights, their gradients and the optimizer keep the model's dtype.
 
-    `bf16` and `fp16` compute the forward pass and the loss under torch's autocast. `fp16` also multiplies the loss by a scale,
-    which grows as long as gradients stay finite, and skips steps whose gradients overflowed (`torch.amp.GradScaler`). Checking
+    `bf16` and `fp16` compute the forward pass and the loss under torch's autocast. With `fp16`, a `torch.amp.GradScaler` also
+    multiplies the loss by a scale, which grows while all gradients are finite. A step whose gradients overflow is skipped. Checking
     for an overflow waits for the device.
 
     Args:

@@ -31,7 +31,7 @@ class Task:
         """Return the model's outputs for a batch.
 
         Args:
-            model: the model, which may be wrapped (in DDP) or compiled. Call it, and not its methods.
+            model: the model, which may be wrapped (in DDP) or compiled. Call the model itself, and none of its methods.
             batch: a batch or microbatch of the dataloader, on the device.
 
         Raises:
@@ -119,7 +119,7 @@ class SupervisedTask(Task):
         metrics: torchmetrics by name, which compare outputs and targets; None: no metrics.
 
     Raises:
-        ConfigError: a metric is not one of torchmetrics, or a batch is not a pair.
+        ConfigError: a metric is not a torchmetrics `Metric`, or a batch is not a pair.
     """
 
     def __init__(self, loss_function: Callable[[Any, Any], Tensor], metrics: Mapping[str, Any] | None = None) -> None:
@@ -164,8 +164,8 @@ class SupervisedTask(Task):
 class HuggingFaceTask(Task):
     """A task whose batches are dictionaries of the model's arguments, with `labels`; the model itself computes the loss.
 
-    Hugging Face models average over labeled tokens or, if the labels have one dimension, over samples. Means over microbatches
-    and evaluation batches use the same weights, so they equal the mean over all their samples.
+    The loss of a Hugging Face model is a mean over labeled tokens or, if the labels have one dimension, over samples. The means of
+    several batches are weighted by these numbers of tokens or samples, so the result equals the mean over all batches together.
 
     Args:
         metrics: torchmetrics by name, which compare logits and labels; None: no metrics.
@@ -173,7 +173,7 @@ class HuggingFaceTask(Task):
             do. Masked language models, token classifiers and encoder-decoder models do not.
 
     Raises:
-        ConfigError: a metric is not one of torchmetrics.
+        ConfigError: a metric is not a torchmetrics `Metric`.
     """
 
     def __init__(self, metrics: Mapping[str, Any] | None = None, *, shifts_labels: bool = True) -> None:
@@ -229,8 +229,8 @@ class ForwardStepTask(Task):
         metrics: torchmetrics by name; None: no metrics. A class with metrics must override `predictions_and_targets`.
 
     Raises:
-        ConfigError: `metrics` are given without an override, one is not of torchmetrics, or `forward_step` returns something
-            else.
+        ConfigError: `metrics` are given but `predictions_and_targets` is not overridden, a metric is not a torchmetrics `Metric`,
+            or `forward_step` does not return such a pair.
 
     Examples:
         >>> def forward_step(model, batch):
@@ -278,8 +278,8 @@ def resolve_task(
     A loss function becomes a `SupervisedTask`. None becomes a `HuggingFaceTask` if the model is a Hugging Face model.
 
     Raises:
-        ConfigError: the task is None and the model does not look like a Hugging Face model, or metrics are invalid or given
-            twice.
+        ConfigError: the task is None and the model does not look like a Hugging Face model, a metric is invalid, or `metrics` is
+            given although the task is a `Task`, which has its own metrics.
     """
     if isinstance(task, Task):
         if metrics is not None:
@@ -316,7 +316,8 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> Mapping[str, Any]:
 def counts_of(batch: Any) -> tuple[int, int]:
     """Return how many samples and tokens the batch holds.
 
-    The samples are the length of its first tensor; the tokens are the size of `input_ids`, including padding.
+    The number of samples is the length of the batch's first tensor. The number of tokens is the size of `input_ids`, including
+    padding, or 0 if the batch has no `input_ids`.
     """
     if type(batch) is dict:
         if (ids := batch.get("input_ids")) is not None:

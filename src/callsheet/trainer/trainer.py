@@ -78,14 +78,15 @@ class Trainer:
         model: the model to train; it is moved to `device`.
         task: defines forward, loss and metrics: a `callsheet.trainer.Task`, a loss function of (outputs, targets), or None for
             Hugging Face models, which compute their own loss.
-        train_dataloader: an iterable of batches, or a function that returns one, called inside `data_init`.
-        eval_dataloader: the same, or a dictionary of several by name. A value can be an `Evaluator` with its own interval. A
-            single dataloader is named `validation`.
+        train_dataloader: an iterable of batches, or a function that returns one. The function is called inside the span
+            `data_init`.
+        eval_dataloader: an iterable of batches or a function that returns one, or a dictionary of several of these by name. Each
+            can also be an `Evaluator` with its own interval. A single dataloader is named `validation`.
         optimizer: an optimizer over the model's parameters, or a function that takes the parameters. The function is called when
             the parameters are final, after sharding.
         scheduler: a learning rate scheduler, stepped after every optimizer step, or a function that takes the optimizer.
         max_duration: how long `fit` trains, such as `"2ep"`, `"1000ba"`, `"10m"`; a number without a unit is rejected.
-        metrics: torchmetrics by name, computed over each evaluated dataset; only if `task` is a loss function or None.
+        metrics: torchmetrics by name, computed over each evaluated dataset; allowed only if `task` is a loss function or None.
         microbatch_size: samples per microbatch; gradients are accumulated over a batch's microbatches. None: do not split
             batches.
         gradient_accumulation_steps: how many batches are fetched for one step; an epoch's last step may have fewer. The step's
@@ -94,8 +95,8 @@ class Trainer:
         precision: `"fp32"`, the model's own type; `"bf16"` or `"fp16"`, under autocast, the latter with loss scaling.
         parallel: `"auto"`, `"single"`, `"ddp"`, `"fsdp"`, or a `Parallel` with further options. torchrun starts the ranks.
         shard_data: True if the dataloaders yield the same data on every rank; the Trainer then divides the batches among the
-            ranks. False if each rank's dataloader already yields only that rank's part. A dataloader's batch size is per rank. A
-            `DistributedSampler` is detected.
+            ranks. False if each rank's dataloader already yields only that rank's part. A dataloader's batch size is per rank. The
+            data of a dataloader with a `DistributedSampler` is not divided again.
         compile: whether to compile the model's forward pass; a mapping is passed to `torch.compile`. The modes that record CUDA graphs
             (`reduce-overhead`, `max-autotune`) need one microbatch per step.
         gradient_checkpointing: recompute activations in the backward pass, if the model supports it.
@@ -103,26 +104,26 @@ class Trainer:
         eval_interval: how often to evaluate, such as `"1ep"` or `"500ba"`; an evaluation also runs when training ends. None: only
             when `evaluate()` is called. A number without a unit means batches, here and in every other interval.
         log_interval: how often a metrics record is made. One is also made before each evaluation.
-        epochs_per_round: how many epochs make a round; None: all of them.
+        epochs_per_round: how many epochs make a round; None: all epochs of the run make one round.
         callbacks: a `CallbackManager`, a callback, or any iterable of callbacks.
         loggers: more callbacks, which are called after the other callbacks of phase `report`.
         progress: show progress on a terminal, with a `ProgressBarLogger` on rank 0, unless one of the callbacks already does.
         run_name: the name of the run and of its folder; None: a name made from the time.
         runs_folder: the parent of all run folders. A run's folder is created only when something is written to it, such as a
             checkpoint.
-        checkpoints_folder: a folder in which checkpoints are written, as `<run name>/checkpoints`, instead of the run's folder.
-            It is a path, or a URL such as `s3://bucket/runs`, which fsspec opens, and must be the same storage on all ranks.
-        save_in_background: whether training continues while a checkpoint is written; a copy of the state is written then.
+        checkpoints_folder: the folder in which `<run name>/checkpoints` is created; None: checkpoints are written to the run's
+            folder. It is a path, or a URL for fsspec such as `s3://bucket/runs`, and must be the same storage on all ranks.
+        save_in_background: whether training continues while a checkpoint is written. If so, the state is copied first.
         resume: `"auto"` for this run's newest valid checkpoint, if there is one; a path for exactly that checkpoint; None to
-            start a new run. A run that a callback stopped is complete, so `"auto"` trains no further step, unless that callback's
-            settings or `max_duration` have changed.
-        seed: seeds all random states before the factories are called, and afterwards with a different value on each rank; None
-            leaves them unchanged.
+            start a new run. If a callback stopped the run, `"auto"` continues training only if that callback's settings or
+            `max_duration` have changed since.
+        seed: the seed of all random states. It is set before the optimizer is made; if there are several ranks, each rank then
+            sets a different seed, which is derived from it. None: the random states are not seeded.
         device: `"auto"` is the rank's CUDA device if there is one, otherwise the CPU.
         preempt_signals: one or more signals that preempt the run: it saves a checkpoint and ends. The first Ctrl-C does the same
             and then raises KeyboardInterrupt; a second Ctrl-C raises it at once.
-        grace_seconds: the time between such a signal and the launcher's killing of the process.
-        timeout_seconds: how long to wait for a rank that does not answer. The error that then ends the run names the rank.
+        grace_seconds: how long after a preemption signal the launcher kills the process.
+        timeout_seconds: how long to wait for a rank that does not answer. After that, an error that names the rank ends the run.
         lock_timeout_seconds: how long to wait if another process trains in this run's folder, before raising `RunInUseError`. A
             Trainer without a `train_dataloader` only evaluates, and locks nothing.
         log_ranks: `"zero"` hides log records below ERROR on all ranks except rank 0 during the run; `"all"` shows them.
@@ -330,9 +331,10 @@ class Trainer:
 
     @property
     def earlier_stop(self) -> Request | None:
-        """The request with which a callback stopped this run before `resume="auto"` resumed it; None if there is no such request.
+        """The request with which a callback stopped this run before `resume="auto"` resumed the run, or None.
 
-        With such a request, `fit` takes no further steps. The value is None if `fit` continues training.
+        If there is such a request, `fit` takes no further steps. The value is None if no callback stopped the run, and if `fit` may
+        continue training because the settings of that callback or the run's duration have changed.
         """
         return self._run.checkpoints.earlier_stop()
 
@@ -346,7 +348,8 @@ class Trainer:
     def fit(self, max_duration: str | Time | None = None) -> None:
         """Train until `max_duration` is reached. Another call with a longer duration continues training.
 
-        The method returns when every checkpoint is durable. After a signal it saves a checkpoint and returns early; see `signal`.
+        Return when all checkpoints are completely written. After a preemption signal, save a checkpoint and return early; the
+        property `signal` then has the signal.
 
         Args:
             max_duration: how long to train in total, counted from the start of the run, such as `"2ep"` or `"1000ba"`. None: the
@@ -354,9 +357,9 @@ class Trainer:
 
         Raises:
             ConfigError: there is no training data, or no optimizer.
-            KeyboardInterrupt: Ctrl-C was pressed. It is raised after a checkpoint, or at once if Ctrl-C was pressed twice.
-            DistributedError: a rank is missing; the message names it.
-            BaseException: whatever the model, the data or a callback raised, after the run has ended.
+            KeyboardInterrupt: Ctrl-C was pressed. It is raised after a checkpoint is saved, or at once if Ctrl-C was pressed twice.
+            DistributedError: a rank does not answer; the message names the rank.
+            BaseException: any error that the model, the data or a callback raised. The run is ended first.
         """
         longer = duration(max_duration, self.epochs_per_round) if max_duration is not None else None
         with self._run.lifetime, self._doing("fit"):
@@ -381,7 +384,7 @@ class Trainer:
     def _warn_of_long_intervals(self) -> None:
         """Warn of intervals that are longer than the run and therefore take effect only at the run's end.
 
-        This is not an error, so that a trial of ten steps needs no other intervals.
+        Raise no error, because a short trial run, for example of ten steps, should be possible with the intervals of a long run.
         """
         longest = self.state.max_duration
         named = [(f"the interval of {name!r}", schedule.every) for name, schedule in self._evaluation.schedules.items()]
@@ -407,8 +410,8 @@ class Trainer:
         """Evaluate the data of every evaluator, or only the given data.
 
         Args:
-            dataloader: an iterable of batches or a function that returns one (its name is `validation`), or several of these by
-                name. None: the evaluators of the constructor.
+            dataloader: an iterable of batches or a function that returns one, which gets the name `validation`; or a dictionary of
+                several of these by name. None: the evaluators of the constructor.
 
         Returns:
             For each dataset, by its name, the mean losses and the metrics by name. They are the same on all ranks.
@@ -566,11 +569,10 @@ class Trainer:
             self._activity = ""
 
     def _explain(self, error: BaseException) -> DistributedError | None:
-        """Add notes to `error` which say what probably caused the error.
+        """Add a note to an out-of-memory error that says what to try.
 
-        Also leave a message for the other ranks, which will miss this rank.
-
-        If a collective failed, return the error that names the missing rank; the caller raises it instead.
+        If there are several ranks and a collective failed, return an error that names the missing ranks; the caller raises that
+        error instead. Otherwise, tell the other ranks why this rank ends, and return None.
         """
         if is_out_of_memory(error):
             error.add_note(out_of_memory_note(self.device, self._memory_hints()))

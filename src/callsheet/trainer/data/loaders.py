@@ -115,7 +115,7 @@ def chain_of(dataset: Any) -> list[Any]:
 
 
 def generators(*owners: Any) -> list[torch.Generator]:
-    """Return the torch generators in the attribute `generator` of these objects, each generator once."""
+    """Return the torch generators in the attribute `generator` of the `owners`, each generator once."""
     found = [getattr(owner, "generator", None) for owner in owners]
     return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
 
@@ -163,8 +163,8 @@ def restore_random_state_of(loader: Any, state: Mapping[str, Any]) -> None:
 def restore_samplers(loader: Any, state: Mapping[str, Any], argument: str) -> bool:
     """Restore the samplers from `state`, the result of `random_state_of`. Return whether there are samplers with a state.
 
-    Warn of a sampler or iterable that has no state, although training has changed it: its batches may differ from those of a run
-    without interruption.
+    Warn of samplers and iterables without `state_dict` whose attributes changed during training: their batches may differ from
+    those of a run without interruption.
     """
     if names := changed(state["attributes"], attributes(_without_state(loader))):
         logger.warning(
@@ -187,8 +187,8 @@ def is_repeatable(sampler: Any) -> bool:
 def keeps_place(loader: Any) -> bool:
     """Return whether the loader can save and load its position within an epoch, as a StatefulDataLoader can.
 
-    A StatefulDataLoader calls `iter` of the user's own sampler more often after a resume than without one. For such a sampler, an
-    `Order` draws the order, as for a plain DataLoader.
+    The result is False for a StatefulDataLoader with a sampler of the user, because after a resume this loader calls `iter` of the
+    sampler more often than in a run without interruption. An `Order` then replaces the sampler, as in a plain DataLoader.
     """
     if not hasattr(loader, "state_dict"):
         return False
@@ -217,8 +217,8 @@ def _without_state(loader: Any) -> list[Any]:
 def attributes(owners: Iterable[Any]) -> dict[str, int]:
     """Return a checksum for each attribute of `owners` that is a number, text, container or None. `changed` compares two such results.
 
-    The epoch of an object with `set_epoch` is left out, because the Trainer sets it. Left out are also values that cannot be
-    pickled, and those whose pickle is larger than a megabyte, not counting tensors and arrays.
+    The epoch of an object with `set_epoch` is left out, because the Trainer sets it. Values that cannot be pickled are left out
+    too, and so are values whose pickle is larger than a megabyte, not counting tensors and arrays.
     """
     found: dict[str, int] = {}
     for number, owner in enumerate(owners):

@@ -33,8 +33,8 @@ class Order:
 
         Args:
             again: a function that restores the random states; given if the sampler has loaded a state. Some samplers then
-                continue at the end of the epoch in which their state was saved, and yield a full epoch only when `iter` is called
-                a second time.
+                continue at the end of the saved epoch, and yield nothing. If so, `begin` calls `again`, and calls `iter` of the
+                sampler a second time, which yields a full epoch.
         """
         self._checksums = array("I")
         source = iter(self._source)

@@ -47,14 +47,14 @@ class PreshardedData:
     run restores the random states of the epoch's start, draws the batches that were already trained on, and discards them. If the
     dataset of a DataLoader is a `SeededDataset`, these batches are skipped instead.
 
-    Persistent workers keep their random states from one epoch to the next. A DataLoader uses the random state of the training
-    process only when it starts its workers. So if workers are persistent, the dataset is wrapped in a `SeededDataset` or a
-    `SeededStream`, and the seeds of the workers come from a generator of their own. An `Order` draws the order, even for a
-    sampler of the user.
+    Persistent workers keep their random states from one epoch to the next, because a DataLoader seeds workers only when it starts
+    them. So if workers are persistent, the dataset is wrapped in a `SeededDataset` or a `SeededStream`, and the loader draws the
+    workers' seeds from a separate generator. The sampler of a map-style dataset is replaced by an `Order`, which calls `iter` of
+    the sampler once per epoch.
 
     Args:
         seed: the seed of augmentation in persistent workers.
-        sets_epoch: whether to call `set_epoch` of the user's samplers and datasets. A hand-written loop calls `set_epoch` itself.
+        sets_epoch: whether to call `set_epoch` of the user's samplers and datasets; False if the user's training loop does so.
     """
 
     way = "own"
@@ -125,7 +125,7 @@ class PreshardedData:
     def left(self, taken: int) -> int | None:
         """Return how many batches of the epoch are left, or None if the length is unknown.
 
-        The length is the one on which the ranks agreed.
+        The length is that of the rank with the most batches; the other ranks get fillers.
         """
         return self.length - taken if self.length is not None else None
 
@@ -167,7 +167,7 @@ class PreshardedData:
     def _open(self, epoch: int | None, restored: Mapping[str, Any] | None = None, *, skipped: int = 0) -> Iterator[Any]:
         """Begin an epoch of the dataloader, and return an iterator over its batches.
 
-        `restored` holds the random states of an epoch for which a sampler loaded its state.
+        `restored` holds the random states at the epoch's start if a sampler has loaded a state, and otherwise is None.
         """
         if epoch is not None:
             if self._sets_epoch:
@@ -178,7 +178,7 @@ class PreshardedData:
         if self._order is not None:
             self._order.begin(partial(restore_random_state_of, self._given, restored) if restored is not None else None)
             if skipped:
-                # Before a loader draws the order, it draws a seed for its workers. Draw a number too, to get the same order.
+                # A loader draws a seed for its workers before it draws the order. Draw such a seed here too, to get the same order.
                 if self._loader.generator is self._given.generator:
                     torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
                 self._order.skip(skipped, epoch)
@@ -212,11 +212,10 @@ class PreshardedData:
             )
 
     def _must_redraw(self, state: Mapping[str, Any]) -> bool:
-        """Return whether the batches must be drawn again to reach the position in an epoch.
+        """Return whether the caller must draw the batches again to reach the position in an epoch, instead of loading `state`.
 
-        This is so if a StatefulDataLoader without workers would only draw its stateless dataset again.
-
-        The caller then draws the batches itself, and checks them.
+        This is so for a StatefulDataLoader without workers over an iterable dataset without state. The loader would also draw the
+        batches again, but only the caller checks them.
         """
         loader = self._given
         if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset) or loader.num_workers:
@@ -276,7 +275,7 @@ class PreshardedData:
         return self._shared
 
     def _first_again(self) -> Any:
-        """Return the epoch's first batch again. A rank that has no more batches uses it while other ranks still have some."""
+        """Return the epoch's first batch again. It is the filler of a rank that has no more batches while other ranks still do."""
         now = random_state_of(self._given)
         restore_random_state_of(self._given, self._at_start or now)
         if self._order is not None:
@@ -298,9 +297,9 @@ class _OwnBatches(SharedBatches):
 
     The filler is the rank's first batch, because a resumed run can find that batch again.
 
-    If all lengths are known, the ranks agree on the length at the first batch. Otherwise, at every batch, they exchange whether
-    any rank has one. A rank that has a batch continues at once, because it knows the answer. Only ranks without a batch wait for
-    the answer.
+    If all lengths are known, the ranks agree on the length at the first batch. Otherwise, a reduction at every batch finds out
+    whether any rank still has a batch. A rank that has a batch continues at once, because it knows that the answer is yes. Only
+    ranks without a batch wait for the reduction.
     """
 
     def __init__(
@@ -322,7 +321,7 @@ class _OwnBatches(SharedBatches):
         self._first_again = first_again
         self._answer: Pending | None = None
         self.ended_after: int | None = None
-        """How many batches this rank had, without fillers; None until its dataloader has ended."""
+        """How many batches this rank had in the epoch, without fillers; None until its dataloader has ended."""
 
     def __next__(self) -> Any:
         if self._is_agreed and self._fetched == self._length:
@@ -348,7 +347,7 @@ class _OwnBatches(SharedBatches):
         if self._length is not None:
             return True
         if self._answer is not None:
-            self._answer.wait()  # end the reduction for the previous batch, which is complete by now
+            self._answer.wait()  # finish the reduction of the previous batch before the next one begins
         self._answer = answer = self._world.begin_max([has])
         if has:
             return True

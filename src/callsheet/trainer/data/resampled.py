@@ -25,8 +25,8 @@ from callsheet.trainer.data.strategies import SharedBatches
 class ResampledData:
     """The strategy `split`: a DataLoader's samples are split between the ranks, in an order that depends on `seed` and epoch.
 
-    The dataset is wrapped in a `SeededDataset`. The position in an epoch is the length of the part of the order that all ranks
-    together have trained on. So any number of ranks can continue from the position, and a resume loads no samples to reach it.
+    The dataset is wrapped in a `SeededDataset`. The position in an epoch is the number of samples that all ranks together have
+    trained on. So any number of ranks can continue from the position, and a resume loads no samples to reach it.
     """
 
     way = "split"
@@ -114,7 +114,7 @@ class ResampledData:
     def _check_order(self) -> None:
         """Raise ConfigError if the order of the data differs between ranks.
 
-        The orders may differ, because a sampler can depend on anything, and a dataset may be growing.
+        The orders can differ if a sampler depends on more than the seed, or if samples are still being added to the dataset.
         """
         found = digest(self._sampler.order)
         largest, smallest = self._world.max([found, -found])

@@ -58,7 +58,7 @@ class RoundRobinData:
     def resume(self, epoch: int, taken: int, place: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
         """After a resume, load the dataloader's position or draw the earlier batches again, and return the epoch's remaining batches.
 
-        Any number of ranks may have begun the epoch.
+        The number of ranks may have changed since the epoch began.
         """
         keeps_place = place["loader"] is not None and hasattr(self._loader, "load_state_dict")
         if keeps_place:

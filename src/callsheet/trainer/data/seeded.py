@@ -38,8 +38,8 @@ def mixed(*numbers: int) -> int:
 def seed_states(number: int) -> None:
     """Seed the random states of Python and NumPy, and the CPU's random state of torch.
 
-    NumPy and torch each get one half of the number, because from the same 32 bits they would draw the same numbers.
-    `torch.manual_seed` would also seed devices, and takes a hundred times as long.
+    NumPy and torch each get one half of the number, because with the same 32 bits as seed both would draw the same numbers.
+    `torch.manual_seed` is not used, because it would also seed devices, and takes a hundred times as long.
     """
     random.seed(number)
     numpy = sys.modules.get("numpy")
@@ -59,7 +59,7 @@ def cpu_random_state() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def seeded(number: int, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
-    """Seed all random states and these generators with `number`. Restore their earlier states when the `with` block ends."""
+    """Seed all random states and the `generators` with `number`. Restore their earlier states when the `with` block ends."""
     outer, before = cpu_random_state(), [generator.get_state() for generator in generators]
     seed_states(number)
     for generator in generators:
@@ -104,7 +104,7 @@ class _Seeds:
         self._own: list[Any] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch from which the random states are seeded, also in the workers."""
+        """Set the epoch, from which the random states of this process and of the workers are seeded."""
         self._shared[0] = epoch
 
     def note(self) -> None:
@@ -143,11 +143,11 @@ class SeededDataset(Dataset[Any]):
 
     So augmentation draws the same numbers with any number of workers, at any position in the data, and after a resume. The random
     states of training are not affected. Generators in the dataset's attributes (`self.rng`) are seeded too. A dataset that loads
-    a whole batch (`__getitems__`) is seeded by the index of the batch's first sample. All other attributes are read from and set
-    on the wrapped dataset.
+    a whole batch (`__getitems__`) is seeded by the index of the batch's first sample. Attributes that this class does not define
+    are read from the wrapped dataset, and setting an attribute sets it on the wrapped dataset.
 
-    The Trainer sets the epoch, also inside persistent workers, and calls the dataset's own `set_epoch` there. In other loops,
-    call `set_epoch`. The random states of devices are not changed.
+    The Trainer sets the epoch, also for persistent workers, which then call the dataset's own `set_epoch`. In other loops, call
+    `set_epoch` before each epoch. The random states of devices are not changed.
 
     This costs about 7 µs per sample, and in the main process another 60 µs per batch.
 
@@ -226,8 +226,8 @@ class SeededDataset(Dataset[Any]):
 class SeededStream(IterableDataset[Any]):
     """An iterable dataset that seeds its workers' random states at each epoch's start, from `seed`, the epoch and the worker.
 
-    Without it, persistent workers keep their random states from one epoch to the next, and no checkpoint stores those. With a
-    `SeededStream`, an epoch can be drawn again without drawing the epochs before it.
+    Without a `SeededStream`, persistent workers keep their random states from one epoch to the next, and no checkpoint stores these
+    states. With a `SeededStream`, an epoch can be drawn again without drawing the epochs before it.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:

@@ -36,11 +36,10 @@ class Share:
 class Split:
     """How the samples of an epoch, in a given order, are divided into global batches of `batch_size * world_size` samples.
 
-    Each rank gets every n-th sample of a batch.
+    Each of the n ranks gets every n-th sample of a global batch. These samples are the rank's share.
 
-    The shares of the ranks in a global batch differ by at most one sample. Every sample of the order is in exactly one share, and
-    every rank has the same number of shares. If `batch_size` is None, the order consists of whole batches, and each rank gets one
-    of them at a time.
+    The shares of a global batch differ by at most one sample. Every sample of a global batch is in exactly one share, and every
+    rank has the same number of shares. If `batch_size` is None, the items of the order are whole batches, and a share is one batch.
     """
 
     batch_size: int | None
@@ -70,7 +69,7 @@ class Split:
 
 
 class ShareSampler:
-    """The batch sampler of one rank, which yields the indices of the rank's samples and counts them.
+    """The batch sampler of one rank. For each global batch (of all ranks together), it yields the indices of the rank's samples.
 
     Args:
         source: the sampler from which the order is drawn or, if `split.batch_size` is None, a batch sampler. It must have a

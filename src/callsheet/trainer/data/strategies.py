@@ -17,9 +17,9 @@ class SharedBatches(Iterator[Any]):
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
         self.samples_here: int | None = None
-        """How many samples of the batch this rank counts, 0 for a filler. None if they must be counted in the batch itself."""
+        """The number of samples in this rank's batch, or 0 for a filler. None if the batch itself must be inspected to find it."""
         self.samples_in_all: int | None = None
-        """How many samples are counted in the batches of all ranks together. None if only a collective can find this number."""
+        """The number of samples in the batches of all ranks, without fillers. None if only a collective can find this number."""
         self.is_filler = False
         """Whether the batch is a filler, which is not counted. A rank gets a filler if other ranks have one more batch."""
 
