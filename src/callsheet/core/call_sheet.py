@@ -27,7 +27,7 @@ _ALWAYS_CALLED = frozenset({"report", "restore"})  # phases whose handlers are c
 
 @dataclass(eq=False, slots=True)
 class Registration:
-    """A callback or function that was added to the manager; also counts its failures and lists the events for which it is muted.
+    """A callback or function that was added to the manager, with its number of failures and the events for which it is muted.
 
     `thing` is the function or the callback, with its `Background` wrapper if there is one.
     """
@@ -213,7 +213,8 @@ def compiled(
         event: the event's name.
         entries: the entries of all handlers of the event, in order.
         ranks: the ranks of this process.
-        checking: whether observers that draw random numbers raise.
+        checking: whether to raise an error if a handler outside the phases `change` and `restore` draws random numbers without
+            `draws_random`.
         in_lane: takes the entry of a handler that runs in a lane, and returns the function that the training thread calls
             instead.
         timed: wraps a handler to measure its time; None: handlers are not timed.

@@ -91,7 +91,7 @@ class Control:
 
         Args:
             why: completes the sentence "stopped by <callback>: ...", which becomes `ctx.run.outcome_reason`.
-            replicated: whether every rank makes the same request, based only on replicated or reduced fields.
+            replicated: whether every rank makes the same request, because it depends only on values that are the same on all ranks.
             resumable: whether a later start with `resume="auto"` continues training. Otherwise the run is complete.
 
         Raises:
@@ -177,7 +177,7 @@ class Control:
         return self._evaluate
 
     def supports(self, request: Request) -> bool:
-        """Return whether the loop supports the request. If it does not, raise an error or, in another framework's loop, log one.
+        """Return whether the loop supports the request. If it does not, raise an error or, in another framework's loop, log the error.
 
         Args:
             request: the request.

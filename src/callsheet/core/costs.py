@@ -33,13 +33,15 @@ _FIRST_STEP = 2  # the first steps are not timed, since they include memory allo
 _STEPS_PER_TIMED_STEP = 16  # on average, at most one in `_STEPS_PER_TIMED_STEP` steps is timed
 # The pause between timing windows: `_MAX_PAUSE_SECONDS` or `_PAUSE_SHARE` of the run's time so far, whichever is less.
 _MAX_PAUSE_SECONDS, _PAUSE_SHARE = 5.0, 0.25
-# Costs are sent repeatedly. If `t` is the run's time at one send, the next is at `_PUBLISH_GROWTH * t + _PUBLISH_SECONDS`.
+# Costs are sent to the loggers repeatedly. If they are sent at the run's time `t`, they are sent again at the run's time
+# `_PUBLISH_GROWTH * t + _PUBLISH_SECONDS`.
 _PUBLISH_GROWTH, _PUBLISH_SECONDS = (1.1, 2.0)
 _MAX_SLICES = 20_000  # the most slices (timed spans and calls) to keep of one timing window
 _COSTLY_SHARE = 0.05
 _COSTLY_SECONDS = 50e-6  # a callback that takes fewer seconds per step than this limit is never costly
 _MIN_TIMED_STEPS = 20
-# If fewer steps were timed, a callback is costly only if it takes more than this fraction of a step and more than these seconds.
+# If fewer than `_MIN_TIMED_STEPS` steps were timed, a callback is costly only if it takes more than `_CLEAR_SHARE` of a step and
+# more than `_CLEAR_SECONDS`.
 _CLEAR_SHARE, _CLEAR_SECONDS = 0.25, 10e-3
 
 _STEP = ("fetch", "train_step")
@@ -117,10 +119,10 @@ class CostReport(NamedTuple):
         seconds: the time that these steps took, including evaluations and saves.
         window_steps: how many of the steps were timed.
         window_seconds: the time of these timed steps, from the fetch of the batch to the step's end.
-        costs: for each callback and event `callback`, `event`, `calls`, `seconds`, `worst_seconds` and `is_sampled` (whether only calls
-            in the timed steps are included).
-        failures: for each callback with failures `callback`, `count`, `is_off` (whether it was disabled), `last` (the last error), and
-            the number of events that its lane has `dropped` or left `undelivered`.
+        costs: one item for each callback and event, with `callback`, `event`, `calls`, `seconds`, `worst_seconds` and `is_sampled`
+            (whether only calls in the timed steps are included).
+        failures: one item for each callback that failed or lost events, with `callback`, `count`, `is_off` (whether it was disabled),
+            `last` (the last error), and the number of events that its lane has `dropped` or left `undelivered`.
     """
 
     mode: str
@@ -132,7 +134,7 @@ class CostReport(NamedTuple):
     failures: tuple[Failures, ...] = ()
 
     def share(self, cost: Cost) -> float:
-        """Return `cost` as a fraction of the timed steps' time. If every call is timed, return a fraction of the run's time.
+        """Return `cost` as a fraction of the timed steps' time, or of the run's time if `cost` includes calls outside these steps.
 
         Args:
             cost: one of `costs`.

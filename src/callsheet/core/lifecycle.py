@@ -477,7 +477,7 @@ ALWAYS: tuple[str, ...] = tuple(field.name for field in FIELDS.values() if not f
 def tree() -> str:
     """Return the lifecycle drawn as a tree, with one line for each span and each event that belongs to no span.
 
-    What may occur at several boundaries is drawn only once.
+    A span or event that may occur at several boundaries is drawn only once.
     """
     lines: list[str] = []
     drawn: set[str] = set()

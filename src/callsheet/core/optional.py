@@ -37,7 +37,7 @@ _EXTRAS = {
 }
 """For each extra of this package, as in `pip install 'callsheet[train]'`, the modules that it installs.
 
-A module that only one class needs is not listed here; that class names it when it loads it.
+A module that only one class needs is not listed here, because that class passes the name of the extra to `load`.
 """
 
 _INSTALLED_BY = {module: f"'callsheet[{extra}]'" for extra, modules in _EXTRAS.items() for module in modules} | {
