@@ -51,8 +51,8 @@ def _familiar_arguments(parameters: Mapping[str, Parameter]) -> dict[str, str]:
 class Callback(Hooks):
     """The base class of all callbacks. Override the methods of the events that you want to handle; each method receives the context.
 
-    A class overrides either these methods or `on_event`, which handles every event. Options such as `phase` are class attributes, and an
-    instance may have its own values. All options are checked when the callback is added, not when an event is fired.
+    A class overrides either these methods or `on_event`, which handles every event. Options such as `phase` are class attributes,
+    and an instance may have its own values. All options are checked when the callback is added, not when an event is fired.
 
     Examples:
         >>> class Greeter(Callback):
@@ -114,8 +114,8 @@ class Callback(Hooks):
     weights_in_state: str = ""
     """The key of `state_dict` under which the callback saves weights of the model; empty if it saves none.
 
-    A checkpoint in which these weights are not finite is marked as not finite, as if they were the model's own. Buffers for copying the
-    weights are allocated in advance.
+    A checkpoint in which these weights are not finite is marked as not finite, as if they were the model's own. Buffers for copying
+    the weights are allocated in advance.
     """
     transport_ignore: tuple[str, ...] = ()
     """Attributes that each process creates for itself. They may differ between processes; see `callsheet.transport`."""

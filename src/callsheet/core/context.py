@@ -37,7 +37,7 @@ Loggable = Mapping[Any, Any]
 
 
 NO_VALUES: Any = None
-"""The default of `log`'s argument `values`. It lets a call without this argument, such as `log(loss=1)`, raise an error with a hint."""
+"""The default of the argument `values` of `log`: a call without `values`, such as `log(loss=1)`, then raises an error with a hint."""
 
 
 class Accumulator(Protocol):
@@ -325,7 +325,8 @@ class Context:
             The value of each rank, in the order of ranks. In a run with one rank, the list holds `value` itself.
 
         Raises:
-            RequestRejected: the caller is a handler that runs on some ranks only, or a callback in a lane (another thread or process).
+            RequestRejected: the caller is a handler that runs on some ranks only, or a callback in a lane (another thread or
+                process).
         """
         if self.control.in_gate:
             raise RequestRejected(

@@ -177,7 +177,7 @@ class Control:
         return self._evaluate
 
     def supports(self, request: Request) -> bool:
-        """Return whether the loop supports the request. If it does not, raise an error or, in another framework's loop, log the error.
+        """Return whether the loop supports the request. If not, raise an error or, in another framework's loop, log the error.
 
         Args:
             request: the request.

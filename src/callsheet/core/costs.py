@@ -121,8 +121,8 @@ class CostReport(NamedTuple):
         window_seconds: the time of these timed steps, from the fetch of the batch to the step's end.
         costs: one item for each callback and event, with `callback`, `event`, `calls`, `seconds`, `worst_seconds` and `is_sampled`
             (whether only calls in the timed steps are included).
-        failures: one item for each callback that failed or lost events, with `callback`, `count`, `is_off` (whether it was disabled),
-            `last` (the last error), and the number of events that its lane has `dropped` or left `undelivered`.
+        failures: one item for each callback that failed or lost events, with `callback`, `count`, `is_off` (whether it was
+            disabled), `last` (the last error), and the number of events that its lane has `dropped` or left `undelivered`.
     """
 
     mode: str

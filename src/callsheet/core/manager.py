@@ -40,8 +40,8 @@ class CallbackManager:
 
     Args:
         callbacks: the first callbacks, or one callback; more can be added later.
-        checking: raise if a handler outside the phases `change` and `restore` draws random numbers without `draws_random`. All random
-            states are compared before and after every handler, so use this option in tests only.
+        checking: raise if a handler outside the phases `change` and `restore` draws random numbers without `draws_random`. All
+            random states are compared before and after every handler, so use this option in tests only.
         costs: which calls are timed: `sampled` (a few steps from time to time), `all` or `off`. See `cost_report`.
         warn_share: warn once about each callback that takes more than this fraction of a step. None: never warn.
 
@@ -237,8 +237,8 @@ class CallbackManager:
 
         Raises:
             UnknownEventError: no such event.
-            BaseException: the error of a callback that is not isolated. Before the error is raised, the remaining handlers of phases
-                `report` and `restore` are called.
+            BaseException: the error of a callback that is not isolated. Before the error is raised, the remaining handlers of
+                phases `report` and `restore` are called.
         """
         try:
             first, second, more, named, calls = self._active[event]

@@ -112,7 +112,7 @@ class LaneSet:
     def put_call(self, registration: Registration, method: str, ctx: Context, payload: dict[str, Any], *, is_over: bool) -> None:
         """Put one call of a logger's method, such as `log_table`, into the queue of the logger's lane.
 
-        If the run is over (`is_over`), and the lane with it, only log an error.
+        If the run is over (`is_over`) and the logger's lane has ended, log an error instead.
         """
         if is_over and registration not in self._lanes:
             logger.error("%s does not receive %s: its lane ended with the run", registration.label, method)
@@ -220,7 +220,7 @@ class LaneSet:
                 each.end()
             join(lanes)
         self._inbox.log_lost()
-        self._inbox = Inbox()  # messages that callbacks send from now on belong to no run
+        self._inbox = Inbox()  # a new inbox, because messages that still arrive in the old one belong to no run
         self._lanes, self._enqueuers, self._behind, self._slow = {}, {}, {}, {}
 
     # --- saving and loading the callbacks' states ---

@@ -78,10 +78,10 @@ def launch(
 
     Or run a recipe on these ranks, and return its results.
 
-    Torch's elastic launcher starts the processes, with the environment that torchrun would give them. Before they start, the
-    arguments and callbacks are rebuilt once in a fresh interpreter and compared. A signal to this process, including Ctrl-C, is
-    forwarded to them once. They have `grace_seconds` to save and end; after that, the signal has its usual effect in this
-    process. No process or file is left behind.
+    Torch's elastic launcher starts the ranks, with the environment that torchrun would give them. Before the ranks start, the
+    arguments and callbacks are rebuilt once in a fresh interpreter and compared with the originals. A signal to this process,
+    including Ctrl-C, is forwarded to the ranks once. They have `grace_seconds` to save and end; after that, the signal has its
+    usual effect in this process. No process or file is left behind.
 
     Args:
         fn: a function at the top level of a module or of the script; with `allow_pickle` also one from a notebook. The callbacks
@@ -98,7 +98,7 @@ def launch(
         prefix: whether to begin each line that a rank prints with `[rank]`.
         max_restarts: how often to restart all ranks after one has failed. The ranks get the same callbacks again, so `fn` must
             resume by itself.
-        grace_seconds: the time between the signal and SIGKILL.
+        grace_seconds: the time between a signal that is forwarded to the ranks and SIGKILL.
 
     Returns:
         For a function: what it returned on each rank, as a list in the order of ranks. For a recipe: its results by name.

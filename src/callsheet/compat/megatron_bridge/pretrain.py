@@ -44,9 +44,9 @@ def pretrain(
 ) -> Pretrain:
     """Train, validate and test as `config` specifies, and call the callbacks as Megatron Bridge does.
 
-    At an interval there is a validation and then a checkpoint. After training come `on_train_end`, another validation, and the
-    test. If there is only one process and no process group, a temporary one is made, so that `torch.distributed.get_rank()`
-    works.
+    If a validation and a checkpoint are due after the same step, the validation runs first. After training come `on_train_end`,
+    another validation, and the test. If there is only one process and no process group, a temporary process group is made, so that
+    `torch.distributed.get_rank()` works.
 
     Args:
         config: see `qwen25_500m_pretrain_config`.
@@ -55,11 +55,12 @@ def pretrain(
         callbacks: a list, or a manager.
 
     Returns:
-        The recipe, with its `trainer` and the losses that were `evaluated`; Megatron Bridge returns nothing.
+        The recipe. Its attribute `trainer` is the trainer, and `evaluated` holds the losses of the last validation and of the test.
+        Megatron Bridge returns nothing.
 
     Raises:
         NotSupported: a setting is not supported.
-        ConfigError: settings that do not go together.
+        ConfigError: two settings contradict each other.
         BaseException: the exception of a callback, unchanged; the callbacks after it are not called.
     """
     state = GlobalState(config)
