@@ -88,7 +88,7 @@ class UnknownArgument(ConfigError, TypeError):
 
 
 class HostError(CallsheetError, RuntimeError):
-    """A host (the adapter that runs callbacks in another framework's loop) failed to observe this loop.
+    """A host (the adapter that runs callbacks in another framework's loop) could not observe that loop.
 
     The host stops observing the run, and training continues.
     """

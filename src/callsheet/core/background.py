@@ -27,7 +27,7 @@ class Background(Callback):
         queue: how many events may wait for the callback.
         overflow: what happens when the queue is full. `block`: training waits. `drop_oldest`: the oldest event is dropped. `latest`: only the
             newest event of each kind waits. Dropped events are counted in the report.
-        deadline: seconds that the end of the run waits for the callback, and that training waits for a full queue without progress.
+        deadline: seconds that the end of the run waits for the callback, and that training waits while a full queue does not move.
 
     Raises:
         ConfigError: an option has an invalid value.

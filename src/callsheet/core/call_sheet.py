@@ -146,7 +146,8 @@ More = tuple[Handler, Handler | None, Handler | None, "More | None"]
 CompiledEvent = tuple[Handler | None, Handler | None, More | None, Event, tuple[Call, ...]]
 """A compiled event: its first and second handler, its other handlers in groups of three, the event, and all calls in order.
 
-The first three items are None if there is no such handler. A compiled event is a plain tuple because every dispatch unpacks it.
+If an event has few handlers, some or all of the first three items are None. A compiled event is a plain tuple because every
+dispatch unpacks it.
 Handlers are called one by one and in groups because a loop over a few elements costs more (`benchmarks/dispatch.py`).
 """
 
@@ -285,7 +286,7 @@ def _call_rest(compiled_event: CompiledEvent, first: int, ctx: Context) -> None:
 def marked(compiled_event: CompiledEvent, mark: HandlerEntry) -> CompiledEvent:
     """Return a copy of the compiled event with one more function, `mark`, which records the time when the event is fired.
 
-    The added handler is called last at the end of a span, and first at any other event.
+    If the event ends a span, `mark` is called after all handlers, otherwise before them.
     """
     *_, event, calls = compiled_event
     ours = (mark.handler, mark)

@@ -31,7 +31,7 @@ ERROR_POLICIES: tuple[OnError, ...] = get_args(OnError)
 foreign_hints: list[Callable[[object], str]] = []
 """Functions that take an object that is not a callback, and return a hint for the error message.
 
-`import callsheet` adds a function that recognizes callbacks of other frameworks, which `core` must not import.
+`import callsheet` adds a function that recognizes callbacks of other frameworks. `core` must not import that function itself.
 """
 
 
@@ -94,17 +94,18 @@ class Callback(Hooks):
     requests: tuple[str, ...] = ()
     """The requests that the callback may make, such as `stop`.
 
-    A host that supports none of these requests rejects the callback when it is attached.
+    A host (an adapter for another framework's loop) that supports none of these requests rejects the callback.
     """
     required_fields: tuple[str, ...] = ()
     """Fields without which the callback cannot work, such as `model`.
 
-    A host that never provides one of these fields rejects the callback when it is attached.
+    A host (an adapter for another framework's loop) that lacks one of these fields rejects the callback.
     """
     writes_to_run_folder: bool = False
     """Whether the callback writes files to `ctx.run.folder`.
 
-    If so, a host locks the folder, so that no second process uses it; a Trainer always locks it.
+    If so, a host (an adapter for another framework's loop) locks the folder, so that no second process uses it. A Trainer always
+    locks it.
     """
     shows_outcome: bool = False
     """Whether the callback shows the user how and why the run ended.

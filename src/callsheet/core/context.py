@@ -37,7 +37,7 @@ Loggable = Mapping[Any, Any]
 
 
 NO_VALUES: Any = None
-"""The default of the argument `values` of `log`: a call without `values`, such as `log(loss=1)`, then raises an error with a hint."""
+"""The default of `log`'s argument `values`. A call without `values`, such as `log(loss=1)`, then raises an error with a hint."""
 
 
 class Accumulator(Protocol):
@@ -213,7 +213,7 @@ class Context:
             values: numbers or scalar tensors by name, with names like `family/name`. A tuple of names is for a one-dimensional
                 tensor with a number for each name; this is much cheaper for many numbers.
             *misplaced, **misnamed: not allowed; values that are given in this way raise the error that says how to log a number.
-            over: how several values of one name are combined until the boundary: `last`, `mean` or `sum`.
+            over: how the values that this rank logs under one name for one record are combined: `last`, `mean` or `sum`.
             across: how the values of the data-parallel ranks are combined: `mean`, `sum`, `max`, or `same` if they are equal
                 already.
             weight: the weight of each value in a mean, a number or scalar tensor; None means 1.

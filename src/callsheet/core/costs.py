@@ -2,8 +2,8 @@
 
 Events inside a step are fired many times a second, so they are timed only in *windows*: groups of a few consecutive steps, from
 time to time. In a window the manager dispatches from a second table, in which each handler is timed and the start and end of
-every span are recorded. Outside windows the handlers are called directly. All other events, such as records, evaluations and
-checkpoints, are rare, and every one of them is timed.
+every span are recorded. Outside windows the handlers are called directly. All other events, such as those of logging, evaluation
+and checkpoints, are rare, and every one of them is timed.
 """
 
 from __future__ import annotations
@@ -375,8 +375,8 @@ def is_costly(share: float, seconds: float, steps: int, *, least: float = _COSTL
     Args:
         share: the fraction of the step's time that the callback takes.
         seconds: the time that it takes in each step.
-        steps: the number of steps that were timed. If they are few, one interrupted call could look like a costly callback, so the
-            callback must take much more.
+        steps: the number of steps that were timed. If only few were timed, a single interrupted call could make a callback look
+            costly, so higher limits apply.
         least: a callback that takes less than this fraction is not costly.
     """
     if steps < _MIN_TIMED_STEPS:
@@ -397,7 +397,7 @@ def _nested(opened: _Open) -> list[Slice]:
         name = SPAN_OF[event]
         if event == SPANS[name].start_event:
             stack.append((name, moment))
-        elif stack and stack[-1][0] == name:  # not the case for a span that began before the timing window
+        elif stack and stack[-1][0] == name:  # a span that began before the timing window is not on the stack
             slices.append(Slice(name, stack[-1][1] - opened.start, moment - stack[-1][1], step))
             stack.pop()
     return sorted(slices, key=lambda each: (each.begin, -each.seconds))

@@ -70,7 +70,7 @@ class CallbackManager:
         self.has_listeners = self._table.has_listeners
         self._active = self._table.active  # a second reference to the dict of `_table`, which makes `fire` faster
         self._muting = Muting(self._table)
-        self._numbers = count()  # for numbering callbacks and functions as they are added, in the same order on all ranks
+        self._numbers = count()  # numbers callbacks and functions in the order in which they are added, the same on all ranks
         self._ctx: weakref.ref[Context] | None = None  # the context of the run in progress
         self._is_over = False  # True from the end of a run until another run begins
         self.add(callbacks)

@@ -62,7 +62,8 @@ def load(module: str, *, extra: str, wanted_by: str) -> Any:
     """Import the module of an optional package, as in `load("wandb", extra="wandb", wanted_by="WandBLogger")`.
 
     Raises:
-        MissingPackage: it is not installed; the message has the command that installs it. An error inside the package is raised unchanged.
+        MissingPackage: the package is not installed; the message has the command that installs it. An error that the package
+            itself raises is raised unchanged.
     """
     top = module.partition(".")[0]
     drawn = random.getstate()

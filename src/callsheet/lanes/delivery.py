@@ -86,7 +86,7 @@ class CallbackLane:
 
 
 def join(lanes: Iterable[CallbackLane]) -> None:
-    """Wait until the processes of these lanes have exited, in total at most `END_SECONDS`. Each lane must have been ended before."""
+    """Wait, at most `END_SECONDS` in total, for the processes of these lanes to exit. `end` must be called on each lane before."""
     until = time.monotonic() + END_SECONDS
     for lane in lanes:
         lane.join(max(0.0, until - time.monotonic()))

@@ -86,8 +86,8 @@ def launch(
     Args:
         fn: a function at the top level of a module or of the script; with `allow_pickle` also one from a notebook. The callbacks
             are passed to it if it has the parameter `callbacks`. Or a recipe: its file, the name of a shipped one, or a `Recipe`
-            that is not set up yet. The recipe is checked here, and each rank makes its callbacks and loggers from the resolved
-            configuration.
+            that is not set up yet. The recipe is checked in this process, and each rank makes the recipe's callbacks and loggers
+            from the resolved configuration.
         args: the arguments of `fn`: plain data, tensors, callbacks, functions and classes with an import path.
         callbacks: callbacks that are rebuilt on each rank; those of a recipe come before them.
         overrides: values that override those of a recipe's file, as on the command line: `["--max_duration", "9ba"]`.

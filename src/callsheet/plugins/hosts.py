@@ -12,7 +12,7 @@ from callsheet.exec.observers import observers_of
 def host_of(file: str | os.PathLike[str] | None) -> HuggingFaceHost:
     """Return a Hugging Face callback that runs the callbacks of a YAML file or, if there is no file, the defaults of `callsheet exec`.
 
-    A callback that listens to an event that the Trainer does not fire causes a warning, not an error. With the default callbacks,
+    If the Trainer does not support what a callback needs, a warning is logged, and no error is raised. With the default callbacks,
     no error of callsheet ends the training, and nothing is added to the checkpoints of the training.
 
     Raises:

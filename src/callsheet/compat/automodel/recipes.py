@@ -129,8 +129,8 @@ class BaseRecipe:
     existing run is resumed.
 
     Args:
-        cfg: AutoModel's configuration, as a mapping, a `ConfigNode` or the path of its YAML; the page on this bridge lists the
-            keys that are supported. It may also be the configuration of callsheet's recipe.
+        cfg: AutoModel's configuration, as a mapping, a `ConfigNode` or the path of its YAML file; the page "NeMo AutoModel" lists
+            the supported keys. It may also be the configuration of callsheet's recipe.
         callbacks: the callbacks, called in this order.
 
     Attributes:

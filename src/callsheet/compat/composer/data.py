@@ -21,8 +21,8 @@ class DataSpec:
 
     Args:
         dataloader: an iterable of batches.
-        num_samples: kept as an attribute.
-        num_tokens: kept as an attribute.
+        num_samples: stored as an attribute, and not used.
+        num_tokens: stored as an attribute, and not used.
         batch_transforms: takes a batch and returns the changed batch. This function is called after the dataloader's `collate_fn`,
             in the dataloader's worker processes if there are any.
         microbatch_transforms, split_batch, get_num_samples_in_batch, get_num_tokens_in_batch: must be None.

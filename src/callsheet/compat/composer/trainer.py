@@ -57,7 +57,7 @@ class Trainer:
         progress_bar: whether to show a progress bar, unless `log_to_console` is set.
         log_to_console: whether to print metrics as lines to the standard error output.
         console_log_interval: how often these lines are printed.
-        load_path: the folder of a checkpoint of callsheet to resume from; None: none.
+        load_path: the folder of a checkpoint of callsheet to resume from, if any.
         load_weights_only: whether only the model's weights are loaded from `load_path`, into a new run.
         load_strict_model_weights: with `load_weights_only`, whether the names of all weights must match.
         save_folder: the folder for checkpoints; None: none are saved at an interval.

@@ -22,7 +22,7 @@ class GPTModel(nn.Module):
 
     With labels it returns each token's loss, without labels the logits.
 
-    Labels are aligned with the logits that predict them; nothing is shifted here.
+    The labels must already be aligned with the logits that predict them, because the model does not shift them.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -158,7 +158,7 @@ def job_of(config: ConfigContainer) -> PretrainConfig:
 
     Raises:
         NotSupported: a parallel size other than 1, `sequence_parallel`, a `blend`, an unknown precision or schedule.
-        ConfigError: batch sizes that do not divide.
+        ConfigError: the global batch size is no multiple of the microbatch size times the number of ranks.
     """
     model, train, dataset, optimizer = config.model, config.train, config.dataset, config.optimizer
     ranks = read_ranks().world_size
