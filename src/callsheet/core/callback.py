@@ -119,7 +119,7 @@ class Callback(Hooks):
     the weights are allocated in advance.
     """
     transport_ignore: tuple[str, ...] = ()
-    """Attributes that each process creates for itself. They may differ between processes; see `callsheet.transport`."""
+    """Attributes that each process creates for itself, so that they may differ between processes; see `callsheet.transport`."""
     lane_options: LaneOptions = LaneOptions()
     """The size of the queue of events if the callback runs in a lane, and what happens when the queue is full."""
 

@@ -126,7 +126,7 @@ class DispatchTable:
         self.use_window(events)
 
     def use_window(self, events: Iterable[str] = EVENTS) -> None:
-        """Call timed handlers from now on if a timing window is open (steps are being timed), otherwise handlers without timing."""
+        """Switch to timed handlers if a timing window is open (steps are being timed), otherwise to handlers without timing."""
         if self.costs.is_window and len(self._timed) < len(EVENTS):
             self._timed = self._table(self._timed, [each for each in EVENTS if each not in self._timed], in_window=True)
         self.active.update(self._timed if self.costs.is_window else self._plain)

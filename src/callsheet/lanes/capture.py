@@ -41,7 +41,7 @@ _BEFORE_FIELDS = 4 + len(_OF_STATE)
 Values = tuple[Any, ...] | list[Any]
 """The captured values of one event: the function that delivers the event, the snapshot class, and the values of the fields.
 
-They are in a list if they include copies, otherwise in a tuple.
+The captured values are in a list if they include copies, otherwise in a tuple.
 """
 
 Deliver = Callable[[Values], None]

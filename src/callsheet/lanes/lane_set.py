@@ -33,8 +33,8 @@ logger = logging.getLogger("callsheet")
 
 T = TypeVar("T")
 
-_BEFORE_THE_END = 0.8  # for the events before `on_run_end`, a lane has this fraction of its deadline
-_BEFORE_LOGGERS_END = 0.9  # before `on_run_end` of loggers, wait for other lanes for up to this fraction of their deadlines
+_BEFORE_THE_END = 0.8  # a lane may use this fraction of its deadline for the events before `on_run_end`
+_BEFORE_LOGGERS_END = 0.9  # before loggers handle `on_run_end`, other lanes may use this fraction of their deadlines
 _SETTLE_SECONDS = 0.2  # how long the last metrics record waits for values that callbacks in lanes log
 _STATE_SECONDS = 1.0  # how long `state_dict` may take for a callback whose lane has hung before
 _MIN_STATE_SECONDS = 0.1  # `state_dict` is given at least this long, even if a preemption signal leaves no time

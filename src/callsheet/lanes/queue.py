@@ -387,7 +387,7 @@ def drain(
         lanes: all are waited for at the same time.
         deadline: seconds for all lanes, or a function that returns the seconds of a lane. None: each lane's own deadline, less the time
             that earlier calls have waited for it.
-        share: used if `deadline` is None: the share of its deadline that a lane may have used up after this call.
+        share: used if `deadline` is None: the share of its deadline that a lane may use up in this call and earlier ones.
     """
     began = time.monotonic()
     seconds_of = deadline if callable(deadline) else lambda _: deadline

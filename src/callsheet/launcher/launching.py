@@ -180,8 +180,8 @@ class _Specs(DefaultLogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Set the environment variables of the ranks. torch calls this method before each attempt to start the ranks.
 
-        Each attempt has its own store. Torch's launcher would give all attempts the same store, which contains the addresses of
-        dead ranks. New ranks would then fail to connect if the function makes a process group itself.
+        Each attempt has its own store (`TCPStore`). Torch's launcher would give all attempts the same store, which contains the
+        addresses of dead ranks. New ranks would then fail to connect if the function makes a process group itself.
         """
         found = super().reify(envs)
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
