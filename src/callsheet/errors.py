@@ -88,7 +88,7 @@ class UnknownArgument(ConfigError, TypeError):
 
 
 class HostError(CallsheetError, RuntimeError):
-    """A host (the adapter that runs callbacks in another framework's loop) failed to observe this loop.
+    """A host (the adapter that runs callbacks in another framework's loop) could not observe that loop.
 
     The host stops observing the run, and training continues.
     """
@@ -219,7 +219,7 @@ def is_users(error: BaseException) -> bool:
 def is_from_signal_handler(error: BaseException) -> bool:
     """Return whether a signal handler raised the error. Python may call signal handlers at any place in the main thread.
 
-    A handler is recognized by its argument: the frame that the signal has interrupted, which is also the frame that called it.
+    A signal handler is recognized by its second argument, the interrupted frame. That frame is also the handler's caller.
     """
     trace = error.__traceback__
     while trace is not None:

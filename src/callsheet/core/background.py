@@ -17,17 +17,17 @@ END_SECONDS = 5.0
 class Background(Callback):
     """Run a callback on a separate thread. The callback receives all events in order, as snapshots, while training continues.
 
-    The callback keeps its name, state, phase, ranks and intervals. Its errors are isolated. Its `async def` methods run one after
-    the other, each to its end. A snapshot holds the fields that `snapshot_fields` names, or, if it is empty, all fields that can
-    be passed without a copy; it never holds the model. `ctx.log` and `ctx.control` work as usual. At the end of a run all events
-    are delivered, within `deadline`.
+    The callback keeps its name, state, phase, ranks and intervals. Its errors are logged and do not end the run. Its `async def`
+    methods run one after the other, each to its end. A snapshot holds the fields that `snapshot_fields` names or, if
+    `snapshot_fields` is empty, all fields that can be passed without a copy. A snapshot never holds the model. `ctx.log` and
+    `ctx.control` work as usual. At the end of a run, the run waits for up to `deadline` seconds until all events are delivered.
 
     Args:
         callback: the callback.
-        queue: how many events may wait for it.
+        queue: how many events may wait for the callback.
         overflow: what happens when the queue is full. `block`: training waits. `drop_oldest`: the oldest event is dropped. `latest`: only the
             newest event of each kind waits. Dropped events are counted in the report.
-        deadline: seconds that the end of the run waits for the callback, and that training waits for a full queue that does not move.
+        deadline: seconds that the end of the run waits for the callback, and that training waits while a full queue does not move.
 
     Raises:
         ConfigError: an option has an invalid value.

@@ -27,7 +27,7 @@ _ALWAYS_CALLED = frozenset({"report", "restore"})  # phases whose handlers are c
 
 @dataclass(eq=False, slots=True)
 class Registration:
-    """A callback or function that was added to the manager; also counts its failures and lists the events for which it is muted.
+    """A callback or function that was added to the manager, with its number of failures and the events for which it is muted.
 
     `thing` is the function or the callback, with its `Background` wrapper if there is one.
     """
@@ -146,7 +146,8 @@ More = tuple[Handler, Handler | None, Handler | None, "More | None"]
 CompiledEvent = tuple[Handler | None, Handler | None, More | None, Event, tuple[Call, ...]]
 """A compiled event: its first and second handler, its other handlers in groups of three, the event, and all calls in order.
 
-The first three items are None if there is no such handler. A compiled event is a plain tuple because every dispatch unpacks it.
+If an event has few handlers, some or all of the first three items are None. A compiled event is a plain tuple because every
+dispatch unpacks it.
 Handlers are called one by one and in groups because a loop over a few elements costs more (`benchmarks/dispatch.py`).
 """
 
@@ -213,7 +214,8 @@ def compiled(
         event: the event's name.
         entries: the entries of all handlers of the event, in order.
         ranks: the ranks of this process.
-        checking: whether observers that draw random numbers raise.
+        checking: whether to raise an error if a handler outside the phases `change` and `restore` draws random numbers without
+            `draws_random`.
         in_lane: takes the entry of a handler that runs in a lane, and returns the function that the training thread calls
             instead.
         timed: wraps a handler to measure its time; None: handlers are not timed.
@@ -284,7 +286,7 @@ def _call_rest(compiled_event: CompiledEvent, first: int, ctx: Context) -> None:
 def marked(compiled_event: CompiledEvent, mark: HandlerEntry) -> CompiledEvent:
     """Return a copy of the compiled event with one more function, `mark`, which records the time when the event is fired.
 
-    The added handler is called last at the end of a span, and first at any other event.
+    If the event ends a span, `mark` is called after all handlers, otherwise before them.
     """
     *_, event, calls = compiled_event
     ours = (mark.handler, mark)

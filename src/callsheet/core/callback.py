@@ -31,7 +31,7 @@ ERROR_POLICIES: tuple[OnError, ...] = get_args(OnError)
 foreign_hints: list[Callable[[object], str]] = []
 """Functions that take an object that is not a callback, and return a hint for the error message.
 
-`import callsheet` adds a function that recognizes callbacks of other frameworks, which `core` must not import.
+`import callsheet` adds a function that recognizes callbacks of other frameworks. `core` must not import that function itself.
 """
 
 
@@ -51,8 +51,8 @@ def _familiar_arguments(parameters: Mapping[str, Parameter]) -> dict[str, str]:
 class Callback(Hooks):
     """The base class of all callbacks. Override the methods of the events that you want to handle; each method receives the context.
 
-    A class overrides either these methods or `on_event`, which handles every event. The options are class attributes, and an instance may
-    have its own. They are checked when the callback is added, not when an event is fired.
+    A class overrides either these methods or `on_event`, which handles every event. Options such as `phase` are class attributes,
+    and an instance may have its own values. All options are checked when the callback is added, not when an event is fired.
 
     Examples:
         >>> class Greeter(Callback):
@@ -94,17 +94,18 @@ class Callback(Hooks):
     requests: tuple[str, ...] = ()
     """The requests that the callback may make, such as `stop`.
 
-    A host that supports none of these requests rejects the callback when it is attached.
+    A host (an adapter for another framework's loop) that supports none of these requests rejects the callback.
     """
     required_fields: tuple[str, ...] = ()
     """Fields without which the callback cannot work, such as `model`.
 
-    A host that never provides one of these fields rejects the callback when it is attached.
+    A host (an adapter for another framework's loop) that lacks one of these fields rejects the callback.
     """
     writes_to_run_folder: bool = False
     """Whether the callback writes files to `ctx.run.folder`.
 
-    If so, a host locks the folder, so that no second process uses it; a Trainer always locks it.
+    If so, a host (an adapter for another framework's loop) locks the folder, so that no second process uses it. A Trainer always
+    locks it.
     """
     shows_outcome: bool = False
     """Whether the callback shows the user how and why the run ended.
@@ -114,11 +115,11 @@ class Callback(Hooks):
     weights_in_state: str = ""
     """The key of `state_dict` under which the callback saves weights of the model; empty if it saves none.
 
-    If these weights are not finite, the checkpoint is marked like one whose model is not finite. Buffers for copying the weights are
-    allocated ahead.
+    A checkpoint in which these weights are not finite is marked as not finite, as if they were the model's own. Buffers for copying
+    the weights are allocated in advance.
     """
     transport_ignore: tuple[str, ...] = ()
-    """Attributes that each process creates for itself. They may differ between processes; see `callsheet.transport`."""
+    """Attributes that each process creates for itself, so that they may differ between processes; see `callsheet.transport`."""
     lane_options: LaneOptions = LaneOptions()
     """The size of the queue of events if the callback runs in a lane, and what happens when the queue is full."""
 

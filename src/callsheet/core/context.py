@@ -32,12 +32,12 @@ Across = Literal["mean", "sum", "max", "same"]
 Loggable = Mapping[Any, Any]
 """Values that can be logged: a number for each name, or a one-dimensional tensor for a tuple of names.
 
-(A narrower type would not accept both kinds of dict.)
+(With the key type `str | tuple[str, ...]`, type checkers would reject a `dict[str, float]`.)
 """
 
 
 NO_VALUES: Any = None
-"""The default of the required argument `values` of `log`, so that a wrong call such as `log(loss=1)` raises an error with a hint."""
+"""The default of `log`'s argument `values`. A call without `values`, such as `log(loss=1)`, then raises an error with a hint."""
 
 
 class Accumulator(Protocol):
@@ -213,7 +213,7 @@ class Context:
             values: numbers or scalar tensors by name, with names like `family/name`. A tuple of names is for a one-dimensional
                 tensor with a number for each name; this is much cheaper for many numbers.
             *misplaced, **misnamed: not allowed; values that are given in this way raise the error that says how to log a number.
-            over: how several values of one name are combined until the boundary: `last`, `mean` or `sum`.
+            over: how the values that this rank logs under one name for one record are combined: `last`, `mean` or `sum`.
             across: how the values of the data-parallel ranks are combined: `mean`, `sum`, `max`, or `same` if they are equal
                 already.
             weight: the weight of each value in a mean, a number or scalar tensor; None means 1.
@@ -295,7 +295,7 @@ class Context:
         Raises:
             UnknownEventError: no such event.
             RegistrationError: the callback is not on the run's call sheet.
-            RequestRejected: in a lane.
+            RequestRejected: the caller is a callback in a lane (another thread or process).
         """
         if self.muting is not None:
             self.muting(self, callback, events, True, until)
@@ -310,7 +310,7 @@ class Context:
         Raises:
             UnknownEventError: no such event.
             RegistrationError: the callback is not on the run's call sheet.
-            RequestRejected: in a lane.
+            RequestRejected: the caller is a callback in a lane (another thread or process).
         """
         if self.muting is not None:
             self.muting(self, callback, events, False, None)
@@ -325,7 +325,8 @@ class Context:
             The value of each rank, in the order of ranks. In a run with one rank, the list holds `value` itself.
 
         Raises:
-            RequestRejected: in a handler that runs on some ranks only, or in a lane.
+            RequestRejected: the caller is a handler that runs on some ranks only, or a callback in a lane (another thread or
+                process).
         """
         if self.control.in_gate:
             raise RequestRejected(
@@ -368,7 +369,7 @@ class Context:
             delete(self)
 
     def close_all(self, *, before: str = "") -> None:
-        """Delete all fields of the context, except those that are available at every event. Called as a run ends.
+        """Delete all fields of the context, except those that are available at every event. Called at the end of a run.
 
         Args:
             before: the name of an event; the fields that `close(before)` deletes are kept. Empty: no such field is kept.
@@ -440,8 +441,8 @@ for _field in FIELDS.values():
 def _deleter(names: Iterable[str]) -> Callable[[Context], None]:
     """Compile a function that deletes the fields `names` of a context.
 
-    The function runs at every step, and several times in every step of a host. A loop over the names would take twice as long
-    (`benchmarks/results/shortcuts.md`).
+    The function runs at every step, and in another framework's loop several times a step. A loop over the names would take twice
+    as long (`benchmarks/results/shortcuts.md`).
     """
     # Assign None first, because `del` of a slot without a value raises an error.
     lines = "".join(f"    ctx.{name} = None\n    del ctx.{name}\n" for name in names)
@@ -454,5 +455,5 @@ def _deleter(names: Iterable[str]) -> Callable[[Context], None]:
 _DELETERS: dict[str, Callable[[Context], None]] = {}
 """For each event, the function that deletes the fields whose window ends at that event.
 
-A function is compiled when its event is first closed, which takes about 0.1 ms.
+A function is compiled when `Context.close` is first called for its event, which takes about 0.1 ms.
 """

@@ -91,7 +91,7 @@ class Control:
 
         Args:
             why: completes the sentence "stopped by <callback>: ...", which becomes `ctx.run.outcome_reason`.
-            replicated: whether every rank makes the same request, based only on replicated or reduced fields.
+            replicated: whether every rank makes the same request, because it depends only on values that are the same on all ranks.
             resumable: whether a later start with `resume="auto"` continues training. Otherwise the run is complete.
 
         Raises:
@@ -129,7 +129,7 @@ class Control:
         self._ask(Request("evaluate", why, _asker()), replicated)
 
     def set_gradient_accumulation(self, batches: int) -> None:
-        """Accumulate gradients over several batches, from the next step on. Every rank must call this method.
+        """Accumulate gradients over several batches, beginning with the next step. Every rank must call this method.
 
         Args:
             batches: the number of batches for one optimizer step.
@@ -177,7 +177,7 @@ class Control:
         return self._evaluate
 
     def supports(self, request: Request) -> bool:
-        """Return whether the loop supports the request. If it does not, raise an error or, in another framework's loop, log one.
+        """Return whether the loop supports the request. If not, raise an error or, in another framework's loop, log the error.
 
         Args:
             request: the request.
@@ -306,7 +306,7 @@ def _asker() -> str:
 
     The name is found in the frames of the call stack: requests are rare, and recording the callback at every event would cost
     more. The search ends at the frame that dispatched the event. Frames further up are not read, because reading `f_locals` of a
-    frame keeps that frame's variables, a model for example, alive until it returns.
+    frame keeps that frame's variables, a model for example, alive until the frame's function returns.
     """
     asking = frame = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename not in _DISPATCH:

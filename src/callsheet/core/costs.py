@@ -2,8 +2,8 @@
 
 Events inside a step are fired many times a second, so they are timed only in *windows*: groups of a few consecutive steps, from
 time to time. In a window the manager dispatches from a second table, in which each handler is timed and the start and end of
-every span are recorded. Outside windows the handlers are called directly. All other events, such as records, evaluations and
-checkpoints, are rare, and every one of them is timed.
+every span are recorded. Outside windows the handlers are called directly. All other events, such as those of logging, evaluation
+and checkpoints, are rare, and every one of them is timed.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ _FIRST_STEP = 2  # the first steps are not timed, since they include memory allo
 _STEPS_PER_TIMED_STEP = 16  # on average, at most one in `_STEPS_PER_TIMED_STEP` steps is timed
 # The pause between timing windows: `_MAX_PAUSE_SECONDS` or `_PAUSE_SHARE` of the run's time so far, whichever is less.
 _MAX_PAUSE_SECONDS, _PAUSE_SHARE = 5.0, 0.25
-# Costs are sent repeatedly. If `t` is the run's time at one send, the next is at `_PUBLISH_GROWTH * t + _PUBLISH_SECONDS`.
+# Costs are sent to the loggers repeatedly. If they are sent at the run's time `t`, they are sent again at the run's time
+# `_PUBLISH_GROWTH * t + _PUBLISH_SECONDS`.
 _PUBLISH_GROWTH, _PUBLISH_SECONDS = (1.1, 2.0)
 _MAX_SLICES = 20_000  # the most slices (timed spans and calls) to keep of one timing window
 _COSTLY_SHARE = 0.05
 _COSTLY_SECONDS = 50e-6  # a callback that takes fewer seconds per step than this limit is never costly
 _MIN_TIMED_STEPS = 20
-# If fewer steps were timed, a callback is costly only if it takes more than this fraction of a step and more than these seconds.
+# If fewer than `_MIN_TIMED_STEPS` steps were timed, a callback is costly only if it takes more than `_CLEAR_SHARE` of a step and
+# more than `_CLEAR_SECONDS`.
 _CLEAR_SHARE, _CLEAR_SECONDS = 0.25, 10e-3
 
 _STEP = ("fetch", "train_step")
@@ -117,10 +119,10 @@ class CostReport(NamedTuple):
         seconds: the time that these steps took, including evaluations and saves.
         window_steps: how many of the steps were timed.
         window_seconds: the time of these timed steps, from the fetch of the batch to the step's end.
-        costs: for each callback and event `callback`, `event`, `calls`, `seconds`, `worst_seconds` and `is_sampled` (whether only calls
-            in the timed steps are included).
-        failures: for each callback with failures `callback`, `count`, `is_off` (whether it was disabled), `last` (the last error), and
-            the number of events that its lane has `dropped` or left `undelivered`.
+        costs: one item for each callback and event, with `callback`, `event`, `calls`, `seconds`, `worst_seconds` and `is_sampled`
+            (whether only calls in the timed steps are included).
+        failures: one item for each callback that failed or lost events, with `callback`, `count`, `is_off` (whether it was
+            disabled), `last` (the last error), and the number of events that its lane has `dropped` or left `undelivered`.
     """
 
     mode: str
@@ -132,7 +134,7 @@ class CostReport(NamedTuple):
     failures: tuple[Failures, ...] = ()
 
     def share(self, cost: Cost) -> float:
-        """Return `cost` as a fraction of the timed steps' time. If every call is timed, return a fraction of the run's time.
+        """Return `cost` as a fraction of the timed steps' time, or of the run's time if `cost` includes calls outside these steps.
 
         Args:
             cost: one of `costs`.
@@ -373,8 +375,8 @@ def is_costly(share: float, seconds: float, steps: int, *, least: float = _COSTL
     Args:
         share: the fraction of the step's time that the callback takes.
         seconds: the time that it takes in each step.
-        steps: the number of steps that were timed. If they are few, one interrupted call could look like a costly callback, so the
-            callback must take much more.
+        steps: the number of steps that were timed. If only few were timed, a single interrupted call could make a callback look
+            costly, so higher limits apply.
         least: a callback that takes less than this fraction is not costly.
     """
     if steps < _MIN_TIMED_STEPS:
@@ -395,7 +397,7 @@ def _nested(opened: _Open) -> list[Slice]:
         name = SPAN_OF[event]
         if event == SPANS[name].start_event:
             stack.append((name, moment))
-        elif stack and stack[-1][0] == name:  # not the case for a span that began before the timing window
+        elif stack and stack[-1][0] == name:  # a span that began before the timing window is not on the stack
             slices.append(Slice(name, stack[-1][1] - opened.start, moment - stack[-1][1], step))
             stack.pop()
     return sorted(slices, key=lambda each: (each.begin, -each.seconds))

@@ -26,7 +26,7 @@ class DispatchTable:
 
     Args:
         costs: says which handlers are timed, and whether a timing window is open.
-        checking: raise if an observer draws random numbers without `draws_random`.
+        checking: raise if a handler outside the phases `change` and `restore` draws random numbers without `draws_random`.
     """
 
     def __init__(self, costs: Costs, *, checking: bool) -> None:
@@ -51,7 +51,7 @@ class DispatchTable:
         self._spans: list[Spans] = []
 
     def add(self, registrations: Sequence[Registration], entries: Sequence[HandlerEntry]) -> None:
-        """Add callbacks and their handlers, and compile again which functions are called for each event."""
+        """Add callbacks and their handlers, and recompile the functions to call for each event."""
         self.registrations = [*self.registrations, *registrations]
         for entry in entries:
             self.entries[entry.event].append(entry)
@@ -70,7 +70,7 @@ class DispatchTable:
         return self.lanes
 
     def remove(self, registrations: list[Registration]) -> None:
-        """Remove callbacks and their handlers, and compile again which functions are called for each event."""
+        """Remove callbacks and their handlers, and recompile the functions to call for each event."""
         self.registrations = [each for each in self.registrations if each not in registrations]
         for event, entries in self.entries.items():
             self.entries[event] = [entry for entry in entries if entry.registration not in registrations]
@@ -119,14 +119,14 @@ class DispatchTable:
             self.compile(events if is_compiled else EVENTS)
 
     def compile(self, events: Collection[str] = EVENTS) -> None:
-        """Compile, from the handlers and their options, which functions are called for these events."""
+        """Compile the functions to call for these events, from the events' handlers and the handlers' options."""
         self._plain = self._table(self._plain, events, in_window=False)
         self._timed = {event: made for event, made in self._timed.items() if event not in events}
         self.has_listeners.link(self._plain, events)
         self.use_window(events)
 
     def use_window(self, events: Iterable[str] = EVENTS) -> None:
-        """Call timed handlers from now on if a timing window is open (steps are being timed), otherwise handlers without timing."""
+        """Switch to timed handlers if a timing window is open (steps are being timed), otherwise to handlers without timing."""
         if self.costs.is_window and len(self._timed) < len(EVENTS):
             self._timed = self._table(self._timed, [each for each in EVENTS if each not in self._timed], in_window=True)
         self.active.update(self._timed if self.costs.is_window else self._plain)

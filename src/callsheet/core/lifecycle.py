@@ -1,7 +1,7 @@
 """The lifecycle: one table of all events of a run, their order, and the context fields that are available at each event.
 
-No other file lists event names or fields by hand. The `Callback` methods, `Event`, the spans, the docs' tables, the bridges' maps and the
-tests' oracles are generated from this table (`make generate`) or checked against it.
+No other file lists event names or fields by hand. The `Callback` methods, `Event`, the spans, the tables in the docs, the bridges'
+maps of event names and the expected results in the tests are generated from this table (`make generate`) or checked against it.
 
 A span is a named part of a run with two events, `on_<span>_start` and `on_<span>_end`. A point is a single event, without a start
 and an end. A span's `order` says what may occur directly inside it, as a regular expression over the names of spans and points:
@@ -477,7 +477,7 @@ ALWAYS: tuple[str, ...] = tuple(field.name for field in FIELDS.values() if not f
 def tree() -> str:
     """Return the lifecycle drawn as a tree, with one line for each span and each event that belongs to no span.
 
-    What may occur at several boundaries is drawn only once.
+    A span or event that may occur at several boundaries is drawn only once.
     """
     lines: list[str] = []
     drawn: set[str] = set()

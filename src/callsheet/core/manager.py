@@ -40,8 +40,8 @@ class CallbackManager:
 
     Args:
         callbacks: the first callbacks, or one callback; more can be added later.
-        checking: raise if an observer draws random numbers without `draws_random`. This compares all random states before and after
-            every handler, so use it in tests only.
+        checking: raise if a handler outside the phases `change` and `restore` draws random numbers without `draws_random`. All
+            random states are compared before and after every handler, so use this option in tests only.
         costs: which calls are timed: `sampled` (a few steps from time to time), `all` or `off`. See `cost_report`.
         warn_share: warn once about each callback that takes more than this fraction of a step. None: never warn.
 
@@ -70,7 +70,7 @@ class CallbackManager:
         self.has_listeners = self._table.has_listeners
         self._active = self._table.active  # a second reference to the dict of `_table`, which makes `fire` faster
         self._muting = Muting(self._table)
-        self._numbers = count()  # for numbering callbacks and functions as they are added, in the same order on all ranks
+        self._numbers = count()  # numbers callbacks and functions in the order in which they are added, the same on all ranks
         self._ctx: weakref.ref[Context] | None = None  # the context of the run in progress
         self._is_over = False  # True from the end of a run until another run begins
         self.add(callbacks)
@@ -95,8 +95,8 @@ class CallbackManager:
 
         Raises:
             NotACallbackError, UnknownEventError, RegistrationError: the message names the callback, its line and a hint.
-            ConfigError: a callback with `lane = "process"` cannot be built in another process; or a run is open that has no
-                `max_duration`, and an interval is a fraction of it.
+            ConfigError: a callback with `lane = "process"` cannot be built in another process; or an interval is a fraction of
+                `max_duration`, and the current run has no `max_duration`.
         """
         if isinstance(callbacks, (str, bytes, Mapping)):
             raise NotACallbackError(f"{callbacks!r} is not a callback, nor an iterable of callbacks")
@@ -136,8 +136,8 @@ class CallbackManager:
     ) -> Any:
         """Register a function as a handler of an event.
 
-        The options have the same meaning as on a `Callback`. If one is None, the function's decorators apply, such as
-        `rank_zero_only`, and then the default of `Callback`.
+        The options have the same meaning as on a `Callback`. The value of an option that is None comes from a decorator of the
+        function, such as `rank_zero_only`, or otherwise from the default of `Callback`.
 
         Args:
             event: the name of the event, or `"*"` for every event.
@@ -158,7 +158,7 @@ class CallbackManager:
             NotACallbackError: `function` cannot be called, or is a callback or a class.
             RegistrationError: an option's value is not allowed, the function is registered for the event already, or it cannot be
                 called with the context alone.
-            ConfigError: a run is open that has no `max_duration`, and `every` is a fraction of it.
+            ConfigError: `every` is a fraction of `max_duration`, and the current run has no `max_duration`.
         """
         options = RegisterOptions(every=every, phase=phase, ranks=ranks, lane=lane, on_error=on_error)
         if function is None:
@@ -232,12 +232,13 @@ class CallbackManager:
 
         Args:
             event: the name of the event, such as `"on_train_step_end"`.
-            ctx: a context that was given to `open` or `spans`, or a sibling of one. The caller has set the event's fields on it.
+            ctx: a context that was passed to `open` or `spans`, or one that the method `sibling` of such a context returned. The
+                caller must set the event's fields on it before.
 
         Raises:
             UnknownEventError: no such event.
-            BaseException: the error of a callback that is not isolated. The handlers of phases `report` and `restore` are called
-                first.
+            BaseException: the error of a callback that is not isolated. Before the error is raised, the remaining handlers of
+                phases `report` and `restore` are called.
         """
         try:
             first, second, more, named, calls = self._active[event]
@@ -420,8 +421,8 @@ class CallbackManager:
     def state_dict(self, *, copied: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> dict[str, Any]:
         """Return the state of every callback that has a state, and `user_state`, the dict that all callbacks share.
 
-        A callback in a lane must return its state within its lane's deadline. If it does not, or if it or an isolated callback
-        raises, the error is logged, and the checkpoint records that the state is missing.
+        A callback in a lane must return its state within its lane's deadline. If it misses the deadline, the error is logged, and
+        the checkpoint records that the state is missing. The same happens if a callback in a lane or an isolated callback raises.
 
         Args:
             copied: copies the state of a callback that is isolated or has a lane. It may raise an error if the state cannot be
@@ -441,7 +442,7 @@ class CallbackManager:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the saved state of every callback. A callback without a saved state starts without one.
 
-        Callbacks without a saved state, and saved states that belong to no callback, are logged.
+        Callbacks whose state could not be saved, and saved states that belong to no callback, are logged.
 
         If a callback in a lane or an isolated one raises, or does not load its state within the lane's deadline, the error is
         logged and the callback starts without the state.

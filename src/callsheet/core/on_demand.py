@@ -24,7 +24,7 @@ def attributes(package: str, modules: Mapping[str, str], subpackages: Collection
     Args:
         package: the package's name.
         modules: the module of each attribute.
-        subpackages: the modules of the package that are attributes of it without an import of their own.
+        subpackages: the modules of the package that can be read as its attributes without importing them first.
     """
 
     def get(name: str) -> Any:

@@ -37,7 +37,7 @@ _EXTRAS = {
 }
 """For each extra of this package, as in `pip install 'callsheet[train]'`, the modules that it installs.
 
-A module that only one class needs is not listed here; that class names it when it loads it.
+A module that only one class needs is not listed here, because that class passes the name of the extra to `load`.
 """
 
 _INSTALLED_BY = {module: f"'callsheet[{extra}]'" for extra, modules in _EXTRAS.items() for module in modules} | {
@@ -62,7 +62,8 @@ def load(module: str, *, extra: str, wanted_by: str) -> Any:
     """Import the module of an optional package, as in `load("wandb", extra="wandb", wanted_by="WandBLogger")`.
 
     Raises:
-        MissingPackage: it is not installed; the message has the command that installs it. An error inside the package is raised unchanged.
+        MissingPackage: the package is not installed; the message has the command that installs it. An error that the package
+            itself raises is raised unchanged.
     """
     top = module.partition(".")[0]
     drawn = random.getstate()

@@ -43,7 +43,7 @@ _NO_EVENTS = frozenset({"on_event", "on_error"})
 class RegisterOptions(TypedDict, total=False):
     """The options with which a function is registered as a handler of an event.
 
-    For an option that is None, the function's decorators apply, or otherwise the default of `Callback`.
+    The value of an option that is None comes from a decorator of the function, or otherwise from the default of `Callback`.
     """
 
     every: str | int | Time | Interval | None

@@ -43,8 +43,8 @@ class RunInfo:
             "ValueError: ..."; empty until the run's end.
         checkpoints: the folder or URL of the checkpoints, by default the folder `checkpoints` in `folder`.
         failures: the callbacks of this process that failed or whose lanes lost events; set at the run's end.
-        inexact_counts: empty, unless the framework in whose loop callsheet runs has counted other steps or epochs, or has left out,
-            repeated or reordered events; then one line that says so.
+        inexact_counts: one line that says so if the framework in whose loop callsheet runs counts steps or epochs differently, or
+            has left out, repeated or reordered events; otherwise empty.
     """
 
     name: str
@@ -145,7 +145,7 @@ class TrainState:
 
     Args:
         max_duration: how long training lasts, or None if it has no limit.
-        timestamp: what is complete. It changes just before each end event.
+        timestamp: how much is complete. It changes just before the end event of each step, epoch and round.
         previous_timestamp: the value of `timestamp` before the last step.
         baseline: the timestamp at which this process began to train.
         epoch_batches: the number of steps in an epoch, or None if it is not known.

@@ -35,8 +35,8 @@ def states_of(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Return two dicts by callback name: the states of all callbacks that have a state, and the reasons why states are missing.
 
-    `copied` is called to copy the state of a callback that is isolated or has a lane. Its errors are logged like those of the
-    callback.
+    `copied` is called to copy the state of a callback that is isolated or has a lane. Errors of `copied` are logged like errors of
+    the callback.
 
     Raises:
         RegistrationError: two callbacks with a state have the same name.
@@ -79,7 +79,7 @@ def load_states(
     saved: Mapping[str, Mapping[str, Any]],
     missing: Mapping[str, str],
 ) -> None:
-    """Load the saved state of every callback. Log which callbacks have no saved state, and which states belong to no callback.
+    """Load the saved state of every callback. Log which states could not be saved, and which saved states belong to no callback.
 
     Raises:
         Exception: what an inline callback that is not isolated raised.

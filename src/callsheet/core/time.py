@@ -84,9 +84,10 @@ def _read(text: str) -> tuple[float, TimeUnit]:
 class Time:
     """A duration or count in one unit, such as batches: `Time("10ba")`, `Time(10, "ba")`, `Time("1h30m")`.
 
-    A string is a number and a unit, in upper or lower case, with spaces between them and underscores in the number allowed; or
-    hours, minutes and seconds, which become `sec` ("10m" is ten minutes, "36h" is allowed). The attribute `value` is an int, or a
-    float for `dur` and `sec`. It may be negative, because a subtraction may give such a time.
+    A string consists of a number and a unit. Upper case, spaces before the unit, and underscores in the number are allowed. A
+    string may also consist of hours, minutes and seconds, which become `sec` ("10m" is ten minutes, "36h" is allowed). The
+    attribute `value` is an int, or a float for `dur` and `sec`. The value may be negative, because a subtraction may give such a
+    time.
 
     Times of one unit can be added, subtracted, divided and compared, also with strings: `Time("10ba") + "5ba" < "1_000ba"`. They
     can be multiplied and divided by a number; whole units are rounded down. Times of different units are never equal. A time
@@ -214,7 +215,7 @@ class Time:
         return f'Time("{self}")'
 
 
-# The position of each unit's counter in a `Timestamp`, whose first six fields are in the order of these units.
+# The position of each unit's counter in a `Timestamp`, whose first six fields are in the order of `_COUNTED`.
 _COUNTED = [unit for unit in TimeUnit if unit is not TimeUnit.DURATION]
 _SLOT: dict[TimeUnit, int] = {unit: slot for slot, unit in enumerate(_COUNTED)}
 

@@ -17,7 +17,7 @@ def working(what: str, *, is_shown: bool = True) -> Iterator[None]:
     """While the `with` block runs, show on standard error that `what` is in progress.
 
     On a terminal, one line counts the seconds and is erased at the end. Elsewhere, a line is written after five seconds and then
-    every thirty seconds. Work that takes less time shows nothing.
+    every thirty seconds. Work that ends before the first line is due shows nothing.
     """
     if not is_shown:
         yield

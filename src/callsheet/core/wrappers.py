@@ -123,7 +123,8 @@ def isolated(handler: Handler, registration: Registration, event: str, ctx: Cont
 def excused(registration: Registration, event: str, ctx: Context, error: BaseException) -> bool:
     """Return whether a handler failed only because the loop of another framework has not set a field of the context.
 
-    The field should be available at this event, so this is not an error of the callback: the handler is skipped with a warning.
+    The field should be available at this event, so the callback may read it, and its absence is not an error of the callback. The
+    handler is then skipped with a warning.
     """
     if isinstance(error, FieldNotAvailable) and ctx.excuse is not None and error.name and is_available(error.name, event):
         ctx.excuse(f"{registration.label} ({registration.source}) reads ctx.{error.name} at {event}")

@@ -41,7 +41,7 @@ _BEFORE_FIELDS = 4 + len(_OF_STATE)
 Values = tuple[Any, ...] | list[Any]
 """The captured values of one event: the function that delivers the event, the snapshot class, and the values of the fields.
 
-They are in a list if they include copies, otherwise in a tuple.
+The captured values are in a list if they include copies, otherwise in a tuple.
 """
 
 Deliver = Callable[[Values], None]
@@ -56,7 +56,7 @@ class DeviceNumbers:
     def __init__(self) -> None:
         self.names: set[str] = set()
         """The names of the fields that at least one lane reads at this event."""
-        # The tensors that were copied, and the versions that were copied. A tensor whose version has changed is copied again.
+        # Each tensor that was copied, with its `_version` at that time. A tensor whose version has changed is copied again.
         self._tensors: list[tuple[Any, int | None]] = []
         self._copies: dict[int, Any] = {}
 
@@ -119,13 +119,13 @@ class SnapshotCapture:
         needs: the callback's `snapshot_fields`; empty for the fields that need no copy.
         by: the callback's name, for its requests.
         inbox: receives the callback's messages.
-        numbers: shared by all captures of the event.
+        numbers: copies scalars from the device to the host; all captures of the event share this object.
     """
 
     def __init__(self, event: str | None, needs: tuple[str, ...], by: str, inbox: Inbox, numbers: DeviceNumbers) -> None:
         available = fields_available(event) if event is not None else ()
         self._event = as_event(event) if event is not None else None
-        self._is_last = self._event is Event.RUN_END  # `ctx.run` has the run's outcome only at this event
+        self._is_last = self._event is Event.RUN_END  # only at `on_run_end` does `ctx.run` contain the run's outcome
         self._by, self._inbox, self._numbers = by, inbox, numbers
         wanted = [
             name
@@ -146,7 +146,7 @@ class SnapshotCapture:
         """Return the function with which the training thread puts the event into the queue of the callback's lane (thread).
 
         Args:
-            deliver: the first item of what is put; the lane calls it with the whole item.
+            deliver: the first element of the tuple that is put into the queue; the lane calls it with the whole tuple.
             registration: the callback, which receives nothing while it is switched off.
             queue: the callback's lane.
             otherwise: called instead if a value must be copied, a field is not available, or the callback is switched off.
@@ -197,9 +197,9 @@ class SnapshotCapture:
                 delattr(made, name)
 
     def snapshot_class_for(self, ctx: Context) -> tuple[type[Snapshot], TrainState | None]:
-        """Return this run's snapshot class, and the `TrainState` for which it is valid. If that is None, use the class only once.
+        """Return this run's snapshot class, and the `TrainState` for which it is valid (None if it may be used only once).
 
-        The class is valid as long as `ctx.state` is that object.
+        The class is valid as long as `ctx.state` is the returned `TrainState`.
         """
         if self._state is None or self._state is not ctx.state:
             # `LaneControl` has only the requests that a callback in a lane (another thread) may make.
@@ -216,7 +216,7 @@ def _compiled_functions(names: tuple[str, ...], changing: tuple[int, ...], new: 
     Args:
         names: the fields to capture.
         changing: the indices at which a value may change later, and must be copied unless it is a plain value such as a number.
-        new: the indices of fields that need no copy if the loop makes new tensors for them, and they are on the CPU, without a graph.
+        new: the indices of fields that need no copy if the loop makes new tensors for them, on the CPU and without autograd graph.
 
     The functions are generated because both run for every event in a lane, and loops over the names cost more
     (`benchmarks/results/shortcuts.md`). The source contains only names from the lifecycle's table.

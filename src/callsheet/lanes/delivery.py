@@ -86,7 +86,7 @@ class CallbackLane:
 
 
 def join(lanes: Iterable[CallbackLane]) -> None:
-    """Wait until the processes of these lanes have exited, in total at most `END_SECONDS`. First call `end` on each lane."""
+    """Wait, at most `END_SECONDS` in total, for the processes of these lanes to exit. `end` must be called on each lane before."""
     until = time.monotonic() + END_SECONDS
     for lane in lanes:
         lane.join(max(0.0, until - time.monotonic()))
@@ -99,7 +99,7 @@ class LaneDelivery:
         event: the event's or method's name, for messages about failures.
         kind: identifies what is delivered; a lane with `overflow="latest"` keeps only the newest item of each kind.
         registration: the callback.
-        lane: its lane.
+        lane: the callback's lane.
         handler: called in the lane with a snapshot.
         capture: captures the snapshots.
     """

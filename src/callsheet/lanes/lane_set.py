@@ -33,8 +33,8 @@ logger = logging.getLogger("callsheet")
 
 T = TypeVar("T")
 
-_BEFORE_THE_END = 0.8  # for the events before `on_run_end`, a lane has this fraction of its deadline
-_BEFORE_LOGGERS_END = 0.9  # before `on_run_end` of loggers, wait for other lanes for up to this fraction of their deadlines
+_BEFORE_THE_END = 0.8  # a lane may use this fraction of its deadline for the events before `on_run_end`
+_BEFORE_LOGGERS_END = 0.9  # before loggers handle `on_run_end`, other lanes may use this fraction of their deadlines
 _SETTLE_SECONDS = 0.2  # how long the last metrics record waits for values that callbacks in lanes log
 _STATE_SECONDS = 1.0  # how long `state_dict` may take for a callback whose lane has hung before
 _MIN_STATE_SECONDS = 0.1  # `state_dict` is given at least this long, even if a preemption signal leaves no time
@@ -112,7 +112,7 @@ class LaneSet:
     def put_call(self, registration: Registration, method: str, ctx: Context, payload: dict[str, Any], *, is_over: bool) -> None:
         """Put one call of a logger's method, such as `log_table`, into the queue of the logger's lane.
 
-        If the run is over (`is_over`), and the lane with it, only log an error.
+        If the run is over (`is_over`) and the logger's lane has ended, log an error instead.
         """
         if is_over and registration not in self._lanes:
             logger.error("%s does not receive %s: its lane ended with the run", registration.label, method)
@@ -220,7 +220,7 @@ class LaneSet:
                 each.end()
             join(lanes)
         self._inbox.log_lost()
-        self._inbox = Inbox()  # messages that callbacks send from now on belong to no run
+        self._inbox = Inbox()  # a new inbox, because messages that still arrive in the old one belong to no run
         self._lanes, self._enqueuers, self._behind, self._slow = {}, {}, {}, {}
 
     # --- saving and loading the callbacks' states ---

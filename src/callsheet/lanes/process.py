@@ -42,8 +42,8 @@ class Process(Background):
     """Run a callback in a separate process, so that the callback can neither slow down nor crash training.
 
     `Process` works like `Background`; the lane's thread sends the snapshots to the process. The process builds the callback again from
-    the constructor's arguments and the state; attributes that were set otherwise are not sent. The process starts at the first
-    event, ends with this process, and ignores Ctrl-C.
+    the constructor's arguments and the state; attributes that were set otherwise are not sent. The callback's process starts at the
+    first event, ends when the training process ends, and ignores Ctrl-C.
 
     Args:
         callback: the callback; its class must be importable by its name.
@@ -273,7 +273,7 @@ def _sendable(value: Any) -> Any:
 class _Packed:
     """An exception in a form that can be pickled.
 
-    The exception is unpickled as itself if possible. Otherwise it becomes a RuntimeError that has its class's name, its text and its notes.
+    The exception is unpickled as itself if possible, and otherwise as a RuntimeError with its class name, its text and its notes.
     """
 
     def __init__(self, error: BaseException) -> None:

@@ -1,9 +1,9 @@
 """Lanes: queues with one thread each, for work that should not run on the training thread.
 
 The training thread only appends to a bounded deque, because waking a sleeping thread would cost a step tens of microseconds. A
-lane's thread checks its queue ten times a second as long as it finds items there; then it sleeps. A dispatcher thread checks all
-queues and wakes the lanes that have items. It checks less often while all lanes are idle or check their queues themselves. This
-module does not depend on callbacks: an item is anything that the lane's function accepts.
+lane's thread checks its queue ten times a second as long as it finds items; when it finds none, it sleeps. A dispatcher thread
+checks all queues and wakes the lanes that have items. The dispatcher checks less often while all lanes are idle or check their
+queues themselves. This module does not depend on callbacks: an item is anything that the lane's function accepts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LOOK_EVERY = 64  # in a lane that is never empty, the number of items between t
 class Undelivered(NamedTuple):
     """The items that a lane (a queue with a thread) had not delivered at its deadline.
 
-    `in_hand` says whether the lane was still working on an item, or stuck.
+    `in_hand` says whether the lane was still processing an item, perhaps because the item's function hangs.
     """
 
     lane: str
@@ -55,8 +55,8 @@ class Lane:
 
     Args:
         name: the callback's name, for messages.
-        run: called with each item on the lane's thread. Its errors are logged, and the lane continues. None: the first element of the item
-            is called instead.
+        run: called with each item on the lane's thread. Its errors are logged, and the lane continues. None: the first element of
+            each item is called with the item.
         options: see `LaneOptions`.
         kind: returns the kind of an item, for `overflow="latest"`.
         finish: called on the lane's thread when it ends.
@@ -387,7 +387,7 @@ def drain(
         lanes: all are waited for at the same time.
         deadline: seconds for all lanes, or a function that returns the seconds of a lane. None: each lane's own deadline, less the time
             that earlier calls have waited for it.
-        share: used if `deadline` is None: the share of its deadline that a lane may have used up after this call.
+        share: used if `deadline` is None: the share of its deadline that a lane may use up in this call and earlier ones.
     """
     began = time.monotonic()
     seconds_of = deadline if callable(deadline) else lambda _: deadline

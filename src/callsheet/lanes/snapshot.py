@@ -72,7 +72,7 @@ class Inbox:
     def log_lost(self) -> None:
         """Log, for each callback, how many of its messages to the training thread arrived after the run's end and had no effect.
 
-        Requests are not counted, because there is nothing left to stop.
+        Requests are not counted, because after the run's end there is nothing left to request.
         """
         lost = Counter((each.by, each.what) for each in self._messages.copy() if each.what not in ("ask", "switch off"))
         for (by, what), times in lost.items():
@@ -194,7 +194,8 @@ class LaneControl:
                 f"control.{request.what}(replicated=True) does not work in a lane, where ranks are at different steps; leave replicated out"
             )
         if not self._control.host:
-            # Raise an error if the request is not supported. In another framework's loop, the training thread logs this error.
+            # In callsheet's own loop, raise an error now if the request is not supported. In another framework's loop, the training
+            # thread logs the error later.
             self._control.supports(request)
         self.inbox.put(LaneMessage("ask", {"request": request}, self.by))
         self.request_boundary()

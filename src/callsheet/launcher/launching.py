@@ -78,16 +78,16 @@ def launch(
 
     Or run a recipe on these ranks, and return its results.
 
-    Torch's elastic launcher starts the processes, with the environment that torchrun would give them. Before they start, the
-    arguments and callbacks are rebuilt once in a fresh interpreter and compared. A signal to this process, including Ctrl-C, is
-    forwarded to them once. They have `grace_seconds` to save and end; after that, the signal has its usual effect in this
-    process. No process or file is left behind.
+    Torch's elastic launcher starts the ranks, with the environment that torchrun would give them. Before the ranks start, the
+    arguments and callbacks are rebuilt once in a fresh interpreter and compared with the originals. A signal to this process,
+    including Ctrl-C, is forwarded to the ranks once. They have `grace_seconds` to save and end; after that, the signal has its
+    usual effect in this process. No process or file is left behind.
 
     Args:
         fn: a function at the top level of a module or of the script; with `allow_pickle` also one from a notebook. The callbacks
             are passed to it if it has the parameter `callbacks`. Or a recipe: its file, the name of a shipped one, or a `Recipe`
-            that is not set up yet. The recipe is checked here, and each rank makes its callbacks and loggers from the resolved
-            configuration.
+            that is not set up yet. The recipe is checked in this process, and each rank makes the recipe's callbacks and loggers
+            from the resolved configuration.
         args: the arguments of `fn`: plain data, tensors, callbacks, functions and classes with an import path.
         callbacks: callbacks that are rebuilt on each rank; those of a recipe come before them.
         overrides: values that override those of a recipe's file, as on the command line: `["--max_duration", "9ba"]`.
@@ -98,7 +98,7 @@ def launch(
         prefix: whether to begin each line that a rank prints with `[rank]`.
         max_restarts: how often to restart all ranks after one has failed. The ranks get the same callbacks again, so `fn` must
             resume by itself.
-        grace_seconds: the time between the signal and SIGKILL.
+        grace_seconds: the time between a signal that is forwarded to the ranks and SIGKILL.
 
     Returns:
         For a function: what it returned on each rank, as a list in the order of ranks. For a recipe: its results by name.
@@ -180,8 +180,8 @@ class _Specs(DefaultLogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Set the environment variables of the ranks. torch calls this method before each attempt to start the ranks.
 
-        Each attempt has its own store. Torch's launcher would give all attempts the same store, which contains the addresses of
-        dead ranks. New ranks would then fail to connect if the function makes a process group itself.
+        Each attempt has its own store (`TCPStore`). Torch's launcher would give all attempts the same store, which contains the
+        addresses of dead ranks. New ranks would then fail to connect if the function makes a process group itself.
         """
         found = super().reify(envs)
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

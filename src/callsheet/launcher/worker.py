@@ -75,7 +75,7 @@ class _Watch(threading.Thread):
 
     The worker first gets SIGTERM, so that it can save a checkpoint.
 
-    Torch's launcher does not do this: if the launcher is killed, its workers continue.
+    Torch's launcher does not ensure this: without the thread, the workers of a killed launcher would continue.
     """
 
     def __init__(self, folder: Path, launcher: int, grace: float) -> None:

@@ -24,7 +24,7 @@ class Settings(BaseModel):
 class CallsheetPlugin(BasePlugin):  # type: ignore[misc]  # axolotl's types are not read
     """Adds callsheet's callbacks to axolotl's trainer.
 
-    Name it in axolotl's configuration, and the file of callbacks if there is one:
+    Add these lines to axolotl's configuration. Leave out the last line to use the default callbacks:
 
         plugins:
           - callsheet.plugins.axolotl.CallsheetPlugin

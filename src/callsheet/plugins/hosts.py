@@ -12,8 +12,8 @@ from callsheet.exec.observers import observers_of
 def host_of(file: str | os.PathLike[str] | None) -> HuggingFaceHost:
     """Return a Hugging Face callback that runs the callbacks of a YAML file or, if there is no file, the defaults of `callsheet exec`.
 
-    What the Trainer does not support is a warning, not an error. With the default callbacks, no error of callsheet ends the
-    training, and nothing is added to its checkpoints.
+    If the Trainer does not support what a callback needs, a warning is logged, and no error is raised. With the default callbacks,
+    no error of callsheet ends the training, and nothing is added to the checkpoints of the training.
 
     Raises:
         ConfigError: the file cannot be read, or a callback in it cannot be made.

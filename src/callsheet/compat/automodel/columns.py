@@ -15,7 +15,8 @@ class MappedRows(Rows):
     """A dataset whose columns are renamed to `prompt` and `completion` when it is read.
 
     Args:
-        columns: the columns that hold the `answer`, the `question` and the `context`. A context precedes its question.
+        columns: maps `answer`, `question` and `context` to the names of the columns that hold them. A prompt consists of the
+            context and then the question.
     """
 
     columns: dict[str, str] = field(default_factory=dict)

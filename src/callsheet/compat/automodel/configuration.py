@@ -135,7 +135,7 @@ def configured(values: Mapping[str, Any], kind: type[JobConfig]) -> tuple[Any, S
 
 
 def _own(section: Section, kind: type[JobConfig]) -> dict[str, Any]:
-    """Return the values under the key `callsheet`. They are for fields of callsheet's configuration that AutoModel does not have."""
+    """Return the values under the key `callsheet`, for fields of callsheet's configuration that AutoModel does not have."""
     names = [each.name for each in fields(kind)]
     found = {name: section.take(name) for name in names if section.has(name)}
     section.ignore(*names)

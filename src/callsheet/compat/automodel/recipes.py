@@ -34,7 +34,7 @@ class StepScheduler(Scheduled):
     def ckpt_every_steps(self) -> int | None:
         """The number of steps between checkpoints; if None, they are saved only at the end of each epoch and of training.
 
-        With a number, checkpoints are saved at these ends as well.
+        Even with a number, a checkpoint is also saved at the end of each epoch and of training.
         """
         return self._schedule.ckpt_every_steps
 
@@ -42,7 +42,7 @@ class StepScheduler(Scheduled):
     def val_every_steps(self) -> int | None:
         """The number of steps between validations; if None, a validation runs only before each checkpoint.
 
-        With a number, validations run before checkpoints as well.
+        Even with a number, a validation also runs before each checkpoint.
         """
         return self._schedule.val_every_steps
 
@@ -129,8 +129,8 @@ class BaseRecipe:
     existing run is resumed.
 
     Args:
-        cfg: AutoModel's configuration, as a mapping, a `ConfigNode` or the path of its YAML; the page on this bridge lists the
-            keys that are supported. It may also be the configuration of callsheet's recipe.
+        cfg: AutoModel's configuration, as a mapping, a `ConfigNode` or the path of its YAML file; the page "NeMo AutoModel" lists
+            the supported keys. It may also be the configuration of callsheet's recipe.
         callbacks: the callbacks, called in this order.
 
     Attributes:

@@ -1,8 +1,9 @@
 """MosaicML Composer's API, implemented by callsheet: code written for Composer runs on callsheet after its import lines are changed.
 
-`from composer import Callback, State, Logger, Trainer` becomes `from callsheet.compat.composer import ...`, and so do
-`composer.callbacks`, `composer.loggers`, `composer.core` and `composer.models`, with their submodules. Composer itself need not be installed.
-A name without a counterpart in callsheet can be imported, and raises `NotSupported` when it is used.
+`from composer import Callback, State, Logger, Trainer` becomes `from callsheet.compat.composer import ...`. In the same way,
+replace `composer` in imports from `composer.callbacks`, `composer.loggers`, `composer.core`, `composer.models` and their
+submodules. Composer itself need not be installed. A name without a counterpart in callsheet can be imported, and raises
+`NotSupported` when it is used.
 """
 
 from typing import Any

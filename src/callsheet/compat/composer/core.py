@@ -1,6 +1,6 @@
 """`composer.core`: Composer's events, times, data classes and base classes.
 
-They can also be imported from the submodules of Composer that have them.
+Each name can also be imported from a submodule with the name that it has in Composer, such as `Timestamp` from `core.time`.
 """
 
 from __future__ import annotations

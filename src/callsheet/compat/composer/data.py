@@ -21,10 +21,10 @@ class DataSpec:
 
     Args:
         dataloader: an iterable of batches.
-        num_samples: kept as an attribute.
-        num_tokens: kept as an attribute.
-        batch_transforms: takes a batch and returns the changed batch. It is called after the dataloader's `collate_fn`, in its
-            workers if it has any.
+        num_samples: stored as an attribute, and not used.
+        num_tokens: stored as an attribute, and not used.
+        batch_transforms: takes a batch and returns the changed batch. This function is called after the dataloader's `collate_fn`,
+            in the dataloader's worker processes if there are any.
         microbatch_transforms, split_batch, get_num_samples_in_batch, get_num_tokens_in_batch: must be None.
 
     Raises:
@@ -65,7 +65,7 @@ def loader_of(given: Any, batches: int = -1) -> Any:
 
 
 def is_loader(given: Any) -> bool:
-    """Return whether the object is a dataloader or an evaluator. A list that is not one of dataloaders is a list of batches."""
+    """Return whether the object is a dataloader or an evaluator. A list is neither: it contains dataloaders or batches."""
     if isinstance(given, DataLoader) or hasattr(given, "dataloader"):
         return True
     if isinstance(given, Mapping):

@@ -16,7 +16,7 @@ class Evaluator:
     """One dataset for evaluation, with its own label and interval.
 
     Args:
-        label: the name of the dataset, which its metrics have too.
+        label: the name of the dataset, which is also the first part of its metrics' names.
         dataloader: an iterable of batches, or a `DataSpec`.
         metric_names: must be None: all of the model's metrics are computed.
         subset_num_batches: how many batches are used; None: the Trainer's `eval_subset_num_batches`.
@@ -73,7 +73,7 @@ def evaluators_of(given: Any, batches: int) -> dict[str, callsheet_trainer.Evalu
 def _listed(given: Any) -> list[Any]:
     """Return the argument for evaluation data (None, a dataloader, an Evaluator, or a list of these) as a list.
 
-    A list of batches is one dataloader.
+    A list of batches counts as one dataloader.
     """
     is_list = isinstance(given, (list, tuple)) and len(given) > 0
     are_evaluators = [isinstance(each, Evaluator) for each in given] if is_list else []

@@ -20,8 +20,8 @@ class HuggingFaceModel(ComposerModel):
     Args:
         metrics: torchmetrics for training, and for evaluation unless `eval_metrics` are given.
         use_logits: whether the metrics get the logits and the labels; otherwise they get the model's outputs.
-        shift_labels: whether the labels are shifted by one for the metrics. None: they are if the model is a causal language
-            model.
+        shift_labels: whether the labels are shifted by one for the metrics. None: they are shifted if the model is a causal
+            language model.
     """
 
     def __init__(

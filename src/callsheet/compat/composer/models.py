@@ -47,7 +47,7 @@ class ComposerModel(nn.Module):
 
         Args:
             outputs: what `forward` returned.
-            batch: the batch for which it was called.
+            batch: the batch for which `forward` was called.
 
         Raises:
             NotImplementedError: the model does not override this method.
@@ -59,7 +59,7 @@ class ComposerModel(nn.Module):
 
         Args:
             batch: the batch.
-            outputs: the outputs of the training step, which can be used again; None: in an evaluation.
+            outputs: what `forward` returned for the batch in a training step; None in an evaluation.
         """
         return self(batch) if outputs is None else outputs
 
@@ -76,7 +76,7 @@ class ComposerModel(nn.Module):
 
         Args:
             batch: the batch.
-            outputs: what `eval_forward` returned for it.
+            outputs: what `eval_forward` returned for the batch.
             metric: one of the metrics that `get_metrics` returned.
         """
         metric.update(outputs, batch[1])

@@ -36,7 +36,7 @@ class Trainer:
 
     The model gets whole batches in `model(batch)` and `model.loss(outputs, batch)`, and also in `eval_forward`, `get_metrics` and
     `update_metric` if it has them. Callbacks and loggers may be those of Composer, of `callsheet.compat.composer`, or of
-    callsheet. Composer's events are fired in its order. `state` and `logger` are the objects that callbacks receive.
+    callsheet. Composer's events are fired in Composer's order. `state` and `logger` are the objects that callbacks receive.
 
     Algorithms, and everything else that callsheet does not have, are rejected; see the page "Composer".
 
@@ -47,8 +47,8 @@ class Trainer:
         max_duration: how long to train, such as `"2ep"`; a number means epochs. None: one epoch.
         optimizers: an optimizer, alone or in a list; None: SGD with a learning rate of 0.1, as in Composer, with a warning.
         schedulers: schedulers of torch, or functions of the state that return a factor for the learning rate; one or several.
-        step_schedulers_every_batch: whether they are stepped after every batch, or after every epoch. None: torch's after every
-            epoch, Composer's after every batch.
+        step_schedulers_every_batch: whether the schedulers are stepped after every batch, and not after every epoch. None: after
+            every epoch if one of them is a scheduler of torch, otherwise after every batch.
         eval_dataloader: a dataloader, a `DataSpec`, an `Evaluator`, or a list of these; None: no evaluation.
         eval_interval: how often to evaluate; a number means epochs, and 0 means never during training.
         eval_subset_num_batches: how many batches of an evaluation are used; -1: all.
@@ -57,7 +57,7 @@ class Trainer:
         progress_bar: whether to show a progress bar, unless `log_to_console` is set.
         log_to_console: whether to print metrics as lines to the standard error output.
         console_log_interval: how often these lines are printed.
-        load_path: the folder of a checkpoint of callsheet to resume from; None: none.
+        load_path: the folder of a checkpoint of callsheet to resume from, if any.
         load_weights_only: whether only the model's weights are loaded from `load_path`, into a new run.
         load_strict_model_weights: with `load_weights_only`, whether the names of all weights must match.
         save_folder: the folder for checkpoints; None: none are saved at an interval.

@@ -15,7 +15,7 @@ from callsheet.errors import ConfigError
 class DistributedBackend(Enum):
     """The names of InstructLab's two backends that shard the model.
 
-    The recipe decides instead: it uses DDP, or FSDP if `parallel` is `fsdp`.
+    `TrainingArgs` accepts only the default, `FSDP`, and ignores it: the recipe uses DDP, or FSDP if `parallel` is `fsdp`.
     """
 
     FSDP = "fsdp"

@@ -83,14 +83,14 @@ class _Guest(InstructLabGuest):
         return self._args.ckpt_output_dir
 
     def checkpoint_path(self, info: CheckpointInfo, ctx: Context) -> str:
-        """Return the folder of a checkpoint from which transformers can load the model."""
+        """Return the folder of the exported model, or of the checkpoint itself if it was saved because of a preemption."""
         return info.path if info.kind == "preempt" else str(_exported(self._args, ctx))
 
 
 class _Exports(Callback):
     """A callback that exports the model of every checkpoint as a Hugging Face folder, at the path that InstructLab uses.
 
-    A preempted run has no time for this.
+    A checkpoint that was saved because of a preemption is not exported, because the run has no time for the export.
     """
 
     phase = "save"

@@ -36,9 +36,9 @@ def __getattr__(name: str) -> Any:
 def run_training(torch_args: TorchrunArgs, train_args: TrainingArgs) -> dict[str, float]:
     """Fine-tune a model on several ranks of this machine.
 
-    Callbacks are sent to the ranks with their constructors' arguments, and rebuilt there. A callback that would not arrive
-    unchanged is rejected before anything starts. The callbacks in this process are never called. A script may call this at its
-    top level: when the ranks import the script for the classes that it defines, the call does nothing.
+    Callbacks are sent to the ranks with their constructors' arguments, and rebuilt there. A callback that would change on the way
+    is rejected before anything starts. The callbacks in this process are never called. A script may call this function at its top
+    level: when the ranks import the script for the classes that it defines, the call does nothing.
 
     Args:
         torch_args: the number of ranks.

@@ -95,10 +95,10 @@ class SchedulerConfig:
 class DatasetConfig:
     """The files of the training data, and how they are read.
 
-    If `blend` is None, Megatron Bridge generates data. Here, the data is then the text files of `folder`, byte by byte; if
-    `folder` is None, Python's own library.
+    `blend` must be None. Megatron Bridge would then generate data. callsheet reads the text files in `folder`, byte by byte; if
+    `folder` is None, it reads the files of Python's standard library.
 
-    `rows` are texts to use instead. The tokenizer is named by `cfg.tokenizer.tokenizer_model`.
+    If `rows` is given, its texts are used instead of files. `cfg.tokenizer.tokenizer_model` is the tokenizer's folder or name.
     """
 
     blend: None = None

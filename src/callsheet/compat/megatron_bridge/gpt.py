@@ -22,7 +22,7 @@ class GPTModel(nn.Module):
 
     With labels it returns each token's loss, without labels the logits.
 
-    Labels are aligned with the logits that predict them; nothing is shifted here.
+    The labels must already be aligned with the logits that predict them, because the model does not shift them.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -57,8 +57,8 @@ def forward_step(state: GlobalState, data_iterator: Iterator[Any], model: nn.Mod
         return_schedule_plan: must be False.
 
     Returns:
-        The losses of the tokens, and a loss function. The function takes the losses and returns `(loss, tokens, {"lm loss":
-        both})`, which are sums over the tokens that are counted.
+        The losses of the tokens, and a loss function. The function takes these losses. It returns the sum of the losses of the
+        counted tokens, the number of these tokens, and a dict `{"lm loss": ...}` with a tensor of that sum and number.
 
     Raises:
         NotSupported: `return_schedule_plan` is set.
@@ -79,7 +79,7 @@ def _masked_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dic
 def as_recipe_step(forward_step_func: Callable[..., Any], state: GlobalState) -> Callable[[nn.Module, Any], Any]:
     """Convert a Megatron forward step to a function of a model and a batch, as callsheet's recipe `pretrain` expects it.
 
-    The function may take Megatron's state as its first argument, before the iterator.
+    The forward step may take Megatron's state as its first argument, before the iterator.
     """
     if not callable(forward_step_func):
         raise ConfigError(

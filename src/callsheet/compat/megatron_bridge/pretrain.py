@@ -44,9 +44,9 @@ def pretrain(
 ) -> Pretrain:
     """Train, validate and test as `config` specifies, and call the callbacks as Megatron Bridge does.
 
-    At an interval there is a validation and then a checkpoint. After training come `on_train_end`, another validation, and the
-    test. If there is only one process and no process group, a temporary one is made, so that `torch.distributed.get_rank()`
-    works.
+    If a validation and a checkpoint are due after the same step, the validation runs first. After training come `on_train_end`,
+    another validation, and the test. If there is only one process and no process group, a temporary process group is made, so that
+    `torch.distributed.get_rank()` works.
 
     Args:
         config: see `qwen25_500m_pretrain_config`.
@@ -55,11 +55,12 @@ def pretrain(
         callbacks: a list, or a manager.
 
     Returns:
-        The recipe, with its `trainer` and the losses that were `evaluated`; Megatron Bridge returns nothing.
+        The recipe. Its attribute `trainer` is the trainer, and `evaluated` holds the losses of the last validation and of the test.
+        Megatron Bridge returns nothing.
 
     Raises:
         NotSupported: a setting is not supported.
-        ConfigError: settings that do not go together.
+        ConfigError: two settings contradict each other.
         BaseException: the exception of a callback, unchanged; the callbacks after it are not called.
     """
     state = GlobalState(config)
@@ -157,7 +158,7 @@ def job_of(config: ConfigContainer) -> PretrainConfig:
 
     Raises:
         NotSupported: a parallel size other than 1, `sequence_parallel`, a `blend`, an unknown precision or schedule.
-        ConfigError: batch sizes that do not divide.
+        ConfigError: the global batch size is no multiple of the microbatch size times the number of ranks.
     """
     model, train, dataset, optimizer = config.model, config.train, config.dataset, config.optimizer
     ranks = read_ranks().world_size
