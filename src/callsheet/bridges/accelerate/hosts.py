@@ -132,7 +132,7 @@ def host(
 class AcceleratedRun(AttachedRun):
     """The run that `host` returns: an `AttachedRun` that can also be registered for checkpointing.
 
-    Call `host` to create it, and not this class, which has other arguments.
+    Make it with `host`, which has other arguments.
     """
 
     def __init__(
