@@ -300,7 +300,7 @@ class OptimizerHooks(NotCopied):
         self.listen(True)
 
     def listen(self, is_read: bool) -> None:
-        """Register the hooks that are needed. `is_read` is whether callbacks or metrics records read the results of steps."""
+        """Register the hooks that are needed. `is_read`: whether callbacks or metrics records use the results of steps, such as the loss."""
         for hook in self._before:
             hook.install(is_read or self._is_given_closures, self._begins)
         for hook in self._after:

@@ -114,7 +114,7 @@ class RuntimeEstimator(Callback):
         here, end = _progress(state), float(state.max_duration.value)
         left = max(0.0, end - here) * self._seconds / self._progress
         for count, seconds, first, last in self._pauses.values():
-            # After a single pause, assume that training between two pauses takes as long as it took before this pause.
+            # If there was only one pause so far, assume that the training between pauses takes as long as the training before it.
             between = (last - first) / (count - 1) if count > 1 else first
             if between > 0 and end > last:
                 # The number of remaining pauses (evaluations or saves). Round up, since one comes at the end of training.

@@ -207,7 +207,7 @@ def recipe_class(path: Path) -> type[Recipe[Any]]:
 
 
 def recipe_parser(kind: type[Recipe[Any]], path: Path, *, command: str, title: str) -> ArgumentParser:
-    """Return a parser whose keys are the fields of the recipe's configuration, with the file's values as defaults."""
+    """Return a parser that accepts the fields of the recipe's configuration as keys. The values in the recipe file `path` are the defaults."""
     from jsonargparse import ArgumentParser
 
     from callsheet.cli.key_help import KeyHelp

@@ -79,7 +79,7 @@ def load_states(
     saved: Mapping[str, Mapping[str, Any]],
     missing: Mapping[str, str],
 ) -> None:
-    """Load the saved state of every callback. Log which states could not be saved, and which saved states belong to no callback.
+    """Load the saved state of every callback. Log which states are missing because saving them had failed, and which belong to no callback.
 
     Raises:
         Exception: what an inline callback that is not isolated raised.

@@ -294,7 +294,9 @@ def _unpacked(pickled: bytes, name: str, text: str, notes: tuple[str, ...]) -> B
         made = pickle.loads(pickled)
         if isinstance(made, BaseException):
             return made
-    except Exception:  # the class of the exception may raise any error; a RuntimeError then replaces the exception
+    except (
+        Exception
+    ):  # unpickling runs code of the exception's class, which may fail with any error; then raise a RuntimeError instead
         pass
     error: RuntimeError = type(name, (RuntimeError,), {})(text)
     for note in notes:

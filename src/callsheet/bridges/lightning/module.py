@@ -30,12 +30,12 @@ class ModuleFacade(OfGuest):
 
     @property
     def configure_model(self) -> Any:
-        """LightningModule's own `configure_model`, from which Lightning sees that the method is not overridden."""
+        """LightningModule's own `configure_model`, so that Lightning finds that the method is not overridden."""
         return self._inherited("configure_model")
 
     @property
     def optimizer_step(self) -> Any:
-        """LightningModule's own `optimizer_step`, from which Lightning sees that the method is not overridden."""
+        """LightningModule's own `optimizer_step`, so that Lightning finds that the method is not overridden."""
         return self._inherited("optimizer_step")
 
     @property

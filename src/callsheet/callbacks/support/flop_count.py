@@ -108,8 +108,8 @@ class StepFlops:
         self._needs_precision = needs_precision
         self.is_done = not (needs_precision or self._needs_rate)
         self._steps = 0
-        self._fetched: Any = 0  # for the next step's batches: FLOPs or number of elements, as in `_waiting`
-        self._numbers: Any = 0  # for the current step: FLOPs or number of elements, as in `_waiting`
+        self._fetched: Any = 0  # FLOPs or number of elements, like `_waiting`, but of the next step's batches
+        self._numbers: Any = 0  # FLOPs or number of elements, like `_waiting`, but of the current step
         self.trouble = ""
         self.is_guessing = False
 

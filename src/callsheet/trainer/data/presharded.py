@@ -112,7 +112,8 @@ class PreshardedData:
         return self._shared_out(batches, taken)
 
     def place(self, taken: int) -> dict[str, Any]:
-        """Return the position in the epoch: the random states at the epoch's start, and the dataloader's state if there is one."""
+        """Return what a resumed run needs to find this position in the epoch again: the random states at the epoch's start, and the
+        dataloader's state if there is one."""
         has_ended = self._shared is not None and self._shared.ended_after is not None and self._shared.ended_after <= taken
         keeps_place = hasattr(self._loader, "state_dict") and not has_ended
         return {
