@@ -425,7 +425,8 @@ _PAGE = """\
 This page lists the versions of PyTorch and of each framework with which callsheet was tested, on {machine}. The frameworks were
 tested with torch {torch}. CI tests only the versions in `constraints.txt`. The columns "passed", "failed" and "skipped" contain numbers of tests:
 
-- The rows of a framework contain the results of the tests of the framework's [bridge](index.md), including tests of a few built-in callbacks and tests on two ranks.
+- The rows of a framework contain the results of the tests of the framework's [bridge](index.md), including tests of a few built-in callbacks and
+  tests on two ranks.
 - The rows of PyTorch contain the results of the tests of callsheet's core, its Trainer, checkpoints and [hand-written loops](bare.md).
 - The rows of TRL, sentence-transformers and SetFit count trainings with [their trainers](huggingface.md#trainers-that-are-built-on-the-hugging-face-trainer),
   which are built on the Hugging Face Trainer. The rows of PEFT count trainings of its adapters, with the trainers of TRL and transformers and with

@@ -294,9 +294,7 @@ def _unpacked(pickled: bytes, name: str, text: str, notes: tuple[str, ...]) -> B
         made = pickle.loads(pickled)
         if isinstance(made, BaseException):
             return made
-    except (
-        Exception
-    ):  # unpickling runs code of the exception's class, which may fail with any error; then raise a RuntimeError instead
+    except Exception:  # unpickling runs code of the exception's class, which may fail with any error
         pass
     error: RuntimeError = type(name, (RuntimeError,), {})(text)
     for note in notes:
