@@ -219,7 +219,7 @@ class LifecycleDriver:
             if not parent.is_open:
                 self.start(parent.name)
                 if not parent.is_open:
-                    return  # the parent span cannot start at this place, for example in a forward pass after the optimizer's step
+                    return  # the parent span cannot start now: a forward pass after the optimizer's step, for example, is in no step
             while self._open[-1] is not parent:
                 self._pop()
             if (index := part.index) >= 0:

@@ -62,7 +62,7 @@ class DispatchTable:
         self.changed()
 
     def lane_set(self) -> LaneSet:
-        """Return the callbacks' lanes (threads and processes). The first call imports `lane_set` and creates the `LaneSet`."""
+        """Return the callbacks' lanes (threads and processes). The first call creates the `LaneSet`, and imports its module."""
         if self.lanes is None:
             from callsheet.lanes.lane_set import LaneSet
 

@@ -46,7 +46,7 @@ class CallbackLane:
             self._process.begin()
 
     def end(self) -> None:
-        """End the callback's thread and its process, if there is one. Kill a busy process. Call `join` to wait for the process."""
+        """End the callback's thread and its process, if there is one. Kill a busy process. This does not wait for the process, but `join` does."""
         is_busy = not self.lane.is_idle
         close([self.lane])
         if self._process is not None:

@@ -30,7 +30,7 @@ _IDLE_LOOK_SECONDS = 0.4  # the longest time between two checks by the dispatche
 _WAIT_SECONDS = 0.002  # time between two checks of a lane while the training thread waits for the lane
 _BUSY_SHARE = 0.02  # a lane whose thread computes for more than this fraction of the time causes a warning
 _BUSY_CHECK_SECONDS = 5.0  # the interval at which a lane checks how much processor time its thread has used
-_BUSY_SECONDS = 0.5  # after this much processor time since the last check, the next check takes place earlier
+_BUSY_SECONDS = 0.5  # after this much processor time since the last check, check again before the interval is over
 _BLOCKED_SECONDS = 0.5  # how long training must have waited for a full queue before a warning
 _LOOK_EVERY = 64  # in a lane that is never empty, the number of items between two checks of the processor time of its thread
 

@@ -147,7 +147,7 @@ class JSONLLogger(Logger):
         self._event(ctx, "evaluation", flush=True, standalone=ctx.standalone, results=ctx.eval_results, seconds=seconds)
 
     def on_checkpoint_save_start(self, ctx: Context) -> None:
-        """Write all queued lines, so that the file has all records that the checkpoint counts. Store the save's start time."""
+        """Write all queued lines, because the checkpoint stores how many records the file has. Store the save's start time."""
         self._flush()
         self._save_began = time.monotonic()
 

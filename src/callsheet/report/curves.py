@@ -34,7 +34,8 @@ _LAST = (OTHERS, "time")
 
 
 def curves(run: RunFolder) -> dict[str, Any]:
-    """Return the data of the page's charts: `axis` (seconds and tokens by step), `curves` by metric, and `families` of charts.
+    """Return the data of the page's charts: `axis` (seconds and tokens by step), `curves` by metric, and `families` (groups of
+    related charts).
 
     A curve has `x` (steps), `y` (None if a value is not finite), `count` (the number of values before thinning), `odd` (how many
     are not finite) and `odd_at` (the first of the values that are not finite, each as its step and a name such as `NaN`). A chart

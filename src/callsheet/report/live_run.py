@@ -66,7 +66,7 @@ class LiveRun:
         self.budget = budget or ReadingBudget()
         self._reader = RunReader(folder)
         self._lock = threading.Lock()
-        # Requests that the run has not read yet: line of the request -> its trigger file, and when it was written there.
+        # Requests that the run has not read yet: for each line, the trigger file that contains it, and when it was written.
         self._pending: dict[str, tuple[Path, float]] = {}
         self._run = self._reader.read()
         self._read_version = self._run.version

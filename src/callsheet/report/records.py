@@ -114,5 +114,5 @@ class RecordLines:
         self.times = [self.times[place] for place in stays]
         self._numbers = [self._numbers[place] for place in stays]
         self._values = sum(len(record.values) for record in self.kept)
-        # If only a few records were left out, the next record would exceed the limit again, so raise the limit of values.
+        # If thinning has removed only a few records, the next record would exceed the limit again, so raise the limit.
         self._most_values = max(_MOST_VALUES, 2 * self._values)

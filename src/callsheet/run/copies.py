@@ -85,7 +85,7 @@ class _Reducer:
             return _detached(made, vars(thing))
 
     def begin(self) -> None:
-        """Record that a hook or attribute was added to an object of the class."""
+        """Record that a hook or attribute was added to an object of this reducer's class."""
         self._additions += 1
 
     def end(self) -> None:

@@ -31,7 +31,7 @@ Factory = Callable[[], Callback]
 
 
 class MakesTrainer(Hashable, Protocol):
-    """The type of a function that makes a trainer. Each call returns an equal trainer, which trains for 10 steps or more and evaluates.
+    """The type of a function that makes a trainer. All calls return trainers with the same settings, which evaluate and train at least 10 steps.
 
     The function passes its arguments on to the trainer (`folder` as `runs_folder`). The trainer's run always has the same name.
     """

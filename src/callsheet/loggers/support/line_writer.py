@@ -28,7 +28,7 @@ class LineWriter:
         self._folder = folder
         self._seconds = seconds
         self._may_write = may_write
-        # A deque's `append` is thread-safe without a lock, so that `LineWriter.append` never waits for the disk.
+        # A deque's `append` is thread-safe without a lock, so `LineWriter.append` never waits for the disk.
         self._given: deque[tuple[str, bytes]] = deque()
         self._files: dict[str, _File] = {}
         self._writing = threading.Lock()  # protects `_files`

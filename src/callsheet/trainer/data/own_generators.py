@@ -11,7 +11,7 @@ import torch
 
 
 def own_generators(owners: Iterable[Any]) -> list[Any]:
-    """Return the random generators of Python, NumPy and torch in the attributes of the `owners`, each generator once."""
+    """Return the random generators (of Python, NumPy or torch) that attributes of the `owners` contain, each generator once."""
     numpy: Any = sys.modules.get("numpy")
     kinds: tuple[Any, ...] = (torch.Generator, random.Random)
     if numpy is not None:
