@@ -170,7 +170,7 @@ class BareLoop(NotCopied):
         # If no parameter in `_with_gradients` has a gradient, the script has discarded the gradients.
         # With FSDP, `_with_gradients` stays empty, because FSDP keeps the gradients elsewhere between microbatches.
         self._with_gradients = [] if any(hasattr(each, "placements") for each in parameters) else parameters
-        # The numbers of samples and tokens of the latest microbatch, and of a microbatch whose loss was discarded.
+        # Two pairs of a number of samples and a number of tokens: of the latest microbatch, and of one whose loss was discarded.
         self._of_microbatch = self._discarded = _UNKNOWN
         self._was_called = False  # whether the model was called with gradients since the last step ended
         self._trains_in_eval_mode = not model.training  # for example, to freeze the statistics of batch normalization
@@ -361,7 +361,7 @@ class BareLoop(NotCopied):
         if get_ident() != self._thread or self.evaluations.dataset or self.step.is_open:
             return
         self._batches.add_other(loader, batch)
-        self._is_plain = False  # so that the loop checks in the next step whether the step uses `batch`
+        self._is_plain = False  # True would skip the check whether the next step uses `batch`
 
     def begin_step(self) -> None:
         """Begin a training step, unless one is open."""
@@ -485,13 +485,13 @@ class BareLoop(NotCopied):
         """If a step is still open after `GradScaler.step`, the scaler has skipped the optimizer's `step`: end the open step as skipped."""
         self.watch._scaler = scaler
         if not self._is_over and self.step.is_open:
-            self.run.step_skipped = True  # if the optimizer had stepped, the step would be over
+            self.run.step_skipped = True  # the scaler did not call the optimizer's `step`, which would have ended the open step
             self._guarded(self.end_step)
 
     @partial(not_compiled, recursive=False)
     def clip(self, clips: Callable[[], Any]) -> Any:
         """Clip the gradients with `clips()`, fire the events of the span `clip_gradients`, and return the norm before clipping."""
-        if self.unreported_counts is not None:  # nothing listens to the step, so nothing needs the norm
+        if self.unreported_counts is not None:  # not None: no handler listens to parts of this step, so none needs the norm
             return clips()
         is_in_step = self.step.is_open and get_ident() == self._thread
         if is_in_step:
@@ -566,7 +566,7 @@ class BareLoop(NotCopied):
         """Do the work that is due only after certain steps. `steps` is the number of steps that have ended."""
         run = self.run
         if steps == 1:
-            run.driver.synthesized.clear()  # ignore spans added (synthesized) for the first step, which was recognized late
+            run.driver.synthesized.clear()  # forget which spans the driver added to the first step, which was recognized late
         elif steps == 2:
             if not self._sees_forward:
                 run.driver.synthesized.clear()
@@ -622,7 +622,7 @@ class BareLoop(NotCopied):
         """Register the model's hooks that are needed now, and remove the others. With `sees_calls`, observe the model's calls in any case."""
         if not self._sees_forward or self._is_over:
             return
-        self._report_step()  # a step may stay unreported only while `_is_plain` is True, and this method may change it
+        self._report_step()  # report an unreported step first, because this method may set `_is_plain` to False
         needs_outputs = self._evaluation.is_open or not self._microbatch.has_no_listeners
         is_predictable = self._is_regular and self.steps >= _REGULAR_STEPS and not self._driver.has_listeners
         needs_calls = sees_calls or needs_outputs or not is_predictable

@@ -59,7 +59,7 @@ class GradientNorm(OptimizerMonitor):
 
 def _is_sharded(parameter: nn.Parameter) -> bool:
     """Return whether this rank has only a part of the parameter: it is a DTensor, or a flat parameter of FSDP's first version."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # None: not imported, so no parameter is a `FlatParameter`
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # None if it was not imported: then no parameter is a `FlatParameter`
     return hasattr(parameter, "placements") or (fsdp is not None and isinstance(parameter, fsdp.FlatParameter))
 
 

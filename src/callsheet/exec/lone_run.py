@@ -63,16 +63,16 @@ class LoneRun(HostedRun):
         """
         ctx, state, records = self.ctx, self.state, self.records
         ctx.step = step = ctx.step + 1
-        self._order.fired = ""  # training is at a boundary: see `BoundaryOrder.reach`
+        self._order.fired = ""  # an empty string says that training is between two steps, and that no event was fired there yet
         state.previous_timestamp = now = state.timestamp
-        # The same as `now.next_batch()`.
+        # For speed, these lines replace `state.timestamp = now.next_batch()`.
         rounds, epoch, batch, sample, token, seconds, nth_epoch, nth_batch, nth_sample, nth_token, since = now
         after = rounds, epoch, batch + 1, sample, token, seconds, nth_epoch, nth_batch + 1, nth_sample, nth_token, since
         state.timestamp = tuple.__new__(Timestamp, after)
         tally = records.tally
         tally.samples += samples
         tally.tokens += tokens
-        # Set only the rate of the next metrics record, because no handler is called that could read the context's learning rate.
+        # Set the learning rate of the next metrics record only: no handler is called that could read the context's learning rate.
         rate = optimizer.param_groups[0].get("lr")
         records.learning_rate = rate.clone() if isinstance(rate, Tensor) else rate
         if loss is not None:

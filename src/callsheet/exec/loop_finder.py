@@ -69,7 +69,7 @@ class LoopFinder:
         self._undo: list[Callable[[], None]] = []
         self._lock = threading.Lock()  # held while a loop is recognized, so that two threads do not recognize two loops
         self._found = self._not_found = 0  # number of recognized loops, and number of optimizers whose model was not found
-        # The number of steps of other optimizers since step `_others_since`, which is the observed optimizer's last step.
+        # How many steps other optimizers have made since the observed optimizer's last step, and the number of that last step.
         self._others = self._others_since = 0
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers whose loop was observed or cannot be observed
         self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # the dataloader of each iterator
@@ -346,7 +346,7 @@ class LoopFinder:
             )
         loss, latest, counted, self._loss, self._latest, self._counted = self._loss, self._latest, self._counted, None, None, None
         counts, self._counts = self._counts, (0, 0)
-        # The batch of the first step is the last one that had a loss. Any later batch was fetched ahead.
+        # The first step used the last batch for which a loss was computed. Any later batch was fetched ahead.
         used = latest if counted is None else counted
         scaler = self._scaler
         if loss is not None and scaler is not None and scaler.is_enabled() and scaler._scale is not None:
@@ -398,7 +398,7 @@ def model_of(optimizer: Optimizer) -> nn.Module | None:
     wanted = {id(each) for group in optimizer.param_groups for each in group["params"]}
     best = _best_roots(wanted)
     if len(best) > 1:
-        # One of these modules may be garbage that Python has not freed yet, such as a module that `torch.jit.script` has converted.
+        # A module in `best` may be garbage that Python has not freed yet, such as a module that `torch.jit.script` has converted.
         best.clear()
         gc.collect()
         best = _best_roots(wanted)

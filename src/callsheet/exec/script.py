@@ -104,7 +104,7 @@ def hide_our_frames(error: BaseException) -> None:
     shown = sys.excepthook
 
     def show(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> Any:
-        if value is error:  # leave out callsheet's frames
+        if value is error:  # print this error without callsheet's frames; leave other errors unchanged
             trace = begin
         return shown(kind, value.with_traceback(trace), trace)
 

@@ -135,7 +135,7 @@ class SnapshotCapture:
         self._names = tuple(name for name in wanted if name in available or name in ALWAYS)
         self._changing = tuple(place for place, name in enumerate(self._names, _BEFORE_FIELDS) if name not in _STILL_FIELDS)
         numbers.names.update(name for name in self._names if name not in _STILL_FIELDS)
-        self._state: TrainState | None = None  # the `TrainState` for which the class `_kind` was made
+        self._state: TrainState | None = None  # the `TrainState` for which the snapshot class `_kind` is valid
         self._kind: type[Snapshot] = Snapshot
         new = tuple(place for place, name in enumerate(self._names, _BEFORE_FIELDS) if name in _NEW_FIELDS)
         self._functions = _compiled_functions(self._names, self._changing, new)

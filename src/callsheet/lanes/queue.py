@@ -197,7 +197,7 @@ class Lane:
                 if (kind := self._kind(waiting.item)) in newer:
                     self._forget(waiting)
                 newer.add(kind)
-            return True  # the queue may exceed its limit, because it holds only the latest item of each kind
+            return True  # `item` may be added even to a full queue, because the queue now holds only the latest item of each kind
         if self.options.overflow == "block" and not self._has_given_up and not self.is_own_thread:
             if self._waited_for_room():
                 return True

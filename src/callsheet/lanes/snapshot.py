@@ -194,8 +194,8 @@ class LaneControl:
                 f"control.{request.what}(replicated=True) does not work in a lane, where ranks are at different steps; leave replicated out"
             )
         if not self._control.host:
-            # In callsheet's own loop, raise an error now if the request is not supported. In another framework's loop, the training
-            # thread logs the error later.
+            # In callsheet's own loop, an unsupported request raises an error now.
+            # In another framework's loop, the training thread logs this error later.
             self._control.supports(request)
         self.inbox.put(LaneMessage("ask", {"request": request}, self.by))
         self.request_boundary()

@@ -99,9 +99,8 @@ class TensorboardLogger(Tracker):
         )
         is_resumed = run_id is not None and ctx.checkpoint is not None
         log = import_module("tensorboard.compat.proto.event_pb2").SessionLog
-        # A start event makes TensorBoard hide earlier values of the event's step and later steps, so that a resumed run can log
-        # these steps again. TensorBoard ignores the first start event of a run, so write one in a new run too. Otherwise the
-        # event of the first resume would be ignored.
+        # A start event makes TensorBoard hide the earlier values of its step and of later steps, which a resumed run logs again.
+        # A new run needs a start event too: TensorBoard ignores a run's first start event, which must not be that of a resume.
         self._add(ctx.checkpoint.step + 1 if is_resumed and ctx.checkpoint else 0, session_log=log(status=log.START))
         self._hyperparameters, self._has_hparams = {}, False
         return Opened(ctx.run.name)

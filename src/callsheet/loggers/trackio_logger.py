@@ -126,7 +126,7 @@ class TrackioLogger(Tracker):
         self._log(dict(values), ctx.record.step)
 
     def _settings(self, ctx: Context, values: Mapping[str, Any]) -> None:
-        # Trackio reserves names that begin with an underscore.
+        # Trackio reserves names that begin with an underscore, so remove leading underscores.
         self.run.config.update({name.lstrip("_"): value for name, value in values.items()})
         self._has_unsent = True
 

@@ -346,7 +346,7 @@ class Recipe(Generic[AnyConfig]):
             lines.append(
                 f"Found the run {trainer.run.name!r}, complete at step {step}; --max_duration {longer} continues it, {again}."
             )
-        elif trainer.earlier_stop is not None:  # `fit` logs what stopped the run and how to continue, so leave both out here
+        elif trainer.earlier_stop is not None:  # leave out what stopped the run and how to continue, because `fit` logs both
             lines.append(f"Found the run {trainer.run.name!r}, complete at step {step} ({again}).")
         elif step:
             lines.append(
@@ -430,7 +430,7 @@ class Recipe(Generic[AnyConfig]):
             task,
             train_dataloader=None
             if self._is_opened
-            # A run that is opened without training needs no training data, and the saved position in it may not fit these ranks.
+            # Without training, no training data is needed, and its saved position may not fit the number of ranks.
             else self.train_data,
             eval_dataloader=self.validation_data(),
             optimizer=config.make_optimizer,

@@ -110,7 +110,7 @@ def families(names: Iterable[str], splits: Sequence[str]) -> list[dict[str, Any]
     for (family, title), members in charts.items():
         if single[family] == 1 and family == "lr":  # show a single learning rate next to the loss
             family = ""
-        elif single[family] == 1 and family not in _FIRST:  # a family of one chart needs no heading of its own
+        elif single[family] == 1 and family not in _FIRST:  # a group with a single chart gets no separate heading
             family, title = OTHERS, f"{family}/{title}"
         if len(members) > 1 and any(member["label"] == _PER_DEVICE for member in members):
             members = [member if member["label"] == _PER_DEVICE else {**member, "label": "all"} for member in members]

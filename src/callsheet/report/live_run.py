@@ -174,7 +174,7 @@ class LiveRun:
 
 
 def _lines_of(trigger: Path) -> list[str]:
-    # If the run has read its requests, the file no longer exists, and there are no lines.
+    # After the run has read its requests, the file no longer exists, and `text_of` returns an empty text.
     return text_of(trigger.parent, trigger.name, at_most=_MAX_TRIGGER_BYTES).splitlines()
 
 

@@ -41,8 +41,8 @@ _TEXTS = ("hyperparameters.json", "settings.json", "environment.json", "config.y
 _MOST_TEXT, _LOG_TAIL = 2**20, 2**16
 _MOST_WINDOWS, _MOST_SLICES = 200, 20_000
 _MOST_TABLES, _TABLE_ENTRIES, _MOST_LOGS, _MOST_EVENTS = 200, 40, 64, 50_000
-# A run counts as lost if it has written nothing for both of these times: a number of seconds, and a multiple of the median
-# time between two of its records.
+# A run counts as lost if it has written nothing for this number of seconds, and for this many usual gaps between records.
+# The usual gap is the median time between two records of the run.
 _LOST_AFTER_SECONDS, _LOST_AFTER_GAPS = (300.0, 10)
 _LARGEST_IMAGE = 16 * 2**20
 _LARGEST_STEP = 2**53  # the largest valid step: JSON readers that use doubles cannot represent larger integers exactly
@@ -434,7 +434,7 @@ def _window(line: dict[str, Any]) -> Window | None:
         )
         window: Window = _built(Window, line | {"slices": ()})
         is_usable = all(map(_is_usable, (*slices, _whole_of(window)))) and abs(window.last_step) <= _LARGEST_STEP
-    except (KeyError, TypeError, ValueError, OverflowError):  # the line is not a timing window
+    except (KeyError, TypeError, ValueError, OverflowError):  # the line does not contain the timed spans of some steps
         return None
     return window._replace(slices=slices) if is_usable else None
 

@@ -104,7 +104,7 @@ class WatchServer(ThreadingHTTPServer):
             return
         try:
             super().process_request(request, client_address)
-        except RuntimeError:  # the thread, which would have released `_room` at its end, was not started; so release it here
+        except RuntimeError:  # the thread was not started, so it will not release `_room` at its end: release `_room` here
             self._room.release()
             raise
 

@@ -238,8 +238,8 @@ class Checkpoints:
             check_owner = partial(self._guard.check, acquires=path is None)
             parameters = frozenset(name for name, _ in ctx.model.named_parameters(remove_duplicate=False))
             is_good = partial(_is_good, parameters, self._prefixes_of_weights())
-            # If this path already has a checkpoint, an earlier process of the run saved it. With `overwrite`, it is removed once
-            # the new checkpoint is committed.
+            # If this path already has a checkpoint, an earlier process of the run saved it.
+            # With `overwrite`, an earlier checkpoint at this path is removed once the new checkpoint is committed.
             if self._writer is None or waits:
                 seal = write_checkpoint(
                     info.path,

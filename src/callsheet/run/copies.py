@@ -43,7 +43,7 @@ def without_additions(*things: Any) -> Iterator[None]:
         yield
     finally:
         for attributes, name, value, without in changed:
-            if attributes.get(name, _ABSENT) is without:  # keep a value that other code has set in the meantime
+            if attributes.get(name, _ABSENT) is without:  # if not, other code has since set another value: keep that value
                 attributes[name] = value
 
 
@@ -153,7 +153,7 @@ def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
             _set(attributes, name, before)
             return
         # If another library has set the attribute since, keep its value, which may still call our function.
-        # If callsheet has since replaced our function by another, make that other function restore the value from before ours.
+        # If callsheet has since set a newer function, then that function must later restore `before` instead of our function.
         while isinstance(now, FunctionType) and _BEFORE in vars(now):
             if vars(now)[_BEFORE] is value:
                 setattr(now, _BEFORE, before)

@@ -61,7 +61,7 @@ class Series:
         self.values: list[Any] = []
         self.weights: list[Any] = []
         self.unweighted = 0  # the number of values that were logged without a weight; each counts with weight 1
-        self.last: Any = None  # the value that was logged last, which is not always in `values` (see `add`)
+        self.last: Any = None  # the value that was logged last; `values` may contain it only as a part of a sum or product
 
     def add(self, value: Any, weight: Any = None) -> None:
         """Add a logged value, with its weight."""

@@ -235,7 +235,7 @@ class ProcessGroups:
         deadline = time.monotonic() + 0.8 * self._answer_seconds
         while True:
             said = {rank: notes.read(rank) for rank in ranks} | {self.rank: (_CUT_OFF if is_broken else _TIMED_OUT, str(step))}
-            # A rank without a note either still runs and has not reached this collective, or does not answer at all.
+            # A rank that has left no message in the store either runs and has not reached this collective, or does not answer.
             silent = [rank for rank in ranks if said[rank] is None and not notes.answered(rank)]
             late = [rank for rank in ranks if said[rank] is None and rank not in silent]
             noted = {rank: note for rank, note in said.items() if note is not None}
@@ -399,7 +399,7 @@ class _Presence:
         self._thread.start()
 
     def _run(self, notes: _Notes, pause: float) -> None:
-        # A RuntimeError or ValueError means that the store or the process group has ended, so no rank can ask this rank any more.
+        # RuntimeError or ValueError: the store or the process group has ended, so no rank can ask whether this rank still runs.
         with contextlib.suppress(RuntimeError, ValueError):
             while not self._is_over.wait(pause):
                 if notes.is_asked():
@@ -408,7 +408,7 @@ class _Presence:
 
     def end(self) -> None:
         self._is_over.set()
-        if not self._notes.is_silent:  # do not wait for the thread if the store is silent, since the thread may hang in a call
+        if not self._notes.is_silent:  # wait for the thread only if the store answers: otherwise the thread may hang in a call
             self._thread.join(LOOK_SECONDS)
 
 

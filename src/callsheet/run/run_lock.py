@@ -103,7 +103,7 @@ class Claim:
         """
         if self.machine_id != machine_id():
             return False
-        if self.pid == os.getpid():  # an unknown token is from an earlier process with this pid, or from before an `exec`
+        if self.pid == os.getpid():  # a token not in `_tokens` is from an earlier process with this pid, or from before an `exec`
             return self.token not in _tokens
         return process_started(self.pid) != self.process_started
 

@@ -149,7 +149,7 @@ class TrainBatches:
             self.seed,
             argument=self._argument,
             shard=self._shard,
-            # False for a single process that resumes a run of several ranks, which then keeps the order of those ranks.
+            # A single process that resumes a run of several ranks is not `alone`: it keeps the order of those ranks.
             alone=world.size == 1 and way in (None, "own"),
             count_samples=self._count_samples,
         )

@@ -360,7 +360,7 @@ class Evaluation:
         self._agreement.change_pace()
         try:
             yield
-            # Exchange the ranks' requests here, unless the training loop evaluates, which exchanges them at its next boundary.
+            # The training loop exchanges the ranks' requests at its next boundary. If the user called the evaluation, do it here.
             if not self._may_be_interrupted:
                 self._agreement.agree(self.ctx.step)
         finally:

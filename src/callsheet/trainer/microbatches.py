@@ -169,7 +169,7 @@ class MicrobatchPlan:
 
 def _share(weight: Any, total: Any, parts: int) -> Any:
     if isinstance(total, Tensor):
-        # In a step without labels, no mean loss exists. A share of 0 then makes all gradients zero.
+        # In a step without labels, `total` is 0. Return 0 instead of NaN then, so that all gradients become zero.
         return torch.where(total > 0, weight / total, 0.0)
     return weight / total if total else 1 / parts
 

@@ -159,7 +159,7 @@ class ParallelModel:
         if self.kind == "ddp":
             self._wrapped.require_backward_grad_sync = meet
         elif self.kind == "fsdp":
-            # `fully_shard` has changed the model's class to an FSDPModule, which has this method.
+            # `fully_shard` has changed the model's class to an FSDPModule, which has the method `set_requires_gradient_sync`.
             self._wrapped.set_requires_gradient_sync(meet)
 
 

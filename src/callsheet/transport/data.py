@@ -313,7 +313,7 @@ class Decoder:
             setattr(callback, word, self.decoded(value))
         state = self.decoded(state)
         if differences(fingerprint({"state": dict(callback.state_dict())}), fingerprint({"state": state})):
-            # Many callbacks treat a call of `load_state_dict` as a resume, so call it only if the new callback's state differs.
+            # Many callbacks treat `load_state_dict` as a resume, so call it only if the new callback does not have this state yet.
             callback.load_state_dict(state)
         return callback
 

@@ -26,7 +26,7 @@ LARGEST = 256 * 2**20
 """The largest size in bytes of a payload. Larger data belongs in a file of its own."""
 
 _MAGIC = b"callsheet sealed 1\n"
-_LAUNCH, _KIND, _MAC = 16, 16, 32  # sizes in bytes of the launch's id, the kind, and the signature
+_LAUNCH, _KIND, _MAC = 16, 16, 32  # sizes in bytes of the launch's id, of the word for the content's kind, and of the signature
 _SECRET = 32
 
 _PREFIX = "callsheet-launch-"

@@ -78,7 +78,7 @@ class DescriptorCapture:
         """Write text to the log, but not to the terminal."""
         with self._lock:
             if not text or self._is_closed or self._is_writing or os.getpid() != self._process:
-                return  # if `_is_writing` is True, a signal handler has interrupted `write` and has called it again
+                return  # ignore the call also if a signal handler makes it while `write` is running: then `_is_writing` is True
             self._is_writing = True
             try:
                 content = text.encode("utf-8", "backslashreplace")

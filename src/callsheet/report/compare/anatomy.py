@@ -111,7 +111,7 @@ def _timed_steps(window: Window) -> list[dict[str, float]]:
     """
     names = _spans_of_a_step()
     steps: dict[int, dict[str, float]] = {}
-    # The seconds of fetching, by span. They count for the next step, because a batch is fetched before its step.
+    # Span name -> seconds of the spans that fetch a batch. These seconds count for the step that trains on this batch.
     fetched: dict[str, float] = {}
     for each in window.slices:
         if not each.callback and each.name in names:

@@ -60,7 +60,7 @@ def data(comparison: Comparison, metrics: Sequence[str] = ()) -> dict[str, Any]:
             "images": _images(runs),
         }
     )
-    # `plain` replaces NaN and infinity. Curves and axes contain neither and are large, so they do not go through `plain`.
+    # Do not call `plain` for the large curves and axes: they contain no NaN or infinity, which `plain` would replace.
     return content | {"axes": [_axis(each, len(runs)) for each in runs], "curves": curves}
 
 

@@ -32,8 +32,8 @@ def settings(run: RunFolder) -> dict[str, dict[str, str]]:
         for name in ("callbacks", "loggers")
         if isinstance(source.get(name), list)
     ]
-    # Recorded values were read from the objects that the run used, such as the optimizer, so they replace the
-    # values that the user has stated, which are less reliable.
+    # Recorded values were read from the objects that the run used, such as the optimizer.
+    # Recorded values replace the values that the user has stated, because stated values are less reliable.
     values = {**dict(_flat(given)), **{key: value for key, value in _flat(recorded) if value}}
     named = {key: value for key, value in values.items() if key.split(".")[-1] not in _OF_THE_RUN_ITSELF}
     environment = run.environment

@@ -348,7 +348,7 @@ class _OwnBatches(SharedBatches):
         if self._length is not None:
             return True
         if self._answer is not None:
-            self._answer.wait()  # finish the reduction of the previous batch before the next one begins
+            self._answer.wait()  # the reduction that was begun for the previous batch must end before a new reduction begins
         self._answer = answer = self._world.begin_max([has])
         if has:
             return True

@@ -98,7 +98,7 @@ class _Seeds:
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
-        # The epoch, and whether `note` was called, in a tensor in shared memory, so that persistent workers see changes too.
+        # The epoch and the flag that `note` sets, in shared memory: persistent workers read the epoch and set the flag.
         self._shared = torch.zeros(2, dtype=torch.int64).share_memory_()
         self._epoch: int | None = None
         self._own: list[Any] | None = None
@@ -134,7 +134,7 @@ class _Seeds:
             seed_generators(self._own, number)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy wraps another dataset object and must look up that object's generators, so leave out this object's generators.
+        # A copy has another dataset object, with other generators, so do not copy the generators of this dataset (`_own`).
         return vars(self) | {"_own": None, "_epoch": None}
 
 
