@@ -86,7 +86,7 @@ class Pretrain(Recipe[PretrainConfig]):
     # --- methods of the base class `Recipe` ---
 
     def read_data(self) -> None:
-        """Read the rows and tokenize them. Without rows, find the text files, whose bytes are the tokens."""
+        """Read the rows and tokenize them. If `rows` is not set, find text files instead; each of their bytes is one token."""
         config = self.config
         if config.rows is not None:
             self.tokenizer = config.model.make_tokenizer()
@@ -114,15 +114,15 @@ class Pretrain(Recipe[PretrainConfig]):
         return ForwardStepTask(self.forward_step) if self.forward_step is not None else None
 
     def train_data(self) -> Iterable[Any]:
-        """Return windows of the text in random order."""
+        """Return windows (token sequences of a fixed length) of the training data, shuffled unless rows are streamed."""
         return self.loader(self._sets["train"], train=True)
 
     def validation_data(self) -> Mapping[str, Iterable[Any]]:
-        """Return evenly spaced windows of the validation files. If `rows` is set, return all windows of the validation rows."""
+        """Return windows (fixed-length sequences) of the validation data: all if `rows` is set, otherwise evenly spaced ones."""
         return {name: self.loader(some, train=False) for name, some in self._sets.items() if name not in ("train", "test")}
 
     def test_data(self) -> Iterable[Any] | None:
-        """Return evenly spaced windows of the test files. If `rows` is set, return all windows of the test rows."""
+        """Return windows (fixed-length sequences) of the test data: all if `rows` is set, otherwise evenly spaced ones."""
         return self.loader(self._sets["test"], train=False) if "test" in self._sets else None
 
     def processor(self) -> Any:

@@ -225,7 +225,7 @@ class Recipe(Generic[AnyConfig]):
             replace_file(folder / "config.yaml", written.encode())
 
     def _put_back(self, aside: Path) -> None:
-        """Rename the folder of the earlier run back, because the new run failed to start.
+        """Restore the original name of the earlier run's folder, because the new run failed to start.
 
         The folder is not renamed if another process has started a run under the earlier name.
         """

@@ -173,7 +173,7 @@ def evenly(items: list[Any], most: int) -> list[Any]:
 
 
 def _window(window: Window) -> dict[str, Any]:
-    """Return a timing window (a group of timed steps) as JSON values, in which each slice has the index of its name in `names`."""
+    """Return a timing window (a group of timed steps) as JSON values. Each slice (timed span or call) has an index into `names`."""
     names: dict[str, int] = {}
     slices = [
         [

@@ -100,7 +100,10 @@ def thinned(xs: Sequence[float], ys: Sequence[float], most: int) -> list[int]:
 
 
 def families(names: Iterable[str], splits: Sequence[str]) -> list[dict[str, Any]]:
-    """Group metrics into chart families. A chart shows one metric on several datasets, or several metrics of the same unit."""
+    """Group metrics into charts, and charts into families.
+
+    A chart shows one metric on several datasets, or several metrics of the same unit.
+    """
     charts: dict[tuple[str, str], list[dict[str, str]]] = {}
     for name in names:
         family, title, label = _place(name, splits)
@@ -156,7 +159,7 @@ def without_doubles(points: Mapping[str, Any]) -> list[str]:
 
 
 def shares(names: Iterable[str], *, room: int, most: int) -> dict[str, int]:
-    """Return, for each family of metrics, how many points each of its curves may have, so that the page does not grow too large.
+    """Return how many points each curve may have, by family (the metric's name before the first `/`), to limit the page's size.
 
     Small families get as many as they need; large ones share the rest.
 
@@ -214,7 +217,7 @@ def _short(value: float, digits: int) -> float | None:
 
 
 def axis(run: RunFolder, *, most: int) -> dict[str, list[float]]:
-    """Return the charts' x-axes: lists of `step` and, at each step, of training `seconds`, `tokens`, `samples` and `wall` time.
+    """Return the charts' x-axes: a list of `step`, and lists of training `seconds`, `tokens`, `samples` and `wall` at these steps.
 
     `wall` is in seconds since the run began.
 

@@ -138,7 +138,7 @@ def _is_text(name: str) -> bool:
 def runs_in(
     folder: str | os.PathLike[str], *, metrics: Iterable[str] | None = None, settings: Iterable[str] | None = None
 ) -> Runs:
-    """Return all runs in `folder`, each with its values of the named metrics and settings. With None, all values are returned.
+    """Return all runs in `folder`, each with its values of the named `metrics` and `settings`. None means all of them.
 
     Raises:
         FileNotFoundError: there is no such folder.

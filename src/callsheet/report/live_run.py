@@ -109,7 +109,7 @@ class LiveRun:
         return f"{act}: requested through {trigger}; the run reads it at the end of a step"
 
     def content(self) -> tuple[RunFolder, bool]:
-        """Read the folder if it has changed, even if the time for reading is used up. Return its content, and whether the folder exists.
+        """Read the folder if it has changed, without a limit on the time. Return its content, and whether the folder exists.
 
         The content is the same object until the folder is read again.
         """
@@ -119,7 +119,7 @@ class LiveRun:
             return self._run, is_there
 
     def _refresh(self) -> str:
-        """Read the folder's new content, if the budget allows it.
+        """Read the folder's new content, unless `budget` says that reading must wait.
 
         Return why the run accepts no requests, or an empty string if it accepts them.
         """

@@ -165,7 +165,7 @@ def write_report(folder: str | os.PathLike[str], out: str | os.PathLike[str] | N
 
 
 def image_uris(images: Mapping[str, Any], read: Callable[[str], bytes | None], *, room: int) -> tuple[dict[str, str], int]:
-    """Return as many of the latest images as fit, as data URIs by file name. Also return how many images were left out.
+    """Return the latest images that fit into `room` bytes, as data URIs by file name. Also return how many images were left out.
 
     Args:
         images: for each name, its entries in the order of their steps. Each entry has `files`.

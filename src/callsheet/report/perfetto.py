@@ -45,7 +45,10 @@ def trace_json(run: RunFolder) -> str:
 
 
 def _window(window: Window, began: float) -> Iterator[dict[str, Any]]:
-    """Yield the slice of a timing window and the slices inside it. Times are rounded to nanoseconds, so that slices nest exactly."""
+    """Yield the trace's slices for a timing window (a group of timed steps): one for the window, one for each span or call in it.
+
+    Times are rounded to nanoseconds, so that slices nest exactly.
+    """
     start = round((window.began - began) * 1e9)
     title = f"steps {window.first_step} to {window.last_step}"
     yield _slice(title, "window", start, round(window.seconds * 1e9), {"whole": window.is_whole})

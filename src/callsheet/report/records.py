@@ -21,7 +21,7 @@ _RARE = 2_000  # if a metric has at most this many values, all of them are kept
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """A resume from `step`. It made `dropped` records invalid: those of the steps after `step`, up to `dropped_to_step`."""
+    """A resume from step `step`. The resume made `dropped` records invalid: those after `step`, up to step `dropped_to_step`."""
 
     step: int
     time: float
@@ -101,7 +101,7 @@ class RecordLines:
         return rare.isdisjoint(record.values) and all(map(math.isfinite, record.values.values()))
 
     def _thin(self) -> None:
-        """Leave out every second record, unless it has a rare metric, NaN or infinity."""
+        """Leave out every second record, but keep records with NaN, with infinity, or with a metric that has few values."""
         self._stride *= 2
         self._rare = None
         rare = self._rare_names()

@@ -182,7 +182,7 @@ class RunReader:
         self._begin()
 
     def version(self) -> str:
-        """Return a text that changes whenever the size or time of a file in the folder changes. No file is read."""
+        """Return a text that changes whenever the run's lock or the size or modification time of one of its files changes."""
         with self._lock:
             return self._version(self._state())
 
@@ -345,7 +345,7 @@ class RunReader:
         return not self._is_silent()  # the lock alone is not enough, because a run that hangs keeps its lock
 
     def _has_released_lock(self) -> bool:
-        """Return whether a run without a JSONLLogger has ended and released its lock, as every run does that is not killed."""
+        """Return whether a run without a JSONLLogger has released its lock. A run does so at its end, unless it is killed."""
         return not self._events and is_marked(self._path) and claim_of(self._path) is None
 
     def _has_results(self) -> bool:

@@ -45,7 +45,7 @@ The cookie is `SameSite=Strict`: the browser sends it only with requests from th
 
 
 class WatchServer(ThreadingHTTPServer):
-    """An HTTP server for the page of `watched` on `port`. If the port is 0, a free port is used.
+    """An HTTP server for the page of `watched` (a run or a comparison) on `port`. If the port is 0, a free port is used.
 
     Raises:
         ConfigError: the server cannot listen on the port.

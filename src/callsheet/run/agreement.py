@@ -1,4 +1,4 @@
-"""If one rank makes a request, such as to stop, all ranks carry it out at the same step. They rarely wait for each other."""
+"""If one rank makes a request, such as to stop, all ranks carry it out at the same step. The ranks rarely wait for each other."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Agreement:
         return sys.maxsize if self._world.size == 1 else self._next - self._evaluated
 
     def end(self) -> None:
-        """Release the message that is being exchanged, because it keeps the connections to the other ranks open."""
+        """Discard the unfinished exchange of a message, because the exchange keeps the connections to the other ranks open."""
         self._pending = None
 
     def look(self, step: int) -> None:

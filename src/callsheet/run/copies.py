@@ -106,7 +106,7 @@ def _deepcopy(thing: Any, memo: dict[int, Any]) -> Any:
 
 
 def _detached(made: Any, attributes: dict[str, Any]) -> Any:
-    """In a result of `__reduce_ex__`, replace the object's `__dict__` by a copy, since the additions return to the original."""
+    """In a result of `__reduce_ex__`, copy the object's `__dict__`, because callsheet restores its additions in the original."""
     if made is attributes:
         return dict(made)
     return tuple(_detached(each, attributes) for each in made) if type(made) is tuple else made

@@ -214,7 +214,7 @@ class MetricLog:
         return {name: total / weight for name, (total, weight) in totals.items() if weight}
 
     def _reduced(self, totals: dict[str, tuple[float, float]], reducer: Reducer) -> dict[str, tuple[float, float]]:
-        """Return the totals and weights by name, reduced over all ranks."""
+        """Return each metric's total and weight, reduced over all ranks, by the metric's name."""
         while True:
             wanted = self._schema | self._how
             digest = _digest(wanted)
@@ -357,7 +357,7 @@ def _vector(names: tuple[str, ...], value: Any) -> Any:
 
 
 def _fetch(numbers: list[Any]) -> None:
-    """In the list `numbers`, replace scalar tensors by floats and one-dimensional tensors by lists. Use one copy per device."""
+    """In the list `numbers`, replace scalar tensors by floats and one-dimensional tensors by lists. Copy once from each device."""
     by_device: dict[Any, list[int]] = {}
     for place, number in enumerate(numbers):
         if hasattr(number, "device"):
@@ -397,7 +397,7 @@ def _total(values: list[Any]) -> Any:
 
 
 def _wider(value: Any) -> Any:
-    """Return `value`; a tensor of fewer than 32 bits is first converted to a dtype that is precise enough for sums."""
+    """Return `value`. If it is a tensor with fewer than 32 bits per number, convert it to a dtype precise enough for sums."""
     return value.to(_wide(value.device)) if hasattr(value, "detach") and value.itemsize < 4 else value
 
 

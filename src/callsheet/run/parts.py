@@ -32,7 +32,7 @@ class DueEvaluation:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
-        """Return the `DueEvaluation` for the fields that a checkpoint stores. Earlier versions named the last field `is_told`."""
+        """Return the `DueEvaluation` from its fields in a checkpoint. In old ones, `is_checkpoint_due_fired` is named `is_told`."""
         return cls(**{("is_checkpoint_due_fired" if name == "is_told" else name): value for name, value in state.items()})
 
 

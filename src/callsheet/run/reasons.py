@@ -67,6 +67,6 @@ def without_secrets(values: Any) -> Any:
 
 
 def error_line(error: BaseException) -> str:
-    """Return the type and the text of `error` as one line, shortened and without credentials, as `one_line` does."""
+    """Return the type and the text of `error` as one line. `one_line` shortens the line and removes credentials."""
     text = text_of(error)
     return one_line(f"{type(error).__name__}: {text}" if text else type(error).__name__)

@@ -139,7 +139,7 @@ class Run:
     def connect(
         self, evaluation: EvaluationPart, checkpoints: CheckpointsPart, boundaries: type[Boundaries] = Boundaries
     ) -> None:
-        """Connect the loop's evaluation and checkpoints to the run, and create `boundaries`, which carries them out when due."""
+        """Give the run the loop's evaluation and checkpoints, and create `self.boundaries`, which evaluates and saves when due."""
         self.checkpoints = checkpoints
         self.lifetime.at_end(checkpoints.close)
         self.agreement.durable = checkpoints.durable

@@ -274,7 +274,7 @@ class RunLock:
             self._on_loss()
 
     def _claim(self) -> Owner | None:
-        """Try once to acquire the lock, by steps 1 to 4 in the module's docstring. Return the owner if another process holds it."""
+        """Try once to acquire the lock (steps 1 to 4 in the module's docstring). If another process has it, return an `Owner`."""
         claims = _claims(self._path)
         highest = max(claims, default=0)
         if claims and not self._is_gone(highest, claims[highest]):

@@ -55,7 +55,7 @@ def keeper_of_store() -> str:
 
 
 def attempt_store(ranks: Ranks, timeout: float) -> Any:
-    """Return an empty rendezvous store that the ranks share, without keys from before a restart. This is a collective.
+    """Return a rendezvous store that all ranks share, and that has no keys yet, even after a restart. This is a collective.
 
     A launcher keeps its store while it restarts the ranks, so the keys of dead ranks remain: addresses, counters, answers. Adding
     the restart count to the keys would not help, because each machine's launcher has its own count, and does not increase it when
@@ -153,7 +153,7 @@ def _agree(store: Any, ranks: Ranks, deadline: float, timeout: float) -> str:
 
 
 def _failed(store: Any, ranks: Ranks, name: str, timeout: float) -> str:
-    """Return a text that says which ranks did not join.
+    """Return a text that says which ranks did not join the other ranks in time.
 
     Rank 0 also writes the text to the store and waits briefly until the other ranks have read it: if rank 0 serves the store, they
     cannot read anything after rank 0 has ended.

@@ -66,7 +66,7 @@ class Subject:
             return getattr(self.make, "__qualname__", repr(self.make))
 
     def compares(self, name: str) -> bool:
-        """Return whether a value must be the same in two equal runs.
+        """Return whether a value must be the same in two runs with the same settings. Measured times, for example, may differ.
 
         Args:
             name: the name of a metric, or `state/<key>` for an entry of the callback's state.

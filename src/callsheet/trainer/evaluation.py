@@ -213,7 +213,7 @@ class Evaluation:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state that `state_dict` returned. `add` loads the schedule and random states of each evaluator that is added later."""
+        """Load the state that `state_dict` returned, but leave the evaluators' schedules and random states to `add`."""
         self._resumed = state["schedules"]
         self.results = {name: dict(result) for name, result in state["results"].items()}
         self.undone = DueEvaluation.from_state(state["undone"]) if state["undone"] is not None else None

@@ -70,7 +70,7 @@ class TrainLoop:
         self._epochs_per_round = epochs_per_round
 
     def run(self) -> None:
-        """Train the remaining rounds and epochs of the run."""
+        """Train the remaining epochs of the run, in rounds (groups of epochs)."""
         ctx, spans, state, boundaries = self._ctx, self._spans, self._ctx.state, self._boundaries
         ctx.model.train()
         try:

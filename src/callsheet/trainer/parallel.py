@@ -80,7 +80,7 @@ class Parallel:
 
 
 class ParallelModel:
-    """The model in the form in which it is trained: the module that a task calls, and the synchronization of gradients.
+    """The model in the form in which it is trained: unchanged, wrapped in DistributedDataParallel, or sharded by FSDP.
 
     A forward pass must call `module`. The model object remains the same, and the names of its parameters do not change. With
     `"fsdp"`, the parameters become DTensors, so the optimizer must be created afterwards.

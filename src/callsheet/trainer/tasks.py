@@ -250,7 +250,7 @@ class ForwardStepTask(Task):
         self._loss_function: Callable[[Any], Any] | None = None
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """Call `forward_step`. Return the outputs that it returns, and store its loss function for the method `loss`."""
+        """Call `forward_step`, which returns outputs and a loss function. Return the outputs; `loss` calls the function later."""
         given = self.forward_step(model, batch)
         if not (isinstance(given, tuple) and len(given) == 2 and callable(given[1])):
             raise ConfigError(

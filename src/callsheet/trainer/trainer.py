@@ -569,7 +569,7 @@ class Trainer:
             self._activity = ""
 
     def _explain(self, error: BaseException) -> DistributedError | None:
-        """Add a note to an out-of-memory error that says what to try.
+        """To an out-of-memory error, add a note that says what to try.
 
         If there are several ranks and a collective failed, return an error that names the missing ranks; the caller raises that
         error instead. Otherwise, tell the other ranks why this rank ends, and return None.

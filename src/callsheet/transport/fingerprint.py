@@ -205,7 +205,7 @@ def arguments_of(callback: Callback) -> dict[str, Any]:
 
 
 def _is_value(value: Any) -> bool:
-    """Return whether equal objects of the value's type are interchangeable. If so, comparisons ignore whether an object is shared."""
+    """Return whether equal objects of this type are interchangeable, so it does not matter whether two places share one object."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
         return False

@@ -54,7 +54,7 @@ class Key:
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Return the key that `Key.text` has converted to `text`.
+        """Return the key whose text form, as the method `Key.text` returns it, is `text`.
 
         Raise a `TransportError` if `text` is not a key. The error does not repeat the text.
         """

@@ -102,7 +102,7 @@ class VisionLanguageModel(LanguageModel):
         return processor
 
     def make_model(self, processor: Any, longest: int) -> nn.Module:
-        """Build the model for the images and texts of a processor.
+        """Build the model for the tokens and images that `processor` produces.
 
         Args:
             processor: what `make_processor` returned.
@@ -242,7 +242,7 @@ def _freeze_unused(model: nn.Module, vectors: list[Tensor]) -> None:
 
 
 def _places(model: nn.Module, word: str, *, needed: bool = True) -> list[str]:
-    """Return the prefixes of the parameter names in one part of the model. `word` names the part, such as `vision_tower`."""
+    """Return the prefixes of the names of all parameters in one part of the model. `word` is the part, such as `vision_tower`."""
     modules = {name for name, _ in model.named_modules()}
     found = [f"{name}." for owner in ("model.", "") for alias in TOWERS[word] if (name := owner + alias) in modules]
     if not found and needed:

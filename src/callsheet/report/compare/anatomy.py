@@ -83,7 +83,7 @@ def _spans_of_a_step() -> list[str]:
 
 
 def anatomy_of(run: RunFolder) -> Anatomy:
-    """Return the times of the parts of a step in this run. Without timed steps, there are no parts.
+    """Return the times of the parts of a step in this run. If no steps were timed, the result has no parts.
 
     The median is used for spans, because a single slow step would dominate the mean of a few steps.
     """
@@ -188,7 +188,7 @@ def _means(parts: Sequence[Part]) -> tuple[float, float]:
 
 
 def _may_be_noise(kind: Kind, baseline: Sequence[Part], parts: Sequence[Part], is_as_whole: bool) -> bool:
-    """Return whether the difference of a part's time between two groups of runs may be noise.
+    """Return whether the difference between two groups of runs, in the time of one part of a step, may be noise.
 
     If a group has several runs, the spread over the runs decides. With one run in each group, whole steps are compared as in
     `difference`. Spans are compared by a rank test of their timing windows (Mann and Whitney, 1947), because a few slow windows
@@ -215,7 +215,7 @@ def _may_be_noise(kind: Kind, baseline: Sequence[Part], parts: Sequence[Part], i
 
 
 def _calls_differ(one: Mapping[str, Calls], other: Mapping[str, Calls]) -> bool:
-    """Return whether a callback's times clearly differ between two runs, at the event where they differ most."""
+    """Return whether a callback's times clearly differ between two runs, judging by the event with the largest difference."""
     change = {event: abs(one[event].per_step - other[event].per_step) for event in one if event in other}
     if not change:
         return False

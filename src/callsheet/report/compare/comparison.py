@@ -34,7 +34,7 @@ class Compared:
     parts: dict[str, tuple[int, Any]] = field(default_factory=dict)
 
     def once(self, part: str, compute: Callable[[RunFolder], Any], *, limit: int = 0) -> Any:
-        """Return `compute(run)`. The result is cached under the name `part`, and computed again only if `limit` has changed."""
+        """Return `compute(run)`. The result is cached under the name `part`; a call with another `limit` computes it again."""
         if part not in self.parts or self.parts[part][0] != limit:
             self.parts[part] = (limit, compute(self.run))
         return self.parts[part][1]
@@ -102,7 +102,7 @@ class Comparison:
         return [[each.once("anatomy", anatomy_of) for each in self.members(group)] for group in self.groups]
 
     def problems(self) -> list[dict[str, Any]]:
-        """Return the problems of all runs, the most serious first. Each problem lists the runs that have it, by index, with details."""
+        """Return the problems of all runs, the most serious first. Each problem lists its runs as pairs of index and details."""
         found: dict[tuple[str, str], list[tuple[int, str]]] = {}
         for place, each in enumerate(self.runs):
             for problem in each.once("problems", problems)[:_PROBLEMS_OF_ONE]:

@@ -130,7 +130,7 @@ def _axis(each: Compared, runs: int) -> dict[str, list[float]]:
 
 
 def _curves(comparison: Comparison, metrics: Sequence[str]) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
-    """Return the curves of each metric (one for each run), their charts by family, and the number of metrics that were left out."""
+    """Return the curves of each metric (one for each run), the charts in groups (families), and the number of metrics left out."""
     runs = comparison.runs
     points = [_points(each) for each in runs]
     names = dict.fromkeys(name for each in runs for name in _names(each) if not name.startswith("time/"))

@@ -61,7 +61,7 @@ def settings(run: RunFolder) -> dict[str, dict[str, str]]:
 
 
 def differences(runs: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, dict[str, list[str]]]:
-    """Return the settings that differ between the runs: for each group and name, the value of each run (empty if it has none).
+    """Return the settings that differ between the runs: by kind of setting and name, each run's value (empty if it has none).
 
     A run that did not record a group, such as its packages, is left out of the comparison of that group only.
 
@@ -85,7 +85,7 @@ def differences(runs: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, di
 
 
 def _of_classes(specs: Sequence[Any]) -> list[tuple[str, str]]:
-    """Return settings for listed classes: one for each class (`EarlyStopper: yes`) and each option (`EarlyStopper.patience`)."""
+    """Return the listed classes as settings: `EarlyStopper: yes` for each class, and `EarlyStopper.patience: 3` for each option."""
     found: list[tuple[str, str]] = []
     for spec in specs:
         content = _mapping(spec)

@@ -76,7 +76,7 @@ def _name(folder: Path, source: Source) -> str:
 
 
 def _add_writer_folder(run: ImportedRun, part: ImportedRun) -> bool:
-    """Add the subfolder `part` to the run if PyTorch's `add_scalars` or `add_hparams` wrote the subfolder. Return whether they did.
+    """Add the subfolder `part` to the run if PyTorch's `add_scalars` or `add_hparams` wrote it. Return whether it was added.
 
     `add_scalars("loss", {"train": ...})` writes the metric `loss` to the folder `loss_train`, and `add_hparams` writes to a folder
     whose name is a time.

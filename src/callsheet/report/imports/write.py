@@ -1,4 +1,4 @@
-"""Writes an imported run as a run folder with the same files as `JSONLLogger`."""
+"""Writes an imported run as a run folder with the same files that `JSONLLogger` writes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Origin:
 
 
 def write(run: ImportedRun, to: Path, origin: Origin, *, name: str | None, taken: set[str]) -> Imported:
-    """Write an imported run to a folder in `to`, in place of an earlier import of the same run. Add the folder's name to `taken`.
+    """Write an imported run to a folder in `to`, in place of an earlier import of this run. Add its name to the set `taken`.
 
     Args:
         run: what to write.
@@ -156,7 +156,7 @@ def _imported_from(folder: Path) -> dict[str, Any] | None:
 
 
 def _put(draft: Path, target: Path) -> None:
-    """Rename the draft folder to `target`, in place of an earlier import."""
+    """Rename the complete folder `draft` to `target`, in place of the folder of an earlier import."""
     if not target.exists():
         draft.rename(target)
         return

@@ -115,7 +115,7 @@ def chain_of(dataset: Any) -> list[Any]:
 
 
 def generators(*owners: Any) -> list[torch.Generator]:
-    """Return the torch generators in the attribute `generator` of the `owners`, each generator once."""
+    """Return the torch generators that the `owners` have as their attribute `generator`, each generator once."""
     found = [getattr(owner, "generator", None) for owner in owners]
     return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
 
@@ -145,12 +145,12 @@ def random_state_of(loader: Any) -> dict[str, Any]:
 
 
 def generators_of(loader: Any) -> list[Any]:
-    """Return the states of the random generators in attributes of the loader, its samplers and its datasets."""
+    """Return the states of the random generators that are attributes of the loader, its samplers or its datasets."""
     return generator_states(own_generators((loader, *samplers(loader), *datasets(loader))))
 
 
 def restore_generators_of(loader: Any, states: Sequence[Any]) -> None:
-    """Restore the states of the random generators. `states` is the result of `generators_of`."""
+    """Restore the loader's random generators from `states`, the result of `generators_of`."""
     restore_generators(own_generators((loader, *samplers(loader), *datasets(loader))), states)
 
 

@@ -1,4 +1,4 @@
-"""Random generators in the attributes of samplers, datasets and loaders."""
+"""Finds the random generators that are attributes of samplers, datasets and loaders, and saves, restores and seeds them."""
 
 from __future__ import annotations
 

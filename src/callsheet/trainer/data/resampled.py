@@ -64,7 +64,7 @@ class ResampledData:
 
     @property
     def in_all(self) -> int:
-        """The number of samples in an epoch. If the user's batch sampler makes the batches, the number of batches instead."""
+        """The number of samples in an epoch or, if the user's batch sampler makes the batches, the number of batches."""
         return self._sampler.length
 
     def begin(self, epoch: int | None, start: Mapping[str, Any] | None = None) -> Iterator[Any]:

@@ -72,7 +72,7 @@ class RoundRobinData:
         return batches
 
     def place(self, taken: int) -> dict[str, Any]:
-        """Return the position in the epoch: how many batches were drawn, the dataloader's state, and the random states of the iteration."""
+        """Return the position in the epoch: how many batches were drawn, the dataloader's state, and random states."""
         assert self._dealt is not None
         return {
             "drawn": self._dealt.drawn,

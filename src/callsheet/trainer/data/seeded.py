@@ -177,10 +177,10 @@ class SeededDataset(Dataset[Any]):
         own["_seeds"] = _Seeds(dataset, seed)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch whose samples are loaded next. Call this only between two epochs.
+        """Set the epoch whose samples are loaded next. Callers may change the epoch only between two epochs.
 
         Args:
-            epoch: the number of the epoch; the Trainer counts from 0.
+            epoch: the number of the epoch; the Trainer's first epoch has the number 0 here.
         """
         self._seeds.set_epoch(epoch)
 
