@@ -318,7 +318,7 @@ class AttachedRun:
             try:
                 self._begin()
             except Exception as error:
-                if self._resume is not None:  # if a resume was requested and fails, training must not start from the beginning
+                if self._resume is not None:  # a resume was requested, so training must not start from the beginning
                     raise
                 self._give_up(error)
         except BaseException as error:
@@ -364,7 +364,7 @@ class AttachedRun:
             )
         try:
             self._close_epoch(continues=False)
-            # `finish` may run an evaluation that a signal prevented before this run was resumed.
+            # In a resumed run, `finish` may carry out an evaluation that a signal prevented before the resume.
             with self._position.at_checkpoint():
                 self._run.finish()
         except Exception as error:

@@ -59,7 +59,7 @@ class BoundaryOrder:
 
     def allows_save(self) -> bool:
         """Return whether the events of a checkpoint that the framework writes may be fired now."""
-        # Try `DS` too: `on_checkpoint_due` (D) is not fired before a save (S) if that event has no listeners.
+        # Try the order `DS` too: if `on_checkpoint_due` (D) has no listeners, D is not fired before the save (S).
         return self.allows("S") or self.allows("DS")
 
     def may_come(self, what: str) -> bool:

@@ -103,7 +103,7 @@ class DataPosition:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: the position in the data, and the states of random generators, dataloader and samplers."""
-        if self._restored is not None:  # `begin` was not called since this state was loaded, so return it again
+        if self._restored is not None:  # `begin` was not called since a state was loaded, so return the loaded state
             return dict(self._restored)
         return {
             "taken": self.taken,

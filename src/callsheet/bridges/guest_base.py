@@ -38,7 +38,7 @@ class Facade:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)  # no hint, since Python itself reads such names, for example when it copies an object
-        # If an allowed name arrives here, its property has raised an AttributeError. Python finds all other allowed names itself.
+        # For an allowed name, Python calls `__getattr__` only if the property of this name has raised an AttributeError.
         if name in self._allowed():
             raise NotOnTheList(f"{self.OF}: {name!r} cannot be read now, only while an event that provides it is fired")
         raise NotOnTheList(

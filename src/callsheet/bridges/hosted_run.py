@@ -232,7 +232,7 @@ class HostedRun(Run):
             try:
                 self.guard.acquire()
             except BaseException as error:
-                # Close what was opened. No event is fired, because `on_run_start` was not fired.
+                # Close what the run has opened so far. `fail` fires no event here, because `on_run_start` was not fired.
                 self.lifetime.fail(error)
                 raise
         self.lifetime.start()

@@ -80,11 +80,11 @@ class Part:
         self.is_repeated = name in _REPEATED
         self.parent: Part | None = None
         self.sequence: list[Part] = []
-        # The first `needed` spans of `sequence` must have fired their events before this span ends.
+        # Before this span ends, the events of the first `needed` spans of `sequence` must have been fired.
         self.needed = 0
         self.index = -1  # the position of this span in its parent's `sequence`; -1 if the sequence does not contain it
         self.is_open = self.has_no_listeners = False
-        self.done = 0  # the first `done` spans of `sequence` have fired their events
+        self.done = 0  # the events of the first `done` spans of `sequence` have been fired
 
 
 class LifecycleDriver:
@@ -176,9 +176,9 @@ class LifecycleDriver:
             return False
         has_changed, self.seen_links = self.seen_links < 0, self._spans.links
         lack_listeners = [all(part.span.starts is None and part.span.ends is None for part in group) for group in self._groups]
-        # If a handler of a later event reads the outputs of the forward pass, observe this pass even if nothing listens to it.
+        # If a handler of a later event reads the outputs of the forward pass, treat the forward pass as having listeners.
         lack_listeners[_BACKWARD] &= "outputs" not in self._ctx.kept
-        # The backward pass counts as ended when the next span starts. So if it has listeners, observe the spans after it too.
+        # The backward pass ends when a later span starts. So if it has listeners, treat the later spans as having listeners too.
         for later in _AFTER_BACKWARD:
             lack_listeners[later] &= lack_listeners[_BACKWARD]
         step = self._step

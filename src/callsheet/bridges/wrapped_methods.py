@@ -34,7 +34,7 @@ class WrappedMethods:
             original = own if own is not None else functools.partial(method, reference())
             return around(original, *args, **kwargs) if name in self._wrapped else original(*args, **kwargs)
 
-        del wrapper.__wrapped__  # it refers to `owner`, and this reference cycle would delay the deletion of `owner`
+        del wrapper.__wrapped__  # its reference to `owner` forms a cycle, which would delay the deletion of `owner`
         wrapper.__signature__ = inspect.signature(bound)  # type: ignore[attr-defined]
         put(owner, name, wrapper)
         self._wrapped[name] = (wrapper, own)
@@ -49,7 +49,7 @@ class WrappedMethods:
         for name, (wrapper, own) in wrapped.items():
             wrapper.earlier = own
             if owner is not None and vars(owner).get(name) is wrapper:
-                while hasattr(own, "earlier"):  # this wrapper of another callsheet adapter was already removed, so skip it
+                while hasattr(own, "earlier"):  # skip `own`, a wrapper of another callsheet adapter that was removed before
                     own = own.earlier
                 if own is None:
                     delattr(owner, name)

@@ -54,7 +54,7 @@ class EarlyStopper(Callback):
     def _begin(self) -> None:
         self._best = math.inf  # best value of `monitor` so far, multiplied by `_sign` so that lower is better
         self._waited = 0  # the number of evaluations in a row without improvement
-        # Time of the best value. As long as no value was finite, time of the first value.
+        # The time of the best value, or of the first value if no value was finite so far.
         self._best_at: Timestamp | None = None
         self._seen_at: Timestamp | None = None
         self._is_warned = self._is_resumed = False

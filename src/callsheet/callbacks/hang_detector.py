@@ -160,7 +160,7 @@ class HangDetector(Callback):
         reported: float | None = None  # time of the last progress before the logged hang; None if no hang is going on
         while not is_over.wait(pause):
             now, seen_steps = time.monotonic(), self._state.timestamp.batch
-            # If this check comes late, the process was stopped or the machine was asleep, so the run does not hang.
+            # If this check runs much later than planned, the process or the machine was suspended, so the run does not hang.
             if now - looked > 5 * pause + 1:
                 self._beat = now
             elif seen_steps > steps:

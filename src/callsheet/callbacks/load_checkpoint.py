@@ -104,8 +104,7 @@ class LoadCheckpoint(Callback):
             if source is None:
                 misfits[name] = f"{name} is not in the checkpoint"
             elif source is not tensor and name not in misfits:
-                # A checkpoint stores tied weights (one tensor with two names) once. If this model does not tie them, copy the
-                # tensor.
+                # A checkpoint stores tied weights (one tensor, two names) once. If this model does not tie them, copy the tensor.
                 if id(source) in scratch.tensors:
                     misfits[name] = f"{name} shares its weights in the checkpoint with a name that is left out"
                 elif source.shape != tensor.shape:

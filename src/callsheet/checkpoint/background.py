@@ -37,7 +37,7 @@ class AsyncWriter:
         # Torch must use only this one thread to check the written data. Otherwise it would start a second pool of threads.
         threads = torch.get_num_threads()
         self._thread.submit(_use_one_thread).result()
-        torch.set_num_threads(threads)  # restore the default for new threads, which `_use_one_thread` has changed too
+        torch.set_num_threads(threads)  # `_use_one_thread` has also changed the default for new threads, so restore it
         self._written: Future[Seal] | None = None
         self._prepared: Future[None] | None = None
         self._is_reported = True

@@ -60,7 +60,7 @@ def index_document(plans: Sequence[SavePlan], file_of: Callable[[int], str]) -> 
     for rank, plan in enumerate(plans):
         for item in plan.items:
             data = item.tensor_data
-            assert data is not None  # callsheet's plans contain only tensors, which have this attribute
+            assert data is not None  # callsheet's plans list only tensors, and the item of a tensor has `tensor_data`
             entry = {"dtype": DTYPES[data.properties.dtype], "size": list(data.size), "chunks": []}
             chunks = tensors.setdefault(item.index.fqn, entry)["chunks"]
             if math.prod(data.chunk.sizes):

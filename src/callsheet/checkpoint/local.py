@@ -80,7 +80,7 @@ class LocalFolder(Folder):
                 os.fsync(file.fileno())
             except BaseException:
                 with contextlib.suppress(OSError):
-                    file.close()  # may raise as well, because closing flushes the file
+                    file.close()  # closing flushes the file, which may raise a second error
                 with contextlib.suppress(OSError):
                     path.unlink()
                 raise

@@ -14,7 +14,7 @@ from typing import Any
 from callsheet.checkpoint.folder import delete_later, open_folder
 from callsheet.core.context import Context
 
-# The key in `ctx.user_state` of a dict of the kept checkpoints, oldest first.
+# `ctx.user_state` has, under this key, a dict of the kept checkpoints, oldest first.
 # For each checkpoint, the dict has the callbacks that keep it, and whether its weights and loss are finite.
 _CLAIMS = "checkpoint_claims"
 

@@ -118,7 +118,7 @@ def manifest_of(folder: Folder) -> Seal:
             raise Unsealed(
                 f"{folder.path} is not a checkpoint: it has no {MANIFEST}, so its writer never finished; use another"
             ) from None
-        raise  # raise the disk's error instead of `Unsealed`, because the manifest may exist
+        raise  # the manifest may exist, but cannot be read, so raise this error and not `Unsealed`
     parts = _SEALED.fullmatch(content)
     if parts is None or hashlib.sha256(parts[2]).hexdigest().encode() != parts[1]:
         raise Unsealed(f"{folder.path} is not a checkpoint: its {MANIFEST} is truncated or was changed; use another")

@@ -193,7 +193,7 @@ def _fitting(plans: Sequence[SavePlan]) -> list[SavePlan]:
 
 
 def _data(item: WriteItem) -> TensorWriteData:
-    assert item.tensor_data is not None  # a plan contains only tensors, which have this attribute
+    assert item.tensor_data is not None  # callsheet's plans list only tensors, and the item of a tensor has `tensor_data`
     return item.tensor_data
 
 

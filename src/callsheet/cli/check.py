@@ -82,7 +82,7 @@ class _Check:
             inner = {each.removeprefix(f"{name}."): kind for each, kind in kinds.items() if each.startswith(f"{name}.")}
             if name in kinds:
                 is_item = name != word and not isinstance(loaded(value), list)
-                if name == word and not isinstance(value, Part):  # forget the classes of this key's earlier values
+                if name == word and not isinstance(value, Part):  # forget the classes that this key's earlier value has named
                     self._made = [made for made in self._made if not f"{made.at}.".startswith((f"{key}.", f"{key}["))]
                 yield from self._value(item_of(kinds[name], list) if is_item else kinds[name], value, key, owner)
             elif inner and isinstance(loaded(value), Mapping):

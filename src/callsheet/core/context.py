@@ -359,7 +359,7 @@ class Context:
         """
         if self.kept:
             for name, keeps in _CLOSED_BY.get(event, ()):
-                if not (keeps and name in self.kept):  # a callback may keep a field available with `keep_fields`
+                if not (keeps and name in self.kept):  # delete the field, unless a callback keeps it with `keep_fields`
                     setattr(self, name, None)
                     delattr(self, name)
         else:

@@ -70,7 +70,7 @@ class Control:
     def __init__(self, able: Iterable[str] = ("stop", "save", "evaluate"), *, is_shared: bool = False, host: str = "") -> None:
         self.able = set(able)
         self.host = host
-        self.hints: Mapping[str, str] = {}  # for each unsupported request by name, what the user can do instead
+        self.hints: Mapping[str, str] = {}  # name of an unsupported request -> what the user can do instead
         self._logged: set[tuple[str, str]] = set()
         self.is_shared = is_shared
         self.local_requests: list[Request] = []

@@ -33,15 +33,14 @@ _FIRST_STEP = 2  # the first steps are not timed, since they include memory allo
 _STEPS_PER_TIMED_STEP = 16  # on average, at most one in `_STEPS_PER_TIMED_STEP` steps is timed
 # The pause between timing windows: `_MAX_PAUSE_SECONDS` or `_PAUSE_SHARE` of the run's time so far, whichever is less.
 _MAX_PAUSE_SECONDS, _PAUSE_SHARE = 5.0, 0.25
-# Costs are sent to the loggers repeatedly. If they are sent at the run's time `t`, they are sent again at the run's time
-# `_PUBLISH_GROWTH * t + _PUBLISH_SECONDS`.
+# If costs are sent to the loggers at the run's time `t`, they are sent again at `_PUBLISH_GROWTH * t + _PUBLISH_SECONDS`.
 _PUBLISH_GROWTH, _PUBLISH_SECONDS = (1.1, 2.0)
 _MAX_SLICES = 20_000  # the most slices (timed spans and calls) to keep of one timing window
 _COSTLY_SHARE = 0.05
 _COSTLY_SECONDS = 50e-6  # a callback that takes fewer seconds per step than this limit is never costly
 _MIN_TIMED_STEPS = 20
-# If fewer than `_MIN_TIMED_STEPS` steps were timed, a callback is costly only if it takes more than `_CLEAR_SHARE` of a step and
-# more than `_CLEAR_SECONDS`.
+# With fewer than `_MIN_TIMED_STEPS` timed steps, only a callback that exceeds both limits is costly:
+# `_CLEAR_SHARE` is a fraction of the step's time, and `_CLEAR_SECONDS` is a time per step.
 _CLEAR_SHARE, _CLEAR_SECONDS = 0.25, 10e-3
 
 _STEP = ("fetch", "train_step")
@@ -397,7 +396,7 @@ def _nested(opened: _Open) -> list[Slice]:
         name = SPAN_OF[event]
         if event == SPANS[name].start_event:
             stack.append((name, moment))
-        elif stack and stack[-1][0] == name:  # a span that began before the timing window is not on the stack
+        elif stack and stack[-1][0] == name:  # leave out a span that began before the timing window: it is not on the stack
             slices.append(Slice(name, stack[-1][1] - opened.start, moment - stack[-1][1], step))
             stack.pop()
     return sorted(slices, key=lambda each: (each.begin, -each.seconds))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-VERSION = "1.0"  # the major number changes if an event or field is removed or changes its meaning, or the order changes
+VERSION = "1.0"  # the major number changes if an event or field is removed or gets another meaning, or if the order changes
 
 
 class Span(NamedTuple):

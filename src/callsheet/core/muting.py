@@ -47,7 +47,7 @@ class Muting:
         """
         changed = frozenset(as_event(event).value for event in events)
         # A loop that has not called `between_steps` yet (`has_begun` is False) might never unmute the handlers.
-        # Check this before the slow search for the registration, because a callback may call `ctx.mute` at every step.
+        # Check `until` before the slow search for the registration, because a callback may call `ctx.mute` at every step.
         if until is not None and not (self._table.costs.has_begun and until >= ctx.step + _MIN_MUTED_STEPS):
             return
         registration = next((each for each in self._table.registrations if each.thing is callback), None)

@@ -58,7 +58,7 @@ class RunInfo:
     checkpoints: str = ""
     failures: tuple[Failures, ...] = ()
     inexact_counts: str = ""
-    # A list with one element, because the copies of this object for callbacks in other threads must share the value.
+    # This is a list with one element, because the copies of this object for callbacks in other threads must share the value.
     _lost: list[bool] = field(default_factory=lambda: [False], repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -43,7 +43,7 @@ class CallbackSpec:
         kind, init_args = type(callback), init_args_of(callback)
         name = callback.name if "name" in vars(callback) and "name" not in init_args else ""
         for argument, value in init_args.items():
-            if isinstance(value, Callback):  # leave out this callback's state, because the outer callback's state includes it
+            if isinstance(value, Callback):  # leave out the inner callback's state: the state of `callback` includes it
                 init_args[argument] = replace(cls.of(value), state={})
         return cls(f"{kind.__module__}.{kind.__qualname__}", init_args, name, dict(callback.state_dict()))
 

@@ -215,7 +215,7 @@ class Time:
         return f'Time("{self}")'
 
 
-# The position of each unit's counter in a `Timestamp`, whose first six fields are in the order of `_COUNTED`.
+# The index of each unit's counter in a `Timestamp`. The first six fields of a `Timestamp` are in the order of `_COUNTED`.
 _COUNTED = [unit for unit in TimeUnit if unit is not TimeUnit.DURATION]
 _SLOT: dict[TimeUnit, int] = {unit: slot for slot, unit in enumerate(_COUNTED)}
 

@@ -188,7 +188,7 @@ class AcceleratedRun(AttachedRun):
             return
         run, driver, ctx, position, hooks = self._run, self._run.driver, self._run.ctx, self._position, self._hooks
         batches: Iterator[Any] | None = None
-        group: list[Any] = []  # the batch that was fetched and that the loop has not received yet
+        group: list[Any] = []  # holds a fetched batch until the loop receives the batch; otherwise empty
         self._is_iterating = True
         try:
             if self._unobserved is None:

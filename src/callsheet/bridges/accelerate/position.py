@@ -41,7 +41,7 @@ class AcceleratePosition(DataPosition):
             return loader  # type: ignore[no-any-return]
         left = self._accelerator.skip_first_batches(loader, self.taken)
         if hasattr(loader, "iteration"):
-            # Before Accelerate 1.15, the dataloader `left` counts epochs from 0, so it would shuffle as in the first epoch.
+            # Before Accelerate 1.15, the dataloader `left` would shuffle as in the first epoch, so set its epoch here.
             left.iteration = loader.iteration
         return left  # type: ignore[no-any-return]
 

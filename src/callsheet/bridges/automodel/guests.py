@@ -168,7 +168,7 @@ class AutoModelGuest(Guest):
     # --- what AutoModel measures ---
 
     def _create_facade(self, ctx: Context) -> None:
-        self.facade, self.reported = self.made(ctx), None  # replace the facade and the exception of an earlier run
+        self.facade, self.reported = self.made(ctx), None  # replace the recipe object and the exception of an earlier run
 
     def _begin(self, ctx: Context) -> None:
         self._moment = time.perf_counter()

@@ -138,7 +138,7 @@ class CalledModel(ModelCalls):
             driver.start("epoch")
         if driver.listen():
             self._listens_to_forward = driver.listens_to("forward")
-            # These two spans are also observed if anything listens to the backward pass, because their start ends it.
+            # If the backward pass has listeners, both results are True, because the backward pass ends when these spans start.
             watch.listen(driver.listens_to("clip_gradients") or driver.listens_to("optimizer_step"))
             self._optimizer.listen(driver.is_read)
         self._is_in_step = True

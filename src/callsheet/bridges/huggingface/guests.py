@@ -281,7 +281,7 @@ class HuggingFaceGuest(Guest):
                 self._save_kind = "requested"
             elif flag == "should_evaluate":
                 ctx.control.evaluate(f"{self.name} set control.{flag}", replicated=self._replicated)
-            elif self.state.global_step < self._last_step:  # at the last step, training ends without a request
+            elif self.state.global_step < self._last_step:  # request a stop, except at the last step, where training ends anyway
                 ctx.control.stop(f"{self.name} set control.{flag}", replicated=self._replicated)
 
     def _ask_for_checkpoint(self, ctx: Context) -> None:

@@ -142,7 +142,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Wrap the Trainer's training loop, so that callsheet's run ends as failed when an error leaves the loop."""
         trainer, reference = find_trainer(state, sys._getframe()), weakref.ref(self)
-        # Without the method `_inner_training_loop`, nothing can be wrapped, so callsheet notices errors in training only later.
+        # Without the method `_inner_training_loop`, nothing can be wrapped, so callsheet may notice an error in training late.
         if not hasattr(trainer, "_inner_training_loop"):
             if any((kind.__module__, kind.__name__) == ("transformers.trainer", "Trainer") for kind in type(trainer).__mro__):
                 self._warn(
@@ -160,8 +160,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
                     host._fail(error)
                 raise
 
-        # Do not wrap `train` itself: the wrapper refers to the trainer only weakly, so Python could delete the trainer during
-        # `Trainer(...).train()`.
+        # Do not wrap `train`: the wrapper refers to the trainer weakly, so `Trainer(...).train()` could lose the trainer.
         WrappedMethods(trainer).wrap("_inner_training_loop", train, put=replace)
 
     @observing
@@ -336,7 +335,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
                 if driver.is_read and not self._has_engine:
                     driver.start("optimizer_step")
             if driver.has_listeners:
-                driver.end_step()  # also ends the optimizer's step. Without listeners, `on_step_end` ends the training step
+                driver.end_step()  # ends the optimizer's step and the training step; without listeners, `on_step_end` does it
         except BaseException as error:
             self._leave(error)
 

@@ -109,7 +109,7 @@ class InstructLabGuest(Guest):
     # --- handlers of callsheet's events, which call the hooks in InstructLab's order ---
 
     def _train_begins(self, ctx: Context) -> Awaitable[None] | None:
-        ended = self._ended()  # the final hook calls of an earlier training in this run, if they are still due
+        ended = self._ended()  # the hook calls that end an earlier training in this run, if they were not made yet
         self._begin()
         context, run, now = self.context, ctx.run, ctx.state.timestamp
         context.step, context.epoch = now.batch + 1, now.epoch
@@ -141,7 +141,7 @@ class InstructLabGuest(Guest):
         return self._call(self._hook_call("on_after_backward"))
 
     def _gradients_are_there(self, ctx: Context) -> Awaitable[None] | None:
-        if ctx.run.world_size == 1:  # with several ranks, only a metrics record has the mean loss of all ranks
+        if ctx.run.world_size == 1:  # otherwise `ctx.loss` is the loss of this rank only, so wait for the mean of all ranks
             self.context.loss = float(ctx.loss)
         return self._call(self._hook_call("on_pre_optimizer_step"))
 

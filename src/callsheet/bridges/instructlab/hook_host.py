@@ -140,7 +140,7 @@ class InstructLabHost(HostBase):
         )
         self._lock_timeout_seconds = checked_lock_timeout(lock_timeout_seconds)
         self._saved: TrainingContext | None = (
-            None  # after a save at an epoch's last step, the context of the save; reset at `on_epoch_end`
+            None  # the context of a save at an epoch's last step; None before such a save, and after `on_epoch_end`
         )
         self._is_between = False  # whether training is between two steps
         self._reject()

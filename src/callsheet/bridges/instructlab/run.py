@@ -303,7 +303,7 @@ class HookedRun(Run):
         ctx.step, ctx.epoch, ctx.standalone, ctx.eval_name = self.ctx.step, self.ctx.epoch, False, "validation"
         driver.start("eval_all")
         if not driver.is_open("eval_all"):
-            # The lifecycle allows no evaluation at this place, so add the values to the next metrics record.
+            # The order of callsheet's events allows no evaluation now, so add the values to the next metrics record.
             ctx.log({f"validation/{name}": value for name, value in found.items()}, across="same")
             return
         driver.start("eval")

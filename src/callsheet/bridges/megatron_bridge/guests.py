@@ -78,8 +78,8 @@ class MegatronBridgeGuest(Guest):
         self._is_live = self.manager is foreign
         several = foreign if isinstance(foreign, list) else [foreign]
         self._alone: Any = several[0] if len(several) == 1 and not self._is_live else None
-        # Whether setting `step` or `train_iters` calls `drive`, which may stop training. If the user gave a state, the guest
-        # calls `drive` after each event instead.
+        # Whether `drive`, which may stop training, is called when a callback sets `step` or `train_iters`.
+        # If the user gave a state, the guest calls `drive` after each event instead.
         self._sees_writes = state is None
         super().__init__(foreign, name=name or type(self._alone or self.manager).__name__, phase=phase, strict=strict)
         if self._is_live or state is not None:

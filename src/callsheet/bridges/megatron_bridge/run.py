@@ -47,7 +47,7 @@ class MegatronBridgeRun(Common):
         self._course: RunConstants | None = None
         self._longest: Time | None = None
         self._ctx: Context | None = None
-        if state is None:  # otherwise the user has given a state, and the guest calls `drive` after each event
+        if state is None:  # callsheet's own state can call `drive`; for a user's state, the guest calls `drive` after each event
             call_when_moved(self.state, self.drive)
 
     def on_train_step_start(self, ctx: Context) -> None:

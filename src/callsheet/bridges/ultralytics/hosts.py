@@ -415,7 +415,7 @@ class UltralyticsHost(HostBase):
     def _end_step(self, run: HostedRun, trainer: Any) -> None:
         run.step_skipped = not self._training.optimizer.has_stepped
         losses = trainer.loss_items
-        if isinstance(losses, Tensor) and losses.ndim:  # older releases have one tensor, and the names in `loss_names`
+        if isinstance(losses, Tensor) and losses.ndim:  # in older releases, `losses` has no names; they are in `loss_names`
             losses = dict(zip(trainer.loss_names, losses, strict=True)) if len(losses) == len(trainer.loss_names) else {}
         run.other_losses = {name: each for name, each in losses.items() if name != "loss"} if isinstance(losses, Mapping) else {}
         run.end_step()

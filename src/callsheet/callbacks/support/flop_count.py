@@ -108,8 +108,8 @@ class StepFlops:
         self._needs_precision = needs_precision
         self.is_done = not (needs_precision or self._needs_rate)
         self._steps = 0
-        self._fetched: Any = 0  # FLOPs or number of elements, like `_waiting`, but of the next step's batches
-        self._numbers: Any = 0  # FLOPs or number of elements, like `_waiting`, but of the current step
+        self._fetched: Any = 0  # the next step's FLOPs; if the model does not report FLOPs, its number of batch elements
+        self._numbers: Any = 0  # the current step's FLOPs; if the model does not report FLOPs, its number of batch elements
         self.trouble = ""
         self.is_guessing = False
 

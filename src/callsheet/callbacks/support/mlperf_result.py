@@ -126,12 +126,12 @@ class ResultFile:
             copy.write_text(text, encoding="utf-8")
             lines, _ = rules.mlp_parser.parse_file(str(copy), ruleset=ruleset)
         checker = rules.make_checker("training", ruleset, quiet=True, werror=False)
-        rules.enqueued_configs.clear()  # empty this global queue, in which a check that raised an exception leaves entries
+        rules.enqueued_configs.clear()  # a check that raises an exception leaves entries in this global queue, so empty it
         guard = logging.NullHandler()  # keeps `logging.info`, which the checker calls, from adding a handler to the root logger
         logging.getLogger().addHandler(guard)
         try:
             checker.check_loglines(lines, f"training_{ruleset}/common.yaml")
-        except Exception as error:  # a rule may raise if a value is missing whose presence an earlier rule checks
+        except Exception as error:  # a rule may raise if a value is missing, because it relies on an earlier rule's check
             checker.put_message(f"the checker itself failed: {error!r}")
         finally:
             logging.getLogger().removeHandler(guard)
@@ -161,7 +161,7 @@ def found(ctx: Context, sizes: Sequence[Sequence[int]], given: Mapping[str, Any]
     values: dict[str, Any] = {}
     parallelism = {name: given.get(name, 1) for name in _PARALLELISM}
     if all(rank and all(rank) for rank in sizes):
-        if set(parallelism.values()) == {1}:  # no model parallelism, so no two ranks have the same samples: add them up
+        if set(parallelism.values()) == {1}:  # without model parallelism, each rank has its own samples, so add them up
             values["global_batch_size"] = sum(sum(rank) for rank in sizes)
         values["micro_batch_size"] = max(max(rank) for rank in sizes)
     if sizes[0]:

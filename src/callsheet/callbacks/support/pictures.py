@@ -86,8 +86,7 @@ def labels_in(batch: Any, key: Key | None, channels_last: bool | None, images: T
         return classes(labels, channels_last, images)
     size = images.shape[:3]
     shapes = (size, (size[0], 1, *size[1:]), (*size, 1))
-    # Skip the batch's tensor of images, because it contains no labels. That tensor has the same address as `images`, because
-    # `images` is a view of it.
+    # Skip the batch's image tensor, which contains no labels: `images` is a view of it, so both have the same address.
     itself = images.data_ptr()
     labels = next((each for each in _tensors(batch) if each.shape in shapes and each.data_ptr() != itself), None)
     return classes(labels, channels_last, images) if labels is not None else None

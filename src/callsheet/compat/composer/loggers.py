@@ -108,7 +108,7 @@ offer(
 
 
 def __getattr__(name: str) -> Any:
-    # Import the loggers of trackers only when they are used, because the trackers' packages may not be installed.
+    # Import the loggers for MLflow, TensorBoard and W&B only when they are used, because their packages may not be installed.
     if name in ("MLFlowLogger", "TensorboardLogger", "WandBLogger"):
         return getattr(importlib.import_module("callsheet.compat.composer.trackers"), name)
     if name in _NOT_SUPPORTED:
