@@ -14,7 +14,7 @@ _FRAMEWORKS = {
 
 
 def guest_hint(thing: object) -> str:
-    """Return a hint that says how to wrap a callback of another framework.
+    """Return a hint that says how to wrap `thing`, a callback of another framework.
 
     Return an empty string if callsheet has no bridge for the framework of `thing`.
     """

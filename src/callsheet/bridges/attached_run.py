@@ -66,7 +66,7 @@ class AttachedRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether training has reached `max_duration`, was stopped by a callback, or was preempted by a signal.
+        """Whether training is over: it has reached `max_duration`, a callback has stopped it, or a signal has preempted it.
 
         In these cases `steps` yields no more batches.
         """
@@ -253,7 +253,7 @@ class AttachedRun:
 
     @property
     def _without_step(self) -> str:
-        """The error message for a loop that did not call `optimizer.step()` in its first training step."""
+        """Return the error message for a loop that has not called `optimizer.step()` in its first training step."""
         batches = self._batches_per_step
         return (
             f"the loop has not stepped the optimizer in its first {f'{batches} batches' if batches > 1 else 'batch'}; set "
@@ -292,7 +292,7 @@ class AttachedRun:
         self._release()
 
     def _ends_step(self, given: int) -> bool:
-        """Return whether a step is complete after its first `given` batches."""
+        """Return whether `given` batches make a complete step."""
         return given >= self._batches_per_step
 
     def _rest_of_epoch(

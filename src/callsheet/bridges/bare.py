@@ -40,7 +40,7 @@ _EVALUATION = (
 
 
 def _familiar() -> dict[str, str]:
-    """Return advice on what to pass to `attach`, by the names of arguments that users may know from the Trainer or other frameworks."""
+    """Return, for names of arguments that users may know from the Trainer or other frameworks, what to pass to `attach` instead."""
     of_evaluation = {name: _EVALUATION for name, meant in TRAINER_ARGUMENTS.items() if meant.startswith(_OF_EVALUATION)}
     shared = {name: meant for name, meant in TRAINER_ARGUMENTS.items() if meant.partition("=")[0] in _SHARED}
     return shared | of_evaluation | dict.fromkeys(_OF_EVALUATION, _EVALUATION)

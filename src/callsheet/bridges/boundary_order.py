@@ -46,7 +46,7 @@ class BoundaryOrder:
         self.fired = None
 
     def allows(self, what: str) -> bool:
-        """Return whether an event may be fired now. `what` is L for `on_log`, E for an evaluation, D for `on_checkpoint_due`, S for a save.
+        """Return whether the event `what` may be fired now: L is `on_log`, E an evaluation, D `on_checkpoint_due`, and S a save.
 
         At a boundary of training, L, D and S may each be fired once before E and once after E, in the lifecycle's order.
         """

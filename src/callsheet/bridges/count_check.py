@@ -61,7 +61,7 @@ class CountCheck:
         self._partial_epochs += 1
 
     def doubt(self) -> None:
-        """Log a warning and record it in `ctx.run.inexact_counts`, because the host has noticed a missing or repeated event."""
+        """Record in `ctx.run.inexact_counts` that the host has noticed a missing or repeated event, and log a warning."""
         if not self._ctx.run.inexact_counts:
             self._record(f"{self._host} has left out, repeated or reordered events")
             logger.warning("%s. Training continues", self._ctx.run.inexact_counts)

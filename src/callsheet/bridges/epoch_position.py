@@ -58,7 +58,7 @@ class EpochPosition:
         self.taken, self._began = 0, random_state()
 
     def skipped(self) -> None:
-        """Record that all `to_skip` batches were skipped. After a resume, restore the random states of the checkpoint."""
+        """Record that there are no more batches to skip. In a resumed run, also restore the random states of the checkpoint."""
         self.to_skip = 0
         if self._now is not None:
             restore_random_state(self._now)

@@ -100,7 +100,7 @@ class SharedFirst(CompositeHandler):
             self._rest(ctx)
 
     def parts(self, entry: HandlerEntry, earlier: Sequence[HandlerEntry]) -> Iterator[HandlerEntry]:
-        """Yield a call sheet entry for the shared method, unless `earlier` has one, and then an entry for the guest's own handler."""
+        """Yield rows of the call sheet (table of handlers): the shared method, unless `earlier` has it, and the guest's handler."""
         first = self.first
         if all(each.handler != first for each in earlier):
             registration = Registration(first, type(self._guest.common).__name__, where(first), number=-1)

@@ -125,7 +125,7 @@ class HostBase:
         return SupportCheck(run.manager, run.host, strict=self._strict)
 
     def _stop_if_asked(self, run: HostedRun, loop: Any = None) -> None:
-        """Stop the framework's training if a callback has requested a stop. `loop` is passed to `_stop`."""
+        """If a callback, or in some hosts a signal, has requested a stop, call `_stop(loop)`, which stops the framework's loop."""
         if run.control.stop_requested is not None or (self._STOPS_IF_PREEMPTED and run.boundaries.is_preempted):
             self._stop(loop)
 
@@ -134,7 +134,7 @@ class HostBase:
         raise NotImplementedError
 
     def _handle(self, method: Callable[..., None], *args: Any, **given: Any) -> None:
-        """If there is a run, call `method`, which `in_a_run` has decorated. A subclass may add code before or after this call."""
+        """If there is a run, call `method`, which handles a framework event, with this run. A subclass may extend `_handle`."""
         if self._run is not None:
             method(self, self._run, *args, **given)
 

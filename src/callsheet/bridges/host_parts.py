@@ -138,7 +138,7 @@ class HostCheckpoints:
         return None
 
     def earlier_stop(self) -> Request | None:
-        """Return None instead of an earlier stop request, because the framework decides whether a stopped run continues."""
+        """Return None (no earlier request has stopped the run), because the framework decides whether a stopped run continues."""
         return None
 
     def check_writable(self) -> None:

@@ -16,7 +16,7 @@ STATE = "callsheet"
 
 
 def own_state(run: HostedRun) -> dict[str, Any]:
-    """Return the run's progress, the callbacks' states and the values logged since the last metrics record."""
+    """Return what callsheet adds to a checkpoint: the run's progress, callbacks' states and values for the next metrics record."""
     return {"state": run.state.state_dict(), "callbacks": run.callback_states.state_dict(), "records": run.records.state_dict()}
 
 
@@ -35,7 +35,7 @@ def resume_without_states(run: HostedRun, step: int, epoch: int) -> None:
 
 
 def write_states(run: HostedRun, checkpoint: Path, info: CheckpointInfo, own: Mapping[str, Any] | None = None) -> None:
-    """Write the callbacks' states (the current ones, or `own`) into the folder `checkpoint`. All ranks must call this."""
+    """Write the callbacks' states (`own`, or if None the current states) into the folder `checkpoint`. All ranks must call this."""
     own = own_state(run) if own is None else own
     described = {"run": run.ctx.run.name, "step": info.step, "epoch": info.epoch, "kind": info.kind}
     local = {"callbacks": own["callbacks"], "records": own["records"]}

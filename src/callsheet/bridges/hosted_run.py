@@ -485,7 +485,7 @@ class HostedRun(Run):
             self.set_learning_rate()
 
     def _complete_step_without_listeners(self) -> None:
-        """Count a step without listeners, record its loss, and delete its fields. This is a faster `_complete_step`."""
+        """Complete a step without listeners: count it, record its loss, delete its context fields. Faster than `_complete_step`."""
         ctx, loss = self.ctx, self._count_step()
         if self.driver.is_read:
             if loss is not None and not self._is_dropping:

@@ -197,7 +197,7 @@ class LifecycleDriver:
         return has_changed
 
     def listens_to(self, name: str) -> bool:
-        """Return whether the host must observe the span `name` of a step. It must if this span, or a span of the same group, has listeners."""
+        """Return whether the host must observe the span `name` of a step. A group in `_STEP_GROUPS` is observed as a whole."""
         return not self.parts[name].has_no_listeners
 
     def start(self, name: str) -> None:

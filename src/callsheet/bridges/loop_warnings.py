@@ -51,7 +51,7 @@ class LoopWarnings:
         )
 
     def warn_of_ignored_results(self) -> None:
-        """Warn that the results of an evaluation are ignored. After a warning that training has ended, do nothing."""
+        """Warn that an evaluation's results are ignored, unless another warning has already said that training has ended."""
         if not self.is_end_logged:
             self._warn(
                 "run.evaluated() was called a second time without a training step in between, so its results are ignored. Give the results of "

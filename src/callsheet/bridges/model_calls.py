@@ -80,7 +80,7 @@ class ModelCalls(NotCopied):
 
 
 def _arguments(given: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the arguments of the model's call, `args` and `kwargs`, in which `given` replaces the batch."""
+    """Return the `args` and `kwargs` of a model call, with the batch in them replaced by `given`."""
     if kwargs:
         return args, dict(given)
     return ((given,) if len(args) == 1 else tuple(given)), kwargs

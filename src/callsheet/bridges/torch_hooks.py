@@ -39,7 +39,7 @@ _is_installed = False  # whether callsheet's wrapper is installed, possibly belo
 
 
 class InertHooks:
-    """Replaces the object whose methods are a model's hooks, in a copy of the model, so that the hooks of the copy do nothing.
+    """Replaces, in a copy of the model, the object whose methods are the model's hooks, so the hooks of the copy do nothing.
 
     The training loop does not call the copy, so its hooks have nothing to observe. Each method does nothing and returns None.
     """
@@ -83,7 +83,7 @@ class Hook:
         """Whether the hook is registered."""
 
     def install(self, is_wanted: bool, function: Callable[..., Any]) -> None:
-        """Register the hook if `is_wanted`, otherwise remove it. Do nothing if the hook is already in the wanted state.
+        """Register the hook if `is_wanted` is true, otherwise remove it. Do nothing if the hook is already in the wanted state.
 
         No reference to `function` is kept, to avoid a reference cycle: it is a method of an object that refers to this hook.
         """
@@ -205,7 +205,7 @@ class ForwardHooks(NotCopied):
         self._before, self._after = Hook(model.register_forward_pre_hook), Hook(model.register_forward_hook)
 
     def listen(self, has_listeners: bool) -> None:
-        """Register the hooks in the model if `has_listeners`, otherwise remove them."""
+        """Register the hooks in the model if `has_listeners` is true, otherwise remove the hooks."""
         self._before.install(has_listeners, self._begins)
         self._after.install(has_listeners, self._ends)
 
@@ -248,7 +248,7 @@ class ForwardHooks(NotCopied):
 def with_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any], around: Callable[..., Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments of an optimizer's step with its closure replaced by `around(closure, ...)`.
+    """Return the arguments of an optimizer's step with its closure replaced by a function that calls `around(closure, ...)`.
 
     The arguments have the form in which torch passes them to a step hook, with the optimizer first. If they contain no closure,
     return None.
@@ -300,7 +300,7 @@ class OptimizerHooks(NotCopied):
         self.listen(True)
 
     def listen(self, is_read: bool) -> None:
-        """Register the hooks that are needed. `is_read`: whether callbacks or metrics records use the results of steps, such as the loss."""
+        """Register the needed hooks. `is_read` is true if callbacks or metrics records use results of steps, such as the loss."""
         for hook in self._before:
             hook.install(is_read or self._is_given_closures, self._begins)
         for hook in self._after:
@@ -437,7 +437,7 @@ class SteppedHooks:
         """The first error of the host that occurred in a hook."""
 
     def listen(self, is_read: bool) -> None:
-        """Register the hooks if `is_read`, which says that something reads the results of steps; otherwise remove the hooks."""
+        """Register the hooks if callbacks or metrics records use the results of steps (`is_read`); otherwise remove the hooks."""
         self.is_observed = is_read or not self._hooks
         for hook in self._hooks:
             hook.install(is_read, self._stepped)
@@ -527,7 +527,7 @@ class BackwardWatch:
         return partial(getattr, self, "total")
 
     def listen(self, is_read: bool) -> None:
-        """Wrap `Tensor.backward` if `is_read`. Otherwise remove the wrapper, unless another run still needs it."""
+        """Wrap `Tensor.backward` if losses are read (`is_read`). Otherwise remove the wrapper, unless another run needs it."""
         self._listens = is_read
         if not is_read:
             self.total = None
@@ -544,7 +544,7 @@ class BackwardWatch:
         self.total = None
 
     def begin_closure(self) -> None:
-        """Keep the sum of the losses that the loop computed before it called the optimizer with a closure."""
+        """Store the current sum of the losses. It is added to the loss of the closure, with which the optimizer is called next."""
         self._before_closure = self.total
 
     def evaluate(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -227,7 +227,7 @@ class AcceleratedRun(AttachedRun):
         return bool(self._accelerator.sync_gradients)
 
     def _fetch(self, batches: Iterator[Any], group: list[Any]) -> None:
-        """Append the next batch to `group`, if the epoch has another one. Fire the fetch events only for a step's first batch.
+        """Append the next batch to `group`, if there is one. For the first batch of a step, also fire the fetch events.
 
         Batches are not fetched in advance, because the accelerator saves the dataloader's position.
         """
@@ -308,7 +308,7 @@ class AcceleratedRun(AttachedRun):
         return norm
 
     def _save_state(self, saves: Callable[..., str], *args: Any, **kwargs: Any) -> str:
-        """Call `accelerator.save_state` and fire the checkpoint events. First end the training step if the optimizer has stepped."""
+        """End the training step if the optimizer has stepped. Then call `accelerator.save_state` and fire the checkpoint events."""
         try:
             if self._is_iterating and self._unobserved is None and self._hooks.optimizer.has_stepped:
                 self._end_microbatch()
@@ -346,7 +346,7 @@ class AcceleratedRun(AttachedRun):
         return {**own_state(run), **self._position.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the callbacks' states and the run's progress: at once, or when the run's `with` block begins.
+        """Restore the callbacks' states and the run's progress, at once if the run's `with` block has begun, else when it begins.
 
         Raises:
             RequestRejected: `load_state_dict` is called within an epoch.

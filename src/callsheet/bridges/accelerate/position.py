@@ -1,4 +1,4 @@
-"""Counts which batches a loop with an Accelerator has used. Checkpoints are written by `accelerator.save_state`."""
+"""Counts the batches that a loop with an Accelerator has used, for checkpoints that `accelerator.save_state` writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from callsheet.errors import mark_as_users
 
 
 class AcceleratePosition(DataPosition):
-    """Counts how many batches of the epoch were used. The accelerator saves and loads the random states itself."""
+    """Counts the batches of the epoch that were used. It saves no random states, because the accelerator saves and loads them."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__()

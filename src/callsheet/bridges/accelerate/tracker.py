@@ -13,7 +13,7 @@ from callsheet.core.context import Context
 
 
 class RecordTracker(GeneralTracker):  # type: ignore[misc]  # mypy does not read Accelerate's types
-    """A tracker that passes on to callsheet what the loop logs with `accelerator.log`, until `remove` is called.
+    """An Accelerate tracker that passes what the loop logs with `accelerator.log` on to callsheet, until its `remove` is called.
 
     Args:
         accelerator: the Accelerator with which the loop logs.

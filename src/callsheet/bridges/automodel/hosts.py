@@ -259,7 +259,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
             self._leave(error)
 
     def _take(self, run: HostedRun, measured: Mapping[str, Any]) -> None:
-        """Copy AutoModel's loss, gradient norm and other metrics of the step to the run, if a callback or a record reads them.
+        """Copy AutoModel's loss and other metrics of the step to the run, if a callback listens to `on_log` or to the step's end.
 
         AutoModel's loss covers all ranks and microbatches.
         """
@@ -323,7 +323,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
         self._stop_if_asked(run)
 
     def _fire_due(self, run: HostedRun) -> None:
-        """Fire `on_checkpoint_due`, unless it was already fired since the last step or the last evaluation, whichever is later."""
+        """Fire `on_checkpoint_due`, at most once after a step and once more after an evaluation that follows this step."""
         run.boundaries.fire_checkpoint_due("step" if run.driver.is_open("epoch") else "epoch")
 
     def _publish(self, run: HostedRun) -> None:

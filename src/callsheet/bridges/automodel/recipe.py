@@ -107,7 +107,7 @@ class StepScheduler(Facade):
 
     @max_steps.setter
     def max_steps(self, steps: int) -> None:
-        """Stop training after the current step. Raise NotSupported if `steps` asks for a later stop, which is not possible."""
+        """Stop training after the current step. Raise NotSupported if `steps` is so large that more steps would follow."""
         if steps > self.step + 1:
             raise NotSupported(
                 f"{self.OF}: max_steps={steps} at step {self.step}: a guest can end training only with the current step, not later"

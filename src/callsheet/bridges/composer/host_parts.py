@@ -84,7 +84,7 @@ class HandlerTables:
 
 
 def _predecessors(handlers: Collection[str]) -> dict[Any, frozenset[str]]:
-    """Return, for each event of a step, the events that may directly precede it if the host handles only `handlers`."""
+    """Return the handled events that may come directly before each event of a step. `handlers` names all handled events."""
     events = [event for event in _STEP if event in handlers]
     found = {later: {earlier} for earlier, later in pairwise(events)}
     if inside := [event for event in events if event in _INSIDE[1:-1]]:
@@ -108,7 +108,7 @@ class EvaluationRequests:
         self.is_pending = True
 
     def install(self, evaluators: Iterable[Any]) -> None:
-        """Wrap the `eval_interval` of each evaluator, unless it is wrapped already."""
+        """Wrap each evaluator's `eval_interval`, unless it is wrapped already, so that `ask` can request an evaluation."""
         for evaluator in evaluators:
             if getattr(evaluator.eval_interval, "requests", None) is not self:
                 evaluator.eval_interval = _Interval(evaluator.eval_interval, self)

@@ -48,7 +48,7 @@ class Kinds(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """The counters of Composer's `Timestamp` that callsheet does not update at every batch: samples, tokens and seconds."""
+    """Those counters of Composer's `Timestamp` that callsheet does not count itself at every batch: samples, tokens and seconds."""
 
     sample: int = 0
     token: int = 0

@@ -72,7 +72,7 @@ class State(Facade):
 
     @property
     def max_duration(self) -> Any:
-        """The length of training; None if there is no limit. After `stop_training`, the time of the stop."""
+        """The length of training; None if there is no limit. After `stop_training`, the progress at which it was called."""
         longest = self._run.ctx.state.max_duration
         return self._stopped or (self._run.time(longest) if longest is not None else None)
 

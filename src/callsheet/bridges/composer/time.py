@@ -30,7 +30,7 @@ _COUNT = re.compile(rf"(.+?)({'|'.join(TimeUnit)})", re.IGNORECASE)
 
 
 class Time:
-    """A duration in one unit, such as batches. It is an integer, except for a fraction of a run's duration (`dur`).
+    """A duration in one unit, such as batches. Its value is an integer or, in the unit `dur`, a fraction of the run's duration.
 
     It can be compared with, and added to, a time of the same unit, a string such as `"10ba"`, or a number, taken as that unit.
 
@@ -118,7 +118,7 @@ class Time:
         return str(self)
 
     def _value_of(self, other: Any, what: str) -> Any:
-        """Return the value of `other`, a time or a string. Raise RuntimeError if the units of the two times differ."""
+        """Return the value of `other`, a time, string or number. Raise RuntimeError if its unit is not the unit of this time."""
         time = Time.from_input(other, self.unit)
         if time.unit is not self.unit:
             raise RuntimeError(f"{self} and {time} cannot be {what}: their units differ")

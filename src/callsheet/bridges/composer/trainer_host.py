@@ -114,7 +114,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         self._handlers, self._last_event = self._tables.training, ""
 
     def _loads(self) -> CheckpointInfo | None:
-        """Load the callbacks' states from Composer's loaded checkpoint. Return a description of the checkpoint; None for a new run."""
+        """Load the callbacks' states from the checkpoint that Composer has loaded. Return its description; None for a new run."""
         run, saved, self._saved = self._run, self._saved, None
         at = self._state.timestamp
         if saved is not None:

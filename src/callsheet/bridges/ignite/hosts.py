@@ -429,7 +429,7 @@ class IgniteHost(HostBase):
             run.step_skipped = not self._training.optimizer.has_stepped
 
     def _reach(self, run: HostedRun) -> None:
-        """Carry out the actions after an epoch, such as a save, if they have waited for the epoch's evaluation."""
+        """If actions after an epoch, such as a save, were postponed until the epoch's evaluation had ended, carry them out now."""
         if self._evaluations.is_awaited:
             self._evaluations.is_awaited = False
             run.boundaries.reach("epoch")
@@ -441,7 +441,7 @@ class IgniteHost(HostBase):
         self._epoch_completed(trainer)
 
     def _continue_training(self, run: HostedRun) -> None:
-        """End the current evaluation, and carry out the actions that have waited for its end. Called when the trainer continues."""
+        """End an open evaluation, and carry out actions that were postponed until its end. Called when the trainer continues."""
         if run.eval.driver.is_open("eval_all"):
             self._end_evaluation(run)
         self._reach(run)

@@ -274,7 +274,7 @@ class CallbackManager:
 
 
 def check(callback: Any) -> None:
-    """Raise TypeError if `callback` is not an instance of a TrainerCallback."""
+    """Raise TypeError if `callback` is not an instance of `TrainerCallback`, callsheet's copy or InstructLab's own class."""
     if not isinstance(callback, bases()):
         is_class = isinstance(callback, type)
         hint = (

@@ -160,7 +160,7 @@ class KerasGuest(Guest):
 
 
 class GuestModel(Facade):
-    """Takes the place of the Keras model if a Keras callback runs in callsheet's loop. Has only the attributes that callbacks may use."""
+    """Takes the place of the Keras model for Keras callbacks in callsheet's loop, with only those attributes that they may use."""
 
     OF = "Keras's model"
     WRITABLE = frozenset({"history"})

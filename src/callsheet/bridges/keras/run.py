@@ -105,7 +105,7 @@ class KerasRun(Common):
     on_predict_step_start = on_eval_step_start
 
     def _end(self, *, is_known: bool) -> None:
-        """If an epoch has ended and no evaluation of it can follow (`is_known`), let Keras's `on_epoch_end` be called now."""
+        """If no evaluation of the ended epoch can follow (`is_known`), let the guests call Keras's `on_epoch_end` for it now."""
         self.ended = None
         if is_known:
             self.ended, self._open = self._open, None

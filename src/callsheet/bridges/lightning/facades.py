@@ -158,7 +158,7 @@ class _ProgressFacade(OfGuest):
 
     @property
     def ready(self) -> int:
-        """The number of batches that the current evaluation has begun."""
+        """The number of batches of the current evaluation that have begun."""
         return self._guest.eval_batches
 
     @property

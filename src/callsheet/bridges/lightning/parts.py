@@ -64,7 +64,7 @@ class StepHooks(ForwardHooks):
         """A list with only the new batch, if a callback has replaced the step's batch; otherwise None."""
 
     def listen(self, has_listeners: bool) -> None:
-        """Wrap the module's step method and register the hooks in the model, or, if there are no listeners, remove both."""
+        """If there are listeners, wrap the module's step method and register the hooks in the model; otherwise, remove both."""
         if has_listeners is self._before.is_registered:
             return
         super().listen(has_listeners)

@@ -135,7 +135,7 @@ def about(bridge: str) -> str:
 
 
 def _limits(framework: Framework) -> list[tuple[str, str, Cell]]:
-    """Return, for the trainers in `framework.derived`, each check whose result gives a reason, as (trainer, check, result)."""
+    """Return a tuple (trainer, check, result) for each trainer in `framework.derived` and each of its results that has a reason."""
     return [(name, check, cell) for name, row in framework.derived.items() for check, cell in row.checks.items() if cell.why]
 
 
@@ -144,7 +144,7 @@ def _sign(cell: Cell | None) -> str:
 
 
 def markdown() -> list[str]:
-    """Return the overview as a Markdown table for the docs."""
+    """Return the table of all built-in callbacks and frameworks as Markdown, for the docs."""
     found = frameworks()
     names = sorted({name for each in found.values() for name in each.callbacks}, key=str.lower)
     lines = [f"| | {' | '.join(found)} |", f"| --- |{' --- |' * len(found)}"]

@@ -33,7 +33,7 @@ NEVER = ("on_setup_start", "on_log", "on_checkpoint_load")
 def guest(
     foreign: Any, *, name: str = "", phase: Phase = "measure", strict: bool = True, config: Any = None
 ) -> MegatronBridgeGuest:
-    """Wrap a callback of Megatron Bridge, a list of callbacks, or a manager in one callsheet callback.
+    """Wrap a callback of Megatron Bridge, a list of callbacks, or a `CallbackManager` in one callsheet callback.
 
     The callbacks are called in the given order. At each event, all of them receive the same new context. All guests of a run
     share one `user_state`, but a manager that the user passes keeps its own. Callbacks may read `context.state`, with its
@@ -135,7 +135,7 @@ class MegatronBridgeGuest(Guest):
 
 
 def _manager(foreign: Any) -> Any:
-    """Return `foreign` if it is a manager, otherwise a new manager of the callbacks in `foreign`."""
+    """Return `foreign` if it is a `CallbackManager`, otherwise a new `CallbackManager` for the callbacks in `foreign`."""
     if hasattr(foreign, "callback_context"):
         raise NotSupported(
             "a manager of Megatron-LM cannot be a guest, because it calls its callbacks with a context of its own; pass a list of its "

@@ -1,4 +1,4 @@
-"""PyTorch hooks on the model, because Megatron Bridge does not report forward and backward passes."""
+"""PyTorch hooks on the model that report its forward and backward passes, which Megatron Bridge does not report."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MegatronForwardHooks(ModelCalls):
         self._evaluating, self.eval_forward = kind, f"{kind or 'eval'}_forward"
 
     def listen(self, has_listeners: bool) -> None:
-        """Register the hooks if `has_listeners`, otherwise remove them."""
+        """Register the hooks if `has_listeners` is true, otherwise remove the hooks."""
         self._before.install(has_listeners, self._begins)
         self._after.install(has_listeners, self._ends)
 

@@ -330,7 +330,7 @@ class MegatronBridgeHost(HostBase):
 
     @in_a_run
     def on_test_end(self, run: HostedRun, context: Any) -> None:
-        """End the test. After training, end the run too."""
+        """End the test and, unless Megatron is training, also the run."""
         self._end_observing()
         ctx = run.eval.ctx
         found = self._found(run, context)

@@ -200,7 +200,7 @@ class CallbackManager:
 
 
 def normalize_callbacks(callbacks: list[Callback] | CallbackManager | None) -> CallbackManager | None:
-    """Return a new manager for a list of callbacks. A manager or None is returned unchanged.
+    """Return a new `CallbackManager` for a list of callbacks. If `callbacks` is a manager or None, return it unchanged.
 
     Args:
         callbacks: a manager, a list of callbacks, or None.

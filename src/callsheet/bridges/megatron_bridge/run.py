@@ -104,7 +104,7 @@ class MegatronBridgeRun(Common):
         ctx.control.stop("train_state.step or cfg.train.train_iters was set", resumable=True)
 
     def _at(self, ctx: Context, step: int) -> Any:
-        """Set the counts of steps and samples in the callbacks' `context.state`, and return the list of model chunks."""
+        """Set the counts of steps and samples in the callbacks' `context.state`. Return the model as a list, as in Megatron."""
         self._ctx, progress, train = ctx, ctx.state, self.train
         self.steps["step"] = self.step = step
         self.steps["consumed_train_samples"] = (

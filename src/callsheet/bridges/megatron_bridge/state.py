@@ -13,7 +13,7 @@ from callsheet.bridges.megatron_bridge.names import CallbackContext
 
 
 class _Moved(Facade):
-    """Calls a function whenever a callback sets the attribute named by `_MOVES`, because setting the attribute may end training."""
+    """Calls a function whenever a callback sets the attribute whose name is in `_MOVES`, because this may end training."""
 
     _MOVES: ClassVar[str]
     __slots__ = ("_on_move",)  # a slot, so that `vars` of the object does not contain `_on_move`
