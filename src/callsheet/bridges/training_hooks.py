@@ -1,4 +1,4 @@
-"""The hooks that observe the training steps of a framework that does not report the parts of a step."""
+"""Hooks that observe the forward pass, the backward pass and the optimizer's step, for frameworks that do not report them."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class ActivationMonitor(Callback):
 
     @torch.no_grad()
     def _log(self, ctx: Context) -> None:
-        """Compute and log the statistics of all modules' outputs in one batch of tensor operations."""
+        """Compute and log the statistics of all modules' outputs. The outputs on one device are processed together."""
         if self._step != ctx.step:
             self._step, self._greatest = ctx.step, {}  # `_greatest`: maxima over the step's microbatches so far
         family, seen, self._seen = self.name or "activations", self._seen, {}
@@ -158,7 +158,7 @@ class ActivationMonitor(Callback):
 
 
 def _by_name(greatest: dict[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
-    """Return a dict from metric name to maximum. Each key of `greatest` is a tuple of names, and its value holds their maxima.
+    """Return the maximum of each metric, by name. `greatest` maps tuples of metric names to tensors with their maxima.
 
     `greatest` has several keys if microbatches used different modules, or if the modules are on several devices.
     """
@@ -193,7 +193,7 @@ class _Seen:
         return place
 
     def sums(self) -> Tensor:
-        """Return a row of seven statistics for each recorded output. The outputs are ordered by module, as in `places`."""
+        """Return a row of seven statistics for each recorded output. The outputs of one module have consecutive rows."""
         while self._waiting:
             self._look_at(self._waiting.popitem()[1])
         rows = torch.cat(self._sums).unbind()

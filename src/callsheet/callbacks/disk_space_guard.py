@@ -57,7 +57,7 @@ class DiskSpaceGuard(Callback):
         self._has_warned = self._has_stopped = False
 
     def on_train_start(self, ctx: Context) -> None:
-        """Forget an earlier call of `fit`: whether it requested a stop, and which disk held its checkpoints."""
+        """Reset what this object stored in an earlier call of `fit`: whether it requested a stop, and which folder it checked."""
         self._has_stopped, self._place = False, None
 
     def on_log(self, ctx: Context) -> None:

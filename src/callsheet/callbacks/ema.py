@@ -128,7 +128,7 @@ class EMA(Callback):
         self._swap_out(ctx)
 
     def on_train_start(self, ctx: Context) -> None:
-        """Put the trained weights back if an earlier `fit` left the average in the model. Start an average unless `start` is later."""
+        """If the last `fit` left the average in the model, restore the trained weights. Begin averaging unless `start` is later."""
         if self._stays:
             self._stays = False
             self._release(ctx)
@@ -234,7 +234,7 @@ class EMA(Callback):
                 self._average[name] = trained.copy_(mean)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the trained weights and averages that the saved model itself does not contain, and how the model is sharded."""
+        """Return the averages and trained weights that this rank saves in addition to the model, and how the model is sharded."""
         if not self._average and not self._trained:
             return {}
         trained, average = (

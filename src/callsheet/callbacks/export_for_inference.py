@@ -136,7 +136,7 @@ class ExportForInferenceCallback(Callback):
             raise ConfigError(f"{label_of(self)} cannot see what a compiled model is called with; give it a sample_input=")
 
     def on_preempt(self, ctx: Context) -> None:
-        """Skip the export when this process ends, because the resumed run will export the model."""
+        """Set a flag, so that this process skips the export, because the resumed run will export the model."""
         self._is_leaving = True
 
     def on_exception(self, ctx: Context) -> None:

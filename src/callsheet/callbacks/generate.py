@@ -132,7 +132,7 @@ class Generate(Callback):
             self._draw(ctx)
 
     def on_preempt(self, ctx: Context) -> None:
-        """Skip the texts at the end of training, because a preempted run has no time to generate them."""
+        """Set a flag, so that no texts are generated at the end of training, because a preempted run has no time for them."""
         self._is_leaving = True
 
     def on_train_end(self, ctx: Context) -> None:

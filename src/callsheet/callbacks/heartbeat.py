@@ -52,7 +52,7 @@ class Heartbeat(Callback):
         self._next = 0.0
 
     def on_checkpoint_load_end(self, ctx: Context) -> None:
-        """Write the heartbeat file for the first time. From this event on the run may write to its folder."""
+        """Write the heartbeat file for the first time. Before this event, the run may not write to its folder yet."""
         pattern = self._pattern
         if pattern is None:
             if ctx.run.folder is None:

@@ -60,7 +60,7 @@ class NaNMonitor(Callback):
             losses.clear()
 
     def on_log(self, ctx: Context) -> None:
-        """Check every loss since the last metrics record. If the mean loss in the new record is finite, skip this check."""
+        """If the mean loss in the new metrics record is missing or not finite, check every loss since the previous record."""
         mean = ctx.record.values.get("train/loss")
         if mean is not None and math.isfinite(mean):
             self._forget()

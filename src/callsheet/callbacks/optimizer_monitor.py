@@ -110,7 +110,7 @@ class OptimizerMonitor(Callback):
 
 @torch.no_grad()
 def _norms(tensors: list[Tensor]) -> tuple[list[int], Tensor]:
-    """Group the tensors by device and kind of sharding. Return their indices, ordered by group, and norms (at least float32).
+    """Compute the tensors' norms (at least float32), grouped by device and sharding. Return the tensors' indices and the norms.
 
     The norms of each group are reduced together.
     """

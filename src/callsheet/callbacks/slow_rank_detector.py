@@ -61,7 +61,7 @@ class SlowRankDetector(Callback):
         self._forget(0)
 
     def on_train_start(self, ctx: Context) -> None:
-        """Start to measure this rank's times. If a resumed run has fewer ranks than before, discard the counts of missing ranks."""
+        """Start to measure this rank's times. If a resumed run has fewer ranks, discard how often the removed ranks were slow."""
         self._is_on_cuda = ctx.run.device.startswith("cuda")
         self._in_a_row = {key: count for key, count in self._in_a_row.items() if int(key.split()[1]) < ctx.run.world_size}
         self._forget(ctx.step)

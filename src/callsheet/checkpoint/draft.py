@@ -25,7 +25,7 @@ from callsheet.errors import CheckpointError
 
 @dataclass(slots=True)
 class Draft:
-    """What one rank saves: JSON documents, and tensors by name, each with the part that this rank holds."""
+    """What one rank saves: JSON documents, the tensors by name, and this rank's part of each tensor."""
 
     state: Json
     local: Json

@@ -52,7 +52,7 @@ class Index:
 
 
 def index_document(plans: Sequence[SavePlan], file_of: Callable[[int], str]) -> Json:
-    """Return the content of `index.json`, made from the save plans of all ranks. A rank's tensors are in `file_of(rank)`.
+    """Return the content of `index.json`, made from the save plans of all ranks. `file_of` returns the file of a rank's tensors.
 
     Raise `CheckpointError` if a part of a tensor is missing.
     """

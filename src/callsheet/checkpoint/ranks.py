@@ -17,12 +17,12 @@ R = TypeVar("R")
 
 
 class RankLost(CheckpointError):
-    """A rank died, or did not answer within the group's timeout. The other ranks may have stopped at different places."""
+    """A rank died, or did not answer within the group's timeout. The other ranks may have stopped at different operations."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """What `RankGroup.exchange` sends if any ranks have failed: for each of them, the reason."""
+    """What `RankGroup.exchange` sends if ranks have failed: the reason for each failed rank."""
 
     reasons: dict[int, str]
 
@@ -47,7 +47,7 @@ class RankGroup:
         self.size = 1 if group is None else distributed.get_world_size(group)
 
     def exchange(self, act: Callable[[], T], answer: Callable[[list[T]], list[R]]) -> R:
-        """Run `act` on all ranks. On rank 0, call `answer` with the list of results, and return to each rank its item of the answer.
+        """Run `act` on all ranks. On rank 0, call `answer` with the list of results. Return this rank's item of the answer.
 
         `answer` returns a list with one item for each rank.
 

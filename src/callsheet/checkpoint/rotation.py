@@ -20,7 +20,7 @@ _CLAIMS = "checkpoint_claims"
 
 
 def rotate(ctx: Context, by: str, keep: int | None) -> bool:
-    """If the callback `by` requested `ctx.checkpoint`, keep it for `by`. Then release checkpoints of `by` until `keep` remain.
+    """If the callback named `by` requested `ctx.checkpoint`, keep it, and release the callback's checkpoints until `keep` remain.
 
     Return whether the callback requested the checkpoint. A checkpoint that every callback has released is deleted.
 

@@ -59,7 +59,7 @@ class Seal:
 
 
 def plain_info(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `info` with the values that will be read back from a manifest.
+    """Return a copy of `info`, equal to what will be read back after `info` was written to a manifest.
 
     Raise `CheckpointError` if `info` is not plain data or contains a tensor.
     """

@@ -73,7 +73,7 @@ def write_checkpoint(
 
 
 class Writing:
-    """Writes this rank's part of one checkpoint. On rank 0, it also assigns the parts and writes the manifest."""
+    """Writes this rank's part of one checkpoint. On rank 0, it also decides what each rank writes, and writes the manifest."""
 
     def __init__(
         self,

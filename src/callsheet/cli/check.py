@@ -129,7 +129,7 @@ class _Check:
             yield from self._spec(kind, content, at)
 
     def _spec(self, kind: Any, spec: Any, at: str) -> _Errors:
-        """Check a class's import path and arguments. Without a path, the arguments are for the class last given for this key."""
+        """Check a class's import path and arguments. Arguments without a path belong to the class that this key was given last."""
         base = base_of(kind)
         spec = {"class_path": spec} if isinstance(spec, str) else spec
         if not isinstance(spec, Mapping):

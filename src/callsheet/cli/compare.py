@@ -130,7 +130,7 @@ def _verdicts(comparison: Comparison, conditions: Sequence[Condition]) -> Iterat
 
 
 def _steps(comparison: Comparison, group: str) -> str:
-    """Return a text with the numbers of steps of the baseline and of the group, or an empty text if the numbers are equal."""
+    """Return how many steps the runs of `group` and of the baseline have trained, as text; an empty text if this is equal."""
     first, other = (sorted({each.run.last_step for each in comparison.members(name)}) for name in (comparison.groups[0], group))
     return "" if first == other else f"; after {_listed(other)} steps, the baseline after {_listed(first)}"
 

@@ -63,7 +63,7 @@ def parts_of(kind: Any) -> type | None:
 
 
 def item_of(kind: Any, container: type) -> Any:
-    """Return the type of the items if `kind` is a `container` such as `list`, or a union with a `container`; otherwise None."""
+    """Return the type of the items of `kind`, a `container` type such as `list[int]` or a union with one; None for other types."""
     if get_origin(kind) is container:
         return get_args(kind)[-1]
     is_union = get_origin(kind) in (Union, types.UnionType)
@@ -71,7 +71,7 @@ def item_of(kind: Any, container: type) -> Any:
 
 
 def partial_arguments(kind: Any) -> int:
-    """Return how many positional arguments of a class the recipe's code passes. These arguments are not keys of a recipe.
+    """Return how many positional arguments the recipe's code itself passes to a class. These arguments are not keys of a recipe.
 
     An example is the model's parameters, which are passed to an optimizer.
     """

@@ -34,7 +34,7 @@ def register() -> None:
 
 
 def with_calls(content: Any) -> Any:
-    """Replace each callback with the key `name` in a recipe file's content by a call of `named`. Return the changed content."""
+    """Return a recipe file's content, in which each callback that has the key `name` is replaced by a call of `named`."""
     if isinstance(content, list):
         return [with_calls(each) for each in content]
     if not isinstance(content, dict):
@@ -47,7 +47,7 @@ def with_calls(content: Any) -> Any:
 
 
 def with_names(content: Any) -> Any:
-    """Replace each call of `named` in the content by the key `name`; the reverse of `with_calls`. Return the changed content."""
+    """Return the content, in which each call of `named` is replaced by its callback with the key `name`; reverses `with_calls`."""
     if isinstance(content, list):
         return [with_names(each) for each in content]
     if not isinstance(content, dict):

@@ -63,7 +63,7 @@ def name_of(job: Recipe[Any]) -> str:
 
 
 def _described(run: str) -> tuple[Path, Path | None]:
-    """Return the path of a recipe file, and a run's folder. If `run` names a recipe and not a folder, the folder is None."""
+    """Return the recipe file and the folder of the run `run`. If `run` is a recipe and not a run, the folder is None."""
     for folder in [RUNS / run, Path(run)] if Path(run).name == run else [Path(run)]:
         if (folder / CONFIG).is_file():
             return folder / CONFIG, folder.resolve() if folder.name in ("", "..") else folder

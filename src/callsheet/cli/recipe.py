@@ -186,7 +186,7 @@ def values_of(
 
 
 def recipe_class(path: Path) -> type[Recipe[Any]]:
-    """Return the recipe class that the file's key `recipe` names, by a shipped recipe's name or by a user's import path.
+    """Return the class that the file's key `recipe` gives as the name of a shipped recipe, or as the import path of another one.
 
     Raises:
         ConfigError: the file is not a YAML mapping, or names no recipe.

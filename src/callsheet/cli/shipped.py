@@ -18,7 +18,7 @@ RECIPES = {
 
 
 def recipe_path(recipe: str, *, is_shipped: bool = False) -> Path:
-    """Return the path of a recipe file. `recipe` is a path or a shipped recipe's name; if `is_shipped`, it is only such a name.
+    """Return the path of a recipe file. `recipe` is the name of a shipped recipe or, unless `is_shipped` is True, a path.
 
     Raises:
         ConfigError: there is no such file.

@@ -282,9 +282,9 @@ class Context:
         self._to_loggers("log_file", name=name, path=Path(path))
 
     def mute(self, callback: Callback, *events: str, until: int | None = None) -> None:
-        """Stop calling the callback's handlers for these events, from the next event to the run's end. Muted handlers cost no time.
+        """Stop calling the callback's handlers for these events from the next event on, until the step `until` or the run's end.
 
-        Use it for handlers that are needed only at some steps: `ctx.mute(self, "on_forward_end")`.
+        Use it for handlers that are needed only at some steps: `ctx.mute(self, "on_forward_end")`. Muted handlers cost no time.
 
         Args:
             callback: the callback whose handlers are muted.

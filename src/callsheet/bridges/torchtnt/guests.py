@@ -227,7 +227,7 @@ class GuestState(State):  # type: ignore[misc]  # mypy does not read torchtnt's 
         return run.was_stopped or run.ctx.control.stop_requested is not None
 
     def stop(self) -> None:
-        """Stop callsheet's loop after the current step."""
+        """Request that callsheet's loop stops after the current step."""
         run = self._guest.common
         run.was_stopped = True
         run.ctx.control.stop(f"{self._guest.name} called state.stop()", replicated=self._guest._replicated)

@@ -261,7 +261,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         return {"get_next_train_batch": self._fetched, **evaluated}
 
     def on_train_step_start(self, state: State, unit: Any) -> None:
-        """Start a microbatch. At the first batch of a step, start the step first."""
+        """Start a microbatch. If it is the first one of a step, start the step first."""
         run = self._run
         if run is None:
             return
@@ -347,7 +347,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             self._reach(run, state)
 
     def _reach(self, run: HostedRun, state: State) -> None:
-        """Carry out the actions after a step or epoch, such as a save, that have waited for torchtnt's evaluation."""
+        """If the actions after a step or epoch, such as a save, were postponed until torchtnt's evaluation ends, carry them out."""
         waiting, self._waiting = self._waiting, ""
         if waiting == "step":
             self._end_step(run, state)
@@ -405,7 +405,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
 
     @in_a_run
     def on_eval_end(self, run: HostedRun, state: State, unit: Any) -> None:
-        """End the evaluation. Then carry out the actions after a step or epoch, such as a save, that have waited for the evaluation."""
+        """End the evaluation. Then carry out the actions, such as a save, that were postponed until the evaluation ends."""
         self._eval_hooks.listen(False)
         self._batch, samples = None, self._losses.samples
         found = self._losses.means()
@@ -425,7 +425,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
 
     @observing
     def on_predict_start(self, state: State, unit: Any) -> None:
-        """Begin a run for a prediction. A prediction during training is not observed."""
+        """Begin a run for a prediction. During training, do nothing: callsheet fires no events for a prediction then."""
         if self._run is not None and self._run.driver.is_open("train"):
             return
         self._begin(state, unit).driver.start("predict")

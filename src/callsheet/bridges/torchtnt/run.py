@@ -41,7 +41,7 @@ class TorchTNTRun(Common):
         self._late: float | None = None  # the duration of the last step; None once it is recorded
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the progress of evaluation and prediction. The progress of training is part of the run's timestamp."""
+        """Return the progress of evaluation and prediction. That of training is left out, because the run's timestamp has it."""
         return {phase: self.progress[phase].state_dict() for phase in ("eval", "predict")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -110,7 +110,7 @@ class TorchTNTRun(Common):
     # --- evaluation and prediction ---
 
     def on_eval_start(self, ctx: Context) -> None:
-        """Start the evaluation of one dataset, which is a whole evaluation in torchtnt."""
+        """Start the evaluation of one dataset, which torchtnt's callbacks see as a whole evaluation."""
         self._begin_eval("eval", EntryPoint.EVALUATE if ctx.standalone else None, ctx)
 
     def on_predict_start(self, ctx: Context) -> None:

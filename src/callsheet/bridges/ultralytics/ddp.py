@@ -85,7 +85,7 @@ def _cleaning(given: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
 
 
 def _reporting(given: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `train` that calls the hosts' `teardown` even if training fails. Ultralytics itself does so only since 8.4.177."""
+    """Wrap Ultralytics' `train` to call the hosts' `teardown` even if training fails. Ultralytics does this since 8.4.177."""
 
     @functools.wraps(given)
     def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -45,7 +45,7 @@ BEST = "best"
 
 
 class _AfterEpoch:
-    """The actions to carry out after the current epoch, when Ultralytics has validated and saved."""
+    """Flags about the actions after the current epoch, which are carried out when Ultralytics has validated and saved."""
 
     def __init__(self) -> None:
         self.is_waiting = False
@@ -241,7 +241,7 @@ class UltralyticsHost(HostBase):
         loop.stop = True
 
     def _release(self) -> None:
-        """Do what `HostBase._release` does, and drop all references to the trainer, so that its memory can be freed."""
+        """Remove the hooks, end the run, and drop all references to the trainer, so that its memory can be freed."""
         super()._release()
         for name in _OF_A_RUN:
             vars(self).pop(name, None)
@@ -302,7 +302,7 @@ class UltralyticsHost(HostBase):
         run.close_epoch(is_whole=after.is_whole)
 
     def _reach(self, run: HostedRun, trainer: Any) -> None:
-        """Carry out the actions that are still due after the last epoch, such as a requested save or stop."""
+        """If an epoch has ended and the actions after it, such as a requested save or stop, are still due, carry them out."""
         after = self._after_epoch
         if not after.is_waiting:
             return
@@ -367,7 +367,7 @@ class UltralyticsHost(HostBase):
         return batch
 
     def _begin_batch(self, run: HostedRun, batch: Any) -> Any:
-        """Start a step at its first batch, and count the batch. Return the batch, which a callback may have replaced."""
+        """If no step is open, start one. Count the batch's samples, and return the batch, which a callback may have replaced."""
         driver, ctx, training = run.driver, run.ctx, self._training
         ctx.batch = batch
         if not driver.parts["train_step"].is_open:

@@ -12,7 +12,7 @@ from callsheet.callbacks.support.destinations import Destination, NotDelivered, 
 
 
 def why_not_delivered(notification: Notification, destination: Destination, *, timeout: float, retries: int) -> str:
-    """Send a notification, with retries after errors that may be temporary. Return why it was not delivered, or an empty string.
+    """Send a notification, with retries after temporary errors. Return an empty string, or the reason why it was not delivered.
 
     Args:
         timeout: seconds for each attempt.

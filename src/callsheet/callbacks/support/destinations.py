@@ -123,7 +123,7 @@ class NotDelivered(Exception):
 
 @dataclass(frozen=True)
 class Notification:
-    """A message to send: a title, further lines of text, and the message's facts as plain data for webhooks."""
+    """A message to send: a title, further lines of text, and `facts`, plain data that only webhooks receive."""
 
     title: str
     more: str = ""
@@ -146,7 +146,7 @@ class Destination(Protocol):
 
 
 class Webhook:
-    """Sends notifications to a URL, as JSON by POST: the facts and the text or, for Slack, only the text.
+    """Sends notifications to a URL, as JSON by POST: a notification's `facts` and text or, for Slack, only its text.
 
     Raises:
         ConfigError: the URL is not http or https.

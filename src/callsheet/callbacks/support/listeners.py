@@ -32,7 +32,7 @@ def withdraw(folder: str | os.PathLike[str], name: str) -> None:
 
 
 def listeners_in(folder: str | os.PathLike[str]) -> dict[str, str]:
-    """Return the list in the run's folder: callback names and their trigger files. The list may contain callbacks of killed jobs."""
+    """Return the trigger files that are listed in the run's folder, by callback name. Callbacks of killed jobs may be included."""
     try:
         descriptor = os.open(Path(folder, LISTENERS), os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
         with open(descriptor, "rb") as file:

@@ -1,4 +1,4 @@
-"""The result file of an MLPerf Training benchmark: writes it, finds its values, and checks it against MLPerf's rules."""
+"""Writes the result file of an MLPerf Training benchmark, finds the values for it, and checks it against MLPerf's rules."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PARALLELISM = ("tensor_parallelism", "pipeline_parallelism", "context_paralleli
 
 
 class Target(NamedTuple):
-    """The value that a metric must reach. If `is_min` is True, lower values reach the target too, otherwise higher values do."""
+    """The value that a metric must reach: this value or a lower one if `is_min` is True, otherwise this value or a higher one."""
 
     monitor: str
     value: float

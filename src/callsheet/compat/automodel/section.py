@@ -53,7 +53,7 @@ class Section:
             self.take(name)
 
     def target(self, *allowed: str) -> str:
-        """Return the allowed name that the value of the key `_target_` ends with, or "" if there is no such key. Reject other values."""
+        """Return the name in `allowed` that the value of `_target_` ends with, or "" if the key is missing. Reject other values."""
         value = self.take("_target_", _MISSING)
         if value is _MISSING:
             return ""

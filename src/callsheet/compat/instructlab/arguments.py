@@ -241,7 +241,7 @@ class TrainingArgs(HasModelFields):
         self.check()
 
     def check(self) -> None:
-        """Check that all fields are valid. Call this again if code may have changed them after the constructor was called.
+        """Check that all fields are valid. The constructor calls this. Callers must call it again after fields may have changed.
 
         Raises:
             ConfigError: a field is not supported or cannot work; the message names it.

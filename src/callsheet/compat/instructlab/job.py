@@ -83,7 +83,7 @@ class _Guest(InstructLabGuest):
         return self._args.ckpt_output_dir
 
     def checkpoint_path(self, info: CheckpointInfo, ctx: Context) -> str:
-        """Return the folder of the exported model, or of the checkpoint itself if it was saved because of a preemption."""
+        """Return the folder of the checkpoint's exported model or, if a preemption caused the save, the checkpoint's own folder."""
         return info.path if info.kind == "preempt" else str(_exported(self._args, ctx))
 
 

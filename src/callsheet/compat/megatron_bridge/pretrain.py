@@ -247,7 +247,7 @@ def _scheduler(config: ConfigContainer) -> Any:
 
 
 def _place(save: str | None) -> tuple[str, str]:
-    """Split Megatron's path `save`, without a final `checkpoints`, into the parent folder and the run's name."""
+    """Split Megatron's path `save` into the parent folder and the run's name. A final `checkpoints` in the path is left out."""
     folder = Path(save if save is not None else "nemo_experiments/default")
     folder = folder.parent if folder.name == "checkpoints" else folder
     return str(folder.parent), folder.name
