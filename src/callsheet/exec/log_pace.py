@@ -28,7 +28,9 @@ class LogPace:
         self._last = 0.0
 
     def adapt(self, seconds: float) -> bool:
-        """Double `steps` if the new metrics record, made after `seconds` of training, came too soon. Return whether `steps` changed."""
+        """Double `steps` if the new metrics record came too soon after the previous one. Return whether `steps` changed.
+
+        `seconds`: the total training time at the new record."""
         since, self._last = seconds - self._last, seconds
         if self._is_fixed or since >= _MIN_SECONDS:
             return False

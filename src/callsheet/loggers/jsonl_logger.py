@@ -231,7 +231,7 @@ class JSONLLogger(Logger):
     # --- state for checkpoints, and private methods ---
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the number of metrics records so far, by which a resumed run finds the records that are later than the checkpoint."""
+        """Return the number of metrics records so far. A resumed run thus finds the records written after the checkpoint."""
         return {"records": self._records}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -35,7 +35,7 @@ _SECRETS = ("password", "secret", "token", "key")
 
 
 class Opened(NamedTuple):
-    """A run in the experiment tracker. `is_ours`: whether the logger opened the run itself, and must therefore close it."""
+    """A run in the experiment tracker. `is_ours` says whether the logger opened the run itself, and must therefore close it."""
 
     run_id: str
     is_ours: bool = True
@@ -145,7 +145,7 @@ class Tracker(Logger):
         raise NotImplementedError
 
     def _module(self) -> Any:
-        """Import and return the tracker's package. No attribute stores the module, because modules cannot be copied with the logger."""
+        """Import and return the tracker's package. Do not store it in an attribute: the logger could not be copied."""
         return load(self.package, extra=self.extra, wanted_by=type(self).__name__)
 
 
