@@ -238,7 +238,7 @@ class BareLoop(NotCopied):
             self.watch.total = loss
 
     def fetched_ahead(self, loader: Any, batch: Any, *, is_same_iteration: bool) -> None:
-        """Keep a batch that the script fetched from `loader` before the first step ended, because the second step may use it.
+        """Keep a batch that the script fetched from `loader` before the first step ended: the second step may use this batch.
 
         `is_same_iteration`: whether this batch comes from the same iteration over the dataloader as the batch of the first step.
         """
@@ -619,7 +619,7 @@ class BareLoop(NotCopied):
             self.watch_calls()
 
     def _install_forward_hooks(self, sees_calls: bool = False) -> None:
-        """Register the model's hooks that are needed now, and remove the others. If `sees_calls`, always observe the calls."""
+        """Register the model's hooks that are needed now, and remove the others. If `sees_calls`, always observe model calls."""
         if not self._sees_forward or self._is_over:
             return
         self._report_step()  # a step may stay unreported only while `_is_plain` is True, and this method may change it
@@ -696,7 +696,7 @@ class BareLoop(NotCopied):
                 driver.start("microbatch")
 
     def _count(self) -> None:
-        """Count the samples and tokens of a new batch. If there is no new batch, count those of the last discarded loss again."""
+        """Count the samples and tokens of a new batch. If there is none, count again the batch whose loss was discarded last."""
         batches = self._batches
         counts = _UNKNOWN
         if batches.new is not None:

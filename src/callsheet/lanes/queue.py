@@ -152,7 +152,7 @@ class Lane:
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
-        """Accept no more items, and end the thread after the current item. Waiting items are dropped; to process them, call `drain` first."""
+        """Accept no more items, and end the thread after the current item. Items that still wait are dropped (see `drain`)."""
         with _starting:
             self.is_inert, self.room = True, 0
         self.items.clear()
