@@ -44,7 +44,7 @@ class GradientNorm(OptimizerMonitor):
             ctx.mute(self, "on_forward_backward_end")
 
     def on_forward_backward_end(self, ctx: Context) -> None:
-        """If a record follows this step, log the gradient norm, and mute this handler until the step of the next record."""
+        """If a metrics record follows this step, log the gradient norm, and mute this handler until the step of the next record."""
         self._interval = self._pace.steps
         super().on_forward_backward_end(ctx)
         if not ctx.step % self._interval:
