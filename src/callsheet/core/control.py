@@ -145,7 +145,7 @@ class Control:
             self.accumulation = batches
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Load a checkpoint instead of the one that the loop found. Call this method at `on_checkpoint_load_start`.
+        """Make the loop load this checkpoint instead of choosing one. A callback should call this at `on_checkpoint_load_start`.
 
         Args:
             path: the path or URL of the checkpoint's folder.
@@ -207,7 +207,7 @@ class Control:
             self.agree(request)
 
     def switch_off(self, callback: str, number: int, failures: int) -> None:
-        """Request that all ranks disable a callback, because it has `on_error="isolate"` and has failed too often on this rank.
+        """Request that all ranks disable a callback whose errors are only logged, because it has failed too often on this rank.
 
         Called by the manager; see `switched_off`.
 

@@ -133,7 +133,7 @@ class CostReport(NamedTuple):
     failures: tuple[Failures, ...] = ()
 
     def share(self, cost: Cost) -> float:
-        """Return `cost` as a fraction of the timed steps' time, or of the run's time if `cost` includes calls outside these steps.
+        """Return the fraction of time that `cost` takes: of the timed steps, or of the run if `cost` includes calls in other steps.
 
         Args:
             cost: one of `costs`.
@@ -237,7 +237,7 @@ class Costs:
         """The step after which the next timing window begins, or after which the open one ends."""
 
     def advance(self, step: int, *, is_needed: bool) -> bool:
-        """Begin or end a timing window if it is time to do so. Return whether one has begun or ended.
+        """Begin or end a timing window, if one is due to begin or end after `step`. Return whether one has begun or ended.
 
         Args:
             step: the number of completed steps. The first call decides after which step the first timing window begins.
@@ -260,7 +260,7 @@ class Costs:
         return self._open is not None
 
     def wraps(self, event: str, *, in_window: bool) -> bool:
-        """Return whether handlers of `event` are timed. For some events, this depends on whether a timing window is open (`in_window`)."""
+        """Return whether handlers of `event` are timed. For some events, this depends on `in_window` (is a timing window open?)."""
         return self.mode == "all" or (self.mode == "sampled" and (in_window or event not in PATH_EVENTS))
 
     def timed(self, handler: Handler, entry: HandlerEntry) -> Handler:

@@ -77,7 +77,7 @@ class DispatchTable:
         self.changed()
 
     def spans(self, ctx: Context, dispatcher: Dispatcher) -> Spans:
-        """Return the spans of a loop: context managers that fire each span's events on `ctx`, with the handlers in this table."""
+        """Return the spans of a loop: context managers that fire the spans' events by calling this table's handlers with `ctx`."""
         spans = Spans(ctx, dispatcher)
         self._spans.append(spans)
         self.compile()

@@ -272,7 +272,7 @@ class CallbackManager:
             self.current = outer
 
     def spans(self, ctx: Context) -> Spans:
-        """Return a context manager for each span, with which a loop fires the span's events on `ctx`."""
+        """Return a context manager for each span, with which a loop fires the span's events. The handlers are called with `ctx`."""
         return self._table.spans(ctx, self)
 
     def open(self, ctx: Context) -> None:
@@ -328,7 +328,7 @@ class CallbackManager:
 
     @property
     def next_step(self) -> int:
-        """The step after which the loop must call `between_steps`. Read it again when `control.pending` is set: it may have changed."""
+        """The step after which the loop must call `between_steps`. When `control.pending` is set, this step may have changed."""
         return int(min(self.costs.next_step, self._muting.next_step))
 
     def between_steps(self, step: int) -> None:
@@ -356,7 +356,7 @@ class CallbackManager:
     # --- callbacks in lanes (threads and processes) ---
 
     def process_lane_messages(self, ctx: Context) -> None:
-        """Log the values and add the requests that callbacks in other threads and processes have sent.
+        """Process what callbacks in other threads and processes have sent: log their values, and add their requests.
 
         Also disable the callbacks that failed too often, once all ranks agree on this.
 
@@ -394,7 +394,7 @@ class CallbackManager:
             self._table.lanes.limit_waits(seconds)
 
     def drain(self, ctx: Context) -> None:
-        """Wait until callbacks in other threads have handled all events, but for each callback at most 80 % of its deadline.
+        """Wait until callbacks in other threads have handled all events, but use up at most 80 % of each callback's deadline.
 
         Called before `on_run_end` is fired.
         """

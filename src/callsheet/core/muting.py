@@ -18,7 +18,7 @@ _MIN_MUTED_STEPS = 20  # muting a handler for fewer steps takes more time than i
 
 
 class Muting:
-    """Mutes callbacks of one manager: a muted callback is not called for certain events, in some cases only until a set step."""
+    """Mutes callbacks of one manager: a muted callback is not called for some events until a given step, or until the run's end."""
 
     def __init__(self, table: DispatchTable) -> None:
         self._table = table
@@ -27,7 +27,7 @@ class Muting:
 
     @property
     def next_step(self) -> float:
-        """The step after which `unmute_due` must be called next. Infinite if no muted handler is to be called again at a set step."""
+        """The step after which `unmute_due` must be called next. Infinite if no callback is muted until a certain step."""
         return min((step - 1 for step, _, _ in self._wakes), default=inf)
 
     def reset(self) -> None:

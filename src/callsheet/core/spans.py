@@ -136,7 +136,7 @@ class Spans:
             setattr(self, name, Span(name, ctx, dispatcher))
 
     def link(self, table: Mapping[str, CompiledEvent], events: Iterable[str]) -> None:
-        """For each of these events, store the compiled handlers that `table` now contains in the span that fires the event."""
+        """Copy the compiled handlers of each of these events from `table` to the span that fires the event."""
         self.links += 1
         for event in events:
             compiled = table[event]

@@ -110,7 +110,7 @@ def _may_fail(registration: Registration) -> bool:
 
 
 def _started(calls: Mapping[Registration, Callable[[], T]], lanes: LaneSet | None) -> Mapping[Registration, Callable[[], T]]:
-    """Return `calls`. Calls for callbacks in other threads are started, and replaced by functions that wait for the results."""
+    """Return `calls`. A call for a callback in another thread is started, and replaced by a function that waits for its result."""
     return calls if lanes is None else lanes.state_calls(calls)
 
 

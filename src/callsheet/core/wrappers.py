@@ -78,7 +78,7 @@ def _first_index(every: Interval, since: Timestamp, ctx: Context) -> int:
 
 
 def in_gate(handler: Handler, ctx: Context) -> None:
-    """Call a handler that runs on some ranks only. During the call, reject its requests and collectives that need all ranks."""
+    """Call a handler that runs on some ranks only. During the call, reject all requests and collectives that need every rank."""
     outer, ctx.control.in_gate = ctx.control.in_gate, True
     try:
         handler(ctx)

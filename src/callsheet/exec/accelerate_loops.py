@@ -59,5 +59,5 @@ def iterate(observation: Observation, iterate: Callable[[Any], Any], loader: Any
 
 
 def _kept(value: Any) -> Any:
-    """Return a number unchanged. Return a copy of a tensor, because the script may change the tensor later. Do not wait for the device."""
+    """Return a number, or a copy of a tensor, because the script may change the tensor. This does not wait for the device."""
     return value if isinstance(value, (int, float)) else value.detach().reshape(()).clone()

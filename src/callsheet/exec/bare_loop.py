@@ -238,7 +238,7 @@ class BareLoop(NotCopied):
             self.watch.total = loss
 
     def fetched_ahead(self, loader: Any, batch: Any, *, is_same_iteration: bool) -> None:
-        """Keep a batch that the script fetched from `loader` before the first step ended, because the second step may use it.
+        """Keep a batch that the script fetched from `loader` before the first step ended: the second step may use this batch.
 
         `is_same_iteration`: whether this batch comes from the same iteration over the dataloader as the batch of the first step.
         """
@@ -525,7 +525,7 @@ class BareLoop(NotCopied):
             self.watch_calls()
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Log values in callsheet's run that the script has logged with a framework, such as Accelerate."""
+        """Log, in callsheet's run, values that the script has logged with a framework such as Accelerate."""
         if get_ident() == self._thread:
             self._guarded(lambda: self.run.ctx.log(values, across="same"))
 
@@ -582,7 +582,7 @@ class BareLoop(NotCopied):
             self.evaluations.fire_delayed()
 
     def _use_losses_alone(self) -> None:
-        """Recognize the beginning of each step by its first loss from now on, because the script does not call the model itself."""
+        """From now on, let the first loss of each step begin the step, because the script does not call the model itself."""
         self._sees_forward = self._sees_calls = False
         self._forward.remove()
         self.run.driver.synthesized.clear()
@@ -593,7 +593,7 @@ class BareLoop(NotCopied):
         )
 
     def _begin_fetch(self) -> bool:
-        """Fire the start of the span `fetch`, unless a step is open: then the batch is for a further microbatch of this step.
+        """Fire the start event of the span `fetch`, unless a step is open (then the batch is a further microbatch of that step).
 
         Return True if no step is open.
         """
@@ -619,7 +619,7 @@ class BareLoop(NotCopied):
             self.watch_calls()
 
     def _install_forward_hooks(self, sees_calls: bool = False) -> None:
-        """Register the model's hooks that are needed now, and remove the others. With `sees_calls`, observe the model's calls in any case."""
+        """Register the model's hooks that are needed now, and remove the others. If `sees_calls`, always observe model calls."""
         if not self._sees_forward or self._is_over:
             return
         self._report_step()  # report an unreported step first, because this method may set `_is_plain` to False
@@ -660,7 +660,7 @@ class BareLoop(NotCopied):
         self._guarded(self._end_data)
 
     def _end_data(self) -> None:
-        """End the epoch at the end or restart of the dataloader, unless a framework reports when epochs end."""
+        """End the epoch, because the dataloader has ended or restarted. If a framework reports when epochs end, do nothing."""
         if not self.are_epochs_reported:
             self._end_epoch()
 
@@ -696,7 +696,7 @@ class BareLoop(NotCopied):
                 driver.start("microbatch")
 
     def _count(self) -> None:
-        """Count the samples and tokens of a new batch. If there is no new batch, count those of the last discarded loss again."""
+        """Count the samples and tokens of a new batch. If there is none, count again the batch whose loss was discarded last."""
         batches = self._batches
         counts = _UNKNOWN
         if batches.new is not None:

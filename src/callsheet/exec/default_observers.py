@@ -44,7 +44,7 @@ class GradientNorm(OptimizerMonitor):
             ctx.mute(self, "on_forward_backward_end")
 
     def on_forward_backward_end(self, ctx: Context) -> None:
-        """Log the gradient norm if a metrics record follows this step. Then mute (stop calling) this handler until the next such step."""
+        """If a metrics record follows this step, log the gradient norm, and mute this handler until the step of the next record."""
         self._interval = self._pace.steps
         super().on_forward_backward_end(ctx)
         if not ctx.step % self._interval:

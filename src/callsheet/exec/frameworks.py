@@ -58,7 +58,7 @@ class Frameworks:
 
 
 def _wrapper(observation: Observation, given: Callable[..., Any], around: Around) -> Callable[..., Any]:
-    """Return a function that calls `around`, which calls the training function `given`. If it fails, `given` still runs once."""
+    """Return a function that calls `around`, which calls `given` to train. If `around` fails, `given` still runs exactly once."""
 
     @wraps(given)
     def called(*args: Any, **options: Any) -> Any:

@@ -22,7 +22,7 @@ class ImportWatch(MetaPathFinder):
         self._asked: set[str] = set()  # the modules for which this finder is asking the other finders now
 
     def install(self) -> None:
-        """Watch the imports of the modules in `actions`. If a module is imported already, call its function now."""
+        """Watch the imports of the modules in `actions`. For a module that is imported already, call the function now."""
         for name, action in self._actions.items():
             if name in sys.modules:
                 action(sys.modules[name])
@@ -34,7 +34,7 @@ class ImportWatch(MetaPathFinder):
             sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return a watched module's spec from the other finders, with a loader that calls the module's function. Otherwise return None."""
+        """Return a watched module's spec, with a loader that also calls the function in `actions`. Otherwise return None."""
         if name not in self._actions or name in self._asked:  # avoid a recursion: another finder may ask this one again
             return None
         self._asked.add(name)

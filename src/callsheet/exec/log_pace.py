@@ -28,7 +28,10 @@ class LogPace:
         self._last = 0.0
 
     def adapt(self, seconds: float) -> bool:
-        """Double `steps` if the new metrics record, made after `seconds` of training, came too soon. Return whether `steps` changed."""
+        """Double `steps` if the new metrics record came too soon after the previous one. Return whether `steps` changed.
+
+        `seconds` is the total training time at the new record.
+        """
         since, self._last = seconds - self._last, seconds
         if self._is_fixed or since >= _MIN_SECONDS:
             return False
@@ -44,7 +47,7 @@ class LogPace:
 
 
 class PacedRecords(HostedRecords):
-    """Makes metrics records at the interval that `pace` determines. `pace` is set before training."""
+    """Makes metrics records at the interval that `pace` determines. `pace` must be set before training."""
 
     pace: LogPace
 

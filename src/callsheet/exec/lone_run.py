@@ -47,7 +47,7 @@ class LoneRun(HostedRun):
     records: PacedRecords
 
     def count_unreported_step(self, optimizer: Optimizer, loss: Tensor | None, samples: int, tokens: int) -> int:
-        """Count a step to which no handler listens, and whose start was not reported to the lifecycle driver.
+        """Count a step that no handler listens to, and whose start was not reported to the lifecycle driver.
 
         This does the same as `start_step` of the driver and then `end_step` of this class, but in one function. Each function call
         takes several microseconds, because the operations of the training step push callsheet's code out of the processor's caches.

@@ -47,7 +47,7 @@ class LoopEvaluations:
             evaluation.driver.end("eval_step")
 
     def end_dataset(self, dataset: str, results: Mapping[str, float], *, is_in_step: bool) -> None:
-        """End the evaluation of `dataset`, and record its `results`. In a training step, only keep the results for `fire_delayed`."""
+        """End the evaluation of `dataset`, and record its `results`. During a training step, only store them for `fire_delayed`."""
         evaluation = self._evaluation
         if is_in_step:
             self.delayed[dataset] = results

@@ -42,7 +42,7 @@ Some scripts make a new model and optimizer thousands of times, as in federated 
 
 
 class _Fetched(NamedTuple):
-    """A batch of a dataloader. `batch` is None after the end of the data, and while a loop is observed."""
+    """The latest batch of a dataloader. `batch` is None after the end of the data. It is also None while a loop is observed."""
 
     batch: Any
     loader: weakref.ref[Any]

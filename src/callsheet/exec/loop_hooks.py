@@ -1,4 +1,4 @@
-"""The hooks through which a recognized training loop is observed: hooks in its model, and the observation of its losses."""
+"""The hooks through which a recognized training loop is observed: on its model, on its losses' `backward`, and on its optimizer."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LoopBackwardWatch(BackwardWatch):
 
 
 class LoopOptimizerHooks(OptimizerHooks):
-    """Ends the loop's step when the optimizer has stepped, and counts unreported steps (see `BareLoop`)."""
+    """Ends the loop's step when the optimizer has stepped. A step that was not reported to the lifecycle driver is only counted."""
 
     def __init__(self, loop: BareLoop) -> None:
         self._loop = loop

@@ -319,7 +319,7 @@ def _short(path: Path) -> str:
 
 
 def _config(script: Script) -> dict[str, Any]:
-    """Return the script's arguments as settings by name: `--lr 0.1` is `lr`. Values that look like credentials become `...`."""
+    """Return the script's arguments as a dict: `--lr 0.1` becomes `{"lr": "0.1"}`. Values with a secret's name become `...`."""
     found: dict[str, Any] = {"script": script.target}
     positional: list[str] = []
     name = ""

@@ -197,7 +197,7 @@ class SnapshotCapture:
                 delattr(made, name)
 
     def snapshot_class_for(self, ctx: Context) -> tuple[type[Snapshot], TrainState | None]:
-        """Return this run's snapshot class, and the `TrainState` for which it is valid (None if it may be used only once).
+        """Return this run's snapshot class, and the `TrainState` for which the class is valid (None: use the class only once).
 
         The class is valid as long as `ctx.state` is the returned `TrainState`.
         """

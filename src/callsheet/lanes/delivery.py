@@ -53,7 +53,7 @@ class CallbackLane:
             self._process.end(at_once=is_busy)
 
     def join(self, seconds: float) -> None:
-        """Wait until the callback's process, if there is one, has exited. If it still runs after `seconds`, kill it. `end` must be called before."""
+        """Wait until the callback's process, if any, has exited. After `seconds`, kill it. The caller must call `end` before."""
         if self._process is not None:
             self._process.join(seconds)
 
@@ -86,7 +86,7 @@ class CallbackLane:
 
 
 def join(lanes: Iterable[CallbackLane]) -> None:
-    """Wait, at most `END_SECONDS` in total, for the processes of these lanes to exit. `end` must be called on each lane before."""
+    """Wait, at most `END_SECONDS` in total, for the processes of these lanes to exit. The caller must first call `end` on each."""
     until = time.monotonic() + END_SECONDS
     for lane in lanes:
         lane.join(max(0.0, until - time.monotonic()))

@@ -153,7 +153,7 @@ class LaneSet:
         return None
 
     def with_drain(self, run_end: CompiledEvent) -> CompiledEvent:
-        """Return `run_end` with one more handler. Before loggers are called, this handler waits for callbacks in other threads.
+        """Return `run_end` (the handlers of `on_run_end`), with a wait for callbacks in other threads added before the loggers.
 
         The loggers close their files at `on_run_end`, so what the lanes log must arrive before that.
         """
@@ -196,7 +196,7 @@ class LaneSet:
         self._until = time.monotonic() + seconds
 
     def drain(self, share: float = _BEFORE_THE_END) -> list[str]:
-        """Wait until callbacks in other threads have handled all events so far, but for each at most `share` times its deadline.
+        """Wait until callbacks in other threads have handled all events so far, but use up at most `share` of each deadline.
 
         Return a description of the events that were not delivered.
         """

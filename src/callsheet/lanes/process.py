@@ -124,7 +124,7 @@ class Process(Background):
         return child.pid if child is not None else None
 
     def end(self, *, at_once: bool = False) -> None:
-        """End the callback's process without waiting for its exit. Call `join` afterwards to wait for the exit.
+        """Make the callback's process exit. This method does not wait for the exit; `join` does.
 
         Args:
             at_once: whether to kill the process. Otherwise the connection is closed, after which the process exits.

@@ -1,4 +1,4 @@
-"""The program of the process in which a callback runs: `python -m callsheet.lanes.process_worker FD`.
+"""The program of the process in which a callback runs: `python -m callsheet.lanes.process_worker FD` (FD: a socket's descriptor).
 
 The program unpickles what it receives. That is safe, because only the run's process and this process can use the pair of sockets.
 """

@@ -152,7 +152,7 @@ class Lane:
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
-        """Accept no more items, and end the thread after the current item. Waiting items are dropped; to process them, call `drain` first."""
+        """Accept no more items, and end the thread after the current item. Items that still wait are dropped (see `drain`)."""
         with _starting:
             self.is_inert, self.room = True, 0
         self.items.clear()
@@ -306,7 +306,7 @@ class Lane:
 
 
 class _Waiting:
-    """A wrapper around one item in a queue. It is equal only to itself, so `remove` never removes an equal item instead."""
+    """A wrapper around one item in a queue. It equals only itself, so `remove` never removes another wrapper with an equal item."""
 
     __slots__ = ("item",)
 
@@ -323,7 +323,7 @@ class _Dispatcher:
         self._thread: threading.Thread | None = None
 
     def take(self, lane: Lane) -> None:
-        """Start to check the queue of this lane regularly."""
+        """Begin to check the queue of this lane regularly."""
         with self._lock:
             self._lanes.add(lane)
             if self._thread is None:

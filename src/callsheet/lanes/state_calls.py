@@ -62,7 +62,7 @@ class _Attempt(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Call the function, and store its result or error for `result`."""
+        """Call the function, and store its result or its error, which the method `result` then returns or raises."""
         try:
             self._result = self._call()
         except Exception as error:  # `result` raises the error on the caller's thread

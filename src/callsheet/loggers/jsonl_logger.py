@@ -222,7 +222,7 @@ class JSONLLogger(Logger):
         self._event(ctx, "file", name=name, path=path)
 
     def log_costs(self, ctx: Context, report: CostReport) -> None:
-        """Append to `costs.jsonl` how much time this process's callbacks have taken so far. Only a process's last line counts."""
+        """Append to `costs.jsonl` the time that this process's callbacks have taken so far. Readers use a process's last line."""
         self._append("costs.jsonl", {**self._moment(ctx), **report.to_dict()})
 
     def log_timeline(self, ctx: Context, window: Window) -> None:
@@ -231,7 +231,7 @@ class JSONLLogger(Logger):
     # --- state for checkpoints, and private methods ---
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the number of metrics records so far, by which a resumed run finds the records that are later than the checkpoint."""
+        """Return the number of metrics records so far. A resumed run thus finds the records written after the checkpoint."""
         return {"records": self._records}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

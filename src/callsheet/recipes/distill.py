@@ -74,7 +74,7 @@ class DistillConfig(FinetuneConfig):
             self.model = replace(self.model, tokenizer=self.teacher.tokenizer or self.teacher.path)
 
     def teacher_length(self) -> str:
-        """Return for how long a teacher without a `path` is trained.
+        """Return the training duration of a teacher that has no `path`.
 
         If `teacher_duration` is a multiple of `max_duration`, such as `2dur`, it is converted to the unit of `max_duration`.
 
@@ -208,7 +208,7 @@ class Distill(Finetune):
         return exported
 
     def _inner_recipe(self, name: str, model: LanguageModel, length: str, lora: Lora | None) -> Finetune:
-        """Return a recipe that fine-tunes `model` on this run's data. If its run exists in the subfolder `name`, resume that run."""
+        """Return a recipe that fine-tunes `model` on this run's data. The recipe resumes a run in the subfolder `name`, if any."""
         kept = {each.name: getattr(self.config, each.name) for each in fields(FinetuneConfig)}
         own = {
             "run_name": name,

@@ -85,7 +85,7 @@ def client_for(mlflow: Any, run: RunInfo, uri: str | None) -> Any:
 
 
 def run_of_before(mlflow: Any, client: Any, run_id: str) -> Any:
-    """Set the status of an MLflow run, which an earlier process of this training run created, to RUNNING. Return the MLflow run.
+    """Return the MLflow run that an earlier process of this training run created, after setting the MLflow run's status to RUNNING.
 
     If the run no longer exists, log a warning and return None.
     """
@@ -134,7 +134,7 @@ def new_run(mlflow: Any, client: Any, experiment: str | None, name: str, tags: M
 
 
 def allowed(name: str) -> str:
-    """Return `name` with only the characters and path parts that MLflow allows."""
+    """Return `name` as MLflow allows it: other characters become `_`, and empty path parts are removed."""
     parts = re.sub(r"[^\w.\- :/]", "_", name, flags=re.ASCII).split("/")
     return "/".join(part if part.strip(".") else part.replace(".", "_") for part in parts if part)[:LONGEST_NAME] or "_"
 

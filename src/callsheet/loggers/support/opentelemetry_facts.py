@@ -22,7 +22,7 @@ def about(ctx: Context) -> dict[str, Any]:
 
 
 def attribute(value: Any) -> Any:
-    """Return `value` if it is valid for an OpenTelemetry attribute, otherwise its text. Integers over 64 bits become texts, too."""
+    """Return `value` if it is valid for an OpenTelemetry attribute, otherwise `str(value)`. Integers over 64 bits are not valid."""
     is_known = isinstance(value, (bool, float, str)) or (isinstance(value, int) and -(2**63) <= value < 2**63)
     return value if is_known else str(value)
 

@@ -56,7 +56,7 @@ class OutputLog:
                 self._append("".join(f"{line}\n" for line in shown).encode("utf-8", "backslashreplace"))
 
     def failure(self) -> OSError | None:
-        """Return the error of a failed write since the last call, or None. Of several failures in a row, return only the first."""
+        """Return the error if a write has failed since the last call, else None. Of failures in a row, only the first counts."""
         failure, self._failure = self._failure, None
         return failure
 

@@ -26,7 +26,7 @@ class ValidRecords:
     step: int = 0
 
     def are_repeated_by(self, step: int) -> bool:
-        """Return whether a new record at `step` replaces old records of the checkpoint's step, logged after the checkpoint."""
+        """Return whether a record at `step` replaces the records of the checkpoint's step that were logged after the checkpoint."""
         return self.kept > self.before and step <= self.step
 
 
@@ -53,7 +53,7 @@ def valid_records(ctx: Context, steps: Sequence[int], counted: int | None) -> Va
 
 
 def _is_own(ctx: Context, checkpoint: str) -> bool:
-    """Return whether the checkpoint belongs to this run: its path is in the run's folder or in the run's folder of checkpoints."""
+    """Return whether the checkpoint belongs to this run: its path is in the run's folder or in `run.checkpoints`."""
     run = ctx.run
     if "://" in run.checkpoints:
         return checkpoint.startswith(f"{run.checkpoints.rstrip('/')}/")

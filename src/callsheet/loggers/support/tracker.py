@@ -35,7 +35,7 @@ _SECRETS = ("password", "secret", "token", "key")
 
 
 class Opened(NamedTuple):
-    """A run in the experiment tracker. `is_ours`: whether the logger opened the run itself, and must therefore close it."""
+    """A run in the experiment tracker. `is_ours` says whether the logger opened the run itself, and must therefore close it."""
 
     run_id: str
     is_ours: bool = True
@@ -121,7 +121,7 @@ class Tracker(Logger):
                 self._close(ctx, ctx.run.outcome or Outcome.FINISHED)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the tracker's run id and the training run's name. A run that loads this id under another name is a fork."""
+        """Return the tracker's run id and the training run's name. If another run loads both, it opens a new tracker run."""
         return dict(self._saved) if self._saved.get("run_id") else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -145,7 +145,7 @@ class Tracker(Logger):
         raise NotImplementedError
 
     def _module(self) -> Any:
-        """Import and return the tracker's package. No attribute stores the module, because modules cannot be copied with the logger."""
+        """Import and return the tracker's package. It is not stored in an attribute, because modules cannot be copied."""
         return load(self.package, extra=self.extra, wanted_by=type(self).__name__)
 
 

@@ -177,7 +177,7 @@ class Conversations:
         return text
 
     def _ids(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the token ids of a text. `special` adds special tokens, which a rendered template already contains."""
+        """Return the token ids of a text. With `special`, add special tokens. A rendered chat template already contains them."""
         return list(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     def _ended(self, ids: list[int]) -> list[int]:

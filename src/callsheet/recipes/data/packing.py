@@ -23,7 +23,7 @@ The first number of a pair is the limit between rows of the same shape, the seco
 
 
 def plan(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Return the indices of the examples in each row of `room` tokens, chosen by the best-fit-decreasing algorithm.
+    """Assign the examples to rows of `room` tokens (best-fit-decreasing). Return, for each row, the indices of the row's examples.
 
     The longest examples come first. Each is put into the row where it leaves the least room.
     """

@@ -72,7 +72,7 @@ class Rows:
         return self._dataset(files, columns)
 
     def _of_folder(self) -> list[str]:
-        """Return the JSON-lines files in the folder `path`. If their names begin with splits' names, return only the chosen split's files."""
+        """Return the JSON-lines files in the folder `path`. If file names begin with splits' names, return only `split`'s files."""
         folder = Path(self.path)
         if not folder.is_dir() or (folder / "metadata.jsonl").exists() or (folder / "dataset_info.json").exists():
             return []
