@@ -85,7 +85,7 @@ class HostedRun(Run):
     """The gradient norm of the step if the host knows it when `clip_gradients` ends, otherwise None."""
     counted = (0, 0)
     """The numbers of samples and tokens in the current step."""
-    _next_boundary = 0  # the next step at whose end an action is due, apart from callbacks' requests
+    _next_boundary = 0  # something is due at the end of this step, even if no callback makes a request before
     _is_dropping = False  # whether `drop_step` is ending a step that must not be counted
 
     def __init__(
@@ -290,7 +290,7 @@ class HostedRun(Run):
         self.lifetime.end()
 
     def fails_by(self, leave: Callable[[Exception], None]) -> None:
-        """Let `leave`, a method of the host, handle the errors in hooks that observe the loop.
+        """Store `leave`, a method of the host, which is called with each error that is raised in a hook that observes the loop.
 
         `leave` raises an error if the user must know about it. Otherwise, the user's training continues. Only a weak reference to
         the host is kept.

@@ -178,7 +178,7 @@ class LifecycleDriver:
         lack_listeners = [all(part.span.starts is None and part.span.ends is None for part in group) for group in self._groups]
         # If a handler of a later event reads the outputs of the forward pass, treat the forward pass as having listeners.
         lack_listeners[_BACKWARD] &= "outputs" not in self._ctx.kept
-        # The backward pass ends when a later span starts. So if it has listeners, treat the later spans as having listeners too.
+        # The start of a later span ends the backward pass. So if the backward pass has listeners, later spans must be reported too.
         for later in _AFTER_BACKWARD:
             lack_listeners[later] &= lack_listeners[_BACKWARD]
         step = self._step

@@ -395,7 +395,7 @@ class OptimizerHooks(NotCopied):
             if not self._has_begun:  # the optimizer has not called the closure, so the start was not reported yet
                 self._report_start()
         elif (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
-            # This is the first step with a closure. Without listeners, no hook was registered that could wrap the closure.
+            # This is the first step with a closure, and the hook that wraps a closure was not registered, because nothing listens.
             # Register the hook for the next steps, because checkpoints need the last step's loss.
             self.expect_closures()
 

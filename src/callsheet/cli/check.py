@@ -46,7 +46,7 @@ def first_error(parser: ArgumentParser, sources: Iterable[Source]) -> str:
 
 @dataclass(slots=True)
 class _Made:
-    """A class or function that is given as the value of a key, and the names of the arguments that are given for it."""
+    """A class or function that a recipe file gives as the value of a key, and the names of the arguments that the file passes to it."""
 
     at: str
     owner: Any

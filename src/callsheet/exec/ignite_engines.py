@@ -55,7 +55,7 @@ class IgniteEngines:
         self._names.clear()
 
     def switch(self) -> Any:
-        """Make the innermost running engine the trainer, because the observed optimizer has stepped in that engine's run.
+        """From now on, treat the innermost running engine as the trainer, because the observed optimizer has stepped in it.
 
         Return the engine's batch.
         """

@@ -512,7 +512,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         self._requests.is_written, self._path, self._step = True, _checkpoint(args, state), state.global_step
         order = run.eval.order
         if order.allows("DS"):
-            self._fire_due(run)  # the written checkpoint fulfills requests that callbacks make at this event
+            self._fire_due(run)  # at `on_checkpoint_due`, callbacks may request the checkpoint that was just written
             self._fire_checkpoint(run)
         elif order.allows("S"):
             self._fire_checkpoint(run)

@@ -109,7 +109,7 @@ class InstructLabGuest(Guest):
     # --- handlers of callsheet's events, which call the hooks in InstructLab's order ---
 
     def _train_begins(self, ctx: Context) -> Awaitable[None] | None:
-        ended = self._ended()  # the hook calls that end an earlier training in this run, if they were not made yet
+        ended = self._ended()  # call the end hooks of an earlier training in this run, if they were not called yet
         self._begin()
         context, run, now = self.context, ctx.run, ctx.state.timestamp
         context.step, context.epoch = now.batch + 1, now.epoch

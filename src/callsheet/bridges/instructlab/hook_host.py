@@ -247,7 +247,7 @@ class InstructLabHost(HostBase):
     def on_step_begin(self, run: HookedRun, context: TrainingContext) -> None:
         """Fire the start of a step."""
         if context.step <= run.ctx.step:
-            run.counts.doubt()  # the step has begun already
+            run.counts.doubt()  # this hook was called for this step before, so the counts may be wrong
         else:
             self._begin_step(run, context)
 

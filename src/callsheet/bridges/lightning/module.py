@@ -30,12 +30,12 @@ class ModuleFacade(OfGuest):
 
     @property
     def configure_model(self) -> Any:
-        """LightningModule's own `configure_model`, so that Lightning finds that the method is not overridden."""
+        """`LightningModule.configure_model` itself, so that Lightning's check whether the method is overridden says no."""
         return self._inherited("configure_model")
 
     @property
     def optimizer_step(self) -> Any:
-        """LightningModule's own `optimizer_step`, so that Lightning finds that the method is not overridden."""
+        """`LightningModule.optimizer_step` itself, so that Lightning's check whether the method is overridden says no."""
         return self._inherited("optimizer_step")
 
     @property

@@ -58,7 +58,7 @@ class MegatronBridgeRun(Common):
     on_data_init_start = on_train_start = on_train_end = on_train_step_start
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Create the callbacks' context with the step's results. As in Megatron, this step is not counted yet."""
+        """Create the callbacks' context with the step's results. As in Megatron, `state.train_state.step` does not count this step yet."""
         chunks, norm = self._at(ctx, ctx.state.timestamp.batch - 1), ctx.grad_norm
         made = CallbackContext if norm is None or type(norm) is float else StepContext
         losses, was_skipped = _named(ctx.loss_dict), bool(ctx.step_skipped)

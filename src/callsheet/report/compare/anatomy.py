@@ -188,7 +188,7 @@ def _means(parts: Sequence[Part]) -> tuple[float, float]:
 
 
 def _may_be_noise(kind: Kind, baseline: Sequence[Part], parts: Sequence[Part], is_as_whole: bool) -> bool:
-    """Return whether the difference between two groups of runs, in the time of one part of a step, may be noise.
+    """Return whether two groups of runs differ so little in the time of one part of a step that the difference may be noise.
 
     If a group has several runs, the spread over the runs decides. With one run in each group, whole steps are compared as in
     `difference`. Spans are compared by a rank test of their timing windows (Mann and Whitney, 1947), because a few slow windows
