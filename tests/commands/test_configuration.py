@@ -365,4 +365,4 @@ def test_help_lists_classes_by_name_and_how_to_see_more(place: Path, capsys: pyt
     assert "Namespace(" not in printed
     with pytest.raises(SystemExit):
         main(["train", "tiny.yaml", "--callbacks.help", "callsheet.callbacks.EMA"])
-    assert "the number of steps after which the influence of a" in capsys.readouterr().out
+    assert "the number of steps after which a step" in capsys.readouterr().out
