@@ -27,9 +27,10 @@ class TrackioLogger(Tracker):
     `trackio show` shows it. Trackio writes the data from its own thread, twice a second; the end of the run waits up to 30
     seconds for this thread.
 
-    A resume continues the run of the same name and id; steps that are trained again appear twice. If a Trackio run is open that no
-    logger opened, the logger uses it and leaves it open. The outcome and an exception are logged as alerts of Trackio, such as
-    `run finished` and `exception`. NaN and infinite values are kept. A file becomes an artifact of the run.
+    A resume continues the latest Trackio run of the same name, with a warning if it is not the run of the checkpoint. Steps that are
+    trained again appear twice. If a Trackio run is open that no logger opened, the logger uses it and leaves it open. The outcome
+    and an exception are logged as alerts of Trackio, such as `run finished` and `exception`. NaN and infinite values are kept. A
+    file becomes an artifact of the run.
 
     Args:
         project: the project of the runs.
