@@ -51,7 +51,7 @@ ONE_FRAMEWORK := tests/bridges/test_huggingface.py tests/bridges/test_bare.py te
 
 setup: $(TEST)  ## create .venv with what make test needs
 
-test: setup  ## the core, the trainer, callbacks, loggers, recipes and one framework: about six minutes with a new venv, less later
+test: setup  ## the core, the trainer, callbacks, loggers, recipes and one framework: about seven minutes with a new venv, five later
 	$(PYTEST) -m "not browser and not slow and not test_all" $(CORE) $(ONE_FRAMEWORK)
 
 test-all: test $(READY)  ## make test, then every framework in its pinned version, many ranks and processes, and the browser; about half an hour on two cores
