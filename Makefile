@@ -35,7 +35,7 @@ $(DEMO): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[hf]'
 	touch $@
 
-demo: $(DEMO)  ## train a small language model on the standard library's source, under three minutes including the installation; RESUME=new starts a new run
+demo: $(DEMO)  ## train a small language model on the standard library's source, about three minutes including the installation; RESUME=new starts a new run
 	$(BIN)/callsheet train pretrain --resume $(RESUME)
 
 $(TEST): pyproject.toml constraints.txt

@@ -354,7 +354,7 @@ class Costs:
         taken: dict[str, float] = {}
         for cell in self._cells.values():
             if cell.event in PATH_EVENTS:
-                taken[cell.callback] = taken.get(cell.callback, 0.0) + (cell.window_seconds)
+                taken[cell.callback] = taken.get(cell.callback, 0.0) + cell.window_seconds
         for label, seconds in taken.items():
             share, each = seconds / self._window_seconds, seconds / steps
             if label not in self._named and is_costly(share, each, steps, least=self._warn_share):
