@@ -315,7 +315,7 @@ def main() -> None:
         sys.exit("There is no set to show. Run at least one, with --sets 1.")
     print(f"# {machine()}; one thread, processor time of the thread\n")
     print(
-        f"Targets, relative to what Ignite adds: at most {TARGETS[NOBODY]} without listeners, {TARGETS[TEN]} with ten callbacks.\n"
+        f"Targets: at most {TARGETS[NOBODY]} times what Ignite adds if no callback listens, and {TARGETS[TEN]} times with ten callbacks.\n"
     )
     show(sets)
 

@@ -274,7 +274,7 @@ def main() -> None:
         job.read_data()
         count = tokens(job)
     print(
-        f"{machine()}; medians over {turns} rounds of {STEPS} steps of {BATCH} conversations, {count:,} tokens in total, without padding, "
+        f"{machine()}; medians over {turns} rounds; a round has {STEPS} steps of {BATCH} conversations, together {count:,} tokens without padding; "
         "one thread; each ratio compares times of the same round\n"
     )
     print("| loop | ms per step | tokens per second | time relative to the plain loop |\n| --- | --- | --- | --- |")

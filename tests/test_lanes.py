@@ -233,7 +233,7 @@ def test_in_a_forked_child_lanes_are_inert_and_empty(gate: threading.Event) -> N
 
 
 def test_one_that_burns_the_interpreter_is_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("callsheet.lanes.queue._BUSY_CHECK_SECONDS", 0.05)
+    monkeypatch.setattr("callsheet.lanes.load_warnings._BUSY_CHECK_SECONDS", 0.05)
 
     def burn(item: int) -> None:
         end = time.thread_time() + 0.03
@@ -302,7 +302,7 @@ def test_items_are_distinguished_without_being_compared(overflow: str, gate: thr
 def test_one_that_never_gets_to_the_end_of_its_queue_is_named_too(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("callsheet.lanes.queue._BUSY_CHECK_SECONDS", 0.05)
+    monkeypatch.setattr("callsheet.lanes.load_warnings._BUSY_CHECK_SECONDS", 0.05)
 
     def burn(item: int) -> None:
         end = time.thread_time() + 0.02

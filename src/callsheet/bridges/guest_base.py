@@ -94,7 +94,7 @@ class SharedFirst(CompositeHandler):
         return method
 
     def __call__(self, ctx: Context) -> None:
-        """Call the method of the shared state, then the guest's own handler."""
+        """Call the method `first` of the state that several guests share, then the guest's own handler."""
         self.first(ctx)
         if self._rest is not None:
             self._rest(ctx)

@@ -50,7 +50,7 @@ class HostEvaluation:
         """
 
     def due(self, ctx: Context, is_over: bool) -> list[str]:
-        """Return `[""]`, a single dataset without a name, if `evaluate` must be called now; otherwise an empty list.
+        """Return the names of the datasets to evaluate now: `[""]`, a single dataset without a name, or an empty list.
 
         If the framework evaluates later, ask its host for the evaluation here.
         """

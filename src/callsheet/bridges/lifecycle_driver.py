@@ -201,7 +201,7 @@ class LifecycleDriver:
         return not self.parts[name].has_no_listeners
 
     def start(self, name: str) -> None:
-        """Start a span. Before that, start the spans around it, and start and end the earlier spans that the loop has not reported.
+        """Start a span. Start the enclosing spans first, and catch up on the spans before it that the loop has not reported: start and end them.
 
         If the span is already open, do nothing. But if the span can be repeated, as a microbatch can, end it and start the next one.
         """

@@ -38,7 +38,7 @@ class Source:
         return self.path is None and not self.variable
 
     def gives(self, key: str) -> bool:
-        """Return whether this source has a value for the key or for a part of it."""
+        """Return whether this source has a value for `key` or for a key inside it, such as `a.b` for `a`."""
         node: Any = self.values
         while key and isinstance(node, Mapping):
             first, _, key = key.partition(".")

@@ -39,7 +39,7 @@ class LogPace:
         return True
 
     def shorten(self, seconds: float) -> bool:
-        """Reset `steps` to ten if `seconds`, the training time since the last record, is too long. Return whether `steps` changed."""
+        """Reset `steps`, the steps from one record to the next, to ten if the last record is too many `seconds` of training ago. Return whether it changed."""
         if self._is_fixed or self.steps == FIRST_INTERVAL or seconds < _MAX_SECONDS:
             return False
         self.steps = FIRST_INTERVAL

@@ -42,7 +42,7 @@ class LoopBatches:
         """The number of batches that were fetched since the iteration over the dataloader began."""
 
     def on_all_ranks(self, counts: tuple[int, int]) -> tuple[int, int]:
-        """Return the samples and the tokens of all ranks together, assuming that every rank has as many as this rank (`counts`)."""
+        """Return the numbers of samples and tokens on all ranks together, assuming that each rank has the same numbers (`counts`)."""
         return counts[0] * self._ranks, counts[1] * self._ranks
 
     def come_from(self, loader: Any) -> bool:

@@ -170,7 +170,7 @@ class LoopFinder:
             log_failure("the loop cannot be observed", error)
 
     def batches(self, given: Callable[[Any], Any], loader: Any) -> Iterator[Any]:
-        """Yield the batches of a framework's dataloader. Its iterator, `given(loader)`, fetches them from a torch dataloader.
+        """Yield the batches of `loader`, a framework's dataloader. `given(loader)` returns an iterator that fetches them from a torch dataloader.
 
         Each batch is observed when the script gets it, because the framework may fetch batches ahead.
         """
@@ -406,7 +406,7 @@ def model_of(optimizer: Optimizer) -> nn.Module | None:
 
 
 def _best_roots(wanted: set[int]) -> list[nn.Module]:
-    """Return the root modules with the most parameters whose ids are in `wanted`. Among equals, prefer the fewest other parameters."""
+    """Return the root modules that have the most of the parameters in `wanted` (a set of ids) and, among those, the fewest other parameters."""
     best: list[nn.Module] = []
     best_score = (0, 0)
     for module in _roots():

@@ -16,11 +16,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from math import inf
 from typing import Any, NamedTuple
 
 from callsheet.core.lane_options import LaneOptions
 from callsheet.errors import text_of
+from callsheet.lanes.load_warnings import LoadWarnings
 
 logger = logging.getLogger("callsheet")
 
@@ -28,11 +28,7 @@ _starting = threading.RLock()  # this lock is held while a lane's thread is star
 _LOOK_SECONDS = 0.1  # time between two checks of a queue; a check wakes a thread, which delays training by about 0.2 ms
 _IDLE_LOOK_SECONDS = 0.4  # the longest time between two checks by the dispatcher thread, while all lanes are idle
 _WAIT_SECONDS = 0.002  # time between two checks of a lane while the training thread waits for the lane
-_BUSY_SHARE = 0.02  # a lane whose thread computes for more than this fraction of the time causes a warning
-_BUSY_CHECK_SECONDS = 5.0  # the interval at which a lane checks how much processor time its thread has used
-_BUSY_SECONDS = 0.5  # after this much processor time since the last check, check again before the interval is over
-_BLOCKED_SECONDS = 0.5  # how long training must have waited for a full queue before a warning
-_LOOK_EVERY = 64  # in a lane that is never empty, the number of items between two checks of the processor time of its thread
+_LOOK_EVERY = 64  # in a lane that is never empty, the number of items between two checks of its thread's processor time
 
 
 class Undelivered(NamedTuple):
@@ -103,11 +99,7 @@ class Lane:
         self._wake_on_put = wake_on_put
         self._in_hand = False
         self._has_given_up = False  # True if `put` no longer waits for room in a full queue
-        self._has_warned_busy = False
-        self._blocked = 0.0  # seconds that training has waited for room in the queue
-        self._blocked_since = inf  # when training first waited for room in the queue; inf if training has not waited
-        self._has_warned_blocked = False
-        self._looked_at = time.monotonic(), 0.0  # the wall clock and the thread's processor time at the last check
+        self._load = LoadWarnings(name, self._limit)
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._helping = threading.Lock()  # held by a caller that processes the items itself, since no thread can start
@@ -219,32 +211,16 @@ class Lane:
         """Wait until the queue has room. Return False if the queue's thread makes no progress before the deadline."""
         left, now = len(self.items), time.monotonic()
         moved_at = now
-        self._blocked_since = min(self._blocked_since, now)
         while len(self.items) >= self._limit and not self.is_inert:
             self.look()
             time.sleep(_WAIT_SECONDS)
             before, now = now, time.monotonic()
-            self._blocked += now - before
-            self._warn_if_blocked(now)
+            self._load.add_wait(before, now)
             if len(self.items) < left:
                 left, moved_at = len(self.items), now
             elif now - moved_at > self.options.deadline:
                 return False
         return True
-
-    def _warn_if_blocked(self, now: float) -> None:
-        """Warn once that training waits because this queue is full and its thread is slow."""
-        if self._has_warned_blocked or self._blocked < _BLOCKED_SECONDS:
-            return
-        self._has_warned_blocked = True
-        logger.warning(
-            "Training waited %.1f s of the last %.1f s for callback %s: its lane's queue of %d events is full (overflow='block'). "
-            "Let it handle fewer events (an interval), or pass overflow='drop_oldest' or overflow='latest'",
-            self._blocked,
-            now - self._blocked_since,
-            self.name,
-            self._limit,
-        )
 
     def _forget(self, waiting: _Waiting) -> None:
         try:
@@ -254,7 +230,7 @@ class Lane:
         self.dropped += 1
 
     def _work(self) -> None:
-        self._looked_at = time.monotonic(), time.thread_time()
+        self._load.begin()
         while not self.is_inert:
             done = self.done
             self._wake.wait(_LOOK_SECONDS if self.looks_itself else None)
@@ -280,29 +256,8 @@ class Lane:
                     )
                 self.done += 1
             item = None  # release the item, so that it does not stay in memory while the lane waits
-            self._warn_if_busy()
+            self._load.check_thread()
         self._in_hand = False
-
-    def _warn_if_busy(self) -> None:
-        """Warn once if the lane's thread computes a lot, which slows training: only one thread at a time runs Python code."""
-        if self._has_warned_busy:
-            return
-        (began, used), now = self._looked_at, (time.monotonic(), time.thread_time())
-        seconds, busy = now[0] - began, now[1] - used
-        if seconds < _BUSY_CHECK_SECONDS and busy < _BUSY_SECONDS:
-            return
-        self._looked_at = now
-        if busy >= _BUSY_SHARE * seconds:
-            self._has_warned_busy = True
-            logger.warning(
-                "Callback %s used %.2g s of processor time in its lane in the last %.2g s (%.0f %%). Python code in a thread stops the training "
-                "thread for as long as it holds the interpreter lock: let the callback do less, or run it in a process of its own with "
-                "callsheet.Process(...)",
-                self.name,
-                busy,
-                seconds,
-                100 * busy / seconds,
-            )
 
 
 class _Waiting:

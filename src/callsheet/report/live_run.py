@@ -73,7 +73,7 @@ class LiveRun:
         self._body, self._body_version = b"", ""
 
     def news(self, since: str) -> bytes | None:
-        """Return the page's current data as JSON, or None if the page already has this data (the version `since`)."""
+        """Return the current data as JSON, or None if the page is up to date. `since` is the version of the data that the page has."""
         with self._lock:
             disabled_reason = self._refresh()
             if self._run.version == since:

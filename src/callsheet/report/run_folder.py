@@ -41,7 +41,7 @@ _TEXTS = ("hyperparameters.json", "settings.json", "environment.json", "config.y
 _MOST_TEXT, _LOG_TAIL = 2**20, 2**16
 _MOST_WINDOWS, _MOST_SLICES = 200, 20_000
 _MOST_TABLES, _TABLE_ENTRIES, _MOST_LOGS, _MOST_EVENTS = 200, 40, 64, 50_000
-# A run counts as lost if it has written nothing for this number of seconds, and for this many usual gaps between records.
+# A run counts as lost if it has written nothing for `_LOST_AFTER_SECONDS` and for `_LOST_AFTER_GAPS` times the usual gap.
 # The usual gap is the median time between two records of the run.
 _LOST_AFTER_SECONDS, _LOST_AFTER_GAPS = (300.0, 10)
 _LARGEST_IMAGE = 16 * 2**20

@@ -153,7 +153,7 @@ def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
             _set(attributes, name, before)
             return
         # If another library has set the attribute since, keep its value, which may still call our function.
-        # If callsheet has since set a newer function, then that function must later restore `before` instead of our function.
+        # If callsheet has since set a newer function, which would later restore ours, then let it restore `before`.
         while isinstance(now, FunctionType) and _BEFORE in vars(now):
             if vars(now)[_BEFORE] is value:
                 setattr(now, _BEFORE, before)

@@ -57,7 +57,7 @@ class Records:
         if scale is not None:
             losses = {name: loss * scale for name, loss in losses.items()}
         loss = losses["loss"]
-        if moved:  # the loss of a skipped step may have overflowed, so the earlier loss is kept then
+        if moved:  # after a skipped step, keep the earlier loss, because the loss of a skipped step may have overflowed
             self.last_loss = loss
         if not self.are_read:
             return

@@ -213,7 +213,7 @@ class Evaluation:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state that `state_dict` returned, but leave the evaluators' schedules and random states to `add`."""
+        """Load the state that `state_dict` returned. `add` loads an evaluator's schedule and random states later, when the evaluator is added."""
         self._resumed = state["schedules"]
         self.results = {name: dict(result) for name, result in state["results"].items()}
         self.undone = DueEvaluation.from_state(state["undone"]) if state["undone"] is not None else None

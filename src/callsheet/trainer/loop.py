@@ -154,7 +154,7 @@ class TrainLoop:
                                 means = added(means, ctx.loss, losses, share)
                         del ctx.microbatch, ctx.loss
                     ctx.loss = means["loss"]
-                    # Keep the autograd graph of a single loss until the next loss exists: allocating the next graph is then faster.
+                    # If the task returned a single loss, keep its autograd graph until the next loss exists: allocating the next graph is then faster.
                     if type(losses) is not Tensor:
                         del losses  # losses that had no backward pass still hold their autograd graphs, so free them
                     precision.unscale(optimizer)

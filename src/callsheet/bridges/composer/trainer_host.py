@@ -58,7 +58,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
             {Event.BEFORE_TRAIN_BATCH.value: self._before_train_batch, Event.AFTER_LOSS.value: self._after_loss_again},
         )
         self._handlers: dict[Any, Callable[..., None]] = self._idle  # the handlers in use now, by the value of Composer's event
-        self._last_event = ""  # the last event of a step that Composer has fired, or "" before the first
+        self._last_event = ""  # the step event that Composer fired most recently, or "" before the first
 
     def run_event(self, event: Any, state: Any, logger: Any) -> None:
         """Handle an event of Composer. An error in a callback is raised. After an error in callsheet, training continues."""

@@ -127,7 +127,7 @@ class IgniteGuest(Guest):
         return self.foreign.listens_to(Events[theirs]) or (theirs == "EPOCH_COMPLETED" and self._has_metrics)
 
     def handler(self, theirs: str, method: Any) -> Handler:
-        """Return this class's own method that fires the Ignite event `theirs`, such as `_epoch_started`."""
+        """Return the method of this class that fires Ignite's event `theirs`. For example, `_epoch_started` fires EPOCH_STARTED."""
         handler: Handler = getattr(self, f"_{theirs.lower()}")
         return handler
 

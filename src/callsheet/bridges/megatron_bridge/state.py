@@ -24,7 +24,7 @@ class _Moved(Facade):
             on_move()
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)  # without `_on_move`, because setting an attribute of a copy must not end training
+        return dict(self.__dict__)  # leaves out the slot `_on_move`, because setting an attribute of a copy must not end training
 
 
 class TrainState(_Moved):

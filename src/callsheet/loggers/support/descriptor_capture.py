@@ -78,7 +78,7 @@ class DescriptorCapture:
         """Write text to the log, but not to the terminal."""
         with self._lock:
             if not text or self._is_closed or self._is_writing or os.getpid() != self._process:
-                return  # ignore the call also if a signal handler makes it while `write` is running: then `_is_writing` is True
+                return  # `_is_writing` is True if a signal handler calls `write` while another call of `write` is running
             self._is_writing = True
             try:
                 content = text.encode("utf-8", "backslashreplace")

@@ -128,5 +128,5 @@ class Pieces(Table):
         return {"text": text, "label": label}
 
     def place(self, index: int) -> str:
-        """Return the place of a row for messages: its file, and the position in the file at which the piece begins."""
+        """Return where the piece of a row begins, as a text for messages: its file and the position in the file."""
         return self._pieces[index][2]

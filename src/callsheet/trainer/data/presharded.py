@@ -41,7 +41,7 @@ _NAMES = {"python": "Python's random state", "numpy": "NumPy's random state", "t
 
 
 class PreshardedData:
-    """The strategy `own`: each rank uses its own dataloader. If the loader could not repeat an epoch, its dataset or sampler is wrapped.
+    """The strategy `own`: each rank uses its own dataloader. The dataset or sampler is wrapped if a resumed run could not repeat an epoch's order otherwise.
 
     A dataloader with `state_dict` and `load_state_dict` saves its position within an epoch. For any other dataloader, a resumed
     run restores the random states of the epoch's start, draws the batches that were already trained on, and discards them. If the
