@@ -141,7 +141,7 @@ def collector() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def subjects(collector: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Subject]]:
-    """By name: without arguments, where nothing else is said here."""
+    """Map each built-in callback's name to its subject. A callback that is not listed here is built without arguments."""
     folder = tmp_path_factory.mktemp("subjects")
     with small_trainer(folder, CallbackManager()) as trainer:
         saved = trainer.save_checkpoint().path
@@ -164,7 +164,7 @@ def subjects(collector: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     def made(name: str, *varies: str, trainer: MakesTrainer = small_trainer, **options: Any) -> tuple[str, Subject]:
         return name, Subject(partial(BUILT_IN[name], **options), varies=varies, trainer=trainer)
 
-    said = dict(
+    listed = dict(
         [
             made("ActivationMonitor", batch_log_interval=2),
             made("CheckpointSaver", save_interval="2ba", keep=1, monitor="validation/loss"),
@@ -195,6 +195,6 @@ def subjects(collector: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             made("WandBLogger", "state/run_id", mode="offline"),
         ]
     )
-    yield {name: said.get(name) or Subject(kind) for name, kind in BUILT_IN.items()}
+    yield {name: listed.get(name) or Subject(kind) for name, kind in BUILT_IN.items()}
     os.environ.clear()
     os.environ.update(before)

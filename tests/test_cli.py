@@ -126,7 +126,7 @@ def test_the_resolved_configuration_repeats_the_run(recipe: Path, capsys: pytest
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["train", "pretran"], "there is no recipe 'pretran'; did you mean 'pretrain'?"),
         (["train", "train.py"], "train.py is a Python script, not a recipe; run a training script with: callsheet exec train.py"),
@@ -145,14 +145,14 @@ def test_the_resolved_configuration_repeats_the_run(recipe: Path, capsys: pytest
     ],
 )
 def test_bad_input_is_named_with_a_hint(
-    recipe: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    recipe: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     Path("broken.yaml").write_text("recipe: [")
     Path("nameless.yaml").write_text("max_duration: 3ba")
     Path("misspelled.yaml").write_text(TINY + "max_durtion: 3ba\n")
     assert main(arguments) == 2
     err = capsys.readouterr().err
-    assert said in err
+    assert message in err
     assert "Traceback" not in err
     assert not Path("runs/tiny/checkpoints").exists()
 
@@ -250,7 +250,7 @@ def test_show_prints_the_sheet_that_train_writes(recipe: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["pretran"], "there is no recipe or run 'pretran'; did you mean 'pretrain'?"),
         (["tiny.yaml", "--max_durtion", "3ba"], "did you mean 'max_duration'? (callsheet show tiny.yaml --help"),
@@ -259,10 +259,10 @@ def test_show_prints_the_sheet_that_train_writes(recipe: Path, capsys: pytest.Ca
     ],
 )
 def test_show_rejects_what_train_rejects(
-    recipe: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    recipe: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert main(["show", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 # --- runs, report ---
@@ -363,7 +363,7 @@ def test_runs_of_another_metric(three_runs: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["runs", "nowhere"], "there is no folder nowhere; give the folder that contains the runs' folders"),
         (
@@ -382,10 +382,10 @@ def test_runs_of_another_metric(three_runs: Path, capsys: pytest.CaptureFixture[
     ],
 )
 def test_what_cannot_be_found_is_named(
-    three_runs: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    three_runs: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert main(arguments) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_runs_are_filtered(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -421,7 +421,7 @@ def test_runs_have_the_columns_that_are_asked_for(three_runs: Path, capsys: pyte
 
 
 @pytest.mark.parametrize(
-    ("condition", "said"),
+    ("condition", "message"),
     [
         ("steps", "--where 'steps' is no condition; give NAME, one of < <= > >= = != ~, and a value"),
         ("steps > many", "--where steps > 'many': give a number"),
@@ -431,9 +431,11 @@ def test_runs_have_the_columns_that_are_asked_for(three_runs: Path, capsys: pyte
         ("nonsense = 1", "there is no column 'nonsense'"),
     ],
 )
-def test_a_condition_that_cannot_be_read(three_runs: Path, capsys: pytest.CaptureFixture[str], condition: str, said: str) -> None:
+def test_a_condition_that_cannot_be_read(
+    three_runs: Path, capsys: pytest.CaptureFixture[str], condition: str, message: str
+) -> None:
     assert main(["runs", "--where", condition]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_tags_notes_and_the_archive(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -623,7 +625,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["trian", "pretrain"], "callsheet: error: there is no command 'trian'; did you mean 'train'?"),
         (["train.py"], "callsheet: error: there is no command 'train.py'; run a training script with: callsheet exec train.py"),
@@ -632,12 +634,12 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_a_mistyped_command_or_option_is_named_with_the_right_one(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["runs", "--jsn"], ["report", "tiny", "more"], ["events", "x"]])

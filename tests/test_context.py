@@ -80,7 +80,7 @@ def test_none_is_a_possible_value() -> None:
 
 
 @pytest.mark.parametrize("name", WINDOWED)
-def test_every_window_shuts_at_its_end(name: str) -> None:
+def test_every_window_closes_at_its_end(name: str) -> None:
     for _, closes in FIELDS[name].windows:
         ctx = context()
         setattr(ctx, name, 1)
@@ -88,21 +88,21 @@ def test_every_window_shuts_at_its_end(name: str) -> None:
         assert not ctx.has(name), closes
 
 
-def test_closing_shuts_no_other_window() -> None:
+def test_closing_a_window_closes_no_other_window() -> None:
     for event in EVENTS:
         ctx = context()
         for name in WINDOWED:
             setattr(ctx, name, 1)
         ctx.close(event)
-        shut = {name for name in WINDOWED if not ctx.has(name)}
-        assert shut == {
+        closed = {name for name in WINDOWED if not ctx.has(name)}
+        assert closed == {
             name
             for name in WINDOWED
             if event in {closes for _, closes in FIELDS[name].windows} or event == FIELDS[name].kept_until
         }
 
 
-def test_a_window_that_was_never_opened_can_be_shut() -> None:
+def test_a_window_that_was_never_opened_can_be_closed() -> None:
     ctx = context()
     ctx.close("on_train_step_end")
     assert not ctx.has("batch")
@@ -129,7 +129,7 @@ def test_a_kept_field_stays_to_the_end_of_the_step_and_no_longer() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in WINDOWED if FIELDS[name].kept_until])
-def test_every_field_that_can_be_kept_is_shut_by_its_own_windows_and_what_keeps_it(name: str) -> None:
+def test_every_field_that_can_be_kept_is_closed_at_the_end_of_its_windows_and_of_what_keeps_it(name: str) -> None:
     ctx = context()
     ctx.kept = frozenset({name})
     setattr(ctx, name, 1)

@@ -12,14 +12,14 @@ from callsheet.errors import ConfigError, RegistrationError, RequestRejected
 ALL = frozenset({"stop", "save", "evaluate", "set_gradient_accumulation", "load"})
 
 
-class Asker:
+class Requester:
     def ask(self, control: Control) -> None:
         control.stop("loss is flat")
         control.save("best so far", kind="best")
         control.evaluate("to be sure")
 
 
-def test_nothing_is_asked_at_first() -> None:
+def test_nothing_is_requested_at_first() -> None:
     control = Control()
     assert (control.stop_requested, control.save_requested, control.evaluate_requested) == (None, None, None)
     assert (control.accumulation, control.load_path) == (None, None)
@@ -27,15 +27,15 @@ def test_nothing_is_asked_at_first() -> None:
 
 def test_a_request_remembers_who_asked_and_why() -> None:
     control = Control()
-    Asker().ask(control)
+    Requester().ask(control)
     for request, what, why, kind in (
         (control.stop_requested, "stop", "loss is flat", ""),
         (control.save_requested, "save", "best so far", "best"),
         (control.evaluate_requested, "evaluate", "to be sure", ""),
     ):
         assert request is not None
-        assert (request.what, request.why, request.by, request.kind) == (what, why, "Asker.ask", kind)
-        assert str(request) == f"Asker.ask: {why}"
+        assert (request.what, request.why, request.by, request.kind) == (what, why, "Requester.ask", kind)
+        assert str(request) == f"Requester.ask: {why}"
 
 
 def test_the_first_to_ask_for_a_stop_is_remembered() -> None:
@@ -51,13 +51,13 @@ def test_the_first_to_ask_for_a_stop_is_remembered() -> None:
 
 
 def pending(control: Control) -> list[str]:
-    asked = (control.stop_requested, control.save_requested, control.evaluate_requested)
-    return [request.what for request in asked if request is not None]
+    requests = (control.stop_requested, control.save_requested, control.evaluate_requested)
+    return [request.what for request in requests if request is not None]
 
 
 def test_requests_stay_until_they_are_done() -> None:
     control = Control()
-    Asker().ask(control)
+    Requester().ask(control)
     assert pending(control) == ["stop", "save", "evaluate"]
     control.done("save")
     assert pending(control) == ["stop", "evaluate"]
@@ -76,12 +76,12 @@ def test_of_several_saves_the_last_kind_is_written(last: int) -> None:
     assert control.save_requested.kind == SAVE_KINDS[last]
 
 
-def test_a_save_is_known_by_the_name_that_its_asker_gives() -> None:
+def test_a_save_is_known_by_the_name_that_the_requester_gives() -> None:
     control = Control()
     assert not control.save_requests
     control.save("often", kind="periodic", by="saver")
-    Asker().ask(control)
-    assert [(request.by, request.kind) for request in control.save_requests] == [("saver", "periodic"), ("Asker.ask", "best")]
+    Requester().ask(control)
+    assert [(request.by, request.kind) for request in control.save_requests] == [("saver", "periodic"), ("Requester.ask", "best")]
     assert control.save_requested == control.save_requests[1]
     control.done("save")
     assert control.save_requests == ()
@@ -166,7 +166,7 @@ def test_pending_says_whether_there_is_anything_to_look_at() -> None:
         seen = [control.pending]
         control.done(what)
         assert [*seen, control.pending] == [True, False], what
-    Asker().ask(control)
+    Requester().ask(control)
     seen = []
     for what in ("stop", "save", "evaluate"):
         control.done(what)

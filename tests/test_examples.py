@@ -133,14 +133,14 @@ def test_fine_tuning_with_callbacks_of_one_s_own(
     output = capsys.readouterr().out
     assert re.findall(r"step (\d+): the largest gradient is that of model\.", output) == ["20", "40"]  # a function of an interval
     assert "subtraction/loss" in output
-    said = [record.getMessage() for record in caplog.records if record.name == "finetune"]
-    assert all(line.startswith("[arithmetic] ") for line in said)
-    assert said[0].endswith("training finetune for 40ba (ranks: 1)")
-    assert [line.split()[2:5] for line in said if "saved" in line] == [
+    messages = [record.getMessage() for record in caplog.records if record.name == "finetune"]
+    assert all(line.startswith("[arithmetic] ") for line in messages)
+    assert messages[0].endswith("training finetune for 40ba (ranks: 1)")
+    assert [line.split()[2:5] for line in messages if "saved" in line] == [
         ["20:", "saved", str(tmp_path / "finetune/checkpoints/ep0-ba20")],
         ["40:", "saved", str(tmp_path / "finetune/checkpoints/ep0-ba40")],
     ]
-    assert "trained for" in said[-1]
+    assert "trained for" in messages[-1]
 
 
 @pytest.mark.slow

@@ -238,15 +238,15 @@ def test_from_a_script_and_nothing_of_it_can_be_seen(tmp_path: Path, tmp: Path) 
     assert len(found) == 2
     assert len(payload) == 1
     [key] = {environment[KEY] for environment in found.values()}
-    said = output + errors
+    printed = output + errors
     words = [key, key[32:], "7c1f-of-the-source", "class Journal", content[-64:].hex(), "callsheet sealed"]
     assert b"Journal" in content  # the words that are looked for are those that are there
     for word in words:
         assert not [command for command, _ in everything.values() if word in command]
-        assert word not in said
+        assert word not in printed
         for file in (tmp_path / "job").rglob("*"):
             assert not file.is_file() or word.encode() not in file.read_bytes(), file
-    assert "Starting elastic_operator" in said  # torch's own log was on
+    assert "Starting elastic_operator" in printed  # torch's own log was on
     assert KEY not in everything[child][1]
     assert PAYLOAD not in everything[child][1]
     check_journals(tmp_path, json.loads(output.splitlines()[-1]), 8, [str(tmp_path), "2ep", str(hold)])
@@ -314,7 +314,7 @@ def notebook(*cells: str, folder: Path) -> list[str]:
 def test_from_a_notebook(tmp_path: Path, tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Classes and functions that are in no file: rejected with a hint, and sent if pickles are allowed."""
     monkeypatch.delenv("PYTEST_CURRENT_TEST", raising=False)  # under it a kernel does not show what child processes print
-    said = notebook(
+    outputs = notebook(
         PARTS,
         """
         from callsheet import launch
@@ -348,16 +348,16 @@ def test_from_a_notebook(tmp_path: Path, tmp: Path, monkeypatch: pytest.MonkeyPa
         """,
         folder=tmp_path,
     )
-    assert "TransportError: callbacks[0] (Mine): Mine is defined in a notebook or at a prompt" in said[2]
-    assert "allow_pickle=True" in said[2]
-    assert "rank 0 begins" in said[3]  # what ranks print is shown
-    assert "rank 1 begins" in said[3]
-    [results] = [json.loads(line) for line in said[3].splitlines() if line.startswith("[{")]
+    assert "TransportError: callbacks[0] (Mine): Mine is defined in a notebook or at a prompt" in outputs[2]
+    assert "allow_pickle=True" in outputs[2]
+    assert "rank 0 begins" in outputs[3]  # what ranks print is shown
+    assert "rank 1 begins" in outputs[3]
+    [results] = [json.loads(line) for line in outputs[3].splitlines() if line.startswith("[{")]
     assert {result.pop("seen_here") for result in results} == {8}
     check_journals(tmp_path, results, 8, results[0]["argv"])
-    assert "rank 1 of 2 failed first: ValueError: on purpose" in said[4]
-    assert 'raise ValueError("on purpose")  # this very line' in said[4]  # though no worker has the source
-    assert said[4].splitlines()[-1] == "True False"
+    assert "rank 1 of 2 failed first: ValueError: on purpose" in outputs[4]
+    assert 'raise ValueError("on purpose")  # this very line' in outputs[4]  # though no worker has the source
+    assert outputs[4].splitlines()[-1] == "True False"
     assert_nothing_left(tmp)
 
 

@@ -63,7 +63,7 @@ def test_a_handler_at_the_end_may_end_it_again() -> None:
     assert len(diary.recorded) == 2
 
 
-def test_a_loop_says_how_it_ended() -> None:
+def test_a_loop_can_set_its_outcome() -> None:
     diary = Diary()
     _, _, lifetime = begun(diary)
     lifetime.outcome = Outcome.PREEMPTED
@@ -108,7 +108,7 @@ def test_an_exception_outside_every_span_happened_in_the_run() -> None:
     manager, ctx, lifetime = begun(diary)
     spans = manager.spans(ctx)
     with pytest.raises(KeyError), spans.eval_all:
-        raise KeyError  # dealt with; the span must not be blamed for the next
+        raise KeyError  # handled; the span must not be blamed for the next
     error = ValueError("x")
     with pytest.raises(ValueError, match="x"), lifetime:
         raise error
@@ -125,7 +125,7 @@ def test_inside_itself_only_the_outermost_ends_the_run() -> None:
     assert not lifetime.has_ended
 
 
-def test_the_outcome_that_a_loop_had_said_does_not_hide_a_failure() -> None:
+def test_an_outcome_that_the_loop_has_set_does_not_hide_a_failure() -> None:
     diary = Diary()
     _, _, lifetime = begun(diary)
     lifetime.outcome = Outcome.STOPPED
@@ -146,7 +146,7 @@ def test_the_exception_is_fired_on_the_open_context_with_its_fields() -> None:
     assert seen == [(evaluation, "the batch")]
 
 
-def test_at_the_end_every_window_is_shut() -> None:
+def test_at_the_end_every_window_is_closed() -> None:
     windowed = [name for name in FIELDS if name not in ALWAYS]
     seen: list[list[str]] = []
     manager, ctx, lifetime = begun()

@@ -21,26 +21,26 @@ from callsheet.run.log_ranks import LogRanks
 from callsheet.testing.ranks import run_ranks
 
 PLACES = ("root", "callsheet", "mine.deep", "lastResort")
-WAYS = [("zero", False), ("zero", True), ("all", False)]
+CASES = [("zero", False), ("zero", True), ("all", False)]
 
 
-class Speaks(Callback):
+class LogsRecords(Callback):
     def __init__(self, *, fails: bool) -> None:
         self.fails = fails
 
     def on_run_start(self, ctx: Context) -> None:
-        _speak("set-up")
+        _log("set-up")
 
     def on_train_step_end(self, ctx: Context) -> None:
-        _speak("training")
+        _log("training")
         if self.fails:
             raise LookupError("the callback's own")
 
     def on_run_end(self, ctx: Context) -> None:
-        _speak("end")
+        _log("end")
 
 
-def _speak(when: str) -> None:
+def _log(when: str) -> None:
     for name in (None, "callsheet", "mine.deep", "never.seen.before"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.DEBUG)
@@ -48,8 +48,8 @@ def _speak(when: str) -> None:
             logger.log(level, "%s %s", when, logging.getLevelName(level).lower())
 
 
-def said(place: str, log_ranks: str, fails: bool) -> dict[str, list[str]]:
-    """What a handler in one place is given on this rank, by when it was said."""
+def logged(place: str, log_ranks: str, fails: bool) -> dict[str, list[str]]:
+    """Return the levels that a handler in one place receives on this rank, by the time at which they were logged."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     for other in list(logging.getLogger().handlers):
@@ -58,31 +58,31 @@ def said(place: str, log_ranks: str, fails: bool) -> dict[str, list[str]]:
         logging.lastResort = handler
     else:
         logging.getLogger(None if place == "root" else place).addHandler(handler)
-    _speak("before")
+    _log("before")
     with suppress(LookupError):
         with Trainer(
             nn.Linear(1, 1),
             mse_loss,
             [(torch.ones(1, 1), torch.ones(1, 1))] * 2,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-            callbacks=Speaks(fails=fails),
+            callbacks=LogsRecords(fails=fails),
             log_ranks=log_ranks,
         ) as trainer:
             trainer.fit("1ba")
-    _speak("after")
+    _log("after")
     logging.getLogger(None if place in ("root", "lastResort") else place).removeHandler(handler)
     lines = [line.split() for line in stream.getvalue().splitlines() if line.split()[0] in _TIMES]
     return {when: sorted({line[1] for line in lines if line[0] == when}) for when in _TIMES}
 
 
-def said_in_all_ways() -> dict[tuple[str, str, bool], Any]:
+def logged_in_all_cases() -> dict[tuple[str, str, bool], Any]:
     distributed.init_process_group("gloo", timeout=timedelta(seconds=20))
-    return {(place, *way): said(place, *way) for place in PLACES for way in WAYS}
+    return {(place, *case): logged(place, *case) for place in PLACES for case in CASES}
 
 
 @functools.cache
-def said_on_ranks() -> list[dict[tuple[str, str, bool], Any]]:
-    return run_ranks(said_in_all_ways, 2)
+def logged_on_ranks() -> list[dict[tuple[str, str, bool], Any]]:
+    return run_ranks(logged_in_all_cases, 2)
 
 
 _TIMES = ("before", "set-up", "training", "end", "after")
@@ -91,9 +91,9 @@ _ALL = ["error", "info", "warning"]
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("log_ranks", "fails"), WAYS)
-def test_other_ranks_say_errors_alone_while_the_run_lasts(place: str, log_ranks: str, fails: bool) -> None:
-    zero, one = (found[place, log_ranks, fails] for found in said_on_ranks())
+@pytest.mark.parametrize(("log_ranks", "fails"), CASES)
+def test_other_ranks_log_only_errors_while_the_run_lasts(place: str, log_ranks: str, fails: bool) -> None:
+    zero, one = (found[place, log_ranks, fails] for found in logged_on_ranks())
     assert zero == dict.fromkeys(_TIMES, _ALL)
     quiet = ["error"] if log_ranks == "zero" else _ALL
     assert one == {"before": _ALL, "set-up": quiet, "training": quiet, "end": quiet, "after": _ALL}

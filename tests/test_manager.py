@@ -820,12 +820,12 @@ def test_a_handler_muted_until_a_step_is_called_from_its_start_if_the_loop_repor
     manager.open(ctx)
     spans = manager.spans(ctx)
     manager.between_steps(0)
-    next_step, asked = manager.next_step, 0
+    next_step, boundaries = manager.next_step, 0
     for ctx.step in range(1, 305):
         with spans.train_step:
             pass
         if ctx.step >= next_step or ctx.control.pending:
-            asked += 1
+            boundaries += 1
             ctx.control.done("stop")  # which leaves pending what the loop has not yet looked at
             assert ctx.control.pending is ctx.control.is_rescheduled
             ctx.control.is_rescheduled = False
@@ -833,7 +833,7 @@ def test_a_handler_muted_until_a_step_is_called_from_its_start_if_the_loop_repor
             manager.between_steps(ctx.step)
             next_step = manager.next_step
     assert pauses.recorded == [1, 100, 101, 200, 201, 300, 301]
-    assert asked < 30  # and the loop was let be for the most part
+    assert boundaries < 30  # and the loop was let be for the most part
     manager.close()
 
 
@@ -873,7 +873,7 @@ def test_a_handler_that_unmuted_itself_is_not_muted_by_waking() -> None:
     assert [*recorded, manager.has_callbacks("on_train_step_start")] == [False, True, True]
 
 
-def test_what_was_said_last_of_an_event_holds() -> None:
+def test_the_last_mute_or_unmute_of_an_event_applies() -> None:
     pauses = Pauses()
     manager, ctx = CallbackManager([pauses]), Context(RunInfo("test"))
     manager.open(ctx)

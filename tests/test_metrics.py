@@ -182,7 +182,7 @@ def test_tensors_stay_where_they_are_until_the_boundary() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         (torch.ones(2), r"the metric 'a/x' is a tensor of shape \(2,\), not a scalar; log its mean"),
         (torch.ones(0), r"a tensor of shape \(0,\), not a scalar"),
@@ -192,8 +192,8 @@ def test_tensors_stay_where_they_are_until_the_boundary() -> None:
         (1j, "not a number"),
     ],
 )
-def test_what_is_no_scalar_is_rejected_when_it_is_logged(value: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_is_no_scalar_is_rejected_when_it_is_logged(value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         MetricLog().log({"a/x": value})
 
 

@@ -240,9 +240,9 @@ class Closed:
         return self
 
 
-@pytest.mark.parametrize(("kind", "said"), [(Broken, "TypeError"), (Closed, "not to be sent")])
+@pytest.mark.parametrize(("kind", "error"), [(Broken, "TypeError"), (Closed, "not to be sent")])
 def test_what_cannot_be_sent_is_one_failure_and_the_process_continues(
-    kind: Any, said: str, caplog: pytest.LogCaptureFixture
+    kind: Any, error: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager, ctx = opened(Process(FarWitness(), deadline=60))
     fire_steps(manager, ctx, range(1, 4))
@@ -256,6 +256,6 @@ def test_what_cannot_be_sent_is_one_failure_and_the_process_continues(
     (failure,) = manager.cost_report(5).failures
     manager.close()
     assert failure.count == 1
-    assert said in failure.last
+    assert error in failure.last
     assert after["pid"] == before["pid"]
     assert after["steps"] == before["steps"] + 1 == 4

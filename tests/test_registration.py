@@ -191,7 +191,7 @@ def test_a_gated_helper_is_no_mistake() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         ({"phase": "mesure"}, "unknown phase 'mesure'; did you mean 'measure'?"),
         ({"lane": "backgroud"}, "unknown lane 'backgroud'; did you mean 'background'?"),
@@ -208,9 +208,9 @@ def test_a_gated_helper_is_no_mistake() -> None:
         ({"lane": "background", "on_error": "raise"}, "errors in the lane 'background' are always isolated; leave on_error out"),
     ],
 )
-def test_words_that_cannot_work_name_the_callback_and_the_classs_line(words: dict[str, Any], said: str) -> None:
+def test_words_that_cannot_work_name_the_callback_and_the_classs_line(words: dict[str, Any], expected: str) -> None:
     message = rejection(RegistrationError, worded(**words))
-    assert said in message
+    assert expected in message
     assert message.endswith(f"(callback Logs, {at_line('logs')})")
 
 
@@ -341,7 +341,7 @@ def test_register_rejects_an_unknown_event_before_it_has_a_function() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         ({"phase": "reprot"}, "unknown phase 'reprot'; did you mean 'report'?"),
         ({"ranks": "zeros"}, "unknown ranks 'zeros'; did you mean 'zero'?"),
@@ -352,11 +352,11 @@ def test_register_rejects_an_unknown_event_before_it_has_a_function() -> None:
         ({"every": 0}, "an interval must be more than 0"),
     ],
 )
-def test_register_names_the_function_and_its_line(words: dict[str, Any], said: str) -> None:
+def test_register_names_the_function_and_its_line(words: dict[str, Any], expected: str) -> None:
     manager = CallbackManager()
     with pytest.raises(RegistrationError) as caught:
         manager.register("on_log", function, **words)
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
     assert str(caught.value).endswith(f"(callback function, {at_line('function')})")
     assert manager.call_sheet().rows() == []
 

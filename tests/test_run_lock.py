@@ -28,19 +28,19 @@ class Holder:
         )
         self.logged: list[str] = []
 
-    def says(self) -> str:
+    def answer(self) -> str:
         """The next line that is no log record."""
         assert self.process.stdout is not None
         while (line := self.process.stdout.readline()).startswith("log: "):
             self.logged.append(line)
         return line.strip()
 
-    def asked(self, word: str) -> str:
+    def send(self, word: str) -> str:
         stdin: IO[str] | None = self.process.stdin
         assert stdin is not None
         stdin.write(f"{word}\n")
         stdin.flush()
-        return self.says()
+        return self.answer()
 
     def end(self) -> None:
         self.process.kill()
@@ -63,39 +63,39 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Holder]]:
 
 def test_a_second_process_is_rejected_until_the_first_releases(start: Callable[..., Holder], tmp_path: Path) -> None:
     first = start()
-    assert first.says() == "acquired"
-    rejected = start().says()
+    assert first.answer() == "acquired"
+    rejected = start().answer()
     assert rejected.startswith(f"rejected: {tmp_path}/runs/x is being trained by process {first.process.pid} on machine ")
     assert rejected.endswith("Use `--run_name` to start another run beside it.")
-    assert first.asked("check") == "owner"
-    assert first.asked("release") == "released"
+    assert first.send("check") == "owner"
+    assert first.send("release") == "released"
     assert list(tmp_path.iterdir()) == []  # also the folder `runs` was made for the lock alone
-    assert start().says() == "acquired"
+    assert start().answer() == "acquired"
 
 
 def test_a_waiting_process_gets_it_when_it_is_released(start: Callable[..., Holder]) -> None:
     first = start()
-    assert first.says() == "acquired"
+    assert first.answer() == "acquired"
     second = start(timeout=60)
     assert second.process.stdout is not None
     assert "waiting up to 60 s" in second.process.stdout.readline()
-    assert first.asked("release") == "released"
-    assert second.says() == "acquired"
-    assert second.logged == []  # it said once that it waits
+    assert first.send("release") == "released"
+    assert second.answer() == "acquired"
+    assert second.logged == []  # it logs only once that it waits
 
 
 @pytest.mark.parametrize("is_reaped", [True, False])  # a process that was not waited for still has an entry in the system's table
 def test_the_lock_of_a_killed_process_is_taken_over_at_once(start: Callable[..., Holder], is_reaped: bool) -> None:
     first = start()
-    assert first.says() == "acquired"
+    assert first.answer() == "acquired"
     first.process.kill()
     if is_reaped:
         first.process.wait()
     else:
         os.waitid(os.P_PID, first.process.pid, os.WEXITED | os.WNOWAIT)
     second = start()
-    assert second.says() == "acquired"
-    assert second.asked("check") == "owner"
+    assert second.answer() == "acquired"
+    assert second.send("check") == "owner"
     (line,) = second.logged
     assert f"process {first.process.pid}" in line
     assert "is gone" in line
@@ -104,47 +104,47 @@ def test_the_lock_of_a_killed_process_is_taken_over_at_once(start: Callable[...,
 @pytest.mark.test_all
 def test_a_suspended_holder_loses_the_lock_and_says_so(start: Callable[..., Holder]) -> None:
     first = start()
-    assert first.says() == "acquired"
+    assert first.answer() == "acquired"
     first.process.send_signal(signal.SIGSTOP)
     second = start(timeout=60, stale=0.5)
-    assert second.says() == "acquired"
+    assert second.answer() == "acquired"
     assert "no heartbeat" in second.logged[-1]
     first.process.send_signal(signal.SIGCONT)
-    assert first.says() == "loss"  # without a check: its heartbeat found out
-    assert f"process {second.process.pid}" in first.asked("check")
-    assert first.asked("release") == "released"
-    assert second.asked("check") == "owner"
-    assert start().says().startswith("rejected")
+    assert first.answer() == "loss"  # without a check: its heartbeat found out
+    assert f"process {second.process.pid}" in first.send("check")
+    assert first.send("release") == "released"
+    assert second.send("check") == "owner"
+    assert start().answer().startswith("rejected")
 
 
 @pytest.mark.test_all
 def test_a_holder_on_another_machine_is_judged_by_its_heartbeats(start: Callable[..., Holder]) -> None:
     first = start(machine="a")
-    assert first.says() == "acquired"
+    assert first.answer() == "acquired"
     # It is alive, although its process id does not exist there.
-    assert start(machine="b", timeout=1.5, stale=1).says().startswith("rejected")
+    assert start(machine="b", timeout=1.5, stale=1).answer().startswith("rejected")
     first.end()
     second = start(machine="b", timeout=60, stale=1)
-    assert second.says() == "acquired"
+    assert second.answer() == "acquired"
     assert "no heartbeat" in second.logged[-1]
 
 
 @pytest.mark.test_all
 def test_one_of_many_waiters_wins(start: Callable[..., Holder]) -> None:
     first = start()
-    assert first.says() == "acquired"
+    assert first.answer() == "acquired"
     waiters = [start(timeout=4) for _ in range(6)]
     for waiter in waiters:
         assert waiter.process.stdout is not None
         assert "waiting" in waiter.process.stdout.readline()
     first.end()
-    said = [waiter.says() for waiter in waiters]
-    assert sorted(word.split(":")[0] for word in said) == ["acquired", *["rejected"] * 5]
+    answers = [waiter.answer() for waiter in waiters]
+    assert sorted(answer.split(":")[0] for answer in answers) == ["acquired", *["rejected"] * 5]
 
 
 def test_many_starts_at_once(start: Callable[..., Holder]) -> None:
-    said = [holder.says() for holder in [start() for _ in range(6)]]
-    assert sorted(word.split(":")[0] for word in said) == ["acquired", *["rejected"] * 5]
+    answers = [holder.answer() for holder in [start() for _ in range(6)]]
+    assert sorted(answer.split(":")[0] for answer in answers) == ["acquired", *["rejected"] * 5]
 
 
 def test_a_run_takes_over_from_an_idle_one_of_its_process(tmp_path: Path) -> None:

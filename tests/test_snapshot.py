@@ -26,7 +26,7 @@ READ = (
     "accumulation",
     "load_path",
 )
-ASKED = {"stop": ("why",), "save": ("why",), "evaluate": ("why",)}
+REQUESTS = {"stop": ("why",), "save": ("why",), "evaluate": ("why",)}
 REJECTED: dict[str, tuple[Any, ...]] = {"set_gradient_accumulation": (2,), "load": ("a/checkpoint",)}
 OF_THE_LOOP = (
     *(
@@ -100,7 +100,7 @@ def tried(does: Any, control: Control) -> Any:
 
 def test_the_names_of_the_control_are_all_here() -> None:
     here = {name for name in dir(Control) if not name.startswith("_")}
-    assert here == {*READ, *ASKED, *REJECTED, *OF_THE_LOOP} | {"switch_off"}
+    assert here == {*READ, *REQUESTS, *REJECTED, *OF_THE_LOOP} | {"switch_off"}
 
 
 @pytest.mark.parametrize("name", READ)
@@ -111,10 +111,10 @@ def test_what_can_be_read_inline_can_be_read_in_a_lane(name: str) -> None:
     assert tried(lambda lane: getattr(lane, name), control) == expected
 
 
-@pytest.mark.parametrize("name", ASKED)
-def test_what_can_be_asked_is_there_for_all_to_read(name: str) -> None:
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_request_made_in_a_lane_can_be_read_by_all(name: str) -> None:
     control = Control()
-    assert tried(lambda lane: getattr(lane, name)(*ASKED[name]), control) is None
+    assert tried(lambda lane: getattr(lane, name)(*REQUESTS[name]), control) is None
     request = getattr(control, f"{name}_requested")
     assert (request.what, request.why, request.by) == (name, "why", "Tries")
 
@@ -145,12 +145,12 @@ def test_what_is_no_name_of_the_control_is_an_attribute_error() -> None:
 
 
 def test_reading_sees_later_changes() -> None:
-    begun, asked = threading.Event(), threading.Event()
+    begun, requested = threading.Event(), threading.Event()
 
     def waits(control: Any) -> list[Any]:
         seen = [control.stop_requested]
         begun.set()
-        assert asked.wait(20)
+        assert requested.wait(20)
         return [*seen, control.stop_requested]
 
     tries = Tries(waits)
@@ -160,7 +160,7 @@ def test_reading_sees_later_changes() -> None:
     manager.fire("on_train_step_end", ctx)
     assert begun.wait(20)
     ctx.control.stop("requested later")
-    asked.set()
+    requested.set()
     manager.close()
     assert [getattr(each, "why", None) for each in tries.came] == [None, "requested later"]
 

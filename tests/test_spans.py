@@ -164,7 +164,7 @@ def test_an_exception_that_left_no_span_has_none_noted() -> None:
     assert take_noted_span(ValueError("x")) is None
 
 
-def test_a_later_exception_has_its_own_span_also_when_it_comes_of_one_that_was_dealt_with() -> None:
+def test_a_later_exception_has_its_own_span_also_if_it_was_raised_from_one_that_was_handled() -> None:
     manager = CallbackManager()
     ctx = context()
     spans = manager.spans(ctx)
@@ -229,7 +229,7 @@ def test_every_kind_of_exception_is_noted_and_let_through(kind: type[BaseExcepti
     assert take_noted_span(error) == ("backward", ctx)
 
 
-def test_an_exception_that_was_dealt_with_is_not_held() -> None:
+def test_an_exception_that_was_handled_is_not_kept() -> None:
     class Held(Exception):
         pass
 

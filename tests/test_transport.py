@@ -91,7 +91,7 @@ class Keeps(Callback):
         self.seen = state["seen"]
 
 
-class Watches(Callback):
+class HoldsCallback(Callback):
     """A callback with another callback as its argument."""
 
     def __init__(self, other: Callback) -> None:
@@ -127,7 +127,7 @@ def test_what_is_sent_arrives_as_it_was() -> None:
     words = Keeps()
     words.name, words.ranks, words.phase, words.snapshot_fields = "worded", {3, 7}, "report", ("loss",)
     stopper = EarlyStopper(monitor="validation/loss", patience="2ep")
-    sent = [plain, tensors, objects, one, other, words, stopper, Watches(history), history, Background(Keeps(5), queue=7)]
+    sent = [plain, tensors, objects, one, other, words, stopper, HoldsCallback(history), history, Background(Keeps(5), queue=7)]
     got: list[Any] = arrived(pack(sent))
     assert [type(callback) for callback in got] == [type(callback) for callback in sent]
     assert (got[0].given, got[0].more) == (plain.given, plain.more)
@@ -509,7 +509,7 @@ if {guard}:
 """
 
 
-def said(*command: str, cwd: Path, stdin: str | None = None) -> str:
+def output_of(*command: str, cwd: Path, stdin: str | None = None) -> str:
     done = subprocess.run([python(), *command], capture_output=True, text=True, cwd=cwd, input=stdin, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -522,22 +522,22 @@ def script(*, what: str = "Mine(helper)", kind: str = "Mine", guard: str = '__na
 @pytest.mark.slow
 def test_a_script_s_own_classes_arrive(tmp_path: Path) -> None:
     (tmp_path / "run.py").write_text(script())
-    assert said("run.py", cwd=tmp_path) == "arrived: True True"
+    assert output_of("run.py", cwd=tmp_path) == "arrived: True True"
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
     (tmp_path / "package" / "job.py").write_text(script())
-    assert said("-m", "package.job", cwd=tmp_path).startswith("arrived:")
+    assert output_of("-m", "package.job", cwd=tmp_path).startswith("arrived:")
 
 
 @pytest.mark.slow
 def test_a_class_that_the_script_s_import_would_not_define_is_rejected_with_a_hint(tmp_path: Path) -> None:
     (tmp_path / "late.py").write_text(script(what="Late()"))
-    recorded = said("late.py", cwd=tmp_path)
+    recorded = output_of("late.py", cwd=tmp_path)
     assert (
         "late.py has no 'Late' when it is imported: define it at the top level, outside `if __name__ == '__main__'`" in recorded
     )
     (tmp_path / "broken.py").write_text(script(more="if __name__ != '__main__': raise OSError('no such thing here')"))
-    assert "OSError: no such thing here\n  at " in said("broken.py", cwd=tmp_path)
+    assert "OSError: no such thing here\n  at " in output_of("broken.py", cwd=tmp_path)
     (tmp_path / "unguarded.py").write_text(script(guard="True").replace("    except TransportError", "    except KeyError"))
     done = subprocess.run([python(), "unguarded.py"], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 1
@@ -546,11 +546,11 @@ def test_a_class_that_the_script_s_import_would_not_define_is_rejected_with_a_hi
 
 @pytest.mark.slow
 def test_a_class_without_a_script_is_rejected_unless_pickles_are_allowed(tmp_path: Path) -> None:
-    recorded = said("-c", script(), cwd=tmp_path)
+    recorded = output_of("-c", script(), cwd=tmp_path)
     assert recorded.startswith("rejected: callbacks[0] (Mine): Mine is defined in a notebook or at a prompt")
     assert "allow_pickle=True" in recorded
     allowed = script().replace("Mine(helper)]", "Mine(helper)], allow_pickle=True")
-    assert said("-", cwd=tmp_path, stdin=allowed).startswith("arrived: True")  # the class is known again
+    assert output_of("-", cwd=tmp_path, stdin=allowed).startswith("arrived: True")  # the class is known again
 
 
 @pytest.mark.slow
@@ -560,7 +560,7 @@ def test_pickled_functions_of_a_script_share_its_classes_and_globals(tmp_path: P
         "got.function is helper", "got.function()[0] is Mine"
     )
     (tmp_path / "run.py").write_text(text)
-    assert said("run.py", cwd=tmp_path) == "arrived: True True"
+    assert output_of("run.py", cwd=tmp_path) == "arrived: True True"
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------------

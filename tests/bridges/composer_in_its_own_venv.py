@@ -68,7 +68,7 @@ def in_memory(trained: Any, name: str) -> list[float]:
     return [float(value) for _, value in trained.logger.destinations[0].data[name]]
 
 
-class Asks(Callback):
+class RequestsAtStep(Callback):
     """Makes a request at the end of a step."""
 
     def __init__(self, what: str, step: int) -> None:
@@ -261,7 +261,7 @@ def test_the_trainer_carries_out_requests(tmp_path: Path) -> None:
     trained = fit(
         POINTS,
         tmp_path,
-        [Asks("save", 2), Asks("evaluate", 3), Asks("stop", 7), recorder, ends],
+        [RequestsAtStep("save", 2), RequestsAtStep("evaluate", 3), RequestsAtStep("stop", 7), recorder, ends],
         save_folder=str(tmp_path / "saved"),
         save_interval="1ep",
     )
@@ -280,9 +280,10 @@ def test_the_trainer_carries_out_requests(tmp_path: Path) -> None:
 
 
 def test_unsupported_requests_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    fit(POINTS, tmp_path, [Asks("save", 2)])
+    fit(POINTS, tmp_path, [RequestsAtStep("save", 2)])
     assert (
-        "Asks calls ctx.control.save, which Composer's Trainer does not support here; it supports evaluate, stop." in caplog.text
+        "RequestsAtStep calls ctx.control.save, which Composer's Trainer does not support here; it supports evaluate, stop."
+        in caplog.text
     )
 
 
@@ -405,7 +406,7 @@ def test_an_exception_fails_the_run(tmp_path: Path) -> None:
 # --- several ranks ---
 
 
-class OnTheSecond(Asks):
+class RequestsOnRank1(RequestsAtStep):
     """Makes a request on rank 1 only."""
 
     def on_train_step_end(self, ctx: Context) -> None:
@@ -426,11 +427,17 @@ def on_a_rank(folder: str) -> dict[str, Any]:
     plain = fit(POINTS, Path(folder, "plain"), None, loggers=[composer.loggers.InMemoryLogger()], **options)
     recorder, history = Recorder(), History()
     ours = fit(POINTS, Path(folder, "ours"), [recorder, history], **options)
-    asked, before, after, ends = Recorder(fields=("checkpoint",)), History(), History(), Ends()
-    fit(POINTS, Path(folder, "asked"), [OnTheSecond("save", 1), OnTheSecond("evaluate", 7), asked, before], **saved, **options)
+    requests, before, after, ends = Recorder(fields=("checkpoint",)), History(), History(), Ends()
+    fit(
+        POINTS,
+        Path(folder, "requests"),
+        [RequestsOnRank1("save", 1), RequestsOnRank1("evaluate", 7), requests, before],
+        **saved,
+        **options,
+    )
     options["max_duration"] = "40ep"
-    again = fit(POINTS, Path(folder, "asked"), [OnTheSecond("stop", 29), after, ends], **saved, **options)
-    published = [info for event, info in asked.values["checkpoint"] if event == "on_checkpoint_published" and info is not None]
+    again = fit(POINTS, Path(folder, "requests"), [RequestsOnRank1("stop", 29), after, ends], **saved, **options)
+    published = [info for event, info in requests.values["checkpoint"] if event == "on_checkpoint_published" and info is not None]
     return {
         "kind": type(ours.state.model).__name__,
         "neutral": all(torch.equal(a, b) for a, b in zip(weights(ours), weights(plain), strict=True)),
@@ -439,7 +446,7 @@ def on_a_rank(folder: str) -> dict[str, Any]:
         "own": in_memory(plain, "loss/train/total"),
         "evaluated": history["eval/loss"],
         "own evaluated": in_memory(plain, "metrics/eval/loss"),
-        "asked": asked.events,
+        "requests": requests.events,
         "saved": [(info.step, info.kind) for info in published],
         "are there": all(Path(info.path).is_file() for info in published),
         "before": before["train/loss"],
@@ -458,16 +465,18 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     assert one["kind"] == "DistributedDataParallel"
     assert one["neutral"]
     check_events(one["events"])
-    check_events(one["asked"])
+    check_events(one["requests"])
     pairs = [
         (a + b) / 2 for a, b in zip(one["own"][::2], one["own"][1::2], strict=True)
     ]  # Composer's losses are already reduced over both ranks
     assert one["losses"] == pytest.approx(pairs, rel=1e-6)
     assert one["evaluated"] == pytest.approx(one["own evaluated"])
     assert one["saved"] == [(2, "requested"), (6, "periodic"), (12, "periodic"), (18, "periodic"), (24, "periodic")]
-    evaluated = [at for at, event in enumerate(one["asked"]) if event == "on_eval_all_end"]
-    asked, at_the_end = [one["asked"][:at].count("on_train_step_end") for at in evaluated]
-    assert 8 <= asked <= 12  # rank 1 requests it at step 7; the ranks agree a quarter of a second later, or at the epoch's end
+    evaluated = [at for at, event in enumerate(one["requests"]) if event == "on_eval_all_end"]
+    requested, at_the_end = [one["requests"][:at].count("on_train_step_end") for at in evaluated]
+    assert (
+        8 <= requested <= 12
+    )  # rank 1 requests it at step 7; the ranks agree a quarter of a second later, or at the epoch's end
     assert at_the_end == 24
     assert one["after"][: len(one["before"])] == one["before"]
     assert one["stopped"] == (30, ["stopped"])

@@ -123,7 +123,7 @@ def same(a: Setup, b: Setup) -> bool:
     return all(torch.equal(one, other) for one, other in zip(a.weights(), b.weights(), strict=True))
 
 
-class Asks(Callback):
+class RequestsAtStep(Callback):
     """Makes a request at the end of a step."""
 
     def __init__(self, what: str, step: int) -> None:
@@ -195,7 +195,7 @@ def test_a_remainder_that_is_not_stepped_is_a_skipped_step(tmp_path: Path) -> No
 def test_requests_are_carried_out(tmp_path: Path) -> None:
     recorder, ends = Recorder(fields=("checkpoint",)), Ends()
     setup = Setup(tmp_path)
-    with setup.host([Asks("save", 2), Asks("evaluate", 3), Asks("stop", 8), recorder, ends]) as run:
+    with setup.host([RequestsAtStep("save", 2), RequestsAtStep("evaluate", 3), RequestsAtStep("stop", 8), recorder, ends]) as run:
         setup.run(run)
         assert run.is_over
     assert len(setup.losses) == 8
@@ -214,7 +214,7 @@ def test_its_own_saves_are_reported(tmp_path: Path) -> None:
     recorder = Recorder(fields=("checkpoint",))
     project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
     setup = Setup(tmp_path, project_config=project)
-    with setup.host([recorder, Asks("save", 5)]) as run:
+    with setup.host([recorder, RequestsAtStep("save", 5)]) as run:
         for epoch in run.epochs(2):
             for number, batch in enumerate(run.steps(setup.data)):
                 setup.train_on(batch)
@@ -274,7 +274,7 @@ def test_the_callbacks_states_are_in_its_checkpoints(
     with unbroken.host([whole], run_name="whole") as run:
         unbroken.run(run, epochs=3)
     broken = Setup(tmp_path, **options)
-    with broken.host([History(), Asks("save", at)], max_duration="9ba") as run:
+    with broken.host([History(), RequestsAtStep("save", at)], max_duration="9ba") as run:
         broken.run(run, epochs=3)
     path = tmp_path / "small" / "checkpoints" / f"step-{at}"
     again = Setup(tmp_path, **options)
@@ -299,7 +299,7 @@ def test_the_callbacks_states_are_in_its_checkpoints(
 
 def test_a_warning_names_states_that_are_not_registered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     setup = Setup(tmp_path)
-    run = setup.host([Asks("save", 1)])
+    run = setup.host([RequestsAtStep("save", 1)])
     setup.accelerator._custom_objects.clear()
     with run:
         setup.run(run, epochs=1)
@@ -314,7 +314,7 @@ def test_a_warning_names_states_that_are_not_registered(tmp_path: Path, caplog: 
 
 def test_a_state_is_not_loaded_within_an_epoch(tmp_path: Path) -> None:
     setup = Setup(tmp_path)
-    run = setup.host([Asks("save", 1)])
+    run = setup.host([RequestsAtStep("save", 1)])
     with pytest.raises(RequestRejected, match="load before the first epoch"), run:  # noqa: PT012  # the loop raises
         for batch in run.steps(setup.data):
             setup.train_on(batch)
@@ -438,14 +438,14 @@ def test_an_accelerator_has_one_run_after_another(tmp_path: Path) -> None:
 
 
 def on_a_rank(folder: str) -> dict[str, Any]:
-    class Asks(Callback):
+    class RequestsStop(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             if ctx.run.rank == 1 and ctx.step == 4:
                 ctx.control.stop("one rank wants to")
 
     recorder, history, ends = Recorder(), History(), Ends()
     hosted = Setup(Path(folder), accumulate=3)
-    with hosted.host([recorder, history, ends, Asks(), CheckpointSaver(save_interval="1ep")]) as run:
+    with hosted.host([recorder, history, ends, RequestsStop(), CheckpointSaver(save_interval="1ep")]) as run:
         for _ in run.epochs(40):
             for batch in run.steps(hosted.data):
                 hosted.train_on(batch)

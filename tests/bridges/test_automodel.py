@@ -75,14 +75,14 @@ class Ends(Callback):
         self.outcome = str(ctx.run.outcome)
 
 
-class Asks(Callback):
+class RequestsAtStep(Callback):
     """Makes a request at an event of a step."""
 
     def __init__(self, what: str, step: int, event: str = "on_train_step_end") -> None:
         self.what, self.step = what, step
-        setattr(self, event, self._ask)
+        setattr(self, event, self._request)
 
-    def _ask(self, ctx: Context) -> None:
+    def _request(self, ctx: Context) -> None:
         if ctx.step == self.step:
             getattr(ctx.control, self.what)("asked")
 
@@ -148,8 +148,8 @@ def test_the_rate_of_a_step_is_the_one_it_used(tmp_path: Path) -> None:
 
 def test_automodel_carries_out_requests(tmp_path: Path) -> None:
     recorder = Recorder(fields=("checkpoint",))
-    asking = [Asks("evaluate", 2), Asks("save", 3), Asks("stop", 8), recorder]
-    recipe = ran(tmp_path, asking)
+    callbacks = [RequestsAtStep("evaluate", 2), RequestsAtStep("save", 3), RequestsAtStep("stop", 8), recorder]
+    recipe = ran(tmp_path, callbacks)
     assert len(recipe.losses) == 8
     noted = [(info.step, info.kind) for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"]
     assert noted == [(3, "requested"), (6, "periodic"), (8, "periodic")]  # AutoModel also saves at its last step
@@ -165,7 +165,7 @@ def test_automodel_carries_out_requests(tmp_path: Path) -> None:
 )
 def test_a_stop_acts_wherever_it_is_requested(event: str, step: int, steps: int, tmp_path: Path) -> None:
     ends = Ends()
-    recipe = ran(tmp_path, [Asks("stop", step, event), ends])
+    recipe = ran(tmp_path, [RequestsAtStep("stop", step, event), ends])
     assert len(recipe.losses) == steps
     assert ends.outcome == "stopped"
 
@@ -236,8 +236,8 @@ def test_no_checkpoint_is_reported_if_nothing_is_saved(tmp_path: Path, caplog: p
     ran(tmp_path, [recorder], saves=False)
     assert "on_checkpoint_save_start" not in recorder.events
     assert not list(tmp_path.glob("epoch*"))
-    ran(tmp_path, [Asks("save", 2)], saves=False)
-    assert "Asks calls ctx.control.save, which" in caplog.text
+    ran(tmp_path, [RequestsAtStep("save", 2)], saves=False)
+    assert "RequestsAtStep calls ctx.control.save, which" in caplog.text
 
 
 def test_several_datasets_are_named_and_the_average_is_evaluated(tmp_path: Path) -> None:
@@ -329,10 +329,10 @@ def test_the_model_may_be_called_by_a_callback(tmp_path: Path) -> None:
     assert recorder.events.count("on_forward_end") == 6
 
 
-class Samples(AutoModelCallback):
-    """An AutoModel callback that samples from the model at every event, in evaluation mode and in training mode."""
+class CallsModel(AutoModelCallback):
+    """An AutoModel callback that calls the model at every event, in evaluation mode and in training mode."""
 
-    def _sample(self, recipe: Any, **_: Any) -> None:
+    def _call_model(self, recipe: Any, **_: Any) -> None:
         model = recipe.model_parts[0]
         was_training = model.training
         model.eval()
@@ -344,14 +344,14 @@ class Samples(AutoModelCallback):
 
 
 for _hook in ("on_train_start", "on_train_batch_end", "on_validation_end", "on_save_checkpoint", "on_train_end"):
-    setattr(Samples, _hook, Samples._sample)
+    setattr(CallsModel, _hook, CallsModel._call_model)
 
 
-def test_a_callback_that_samples_at_every_event_does_not_open_an_evaluation(tmp_path: Path) -> None:
+def test_a_callback_that_calls_the_model_at_every_event_does_not_open_an_evaluation(tmp_path: Path) -> None:
     found: list[Any] = []
     for hosted in ([], [host(recorder := Recorder()), host(EMA(half_life=2, at_end=False))]):
         torch.manual_seed(3)
-        recipe = Recipe(POINTS, tmp_path / f"{len(found)}", [*hosted, Samples()], num_epochs=2, val_every_steps=2)
+        recipe = Recipe(POINTS, tmp_path / f"{len(found)}", [*hosted, CallsModel()], num_epochs=2, val_every_steps=2)
         recipe.setup()
         recipe.run_train_validation_loop()
         found.append((recipe.losses, weights(recipe)))
@@ -770,18 +770,18 @@ def on_a_rank(folder: str) -> dict[str, Any]:
     check_events(recorder.events)
     saved = [(info.step, info.kind) for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"]
 
-    sampled: list[MetricsSample] = []
+    collected: list[MetricsSample] = []
 
-    class Samples(AutoModelCallback):
+    class CollectsMetrics(AutoModelCallback):
         def on_train_batch_end(self, recipe: Any, **kwargs: Any) -> None:
-            sampled.append(kwargs["train_log_data"])
+            collected.append(kwargs["train_log_data"])
 
         def on_validation_end(self, recipe: Any, **kwargs: Any) -> None:
-            sampled.extend(kwargs["val_results"].values())
+            collected.extend(kwargs["val_results"].values())
 
-    as_guest(Path(folder) / "guest", Samples(), max_duration="1ep", parallel="ddp", callbacks=[guest(Samples())])
+    as_guest(Path(folder) / "guest", CollectsMetrics(), max_duration="1ep", parallel="ddp", callbacks=[guest(CollectsMetrics())])
     dist.destroy_process_group()
-    losses = [round(float(sample.metrics.get("loss", sample.metrics.get("val_loss", 0.0))), 5) for sample in sampled]
+    losses = [round(float(sample.metrics.get("loss", sample.metrics.get("val_loss", 0.0))), 5) for sample in collected]
     return {"steps": len(recipe.losses), "saved": saved, "model": type(recorder.values["model"][0][1]).__name__, "losses": losses}
 
 

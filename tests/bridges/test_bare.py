@@ -31,6 +31,7 @@ from callsheet.callbacks import (
     OptimizerMonitor,
     SpeedMonitor,
 )
+from callsheet.checkpoint import read_checkpoint, read_manifest, write_checkpoint
 from callsheet.errors import CheckpointError, ConfigError, NotSupported, RequestRejected
 from callsheet.loggers import CSVLogger, FileLogger, JSONLLogger, TensorboardLogger
 from callsheet.run.agreement import LONGEST_PERIOD
@@ -157,6 +158,18 @@ def test_saved_and_resumed_it_continues_exactly(step: int, tmp_path: Path) -> No
     assert run.ctx.state.timestamp.batch == 3 * BATCHES
     assert len(history["train/loss"]) == 3 * BATCHES
     assert same(model, whole)
+
+
+def test_a_checkpoint_with_a_position_in_an_older_form_is_rejected(tmp_path: Path) -> None:
+    """Until 2026-11-24, callsheet 0.1.0 stored the position in the data in another form."""
+    attached(3, [Stopper(5), CheckpointSaver(save_interval="1ba")], folder=tmp_path)
+    [checkpoint] = (tmp_path / "run" / "checkpoints").glob("*-ba5")
+    saved = read_checkpoint(checkpoint)
+    position = saved.local["place"]
+    saved.local["place"] = {"taken": position["taken"], "epoch_began": {}, "now": position["now"]["global"], "loader": None}
+    write_checkpoint(tmp_path / "older", saved.shared, saved.local, read_manifest(checkpoint).info)
+    with pytest.raises(CheckpointError, match=r"was written by a version of callsheet 0\.1\.0 from before 2026-11-24"):
+        attached(3, [], folder=tmp_path, resume=tmp_path / "older")
 
 
 def test_a_signal_saves_and_preempts_the_run(tmp_path: Path) -> None:
@@ -428,17 +441,20 @@ def test_two_evaluations_in_one_step_are_one_and_a_second_one_between_epochs_is_
 
 
 def test_a_callback_asks_for_an_evaluation(caplog: pytest.LogCaptureFixture) -> None:
-    class Asks(Callback):
+    class RequestsEvaluation(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             if ctx.step == 3:
                 ctx.control.evaluate("now", replicated=True)
 
     recorder = Recorder(fields=("eval_results",))
-    attached(1, [Asks(), recorder], evaluate=lambda: {"held out": {"accuracy": 0.5}})
+    attached(1, [RequestsEvaluation(), recorder], evaluate=lambda: {"held out": {"accuracy": 0.5}})
     assert recorder.values["eval_results"] == [("on_eval_all_end", {"held out": {"accuracy": 0.5}})]
     check_events(recorder.events)
-    attached(1, [Asks()])
-    assert "Asks calls ctx.control.evaluate, which this loop does not support here; it supports save, stop." in caplog.text
+    attached(1, [RequestsEvaluation()])
+    assert (
+        "RequestsEvaluation calls ctx.control.evaluate, which this loop does not support here; it supports save, stop."
+        in caplog.text
+    )
 
 
 class EvaluatesAt(Callback):
@@ -454,17 +470,17 @@ class EvaluatesAt(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.found = [(step, value) for step, value in state["found"]]
 
-    def _ask(self, ctx: Context, where: str) -> None:
+    def _request_evaluation(self, ctx: Context, where: str) -> None:
         ctx.control.evaluate("it is time", replicated=True)
         if self.signals_at == (where, ctx.step):
             signal.raise_signal(signal.SIGTERM)
 
     def on_train_step_end(self, ctx: Context) -> None:
         if ctx.step % 2:
-            self._ask(ctx, "step")
+            self._request_evaluation(ctx, "step")
 
     def on_epoch_end(self, ctx: Context) -> None:
-        self._ask(ctx, "epoch")
+        self._request_evaluation(ctx, "epoch")
 
     def on_eval_all_end(self, ctx: Context) -> None:
         self.found.append((ctx.step, ctx.eval_results["held out"]["loss"]))
@@ -598,7 +614,7 @@ def test_what_a_lane_logs_at_the_end_of_training_is_in_the_last_record() -> None
         lane = "background"
 
         def on_epoch_end(self, ctx: Context) -> None:
-            ctx.log({"lane/said": 1.0})
+            ctx.log({"lane/logged": 1.0})
 
     history = History()
     model, optimizer, data = parts()
@@ -606,7 +622,7 @@ def test_what_a_lane_logs_at_the_end_of_training_is_in_the_last_record() -> None
         for inputs, targets in run.steps(data):
             nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
-    assert history["lane/said"] == [1.0]
+    assert history["lane/logged"] == [1.0]
 
 
 def test_only_the_last_loss_is_kept_of_steps_that_are_not_read(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ class Losses(Callback):
         self.found.append(ctx.loss.detach().clone())
 
 
-class Asks(Callback):
+class RequestsAtStep(Callback):
     """Makes a request at the end of a step."""
 
     def __init__(self, what: str, step: int) -> None:
@@ -192,7 +192,7 @@ def test_observers_do_not_change_training(name: str, plain: Callable[[str], Plai
 @built_on
 def test_a_callback_stops_it_and_no_evaluation_is_added(name: str, tmp_path: Path) -> None:
     recorder = Recorder()
-    trainer = BUILT_ON[name].make(tmp_path, [host([Asks("stop", 2), recorder])], eval_strategy="no", eval_steps=None)
+    trainer = BUILT_ON[name].make(tmp_path, [host([RequestsAtStep("stop", 2), recorder])], eval_strategy="no", eval_steps=None)
     trainer.train()
     assert inner(trainer).state.global_step == 2
     check_events(recorder.events)
@@ -204,7 +204,7 @@ def test_a_callback_stops_it_and_no_evaluation_is_added(name: str, tmp_path: Pat
 @pytest.mark.parametrize("name", [parameter(name, averages=True) for name in BUILT_ON])
 def test_an_average_is_evaluated_and_a_callback_saves(name: str, plain: Callable[[str], Plain], tmp_path: Path) -> None:
     looks, notes, recorder = EvaluatedWeights(), Notes(), Recorder()
-    ours = [EMA(half_life=2, at_end=False), Asks("save", 2), looks, recorder]
+    ours = [EMA(half_life=2, at_end=False), RequestsAtStep("save", 2), looks, recorder]
     trainer = BUILT_ON[name].make(tmp_path, [host(ours), notes])
     trainer.train()
     assert looks.are_others

@@ -54,12 +54,12 @@ def test_other_counts_are_logged_once_recorded_and_corrected(tmp_path: Path, cap
     run.end_epoch(is_whole=True)
     assert run.state.timestamp[1:3] == (2, 2)
     run.finish()
-    said = "The loop has counted 2 steps, and callsheet 1"
-    assert [record.message.startswith(said) for record in caplog.records] == [True]
+    beginning = "The loop has counted 2 steps, and callsheet 1"
+    assert [record.message.startswith(beginning) for record in caplog.records] == [True]
     (end,) = [
         line for line in map(json.loads, (tmp_path / "run/events.jsonl").read_text().splitlines()) if line["event"] == "run_end"
     ]
-    assert end["inexact_counts"].startswith(said)
+    assert end["inexact_counts"].startswith(beginning)
     assert end["inexact_counts"].endswith("from step 1 on")
     (problem,) = [each for each in problems(RunFolder.read(tmp_path / "run")) if "counts" in each.title]
     assert problem.detail == end["inexact_counts"]
@@ -80,9 +80,9 @@ def test_faults_that_cancel_out_in_the_counts_are_logged_and_recorded_once(
     run.counts.doubt()
     run.counts.doubt()
     run.finish()
-    (said,) = [record.message for record in caplog.records]
-    assert said == f"{run.ctx.run.inexact_counts}. Training continues"
-    assert said.startswith(
+    (message,) = [record.message for record in caplog.records]
+    assert message == f"{run.ctx.run.inexact_counts}. Training continues"
+    assert message.startswith(
         "The loop has left out, repeated or reordered events; figures per step or epoch may be wrong from step 3 on"
     )
 

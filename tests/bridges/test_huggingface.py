@@ -56,8 +56,8 @@ class Line(nn.Module):
         self.head = nn.Linear(8, 1)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        said = self.head(self.dropout(self.body(x))).squeeze(-1)
-        return {"loss": (said - labels).square().mean(), "logits": said} if labels is not None else {"logits": said}
+        logits = self.head(self.dropout(self.body(x))).squeeze(-1)
+        return {"loss": (logits - labels).square().mean(), "logits": logits} if labels is not None else {"logits": logits}
 
 
 def trainer(folder: Path, callbacks: list[Any], *, evaluates: Any = None, **options: Any) -> Any:
@@ -133,7 +133,7 @@ def test_the_maps_name_every_event_once() -> None:
     assert {event for events in GUEST_EVENTS.values() for event in events} == theirs - {"on_push_begin"}
 
 
-class Asks(Callback):
+class RequestsAtStep(Callback):
     """Makes a request at the end of a step."""
 
     def __init__(self, what: str, step: int) -> None:
@@ -158,7 +158,10 @@ class Fails(Callback):
 def test_the_trainer_carries_out_requests(tmp_path: Path) -> None:
     recorder = Recorder(fields=("checkpoint",))
     trained = trainer(
-        tmp_path, [host([Asks("save", 2), Asks("evaluate", 3), Asks("stop", 7), recorder])], eval_strategy="steps", eval_steps=100
+        tmp_path,
+        [host([RequestsAtStep("save", 2), RequestsAtStep("evaluate", 3), RequestsAtStep("stop", 7), recorder])],
+        eval_strategy="steps",
+        eval_steps=100,
     )
     trained.train()
     assert trained.state.global_step == 7
@@ -435,11 +438,11 @@ def test_logging_at_every_step_as_the_command_line_gives_it(tmp_path: Path) -> N
 
 
 def test_a_guest_in_a_host_of_its_own_framework_acts_the_same(tmp_path: Path) -> None:
-    said = {"metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 2}
+    arguments = {"metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 2}
     options: dict[str, Any] = {"learning_rate": 1e-12, "lr_scheduler_type": "constant", "num_train_epochs": 4}
     steps: list[int] = []
-    for callback in (EarlyStoppingCallback(2, 0.1), host([stopper := guest(EarlyStoppingCallback(2, 0.1), args=said)])):
-        trained = trainer(tmp_path / str(len(steps)), [callback], **said, **options)
+    for callback in (EarlyStoppingCallback(2, 0.1), host([stopper := guest(EarlyStoppingCallback(2, 0.1), args=arguments)])):
+        trained = trainer(tmp_path / str(len(steps)), [callback], **arguments, **options)
         trained.train()
         steps.append(trained.state.global_step)
     assert steps == [6, 6]

@@ -25,16 +25,16 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
 
 
-class Samples(TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
-    """A user's callback that samples from the model at every event of the Trainer, and then restores the model's mode."""
+class CallsModel(TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
+    """A user's callback that calls the model at every event of the Trainer, and then restores the model's mode."""
 
     def __init__(self) -> None:
-        self.sampled = 0
+        self.calls = 0
 
-    def _sample(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def _call_model(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         if model is None:
             return
-        self.sampled += 1
+        self.calls += 1
         was_training = model.training
         model.eval()
         with torch.no_grad():
@@ -43,7 +43,7 @@ class Samples(TrainerCallback):  # type: ignore[misc]  # transformers' types are
 
 
 for _event in EVENTS:
-    setattr(Samples, _event, Samples._sample)
+    setattr(CallsModel, _event, CallsModel._call_model)
 
 
 def logged(trained: Any) -> list[dict[str, float]]:
@@ -62,16 +62,16 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("averages", [False, True])
-def test_a_callback_that_samples_at_every_event_does_not_open_an_evaluation(
+def test_a_callback_that_calls_the_model_at_every_event_does_not_open_an_evaluation(
     averages: bool, is_first: bool, tmp_path: Path
 ) -> None:
-    samples, recorder, history = Samples(), Recorder(fields=("batch",)), History()
+    caller, recorder, history = CallsModel(), Recorder(fields=("batch",)), History()
     hosted = host([recorder, history, *([EMA(half_life=2, at_end=False)] if averages else [])])
-    ours = trainer(tmp_path / "ours", [samples, hosted] if is_first else [hosted, samples], eval_on_start=True, **OPTIONS)
+    ours = trainer(tmp_path / "ours", [caller, hosted] if is_first else [hosted, caller], eval_on_start=True, **OPTIONS)
     ours.train()
-    plain = trainer(tmp_path / "plain", [Samples()], eval_on_start=True, **OPTIONS)
+    plain = trainer(tmp_path / "plain", [CallsModel()], eval_on_start=True, **OPTIONS)
     plain.train()
-    assert samples.sampled > 40
+    assert caller.calls > 40
     assert all(torch.equal(a, b) for a, b in zip(weights(ours), weights(plain), strict=True))
     losses = [[entry["loss"] for entry in logged(each) if "loss" in entry] for each in (ours, plain)]
     assert losses[0] == losses[1]
@@ -147,21 +147,21 @@ class OnlyInBackward(HuggingFaceTrainer):  # type: ignore[misc]
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         with torch.no_grad():
-            said = model(x=inputs["x"])["logits"]
+            logits = model(x=inputs["x"])["logits"]
         if not model.training:
             return (
-                ((said - inputs["labels"]).square().mean(), {"logits": said})
+                ((logits - inputs["labels"]).square().mean(), {"logits": logits})
                 if return_outputs
-                else (said - inputs["labels"]).square().mean()
+                else (logits - inputs["labels"]).square().mean()
             )
-        said.requires_grad_()
-        loss = (said - inputs["labels"]).square().mean()
+        logits.requires_grad_()
+        loss = (logits - inputs["labels"]).square().mean()
 
         def again(gradient: torch.Tensor) -> None:
             with torch.enable_grad():
                 (model(x=inputs["x"])["logits"] * gradient).sum().backward()
 
-        said.register_hook(again)
+        logits.register_hook(again)
         return loss
 
 

@@ -58,13 +58,13 @@ class Line(nn.Module):
         self.register_buffer("batches", torch.tensor(0))
 
     def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        said = self.body(inputs).squeeze(-1)
-        loss = (said - labels).square().mean()
+        logits = self.body(inputs).squeeze(-1)
+        loss = (logits - labels).square().mean()
         if self.training:
             self.batches += 1
         else:
             loss = torch.tensor(SCRIPT[int(self.batches) // 2 - 1])
-        return {"loss": loss, "logits": said}
+        return {"loss": loss, "logits": logits}
 
 
 class OwnLoss(Task):
@@ -148,7 +148,7 @@ def _quick() -> Iterator[None]:
 FLOW: dict[str, Any] = {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no"}
 
 
-def in_framework(folder: Path, *callbacks: TrainerCallback, epochs: int = 2, accumulate: int = 1, **said: Any) -> Any:
+def in_framework(folder: Path, *callbacks: TrainerCallback, epochs: int = 2, accumulate: int = 1, **options: Any) -> Any:
     """Train in the Hugging Face Trainer. The callbacks come after its own `DefaultFlowCallback`."""
     arguments = TrainingArguments(
         output_dir=str(folder / "framework"),
@@ -160,7 +160,7 @@ def in_framework(folder: Path, *callbacks: TrainerCallback, epochs: int = 2, acc
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
-        **{**FLOW, **said},
+        **{**FLOW, **options},
     )
     model = Line()
     trainer = HuggingFaceTrainer(model, arguments, train_dataset=DATA, eval_dataset=DATA[:8], optimizers=optimizers(model))
@@ -223,13 +223,13 @@ def same(ours: Any, theirs: Any) -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_guest_receives_what_it_receives_in_its_framework(accumulate: int, tmp_path: Path) -> None:
-    said = {**FLOW, "eval_steps": 4, "save_strategy": "steps", "save_steps": 4, "metric_for_best_model": "loss"}
+    arguments = {**FLOW, "eval_steps": 4, "save_strategy": "steps", "save_steps": 4, "metric_for_best_model": "loss"}
     theirs, ours = RecordsCalls(), RecordsCalls()
-    in_framework(tmp_path, theirs, accumulate=accumulate, **said)
+    in_framework(tmp_path, theirs, accumulate=accumulate, **arguments)
     as_guests(
         tmp_path,
-        guest(DefaultFlowCallback(), args=said),
-        guest(ours, args=said, eval_dataloader=EVALUATED),
+        guest(DefaultFlowCallback(), args=arguments),
+        guest(ours, args=arguments, eval_dataloader=EVALUATED),
         gradient_accumulation_steps=accumulate,
         eval_interval=None,
     )
@@ -356,7 +356,7 @@ class Row:
 
     make: Callable[[], Any]
     tier: str
-    said: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     shows: Callable[[Any, Path, str], Any] = lambda foreign, folder, out: None
     evaluates: bool = True
     """Whether the run evaluates every second step, and not only when the callback requests it."""
@@ -391,10 +391,10 @@ def both(row: Row, folder: Path, capsys: pytest.CaptureFixture[str], shows: Call
     for where in ("here", "framework"):
         foreign, here, there = row.make(), CallsheetActions(), TrainerActions()
         if where == "here":
-            hosted = guest(foreign, args={**FLOW, **row.said}, eval_dataloader=EVALUATED)
+            hosted = guest(foreign, args={**FLOW, **row.options}, eval_dataloader=EVALUATED)
             as_guests(folder / where, hosted, here, epochs=3, eval_interval="2ba" if row.evaluates else None)
         else:
-            in_framework(folder / where, *([] if row.is_own else [foreign]), there, epochs=3, **row.said)
+            in_framework(folder / where, *([] if row.is_own else [foreign]), there, epochs=3, **row.options)
         done = here.done if where == "here" else there.done
         found.append((done, row.shows(foreign, folder / where, capsys.readouterr().out), shows()))
     return found
@@ -458,12 +458,12 @@ class Counts(TrainerCallback, ExportableState):  # type: ignore[misc]
 
 
 def test_states_are_in_our_checkpoints(tmp_path: Path) -> None:
-    said = {**FLOW, "metric_for_best_model": "loss"}
+    arguments = {**FLOW, "metric_for_best_model": "loss"}
 
     def made() -> list[Any]:
         return [
-            guest(EarlyStoppingCallback(2, 0.05), args=said),
-            guest(Counts(), args=said),
+            guest(EarlyStoppingCallback(2, 0.05), args=arguments),
+            guest(Counts(), args=arguments),
             CheckpointSaver(save_interval="2ba"),
         ]
 
@@ -498,7 +498,7 @@ def test_a_second_run_starts_from_scratch(tmp_path: Path) -> None:
 # --- requests ---
 
 
-class Asks(TrainerCallback):  # type: ignore[misc]
+class SetsFlags(TrainerCallback):  # type: ignore[misc]
     """Sets flags of its `TrainerControl` each time a certain event is fired."""
 
     def __init__(self, event: str, *flags: str) -> None:
@@ -513,17 +513,17 @@ def test_flags_that_the_framework_ignores_request_nothing(tmp_path: Path) -> Non
     flags = ("should_training_stop", "should_save", "should_evaluate", "should_log", "should_epoch_stop")
     for event, left in {"on_init_end": (), "on_train_begin": flags[1:], "on_epoch_begin": flags[1:], "on_train_end": ()}.items():
         done = CallsheetActions()
-        as_guests(tmp_path, guest(Asks(event, *(left or flags))), done, name=event, eval_interval=None)
+        as_guests(tmp_path, guest(SetsFlags(event, *(left or flags))), done, name=event, eval_interval=None)
         assert done.done == [("end", 12)], event
 
 
 def test_a_stop_at_an_evaluation_outside_training_is_ignored(tmp_path: Path) -> None:
-    asks = guest(Asks("on_evaluate", "should_training_stop"))
-    trainer: Any = as_guests(tmp_path, asks, fits=False)
+    hosted = guest(SetsFlags("on_evaluate", "should_training_stop"))
+    trainer: Any = as_guests(tmp_path, hosted, fits=False)
     with trainer:
         trainer.model.batches.fill_(2)
         trainer.evaluate()
-        assert [set(entry) for entry in asks.state.log_history] == [{"eval_loss", "epoch", "step"}]
+        assert [set(entry) for entry in hosted.state.log_history] == [{"eval_loss", "epoch", "step"}]
         trainer.model.batches.zero_()
         trainer.fit()
     assert trainer.state.timestamp.batch == 2  # the first evaluation of training
@@ -554,17 +554,17 @@ def test_the_best_model_is_saved_with_the_strategy_best(tmp_path: Path) -> None:
 
 
 def test_unsupported_requests_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    ends_epoch = Asks("on_step_end", "should_epoch_stop")
-    with pytest.raises(NotSupported, match=r"Asks set control\.should_epoch_stop, and an epoch cannot be ended early here"):
+    ends_epoch = SetsFlags("on_step_end", "should_epoch_stop")
+    with pytest.raises(NotSupported, match=r"SetsFlags set control\.should_epoch_stop, and an epoch cannot be ended early here"):
         as_guests(tmp_path, guest(ends_epoch), name="one")
     assert as_guests(tmp_path, guest(ends_epoch, strict=False), name="two").state.timestamp.batch == 12
-    assert caplog.text.count("Asks set control.should_epoch_stop") == 12
-    logs = Asks("on_step_end", "should_log")
+    assert caplog.text.count("SetsFlags set control.should_epoch_stop") == 12
+    logs = SetsFlags("on_step_end", "should_log")
     with pytest.raises(NotSupported, match=r"set control\.should_log after step 1, where no record is made"):
         as_guests(tmp_path, guest(logs), name="three")
     as_guests(tmp_path, guest(logs), name="four", log_interval=1)
     as_guests(tmp_path, guest(logs, strict=False), name="five")
-    assert caplog.text.count("Asks set control.should_log") == 6
+    assert caplog.text.count("SetsFlags set control.should_log") == 6
 
 
 def test_events_that_are_never_fired_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -593,10 +593,10 @@ class Reads(TrainerCallback):  # type: ignore[misc]
 
 def test_arguments_come_from_the_run_and_from_the_user(tmp_path: Path) -> None:
     reads = Reads("output_dir", "run_name", "world_size", "should_log", "eval_strategy", "logging_steps", "weight_decay")
-    as_guests(tmp_path, guest(reads, args={"weight_decay": 0.5, "run_name": "said"}), config={"seed": 4, "deep": {"more": 1}})
+    as_guests(tmp_path, guest(reads, args={"weight_decay": 0.5, "run_name": "given"}), config={"seed": 4, "deep": {"more": 1}})
     assert reads.read == {
         "output_dir": str(tmp_path / "guest"),
-        "run_name": "said",
+        "run_name": "given",
         "world_size": 1,
         "should_log": True,
         "eval_strategy": "epoch",
@@ -607,10 +607,10 @@ def test_arguments_come_from_the_run_and_from_the_user(tmp_path: Path) -> None:
     assert reads.text["eval_strategy"] == "epoch"
     assert reads.words["deep"] == "{'more': 1}"
     whole: Any = Reads("weight_decay", "output_dir", "eval_strategy", "run_name")
-    whole_arguments = TrainingArguments(output_dir=str(tmp_path / "said"), weight_decay=0.25, report_to=[], use_cpu=True)
+    whole_arguments = TrainingArguments(output_dir=str(tmp_path / "given"), weight_decay=0.25, report_to=[], use_cpu=True)
     whole.on_train_begin = lambda args, *_, **__: setattr(whole, "read", {name: getattr(args, name) for name in whole.names})
     as_guests(tmp_path, guest(whole, args=whole_arguments), name="whole")
-    assert whole.read == {"weight_decay": 0.25, "output_dir": str(tmp_path / "said"), "eval_strategy": "no", "run_name": None}
+    assert whole.read == {"weight_decay": 0.25, "output_dir": str(tmp_path / "given"), "eval_strategy": "no", "run_name": None}
 
 
 class Looks(TrainerCallback):  # type: ignore[misc]
@@ -636,7 +636,7 @@ def test_values_that_trackers_read_at_the_start_are_available(tmp_path: Path) ->
     as_guests(tmp_path, guest(looks), CheckpointSaver(save_interval="3ba"), epochs=3, resume="auto")
     assert looks.resumed is not None
     assert Path(looks.resumed).is_dir()
-    as_guests(tmp_path, guest(looks, args={"output_dir": str(tmp_path / "said" / "there")}), name="third")
+    as_guests(tmp_path, guest(looks, args={"output_dir": str(tmp_path / "given" / "there")}), name="third")
 
 
 def test_trackio_s_own_callback_writes_what_was_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

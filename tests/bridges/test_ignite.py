@@ -104,14 +104,14 @@ def same(a: Setup, b: Setup) -> bool:
     return all(torch.equal(one, other) for one, other in zip(a.weights(), b.weights(), strict=True))
 
 
-class Asks(Callback):
-    """Makes a request at the end of a step."""
+class RequestsAtStep(Callback):
+    """Makes a request at an event of a step."""
 
     def __init__(self, what: str, step: int, event: str = "on_train_step_end") -> None:
         self.what, self.step = what, step
-        setattr(self, event, self.ask)
+        setattr(self, event, self.request)
 
-    def ask(self, ctx: Context) -> None:
+    def request(self, ctx: Context) -> None:
         if ctx.step == self.step:
             getattr(ctx.control, self.what)("asked")
 
@@ -218,7 +218,7 @@ def test_evaluators_that_are_run_together_are_one_evaluation(tmp_path: Path) -> 
 def test_the_engine_carries_out_requests(tmp_path: Path) -> None:
     recorder, ends = Recorder(fields=("checkpoint",)), Ends()
     setup = Setup(tmp_path)
-    setup.host([Asks("save", 2), Asks("evaluate", 3), Asks("stop", 8), recorder, ends])
+    setup.host([RequestsAtStep("save", 2), RequestsAtStep("evaluate", 3), RequestsAtStep("stop", 8), recorder, ends])
     setup.run()
     assert setup.trainer.state.iteration == 8
     assert setup.files() == ["checkpoint_2.pt"]
@@ -230,18 +230,20 @@ def test_the_engine_carries_out_requests(tmp_path: Path) -> None:
 
 
 def test_requests_that_need_missing_arguments_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    asked = Setup(tmp_path)
-    asked.host([Asks("save", 2)], saves=False)
-    asked.run()
+    setup = Setup(tmp_path)
+    setup.host([RequestsAtStep("save", 2)], saves=False)
+    setup.run()
     assert (
-        "Asks calls ctx.control.save, which this Ignite engine does not support here; it supports evaluate, stop." in caplog.text
+        "RequestsAtStep calls ctx.control.save, which this Ignite engine does not support here; it supports evaluate, stop."
+        in caplog.text
     )
     assert "give attach(trainer, checkpoint=...) the handler that writes checkpoints" in caplog.text
-    asked = Setup(tmp_path)
-    asked.host([Asks("evaluate", 2)], evaluate=None)
-    asked.run()
+    setup = Setup(tmp_path)
+    setup.host([RequestsAtStep("evaluate", 2)], evaluate=None)
+    setup.run()
     assert (
-        "Asks calls ctx.control.evaluate, which this Ignite engine does not support here; it supports save, stop." in caplog.text
+        "RequestsAtStep calls ctx.control.evaluate, which this Ignite engine does not support here; it supports save, stop."
+        in caplog.text
     )
 
 
@@ -262,7 +264,7 @@ def test_a_callback_that_only_saves_is_rejected_if_nothing_can_be_saved(tmp_path
 def test_an_evaluation_requested_at_an_epoch_s_end_is_made_once(tmp_path: Path) -> None:
     recorder = Recorder()
     setup = Setup(tmp_path)
-    setup.host([Asks("evaluate", STEPS, "on_epoch_end"), recorder])
+    setup.host([RequestsAtStep("evaluate", STEPS, "on_epoch_end"), recorder])
     setup.run()
     check_events(recorder.events)
     assert len(setup.found) == recorder.events.count("on_eval_all_end") == 2
@@ -293,7 +295,7 @@ def test_the_callbacks_states_are_in_its_checkpoints(tmp_path: Path) -> None:
 
 def test_states_of_another_step_are_rejected(tmp_path: Path) -> None:
     setup = Setup(tmp_path)
-    setup.host([History(), Asks("save", 4)])
+    setup.host([History(), RequestsAtStep("save", 4)])
     setup.run()
     again = Setup(tmp_path)
     again.host([History()])
@@ -614,14 +616,14 @@ class DataParallel(Setup):
 def on_a_rank(folder: str) -> dict[str, Any]:
     idist.initialize("gloo")
 
-    class Asks(Callback):
+    class RequestsStop(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             if ctx.run.rank == 1 and ctx.step == 7:
                 ctx.control.stop("one rank wants to")
 
     recorder, history, ends = Recorder(), History(), Ends()
     hosted, plain = DataParallel(Path(folder)), DataParallel(Path(folder))
-    hosted.host([recorder, history, ends, Asks(), CheckpointSaver(save_interval="1ep")])
+    hosted.host([recorder, history, ends, RequestsStop(), CheckpointSaver(save_interval="1ep")])
     hosted.run(max_epochs=40)
     plain.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=hosted.trainer.state.iteration), plain.trainer.terminate)
     plain.run(max_epochs=40)

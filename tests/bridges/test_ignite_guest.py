@@ -66,10 +66,10 @@ def in_framework(folder: Path, attach: Attach, rate: float) -> tuple[int, Any, n
     model, optimizer = made(rate)
     trainer: Any = create_supervised_trainer(model, optimizer, POINTS.loss)
     evaluator: Any = create_supervised_evaluator(model, {"loss": Loss(POINTS.loss)})
-    say = attach(Given(folder, trainer, evaluator, model, optimizer))
+    result = attach(Given(folder, trainer, evaluator, model, optimizer))
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(POINTS.validation_batches()))
     trainer.run(POINTS.batches(), max_epochs=EPOCHS)
-    return trainer.state.iteration, say(), model
+    return trainer.state.iteration, result(), model
 
 
 def run_here(folder: Path, callbacks: list[Callback], model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
@@ -92,9 +92,9 @@ def run_here(folder: Path, callbacks: list[Callback], model: nn.Module, optimize
 def here(folder: Path, attach: Attach, rate: float) -> tuple[int, Any, nn.Module]:
     model, optimizer = made(rate)
     engine = GuestEngine(lambda ctx: ctx.loss.item())
-    say = attach(Given(folder, engine, engine.evaluator(), model, optimizer))
+    result = attach(Given(folder, engine, engine.evaluator(), model, optimizer))
     trainer = run_here(folder, [guest(engine)], model, optimizer)
-    return trainer.state.timestamp.batch, say(), model
+    return trainer.state.timestamp.batch, result(), model
 
 
 def early_stopping(given: Given) -> Callable[[], Any]:
@@ -198,12 +198,12 @@ def checkpoints(given: Given) -> Callable[[], Any]:
         Events.ITERATION_COMPLETED(every=5), checkpoint := ModelCheckpoint(given.folder / "every"), {"m": given.model}
     )
 
-    def say() -> Any:
+    def result() -> Any:
         files = sorted((given.folder / "best").iterdir()) + sorted((given.folder / "every").iterdir())
         assert str(checkpoint.last_checkpoint) == str(files[-1])
         return [(path.name, [value.tolist() for value in torch.load(path, weights_only=True).values()]) for path in files]
 
-    return say
+    return result
 
 
 def filters(given: Given) -> Callable[[], Any]:
@@ -278,9 +278,9 @@ NAMES = {
 )
 def test_a_guest_does_what_it_does_in_its_framework(attach: Attach, tier: str, tmp_path: Path) -> None:
     rate = 1e12 if attach is terminate_on_nan else 0.1
-    steps_framework, said_framework, model_framework = in_framework(tmp_path / "framework", attach, rate)
-    steps_here, said_here, model_here = here(tmp_path / "here", attach, rate)
-    assert (steps_here, said_here) == (steps_framework, said_framework)
+    steps_framework, result_framework, model_framework = in_framework(tmp_path / "framework", attach, rate)
+    steps_here, result_here, model_here = here(tmp_path / "here", attach, rate)
+    assert (steps_here, result_here) == (steps_framework, result_framework)
     weights = [list(model.parameters()) for model in (model_framework, model_here)]
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*weights, strict=True))
     changes_the_rate = attach in (linear_schedule, torch_schedule)
@@ -414,10 +414,10 @@ def test_the_end_is_fired_as_ignite_fires_it(skips: bool, tmp_path: Path) -> Non
         given.trainer.add_event_handler(Events.ITERATION_STARTED(once=8), lambda: given.trainer.terminate(skip_completed=skips))
         return lambda: recorded
 
-    _, said_framework, _ = in_framework(tmp_path, attach, 0.1)
-    _, said_here, _ = here(tmp_path, attach, 0.1)
-    assert said_here == said_framework
-    assert said_framework[-2:] == (["ITERATION_COMPLETED", "TERMINATE"] if skips else ["TERMINATE", "COMPLETED"])
+    _, result_framework, _ = in_framework(tmp_path, attach, 0.1)
+    _, result_here, _ = here(tmp_path, attach, 0.1)
+    assert result_here == result_framework
+    assert result_framework[-2:] == (["ITERATION_COMPLETED", "TERMINATE"] if skips else ["TERMINATE", "COMPLETED"])
 
 
 def test_an_exception_is_reported_and_propagates(tmp_path: Path) -> None:

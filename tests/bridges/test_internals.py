@@ -224,7 +224,7 @@ def remove(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return
     if isinstance(found, EnumType) or not hasattr(found, attribute):
         really_has = versions.has
-        monkeypatch.setattr(versions, "has", lambda asked: asked != name and really_has(asked))
+        monkeypatch.setattr(versions, "has", lambda queried: queried != name and really_has(queried))
     for each in found.__mro__:
         if attribute in vars(each) and not isinstance(found, EnumType):
             monkeypatch.delattr(each, attribute)

@@ -141,7 +141,7 @@ def test_nothing_is_left_in_the_model(tmp_path: Path) -> None:
     assert recorder.events.count("on_train_step_end") == 24
 
 
-class Asks(Callback):
+class RequestsAtStep(Callback):
     """Makes a request at the end of a step."""
 
     def __init__(self, what: str, step: int) -> None:
@@ -178,13 +178,13 @@ class Ends(Callback):
 
 def test_requests_are_carried_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder(fields=("checkpoint",))
-    model = trained([hosted(tmp_path, Asks("save", 2), Asks("stop", 7), recorder)])
+    model = trained([hosted(tmp_path, RequestsAtStep("save", 2), RequestsAtStep("stop", 7), recorder)])
     assert int(model.optimizer.iterations) == 7
     calls = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
     assert ("on_checkpoint_published", 2, "requested") in calls
     check_events(recorder.events)
-    trained([hosted(tmp_path / "2", Asks("evaluate", 2))])
-    assert "Asks calls ctx.control.evaluate, which Keras does not support here" in caplog.text
+    trained([hosted(tmp_path / "2", RequestsAtStep("evaluate", 2))])
+    assert "RequestsAtStep calls ctx.control.evaluate, which Keras does not support here" in caplog.text
 
 
 @pytest.mark.parametrize("step", [4, 6, 9])
@@ -223,7 +223,7 @@ def test_a_signal_saves_and_stops_it(tmp_path: Path) -> None:
 def test_the_outcome_of_a_run_is_reported(tmp_path: Path) -> None:
     ends = Ends()
     trained([hosted(tmp_path, ends)], epochs=1)
-    trained([hosted(tmp_path / "2", ends, Asks("stop", 2))])
+    trained([hosted(tmp_path / "2", ends, RequestsAtStep("stop", 2))])
     assert ends.noted == ["finished", "stopped"]
     for error, outcome in ((ZeroDivisionError, "failed"), (KeyboardInterrupt, "interrupted")):
         ends, model = Ends(), own_loop.compiled(LINE)
@@ -473,7 +473,7 @@ def test_a_guest_that_asks_for_more_is_rejected(tmp_path: Path) -> None:
         (lambda model: model.optimizer.momentum, "Keras's optimizer has here no 'momentum'"),
     ):
         callback: Any = keras.callbacks.Callback()
-        callback.on_train_begin = lambda logs, asks=what, callback=callback: asks(callback.model)
+        callback.on_train_begin = lambda logs, read=what, callback=callback: read(callback.model)
         with pytest.raises(NotSupported, match=message):
             _here(tmp_path, guest(callback), 0.05)
 

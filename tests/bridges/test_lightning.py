@@ -140,7 +140,7 @@ def test_clipping_is_fired_around_lightning_s_own(tmp_path: Path) -> None:
     assert max(after) < 0.101
 
 
-class Asks(Callback):
+class RequestsAtStep(Callback):
     """Makes a request at the end of a step."""
 
     def __init__(self, what: str, step: int) -> None:
@@ -178,13 +178,13 @@ class Ends(Callback):
 def test_requests_for_evaluations_are_rejected_if_lightning_evaluates_at_intervals_of_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fitted(tmp_path, [host([Asks("evaluate", 3)])], val_check_interval="00:00:10:00")
+    fitted(tmp_path, [host([RequestsAtStep("evaluate", 3)])], val_check_interval="00:00:10:00")
     assert "calls ctx.control.evaluate, which Lightning's Trainer does not support here" in caplog.text
 
 
 def test_lightning_carries_out_requests(tmp_path: Path) -> None:
     recorder, ends = Recorder(fields=("checkpoint",)), Ends()
-    hosted = host([Asks("save", 2), Asks("evaluate", 3), Asks("stop", 8), recorder, ends])
+    hosted = host([RequestsAtStep("save", 2), RequestsAtStep("evaluate", 3), RequestsAtStep("stop", 8), recorder, ends])
     trainer, _ = fitted(tmp_path, [hosted], val_check_interval=1.0)
     assert trainer.global_step == 8
     assert ends.outcome == "stopped"
@@ -200,8 +200,8 @@ def test_lightning_carries_out_requests(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_is_not_requested_where_there_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    fitted(tmp_path, [host([Asks("evaluate", 1)])], limit_val_batches=0)
-    assert "Asks calls ctx.control.evaluate, which Lightning's Trainer does not support here" in caplog.text
+    fitted(tmp_path, [host([RequestsAtStep("evaluate", 1)])], limit_val_batches=0)
+    assert "RequestsAtStep calls ctx.control.evaluate, which Lightning's Trainer does not support here" in caplog.text
 
 
 def test_a_batch_outputs_and_loss_may_be_replaced(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_the_callbacks_states_are_in_its_checkpoints(saver: str, tmp_path: Path)
 @pytest.mark.parametrize("step", [3, 6])
 def test_a_resume_within_an_epoch_continues_the_step_count(step: int, tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
-        fitted(tmp_path, [host([Asks("save", step), Fails(step + 1)])])
+        fitted(tmp_path, [host([RequestsAtStep("save", step), Fails(step + 1)])])
     recorder = Recorder()
     again, _ = fitted(tmp_path, [host([recorder])], ckpt_path=tmp_path / "small" / "checkpoints" / f"step={step}.ckpt")
     assert recorder.recorded[-1].batch == again.global_step

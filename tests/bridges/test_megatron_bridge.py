@@ -59,14 +59,14 @@ def weights(trained: Loop) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in trained.model[0].parameters()]
 
 
-class Asks(Callback):
+class RequestsAtStep(Callback):
     """Makes a request at an event of a step."""
 
     def __init__(self, what: str, step: int, event: str = "on_train_step_end") -> None:
         self.what, self.step = what, step
-        setattr(self, event, self._ask)
+        setattr(self, event, self._request)
 
-    def _ask(self, ctx: Context) -> None:
+    def _request(self, ctx: Context) -> None:
         if ctx.step == self.step:
             getattr(ctx.control, self.what)("asked")
 
@@ -195,7 +195,7 @@ def test_outputs_can_be_replaced_and_batches_too() -> None:
 
 def test_a_stop_shortens_training_and_a_save_is_written_at_once(tmp_path: Path) -> None:
     recorder, ending = Recorder(fields=("checkpoint",)), Ending()
-    hosted = host([Asks("save", 3), Asks("stop", 7), recorder, ending])
+    hosted = host([RequestsAtStep("save", 3), RequestsAtStep("stop", 7), recorder, ending])
     trained = loop(tmp_path / "checkpoints", hosted)
     trained.run()
     assert trained.state.train_state.step == 7
@@ -223,10 +223,12 @@ def test_a_checkpoint_saver_and_an_early_stopper_work(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_cannot_be_requested(caplog: pytest.LogCaptureFixture) -> None:
-    trained = loop(None, host([Asks("evaluate", 2), Asks("stop", 4)]))
+    trained = loop(None, host([RequestsAtStep("evaluate", 2), RequestsAtStep("stop", 4)]))
     trained.run()
     assert trained.state.train_state.step == 4
-    assert "Asks calls ctx.control.evaluate, which Megatron Bridge does not support here; it supports stop." in caplog.text
+    assert (
+        "RequestsAtStep calls ctx.control.evaluate, which Megatron Bridge does not support here; it supports stop." in caplog.text
+    )
 
 
 def test_a_request_after_training_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -489,8 +491,8 @@ def test_megatron_lm_s_context_has_no_state(caplog: pytest.LogCaptureFixture) ->
     assert recorder.events.count("on_train_step_end") == 12
     assert recorder.events.count("on_test_end") == 1
     assert ending.noted == ["finished"]
-    run(host([Asks("stop", 2)]))
-    assert "Asks calls ctx.control.stop, which Megatron Bridge does not support here" in caplog.text
+    run(host([RequestsAtStep("stop", 2)]))
+    assert "RequestsAtStep calls ctx.control.stop, which Megatron Bridge does not support here" in caplog.text
 
 
 def train_on_ranks(folder: str) -> tuple[int, int, list[float]]:

@@ -175,7 +175,7 @@ class Decays(ours.Callback):
             group["lr"] = 0.1 / (1 + context.state.train_state.step)
 
 
-class Watches(ours.Callback):
+class KeepsLowestLoss(ours.Callback):
     """Keeps the lowest loss."""
 
     def on_train_step_end(self, context: ours.CallbackContext) -> None:
@@ -184,7 +184,9 @@ class Watches(ours.Callback):
         context.user_state["best"] = min(loss, context.user_state.get("best", math.inf))
 
 
-@pytest.mark.parametrize("make", [Watches, Decays, StopsByStep, StopsByLength])  # the first one only listens, the others drive
+@pytest.mark.parametrize(
+    "make", [KeepsLowestLoss, Decays, StopsByStep, StopsByLength]
+)  # the first one only listens, the others drive
 def test_a_guest_does_what_it_does_in_its_framework(make: type[ours.Callback], tmp_path: Path) -> None:
     manager, in_framework = ours.CallbackManager(), ours.CallbackManager()
     manager.add(make())
@@ -230,11 +232,11 @@ def test_setting_a_copy_of_the_state_has_no_effect(tmp_path: Path) -> None:
 
 
 def test_unsupported_state_is_rejected_by_name(tmp_path: Path) -> None:
-    asked: list[Any] = []
+    found: list[Any] = []
 
-    def ask(context: ours.CallbackContext) -> None:
+    def read_state(context: ours.CallbackContext) -> None:
         state = context.state
-        asked.append((hasattr(state, "warmup"), state.tensorboard_logger, state.cfg.train.train_iters))
+        found.append((hasattr(state, "warmup"), state.tensorboard_logger, state.cfg.train.train_iters))
         state.timers("mine").start()
         state.timers("mine").stop()
         assert state.timers("mine").elapsed() >= 0
@@ -250,10 +252,10 @@ def test_unsupported_state_is_rejected_by_name(tmp_path: Path) -> None:
                 read()
 
     manager = ours.CallbackManager()
-    manager.register("on_train_step_end", ask)
+    manager.register("on_train_step_end", read_state)
     with trainer(tmp_path, [guest(manager)], max_duration="1ba") as trained:
         trained.fit()
-    assert asked == [(False, None, 1)]
+    assert found == [(False, None, 1)]
 
 
 def test_a_norm_on_the_device_is_a_number_once_it_is_read() -> None:

@@ -111,7 +111,7 @@ def test_nothing_is_left_in_the_unit(tmp_path: Path) -> None:
     assert "get_next_train_batch" not in vars(unit)
 
 
-class Asks(Callback):
+class RequestsAtStep(Callback):
     """Makes a request at the end of a step."""
 
     def __init__(self, what: str, step: int) -> None:
@@ -125,7 +125,8 @@ class Asks(Callback):
 def test_requests_are_carried_out(tmp_path: Path) -> None:
     recorder = Recorder(fields=("checkpoint",))
     unit = trained(
-        [hosted(tmp_path, Asks("save", 2), Asks("evaluate", 3), Asks("stop", 7), recorder)], evaluate_every_n_epochs=None
+        [hosted(tmp_path, RequestsAtStep("save", 2), RequestsAtStep("evaluate", 3), RequestsAtStep("stop", 7), recorder)],
+        evaluate_every_n_epochs=None,
     )
     assert unit.train_progress.num_steps_completed == 7
     assert recorder.events.count("on_eval_all_end") == 1
@@ -171,17 +172,17 @@ class EvaluatesAt(Callback):
     def __init__(self, signals_at: tuple[str, int] | None = None) -> None:
         self.signals_at = signals_at
 
-    def _ask(self, ctx: Context, where: str) -> None:
+    def _request_evaluation(self, ctx: Context, where: str) -> None:
         ctx.control.evaluate("it is time", replicated=True)
         if self.signals_at == (where, ctx.step):
             signal.raise_signal(signal.SIGTERM)
 
     def on_train_step_end(self, ctx: Context) -> None:
         if ctx.step in (3, 10):
-            self._ask(ctx, "step")
+            self._request_evaluation(ctx, "step")
 
     def on_epoch_end(self, ctx: Context) -> None:
-        self._ask(ctx, "epoch")
+        self._request_evaluation(ctx, "epoch")
 
 
 @pytest.mark.parametrize(
@@ -258,7 +259,7 @@ class Ends(Callback):
 def test_the_outcome_of_a_run_is_reported(tmp_path: Path) -> None:
     ends = Ends()
     trained([hosted(tmp_path, ends)], epochs=1)
-    trained([hosted(tmp_path / "2", ends, Asks("stop", 2))])
+    trained([hosted(tmp_path / "2", ends, RequestsAtStep("stop", 2))])
     assert ends.noted == ["finished", "stopped"]
     ends = Ends()
     with pytest.raises(ZeroDivisionError):
@@ -607,16 +608,16 @@ def test_a_guest_decides_and_logs_as_in_its_framework(name: str, tmp_path: Path,
 
 
 def test_a_guest_that_asks_for_more_is_rejected(tmp_path: Path) -> None:
-    def asks(what: Callable[[Any, Any], Any]) -> Any:
-        return guest(Lambda(on_train_step_end=lambda state, unit: what(state, unit)))
+    def reading(read: Callable[[Any, Any], Any]) -> Any:
+        return guest(Lambda(on_train_step_end=lambda state, unit: read(state, unit)))
 
-    for what, message in (
+    for read, message in (
         (lambda state, unit: unit.train_loader, "torchtnt's unit has here no 'train_loader'"),
         (lambda state, unit: state.train_state.step_output, "no 'step_output'"),
         (lambda state, unit: next(iter(state.train_state.dataloader)), "no batches to iterate over"),
     ):
         with pytest.raises(NotSupported, match=message):
-            our_loop.train(LINE, tmp_path, [asks(what)], epochs=1)
+            our_loop.train(LINE, tmp_path, [reading(read)], epochs=1)
 
 
 def test_a_guest_in_torchtnt_itself(tmp_path: Path) -> None:

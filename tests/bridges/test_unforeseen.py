@@ -112,7 +112,7 @@ class Loop:
         for weights in (self.weights, self.model.weight.data):
             weights += 0.125
 
-    def say(self, word: str, name: str) -> None:
+    def perform(self, word: str, name: str) -> None:
         run = self.run
         if word in ("start", "end", "start_and_end"):
             getattr(run.driver, word)(name)
@@ -145,7 +145,7 @@ def test_events_that_a_framework_adds_leaves_out_and_reorders(
     run = loop.run
     run.begin()
     for word, name in words:
-        loop.say(word, name)
+        loop.perform(word, name)
         loop.run.driver.listen()
     run.finish()
     check_events(recorder.events)
@@ -178,9 +178,9 @@ def test_a_callback_is_not_to_blame_for_a_field_that_the_host_did_not_provide(
         loop.run.end_step()
     loop.run.finish()
     assert (reads.after, later.after) == (0, 3)
-    said = [record.message for record in caplog.records if "reads ctx.loss at on_loss_end" in record.message]
-    assert len(said) == 1
-    assert "training continues" in said[0]
+    messages = [record.message for record in caplog.records if "reads ctx.loss at on_loss_end" in record.message]
+    assert len(messages) == 1
+    assert "training continues" in messages[0]
 
 
 def test_a_field_outside_its_window_is_the_callback_s_own_error(tmp_path: Path) -> None:

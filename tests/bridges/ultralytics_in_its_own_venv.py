@@ -180,7 +180,7 @@ class Ends(Callback):
         self.recorded += [str(ctx.run.outcome), ctx.run.outcome_reason]
 
 
-class Asks(Callback):
+class RequestsAtStep(Callback):
     """Makes a request at the end of a step."""
 
     def __init__(self, what: str, step: int) -> None:
@@ -326,7 +326,7 @@ def test_a_loss_scaler(folder: Path) -> None:
 
 def test_a_stop_ends_the_epoch_after_the_step(folder: Path) -> None:
     recorder, ends = Recorder(), Ends()
-    trained = Trained(folder, [Asks("stop", 2), recorder, ends], epochs=3)
+    trained = Trained(folder, [RequestsAtStep("stop", 2), recorder, ends], epochs=3)
     assert len(trained.losses) == 2
     assert ends.recorded[0] == "stopped"
     check_events(recorder.events)
@@ -355,22 +355,22 @@ def test_a_requested_save_is_written_after_the_epoch(folder: Path) -> None:
             self.paths.append((Path(ctx.checkpoint.path).name, ctx.checkpoint.step, ctx.checkpoint.requested_by))
 
     saved, recorder = Saved(), Recorder()
-    trained = Trained(folder, [Asks("save", 2), saved, recorder], epochs=3, save=False)
-    assert saved.paths == [("last.pt", 3, ("Asks",)), ("last.pt", 9, ())]  # Ultralytics also saves after the last epoch
+    trained = Trained(folder, [RequestsAtStep("save", 2), saved, recorder], epochs=3, save=False)
+    assert saved.paths == [("last.pt", 3, ("RequestsAtStep",)), ("last.pt", 9, ())]  # Ultralytics also saves after the last epoch
     assert (trained.trainer.wdir / "callsheet").is_dir()
     check_events(recorder.events)
 
 
 def test_an_evaluation_cannot_be_requested(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Evaluates(Asks):
+    class Evaluates(RequestsAtStep):
         requests = ("evaluate",)
 
     with pytest.raises(
         NotSupported, match=r"asks for ctx\.control\.evaluate, which Ultralytics does not support here; Ultralytics validates"
     ):
         Trained(folder, [Evaluates("evaluate", 1)])
-    Trained(folder, [Asks("evaluate", 1)])
-    assert "Asks calls ctx.control.evaluate, which Ultralytics does not support here" in caplog.text
+    Trained(folder, [RequestsAtStep("evaluate", 1)])
+    assert "RequestsAtStep calls ctx.control.evaluate, which Ultralytics does not support here" in caplog.text
     assert "training continues; Ultralytics validates after each epoch" in caplog.text
 
 

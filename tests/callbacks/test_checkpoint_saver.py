@@ -153,10 +153,10 @@ def test_a_saver_can_be_used_in_another_run(tmp_path: Path) -> None:
 
 
 def test_requests_of_another_run_do_not_affect_this_one(tmp_path: Path) -> None:
-    asks = RequestsAtStep(2)
-    manager = CallbackManager([CheckpointSaver(save_interval="1ba", keep=1), asks])
+    requester = RequestsAtStep(2)
+    manager = CallbackManager([CheckpointSaver(save_interval="1ba", keep=1), requester])
     assert list(fit(tmp_path, manager=manager)) == [2, 9]
-    asks.step = 3
+    requester.step = 3
     assert list(fit(tmp_path, manager=manager, run_name="other")) == [3, 9]
 
 

@@ -24,14 +24,14 @@ OFTEN_MISSING = ("model", "optimizer", "scheduler", "batch", "microbatch", "outp
 
 def uses(kind: type[Callback]) -> set[str]:
     """Return the context attributes in the source of a class and its base classes, without fields checked with `ctx.has`."""
-    found, asked = set(kind.snapshot_fields), set()
+    found, checked = set(kind.snapshot_fields), set()
     for base in kind.__mro__[: kind.__mro__.index(Callback)]:
         for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))):
             if isinstance(node, ast.Attribute):
                 found.add(path_of(node))
             elif isinstance(node, ast.Call) and path_of(node.func) == "has" and isinstance(node.args[0], ast.Constant):
-                asked.add(str(node.args[0].value))
-    return {path for path in found if path.partition(".")[0] not in asked}
+                checked.add(str(node.args[0].value))
+    return {path for path in found if path.partition(".")[0] not in checked}
 
 
 def path_of(node: ast.AST) -> str:

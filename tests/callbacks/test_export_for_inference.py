@@ -352,15 +352,15 @@ def test_an_operation_that_onnx_does_not_have(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"sample_input": inputs()[:, :2]}, "the model does not accept the sample input: RuntimeError"),
         ({"sample_input": (inputs(), 1.0, 2.0)}, "the model does not accept the sample input: TypeError"),
         ({"dynamic_shapes": {"other": None}}, "torch.export cannot trace the model"),
     ],
 )
-def test_a_sample_that_does_not_fit(tmp_path: Path, options: dict[str, Any], said: str) -> None:
-    with trainer(tmp_path, ExportForInferenceCallback(**options)) as trained, pytest.raises(CheckpointError, match=said):
+def test_a_sample_that_does_not_fit(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with trainer(tmp_path, ExportForInferenceCallback(**options)) as trained, pytest.raises(CheckpointError, match=message):
         trained.fit()
 
 
@@ -445,7 +445,7 @@ def test_a_missing_package_is_named_before_any_step(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"save_format": "torchscript"}, "unknown save_format 'torchscript'"),
         ({"dynamic_shapes": "some"}, "unknown dynamic_shapes"),
@@ -454,8 +454,8 @@ def test_a_missing_package_is_named_before_any_step(tmp_path: Path, monkeypatch:
         ({"save_path": "s3://bucket/model.pt2"}, "give a local path"),
     ],
 )
-def test_rejects_bad_arguments(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_rejects_bad_arguments(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         ExportForInferenceCallback(**options)
 
 

@@ -412,7 +412,7 @@ def test_after_a_failure_the_model_is_in_training_mode(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"prompts": "text"}, "give a list"),
         ({"interval": None}, "would never generate anything"),
@@ -422,8 +422,8 @@ def test_after_a_failure_the_model_is_in_training_mode(tmp_path: Path) -> None:
         ({"temperature": 0.0}, "do_sample=False takes the likeliest"),
     ],
 )
-def test_rejects_bad_arguments(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_rejects_bad_arguments(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         Generate(**options)
 
 

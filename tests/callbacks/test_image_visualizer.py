@@ -335,8 +335,8 @@ def test_it_warns_once_why_there_is_nothing_to_show(
         tmp_path, ImageVisualizer(interval=1, **options), data=data, images=images, eval_dataloader=data, eval_interval=1
     )
     assert album.pages == []
-    (said,) = [record.getMessage() for record in caplog.records if "nothing to show" in record.getMessage()]
-    assert why in said
+    (message,) = [record.getMessage() for record in caplog.records if "nothing to show" in record.getMessage()]
+    assert why in message
 
 
 def test_outputs_without_scores_are_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

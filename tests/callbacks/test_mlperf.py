@@ -222,8 +222,8 @@ def test_the_checker_leaves_no_trace_in_this_process(tmp_path: Path, capsys: pyt
     script = (
         "import logging, pathlib, sys\n"
         "from callsheet.callbacks.support.mlperf_result import ResultFile\n"
-        "said = ResultFile(pathlib.Path(sys.argv[1])).complaints([('submission_org', 'me')], '6.1.0')\n"
-        "assert 'submission_org' not in str(said) and 'submission_platform' in str(said), said\n"
+        "complaints = ResultFile(pathlib.Path(sys.argv[1])).complaints([('submission_org', 'me')], '6.1.0')\n"
+        "assert 'submission_org' not in str(complaints) and 'submission_platform' in str(complaints), complaints\n"
         "assert logging.getLogger().handlers == []\n"
     )
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)

@@ -50,13 +50,13 @@ class WebhookServer:
         self.paths: list[str] = []
         self.lets_go = threading.Event()
         self.lets_go.set()
-        self.is_asked = threading.Event()
+        self.received_request = threading.Event()
         hook, script = self, list(answers)
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
-                hook.is_asked.set()
+                hook.received_request.set()
                 hook.lets_go.wait(60)
                 hook.paths.append(self.path)
                 hook.posts.append(json.loads(body))
@@ -367,52 +367,52 @@ class MailServer:
         class Handler(socketserver.BaseRequestHandler):
             def handle(self) -> None:
                 try:
-                    self.speak()
+                    self.serve()
                 except (OSError, ssl.SSLError):
                     pass  # the client may disconnect at any time
 
-            def speak(self) -> None:
+            def serve(self) -> None:
                 connection, is_safe = self.request, False
                 if at_once and tls is not None:
                     connection, is_safe = tls.wrap_socket(connection, server_side=True), True
                 lines = connection.makefile("rb")
 
-                def say(text: str) -> None:
+                def reply(text: str) -> None:
                     connection.sendall(text.encode() + b"\r\n")
 
-                say("220 sink")
+                reply("220 sink")
                 while line := lines.readline():
                     if not is_safe:
                         sink.in_the_clear.append(line)
                     word = line.split()[0].upper()
                     if word == b"EHLO":
-                        say("250-sink")
+                        reply("250-sink")
                         if tls is not None and not is_safe:
-                            say("250-STARTTLS")
-                        say("250 AUTH PLAIN")
+                            reply("250-STARTTLS")
+                        reply("250 AUTH PLAIN")
                     elif word == b"STARTTLS":
                         assert tls is not None
-                        say("220 ready")
+                        reply("220 ready")
                         connection, is_safe = tls.wrap_socket(connection, server_side=True), True
                         lines = connection.makefile("rb")
                     elif word == b"AUTH":
                         _, user, password = base64.b64decode(line.split()[2]).decode().split("\0")
                         sink.logins.append((user, password))
-                        say("535 no" if rejects else "235 welcome")
+                        reply("535 no" if rejects else "235 welcome")
                     elif word == b"RCPT" and unknown and unknown in line:
-                        say("550 unknown recipient")
+                        reply("550 unknown recipient")
                     elif word == b"DATA":
-                        say("354 speak")
+                        reply("354 speak")
                         content = b""
                         while (part := lines.readline()) != b".\r\n":
                             content += part
                         sink.mails.append(email.message_from_bytes(content, _class=EmailMessage, policy=email.policy.default))
-                        say("250 taken")
+                        reply("250 taken")
                     elif word == b"QUIT":
-                        say("221 bye")
+                        reply("221 bye")
                         return
                     else:
-                        say("250 well")
+                        reply("250 well")
 
         self.server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
@@ -569,7 +569,7 @@ def test_the_queue_and_the_wait_at_the_end_are_bounded(
     memory = InMemoryLogger()
     # On a busy machine, the lane's thread may start late. Its short queue would then drop the start of training, and Notify
     # would send nothing.
-    busy = CallsAtStep(1, lambda: hook.is_asked.wait(30))
+    busy = CallsAtStep(1, lambda: hook.received_request.wait(30))
     start = time.monotonic()
     with caplog.at_level(logging.ERROR, "callsheet"):
         trained = fit(tmp_path, notify, busy, loggers=[memory], max_duration="20ep")
@@ -578,8 +578,8 @@ def test_the_queue_and_the_wait_at_the_end_are_bounded(
     assert len(memory.history("train/loss")[0]) == 80
     found = [message for message in caplog.messages if "a lane has not delivered all events" in message]
     assert len(found) == 1, caplog.messages
-    (said,) = found
-    assert said.endswith(": Notify: 4 waiting, and one has not returned")
+    (message,) = found
+    assert message.endswith(": Notify: 4 waiting, and one has not returned")
     assert memory.costs is not None
     (lost,) = [each for each in memory.costs.failures if each.callback == "Notify"]
     assert lost.dropped >= 70
@@ -610,7 +610,7 @@ def test_without_a_destination_it_warns_once(tmp_path: Path, caplog: pytest.LogC
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         (None, "the environment variable HOOK_URL is not set"),
         ("", "the environment variable HOOK_URL is not set"),
@@ -620,14 +620,14 @@ def test_without_a_destination_it_warns_once(tmp_path: Path, caplog: pytest.LogC
     ],
 )
 def test_a_bad_environment_variable_is_named(
-    value: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    value: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("HOOK_URL", raising=False)
     if value is not None:
         monkeypatch.setenv("HOOK_URL", value)
     with caplog.at_level(logging.WARNING, "callsheet"):
         fit(tmp_path, Notify(url_env="HOOK_URL"))
-    assert caplog.messages == [f"Notify sends nothing: {said}"]
+    assert caplog.messages == [f"Notify sends nothing: {message}"]
 
 
 def test_an_url_that_python_rejects_is_not_shown(hook: WebhookServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -662,7 +662,7 @@ def test_an_address_is_left_out_of_records(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"to": f"ftp://example.org/{SECRET}"}, "not an http or https URL"),
         ({"to": SECRET}, "not an http or https URL"),
@@ -690,8 +690,8 @@ def test_an_address_is_left_out_of_records(
         ({"retries": -1}, "retries=-1"),
     ],
 )
-def test_rejects_bad_arguments(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
+def test_rejects_bad_arguments(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
         Notify(**options)
     assert SECRET.lower() not in str(caught.value).lower()
 

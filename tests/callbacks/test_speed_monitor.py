@@ -174,7 +174,7 @@ class FlopsByMethod(Net):
     """Reports its FLOPs by a method, which records the batch sizes."""
 
     def flops_per_batch(self, batch: Any) -> Any:
-        vars(self).setdefault("asked", []).append(len(batch[0]))
+        vars(self).setdefault("batch_sizes", []).append(len(batch[0]))
         return 100 * len(batch[0])
 
 
@@ -330,7 +330,7 @@ def test_tokens_are_counted_equally_on_all_ranks(tmp_path: Path) -> None:
 def test_the_flops_that_a_model_reports_are_used(tmp_path: Path) -> None:
     model = FlopsByMethod()
     records, _ = train(tmp_path, SpeedMonitor(), model=model, microbatch_size=2, log_interval=1)
-    assert model.asked == list(SIZES)  # whole batches, in order
+    assert model.batch_sizes == list(SIZES)  # whole batches, in order
     assert flops_per_sample(records) == pytest.approx([100.0] * 6)
     assert flops_per_sample(train(tmp_path / "tensor", SpeedMonitor(), model=FlopsAsTensor())[0]) == pytest.approx([8.0] * 3)
     for _, _, speeds in train(tmp_path / "number", SpeedMonitor(), model=FlopsAsNumber())[0].records:
@@ -357,9 +357,9 @@ class OnAnotherDevice(Callback):
 def test_an_unknown_device_has_no_utilization_and_a_single_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "callsheet")
     train(tmp_path, OnAnotherDevice(), SpeedMonitor(), model=FlopsAsNumber(), log_interval=1)
-    (said,) = [record.getMessage() for record in caplog.records if "MFU" in record.getMessage()]
-    assert "'new:0'" in said
-    assert "give peak_flops=" in said
+    (message,) = [record.getMessage() for record in caplog.records if "MFU" in record.getMessage()]
+    assert "'new:0'" in message
+    assert "give peak_flops=" in message
 
 
 def test_on_a_cpu_there_is_no_warning_about_utilization(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -375,7 +375,7 @@ def test_flops_can_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     model = FlopsByMethod()
     records, _ = train(tmp_path, SpeedMonitor(count_flops=False), model=model)
     assert flops_per_sample(records) == []
-    assert not hasattr(model, "asked")
+    assert not hasattr(model, "batch_sizes")
     assert "SpeedMonitor" not in caplog.text
 
 
@@ -390,8 +390,8 @@ def test_a_model_without_a_known_operation_is_warned_about(tmp_path: Path, caplo
 
     caplog.set_level(logging.INFO, "callsheet")
     assert flops_per_sample(train(tmp_path, SpeedMonitor(), model=Scales())[0]) == []
-    (said,) = [record.getMessage() for record in caplog.records if "FLOPs are not logged" in record.getMessage()]
-    assert "flops_per_batch" in said
+    (message,) = [record.getMessage() for record in caplog.records if "FLOPs are not logged" in record.getMessage()]
+    assert "flops_per_batch" in message
 
 
 class Attends(nn.Module):
@@ -512,8 +512,8 @@ def test_compiled_code_is_not_counted_and_stays_compiled(tmp_path: Path, caplog:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs > 0
     assert watched == bare
     assert flops_per_sample(records) == []
-    (said,) = [record.getMessage() for record in caplog.records if "FLOPs are not logged" in record.getMessage()]
-    assert "torch.compile" in said
+    (message,) = [record.getMessage() for record in caplog.records if "FLOPs are not logged" in record.getMessage()]
+    assert "torch.compile" in message
 
 
 def test_a_compiled_model_reports_its_own_flops(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ class Net(nn.Module):
         return self.head(self.outer(self.inner(self.embed(x))))  # type: ignore[no-any-return]
 
 
-def world(seconds: float = 30) -> distributed.ProcessGroup | None:
+def gloo_group(seconds: float = 30) -> distributed.ProcessGroup | None:
     """Return a gloo group of all ranks, or None for a single process."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return None

@@ -16,13 +16,13 @@ from callsheet.checkpoint import export_huggingface, export_weights
 from callsheet.errors import CheckpointError
 from callsheet.testing.ranks import run_ranks
 
-from .many_ranks import Net, raised, training, whole, world
+from .many_ranks import Net, raised, training, whole, gloo_group
 
 LAST = "weights.safetensors"
 
 
 def exported(root: str) -> Any:
-    group = world()
+    group = gloo_group()
     assert group is not None
     model, _ = training(0, sharded=True)
     seal = export_weights(model, f"{root}/new/{LAST}", group=group)
@@ -78,7 +78,7 @@ def tokenizer() -> Any:
 
 
 def published(root: str) -> Any:
-    group = world()
+    group = gloo_group()
     model = language_model(0)
     assert model.lm_head.weight is model.transformer.wte.weight
     if group is not None:

@@ -117,15 +117,15 @@ def test_tied_tensors_are_stored_once(tmp_path: Path) -> None:
 
 def test_targets_are_filled_in_place(tmp_path: Path) -> None:
     write(tmp_path / "ck", {"w": torch.arange(6.0).reshape(2, 3), "n": torch.tensor(7), "more": torch.ones(2)}, {})
-    asked: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    requested: dict[str, tuple[torch.Size, torch.dtype]] = {}
     given = {"w": torch.nn.Parameter(torch.zeros(3, 2).double().T), "n": torch.tensor(0)}
 
     def target(name: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
-        asked[name] = size, dtype
+        requested[name] = size, dtype
         return given.get(name)
 
     state = read_checkpoint(tmp_path / "ck", target=target).shared
-    assert asked == {
+    assert requested == {
         "w": (torch.Size([2, 3]), torch.float32),
         "n": (torch.Size([]), torch.int64),
         "more": (torch.Size([2]), torch.float32),

@@ -26,7 +26,7 @@ from callsheet.checkpoint.local import LocalFolder
 from callsheet.errors import CheckpointError
 from callsheet.testing.ranks import run_ranks
 
-from .many_ranks import whole, world
+from .many_ranks import whole, gloo_group
 
 ROOT = "memory://bucket/run"
 
@@ -205,7 +205,7 @@ class SharedFileSystem(LocalFileSystem):  # type: ignore[misc]
 
 def in_a_store(url: str) -> Any:
     fsspec.register_implementation("shared", SharedFileSystem, clobber=True)
-    group = world()
+    group = gloo_group()
     assert group is not None
     shared = {"a": torch.arange(3), "b": torch.ones(2), "c": torch.ones(4)}
     for step in range(3):

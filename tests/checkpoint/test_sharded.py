@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from callsheet.checkpoint import AsyncWriter, RankLost, all_finite, read_checkpoint, write_checkpoint
 from callsheet.testing.ranks import RankProcesses, run_ranks
 
-from .many_ranks import raised, state_of, step, training, whole, world
+from .many_ranks import raised, state_of, step, training, whole, gloo_group
 
 
 def targets(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[str, torch.Size, torch.dtype], Tensor | None]:
@@ -44,7 +44,7 @@ def targets(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[str
 
 def saved(path: str) -> Any:
     """Train two steps on these ranks, save a checkpoint, and return the whole state."""
-    group = world()
+    group = gloo_group()
     model, optimizer = training(0, sharded=group is not None)
     step(model, optimizer)
     step(model, optimizer)
@@ -55,7 +55,7 @@ def saved(path: str) -> Any:
 
 def resumed(path: str, copy_to: str) -> Any:
     """Load a checkpoint of other ranks, into shards if there are several ranks, save it again, and return the whole state."""
-    group = world()
+    group = gloo_group()
     model, optimizer = training(1, sharded=group is not None)
     loaded = read_checkpoint(path, group=group, target=targets(model, optimizer))
     assert all(loaded.shared["model"][name].data_ptr() == tensor.data_ptr() for name, tensor in own_parts(model).items())
@@ -86,7 +86,7 @@ def test_four_ranks_to_two_to_one_to_four(tmp_path: Path) -> None:
 
 def laid_out(path: str) -> Any:
     """Save tensors that are sharded along two dimensions, replicated, or held by this rank only."""
-    group = world()
+    group = gloo_group()
     assert group is not None
     mesh = init_device_mesh("cpu", (2, 2))
     grid = torch.arange(35.0).reshape(7, 5)
@@ -135,7 +135,7 @@ def test_every_layout_is_resharded(tmp_path: Path) -> None:
 
 
 def failing_writes(root: str) -> Any:
-    group = world()
+    group = gloo_group()
     assert group is not None
     rank, old, new = group.rank(), Path(root) / "old", Path(root) / "new"
     write_checkpoint(old, {"w": torch.ones(2)}, {"rank": rank}, {"step": 1}, group=group)
@@ -188,7 +188,7 @@ def test_a_failure_on_one_rank_fails_on_all_and_nothing_is_lost(tmp_path: Path) 
 
 
 def failing_reads(path: str) -> Any:
-    group = world()
+    group = gloo_group()
     assert group is not None
     rank = group.rank()
     weights = torch.arange(40_000.0)
@@ -230,7 +230,7 @@ def test_all_ranks_reject_a_damaged_checkpoint_before_any_tensor_is_filled(tmp_p
 
 
 def finite() -> list[bool]:
-    group = world()
+    group = gloo_group()
     mesh = init_device_mesh("cpu", (2,))
     bad = torch.ones(4)
     bad[3] = float("nan")  # in rank 1's shard
@@ -243,7 +243,7 @@ def test_whether_shards_are_finite_is_the_same_on_all_ranks() -> None:
 
 
 def in_the_background(root: str) -> Any:
-    group = world()
+    group = gloo_group()
     assert group is not None
     model, optimizer = training(0, sharded=True)
     step(model, optimizer)
@@ -277,7 +277,7 @@ def test_many_ranks_write_in_the_background(tmp_path: Path) -> None:
 
 
 def killed_while_writing(root: str) -> Any:
-    group = world(seconds=3)
+    group = gloo_group(seconds=3)
     assert group is not None
     write_checkpoint(f"{root}/ck", {"step": 1}, {}, {}, group=group)
     writer = AsyncWriter(group)

@@ -168,11 +168,11 @@ def test_the_seed_page_s_first_example() -> None:
 
 
 def test_the_seed_page_s_own_callbacks(capsys: pytest.CaptureFixture[str]) -> None:
-    class SaysWhere(Callback):
+    class PrintsEpoch(Callback):
         def epoch_start(self, state: State, logger: Logger) -> None:
             print(f"{state.timestamp.epoch} done so far")
 
-    trained(callbacks=[SaysWhere()], max_duration="2ep")
+    trained(callbacks=[PrintsEpoch()], max_duration="2ep")
     assert capsys.readouterr().out.splitlines() == ["0ep done so far", "1ep done so far"]
 
     class CatchAll(Callback):
@@ -190,7 +190,7 @@ def test_the_seed_page_s_own_callbacks(capsys: pytest.CaptureFixture[str]) -> No
 def test_all_are_closed_before_any_is_post_closed_also_after_an_error(caplog: pytest.LogCaptureFixture) -> None:
     recorded: list[str] = []
 
-    class Says(Callback):
+    class RecordsClosing(Callback):
         def __init__(self, name: str) -> None:
             self.name = name
 
@@ -207,9 +207,9 @@ def test_all_are_closed_before_any_is_post_closed_also_after_an_error(caplog: py
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        trained(callbacks=[Says("a"), Says("b"), Says("c"), Fails()])
+        trained(callbacks=[RecordsClosing("a"), RecordsClosing("b"), RecordsClosing("c"), Fails()])
     assert recorded == ["a closed at 1ba", "b closed at 1ba", "c closed at 1ba", "a post-closed", "c post-closed"]
-    assert "Says-2.close() failed" in caplog.text
+    assert "RecordsClosing-2.close() failed" in caplog.text
 
 
 def test_state_can_be_read_and_training_stopped() -> None:
@@ -394,7 +394,7 @@ def test_an_early_stop_comes_when_composer_s_would() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (lambda: trained(algorithms=[object()]), "algorithms=.* is not supported, unlike"),
         (lambda: trained(save_filename="mine.pt"), "save_filename='mine.pt'"),
@@ -410,8 +410,8 @@ def test_an_early_stop_comes_when_composer_s_would() -> None:
         ),
     ],
 )
-def test_what_is_not_supported_is_rejected_by_name(make: Any, says: str) -> None:
-    with pytest.raises(NotSupported, match=says):
+def test_what_is_not_supported_is_rejected_by_name(make: Any, message: str) -> None:
+    with pytest.raises(NotSupported, match=message):
         make()
 
 

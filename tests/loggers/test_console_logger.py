@@ -156,7 +156,7 @@ def test_a_pipe_that_breaks_does_not_end_the_run(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"stream": "stdot"}, "did you mean 'stdout'"),
         ({"interval": 0}, "more than 0"),
@@ -164,8 +164,8 @@ def test_a_pipe_that_breaks_does_not_end_the_run(tmp_path: Path, monkeypatch: py
         ({"table_rows": -1}, "table_rows=-1"),
     ],
 )
-def test_rejects_bad_arguments(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_rejects_bad_arguments(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         ConsoleLogger(**options)
 
 

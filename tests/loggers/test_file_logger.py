@@ -185,10 +185,10 @@ def test_a_failing_disk_is_reported_and_does_not_end_the_run(tmp_path: Path, cap
 
 
 @pytest.mark.parametrize(
-    ("options", "said"), [({"capture": "fds"}, "did you mean 'fd'"), ({"max_bytes": 0}, "max_bytes=0: give more than 0")]
+    ("options", "message"), [({"capture": "fds"}, "did you mean 'fd'"), ({"max_bytes": 0}, "max_bytes=0: give more than 0")]
 )
-def test_rejects_bad_arguments(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_rejects_bad_arguments(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         FileLogger(**options)
 
 

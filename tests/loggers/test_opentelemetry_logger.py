@@ -101,7 +101,7 @@ class Collector:
         self.paths: set[str] = set()
         self.keys: set[str | None] = set()
         self.is_silent = False
-        self.asked, self.awake = threading.Event(), threading.Event()
+        self.received, self.awake = threading.Event(), threading.Event()
         collector = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -109,7 +109,7 @@ class Collector:
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
-                collector.asked.set()
+                collector.received.set()
                 if collector.is_silent:
                     collector.awake.wait()
                     return
@@ -388,7 +388,7 @@ def test_an_unreachable_collector_does_not_end_or_delay_the_run(tmp_path: Path, 
     fit(tmp_path, logger, Last(), Acts(at_6=lambda ctx: steps.append(ctx.step)))
     assert time.monotonic() - ends[0] < 10  # the exporter's own retries take half a minute
     assert steps == [6]
-    assert collector.asked.is_set() == (state == "silent")
+    assert collector.received.is_set() == (state == "silent")
 
 
 def test_nothing_is_left_running(tmp_path: Path, collector: Collector) -> None:
@@ -448,9 +448,9 @@ def test_two_ranks_make_one_trace(tmp_path: Path, collector: Collector) -> None:
     assert facts(run)["callsheet.world_size"] == 2
 
 
-@pytest.mark.parametrize("whose", ["own", "silent", "application"])
+@pytest.mark.parametrize("owner", ["own", "silent", "application"])
 def test_training_is_not_affected(
-    tmp_path: Path, collector: Collector, whose: str, application: tuple[TracerProvider, InMemorySpanExporter]
+    tmp_path: Path, collector: Collector, owner: str, application: tuple[TracerProvider, InMemorySpanExporter]
 ) -> None:
     def weights(*loggers: OpenTelemetryLogger) -> tuple[list[torch.Tensor], object]:
         torch.manual_seed(1)
@@ -471,10 +471,10 @@ def test_training_is_not_affected(
             trainer.fit()
         return list(model.parameters()), (random.getstate(), str(numpy.random.get_state()))
 
-    collector.is_silent = whose == "silent"
-    logger = OpenTelemetryLogger(endpoint=None if whose == "application" else collector.url, steps="all", timeout=1.0)
+    collector.is_silent = owner == "silent"
+    logger = OpenTelemetryLogger(endpoint=None if owner == "application" else collector.url, steps="all", timeout=1.0)
     (bare, before), (watched, after) = weights(), weights(logger)
-    found = collector.named("log") if whose == "own" else application[1].get_finished_spans()
-    assert bool(found) == (whose != "silent")
+    found = collector.named("log") if owner == "own" else application[1].get_finished_spans()
+    assert bool(found) == (owner != "silent")
     assert all(torch.equal(one, other) for one, other in zip(bare, watched, strict=True))
     assert before == after

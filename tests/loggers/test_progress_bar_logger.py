@@ -254,12 +254,12 @@ def test_an_evaluation_batch_that_takes_long_is_counted(tmp_path: Path, monkeypa
 
 def test_the_watch_thread_ends_when_the_terminal_is_gone() -> None:
     def fail(text: str) -> None:
-        said.append(text)
+        texts.append(text)
         raise OSError("the terminal is gone")
 
-    said: list[str] = []
+    texts: list[str] = []
     watch = SilenceWatch(lambda: -100.0, fail, patience=0.0)
     watch._thread.join(30)
     assert not watch._thread.is_alive()
     watch.stop()
-    assert len(said) == 1
+    assert len(texts) == 1

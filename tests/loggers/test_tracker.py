@@ -35,8 +35,8 @@ class HangingTracker(Tracker):
         self.lets_go = threading.Event()
         self.calls: list[tuple[str, str, Any]] = []
 
-    def _call(self, what: str, said: Any = None) -> None:
-        self.calls.append((what, threading.current_thread().name, said))
+    def _call(self, what: str, value: Any = None) -> None:
+        self.calls.append((what, threading.current_thread().name, value))
         if what == self.hangs_in:
             self.lets_go.wait(60)
 
@@ -93,7 +93,7 @@ def test_it_receives_all_events_in_its_lane(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a bad step"):
         training.fit()
     assert {thread for _, thread, _ in tracker.calls} == {"callsheet-lane-HangingTracker"}
-    recorded = [(what, said) for what, _, said in tracker.calls]
+    recorded = [(what, value) for what, _, value in tracker.calls]
     assert recorded == [
         ("open", None),
         ("settings", {"lr": 0.1}),
@@ -117,8 +117,8 @@ def test_a_hanging_tracker_delays_only_the_end_by_its_deadline(
     assert training.run.outcome is Outcome.FINISHED
     assert trained - start < 20
     assert ended - trained < 20  # its call hangs for 60 s
-    (said,) = [message for message in caplog.messages if "a lane has not delivered all events" in message]
-    assert said.endswith("and one has not returned")
+    (message,) = [message for message in caplog.messages if "a lane has not delivered all events" in message]
+    assert message.endswith("and one has not returned")
 
 
 def test_two_trackers_of_one_package_open_one_after_the_other(tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ class Report:
     """The epoch, step and samples of each batch."""
     counted: dict[int, int] = field(default_factory=dict)
     """The number of samples that the run had counted at the end of each epoch."""
-    asked: list[PlannedRequest] = field(default_factory=list)
+    requested: list[PlannedRequest] = field(default_factory=list)
     """The requests that this rank made before training ended."""
     struck: bool = False
     """Whether this rank's failure happened before training ended."""
@@ -260,7 +260,7 @@ class MakesRequestsAndFails(Callback):
         step = max(ctx.step, 0)
         for request in [request for request in self.planned if request.event == event and step >= request.step]:
             self.planned.remove(request)
-            self.later(request.delay, lambda request=request: self.ask(ctx, request))  # type: ignore[misc]
+            self.later(request.delay, lambda request=request: self.request_now(ctx, request))  # type: ignore[misc]
         if self.is_mine and step >= self.scenario.step and event == self.scenario.event:
             self.is_mine = False
             self.later(self.scenario.delay, self.strike)
@@ -279,10 +279,10 @@ class MakesRequestsAndFails(Callback):
         timer.daemon = True
         timer.start()
 
-    def ask(self, ctx: Context, request: PlannedRequest) -> None:
+    def request_now(self, ctx: Context, request: PlannedRequest) -> None:
         if self.is_over:
             return
-        self.report.asked.append(request)
+        self.report.requested.append(request)
         if request.what == "save":
             ctx.control.save(request.name, by=request.name)
         elif request.what == "evaluate":
@@ -501,7 +501,7 @@ def main() -> None:
                 report.error,
                 "|",
                 report.notes,
-                report.asked,
+                report.requested,
                 report.struck,
             )
 

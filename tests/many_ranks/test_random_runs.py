@@ -127,8 +127,8 @@ def samples_in_all(run: RunResult) -> int:
 
 
 def check_requests_are_carried_out(run: RunResult, first: Report) -> None:
-    asked = [request for report in run.reports.values() for request in report.asked]
-    for request in asked:
+    requested = [request for report in run.reports.values() for request in report.requested]
+    for request in requested:
         about = f"{run.scenario}: {request.name}"
         if request.what == "save":
             assert [step >= request.step for _, step, _, by in first.published if request.name in by] == [True], about
@@ -138,7 +138,7 @@ def check_requests_are_carried_out(run: RunResult, first: Report) -> None:
             )
         else:
             assert first.stopped_by or first.signal != "None", about
-    names = {request.name for request in asked}
+    names = {request.name for request in requested}
     assert {why for _, why in first.evaluated if why} <= names, run.scenario
     assert first.stopped_by in names | {""}, run.scenario
 

@@ -52,7 +52,7 @@ def test_windows_are_stretches_of_the_bytes(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"folder": "/nowhere"}, "there is no folder /nowhere"),
         ({"validation_percent": 0}, "validation_percent"),
@@ -60,6 +60,6 @@ def test_windows_are_stretches_of_the_bytes(folder: Path) -> None:
         ({"sequence_length": 1}, "sequence_length"),
     ],
 )
-def test_what_cannot_work_is_named(arguments: dict[str, object], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_work_is_named(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         _ = ByteFiles(**arguments).files  # type: ignore[arg-type]  # wrong on purpose

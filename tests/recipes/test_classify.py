@@ -148,9 +148,9 @@ def test_an_encoder_learns_and_its_results_answers_and_export_agree(data: Path, 
 
     folder = recipe.folder / "export"
     again, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    asked = tokenizer(["zinczinc"], return_tensors="pt")
+    inputs = tokenizer(["zinczinc"], return_tensors="pt")
     with torch.no_grad():
-        found, expected = again.eval()(**asked).logits, recipe.trainer.model.eval()(**asked).logits
+        found, expected = again.eval()(**inputs).logits, recipe.trainer.model.eval()(**inputs).logits
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
     assert again.config.id2label == {0: "fruit", 1: "metal", 2: "river"}
 
@@ -189,9 +189,9 @@ def on_a_rank(data: Path, runs: Path, parallel: str, ranks: int) -> Any:
     }
     recipe = Classify(config_of(data, runs, parallel=parallel, **values), callbacks=[logged])
     recipe.setup()
-    said = [answer["probability"] for answer in recipe.answers([{"text": word} for word in "abcdefg"])]
+    probabilities = [answer["probability"] for answer in recipe.answers([{"text": word} for word in "abcdefg"])]
     recipe.run()
-    return logged.found, recipe.evaluated, said
+    return logged.found, recipe.evaluated, probabilities
 
 
 @pytest.mark.test_all
@@ -199,11 +199,11 @@ def on_a_rank(data: Path, runs: Path, parallel: str, ranks: int) -> Any:
 def test_two_ranks_train_as_one_with_the_whole_batch(data: Path, tmp_path: Path, parallel: str) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    expected, evaluated, said = on_a_rank(data, tmp_path / "one", "single", 1)
+    expected, evaluated, probabilities = on_a_rank(data, tmp_path / "one", "single", 1)
     assert evaluated["test"]["accuracy"] < 0.9  # or the ranks' sums would not be seen to be right
-    assert len(said) == 7
+    assert len(probabilities) == 7
     both = run_ranks(on_a_rank, 2, data, tmp_path / "two", parallel, 2)
-    assert [answers for _, _, answers in both] == [pytest.approx(said, abs=1e-5), []]
+    assert [answers for _, _, answers in both] == [pytest.approx(probabilities, abs=1e-5), []]
     for losses, found, _ in both:
         assert losses == pytest.approx(expected, abs=1e-4)
         for name, results in evaluated.items():
@@ -267,7 +267,7 @@ REJECTED: dict[str, tuple[list[Any] | str, list[str], str]] = {
 def test_bad_input_is_rejected_by_its_place_before_anything_runs(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    content, options, said = REJECTED[case]
+    content, options, message = REJECTED[case]
     path = tmp_path / "bad.jsonl"
     if isinstance(content, str):
         path.write_text(content)
@@ -277,7 +277,7 @@ def test_bad_input_is_rejected_by_its_place_before_anything_runs(
     arguments = ["train", "classify", "--train.path", str(path), "--runs_folder", str(tmp_path / "runs"), *options]
     assert main(arguments) == 2
     shown = capsys.readouterr().err
-    assert said in shown
+    assert message in shown
     assert "Traceback" not in shown
     assert not list((tmp_path / "runs").iterdir())
 
@@ -286,9 +286,9 @@ def test_bad_input_is_rejected_by_its_place_before_anything_runs(
 def test_the_shipped_file_runs_and_its_run_can_be_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--pieces.most_pieces", "8", "--pieces.packages", "[email, json, logging]", "--batch_size", "4", "--threads", "1"]
     assert main(["train", "classify", "--runs_folder", str(tmp_path), "--max_duration", "3ba", *small]) == 0
-    said = capsys.readouterr().out
-    assert "3 classes, 24 rows for train" in said
-    assert "majority class/accuracy" in said
+    output = capsys.readouterr().out
+    assert "3 classes, 24 rows for train" in output
+    assert "majority class/accuracy" in output
     assert (tmp_path / "stdlib-packages" / "metrics.jsonl").exists()
 
 
@@ -317,8 +317,8 @@ def test_a_head_that_is_there_keeps_its_classes_and_their_order(data: Path, tmp_
     assert heads("x", "y", "z").labels.names == ["fruit", "metal", "river"]  # they are other classes
     given = ["fruit", "metal", "river"]
     assert heads(*given, labels=given).labels.names == given
-    said = r"the class fruit is number 0 of fruit, metal, river, but in the model .* it is number 2 of river, metal, fruit"
-    with pytest.raises(ConfigError, match=said):
+    message = r"the class fruit is number 0 of fruit, metal, river, but in the model .* it is number 2 of river, metal, fruit"
+    with pytest.raises(ConfigError, match=message):
         heads("river", "metal", "fruit", labels=given)
     with pytest.raises(ConfigError, match=r"the class metal is number 1 of .* it is number 0 of METAL, FRUIT, x"):
         heads("METAL", "FRUIT", "x", labels=["y", "metal", "river"])

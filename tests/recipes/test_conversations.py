@@ -56,12 +56,12 @@ def test_without_a_mark_it_is_what_each_answer_adds_to_the_template(tmp_path: Pa
     tokenizer = byte_tokenizer()
     conversations = Conversations(tokenizer, template=str(tmp_path / "chatml.jinja"))
     assert learnt(tokenizer, conversations, {"messages": TALK}) == ["Zoë, 你好<|im_end|>\n", "That is all.<|im_end|>\n"]
-    asked = tokenizer.decode(conversations.prompt({"messages": TALK}, "here:1"))
-    assert asked.endswith("And?<|im_end|>\n<|im_start|>assistant\n")
-    assert tokenizer.decode(conversations.example({"messages": TALK}, "here:1").ids).startswith(asked)
+    prompt = tokenizer.decode(conversations.prompt({"messages": TALK}, "here:1"))
+    assert prompt.endswith("And?<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.decode(conversations.example({"messages": TALK}, "here:1").ids).startswith(prompt)
 
 
-def test_a_template_that_changes_what_was_said_is_rejected_where_it_matters(tmp_path: Path) -> None:
+def test_a_template_that_changes_earlier_messages_is_rejected_where_it_matters(tmp_path: Path) -> None:
     (tmp_path / "forgetful.jinja").write_text(FORGETFUL)
     tokenizer = byte_tokenizer()
     conversations = Conversations(tokenizer, template=str(tmp_path / "forgetful.jinja"))
@@ -73,11 +73,11 @@ def test_a_template_that_changes_what_was_said_is_rejected_where_it_matters(tmp_
 def test_prompt_and_completion_are_a_chat_where_there_is_a_template() -> None:
     tokenizer = byte_tokenizer()
     conversations = Conversations(tokenizer)
-    asked, recorded = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}
-    of_messages = conversations.example({"messages": [asked, recorded]}, "here:1")
+    question, answer = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}
+    of_messages = conversations.example({"messages": [question, answer]}, "here:1")
     assert conversations.example({"prompt": "2+2", "completion": "4"}, "here:1") == of_messages
-    assert conversations.example({"prompt": [asked], "completion": [recorded]}, "here:1") == of_messages
-    assert conversations.prompt({"prompt": "2+2"}, "here:1") == conversations.prompt({"prompt": [asked]}, "here:1")
+    assert conversations.example({"prompt": [question], "completion": [answer]}, "here:1") == of_messages
+    assert conversations.prompt({"prompt": "2+2"}, "here:1") == conversations.prompt({"prompt": [question]}, "here:1")
 
 
 def test_prompt_and_completion_follow_one_another_where_there_is_none() -> None:
@@ -98,7 +98,7 @@ def test_all_of_a_text_is_target_and_all_of_a_chat_where_it_is_asked_for() -> No
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         ({"question": "?"}, "columns question; give `messages`"),
         ({"messages": "hello"}, "messages is 'hello'; give a list of messages"),
@@ -115,10 +115,10 @@ def test_all_of_a_text_is_target_and_all_of_a_chat_where_it_is_asked_for() -> No
         ({"text": None}, "columns (none); give `messages`"),
     ],
 )
-def test_a_row_that_cannot_be_used_is_named_by_its_place(row: dict[str, Any], said: str) -> None:
+def test_a_row_that_cannot_be_used_is_named_by_its_place(row: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=r"^data\.jsonl:7: ") as caught:
         Conversations(byte_tokenizer()).example(row, "data.jsonl:7")
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_messages_without_a_template_and_a_template_that_is_not_there_are_rejected() -> None:

@@ -123,13 +123,15 @@ def test_it_is_the_plain_loop(data: Path, teacher: Path, tmp_path: Path) -> None
     expected: list[dict[str, float]] = []
     while len(expected) < 50:
         for batch in loader:
-            asked = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+            inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
             counts = batch["labels"][:, 1:] != -100
-            says = student(**asked).logits[:, :-1][counts]
+            logits = student(**inputs).logits[:, :-1][counts]
             with torch.no_grad():
-                teaches = (teaching(**asked).logits[:, :-1][counts] / 1.5).softmax(-1)
-            hard = -says.log_softmax(-1).gather(-1, batch["labels"][:, 1:][counts][:, None]).mean()
-            soft = 1.5**2 * (teaches * (teaches.log() - (says / 1.5).log_softmax(-1))).sum(-1).mean()
+                teacher_probabilities = (teaching(**inputs).logits[:, :-1][counts] / 1.5).softmax(-1)
+            hard = -logits.log_softmax(-1).gather(-1, batch["labels"][:, 1:][counts][:, None]).mean()
+            soft = (
+                1.5**2 * (teacher_probabilities * (teacher_probabilities.log() - (logits / 1.5).log_softmax(-1))).sum(-1).mean()
+            )
             loss = 0.3 * hard + 0.7 * soft
             loss.backward()
             optimizer.step()
@@ -295,19 +297,19 @@ def test_a_signal_in_the_teacher_s_training_preempts_it_and_it_resumes(data: Pat
     records = tmp_path / "distill" / "teacher" / "metrics.jsonl"
     is_over = threading.Event()
 
-    def ask() -> None:
+    def preempt() -> None:
         while not records.exists() and not is_over.wait(0.01):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
 
-    asking = threading.Thread(target=ask)
-    asking.start()
+    thread = threading.Thread(target=preempt)
+    thread.start()
     try:
         with pytest.raises(SystemExit) as end:
             distill(config())
     finally:
         is_over.set()
-        asking.join()
+        thread.join()
     assert end.value.code == 128 + signal.SIGTERM
     assert not (records.parent / "export").exists()
     assert distill(config()).trainer.state.timestamp.batch == 1
@@ -389,10 +391,10 @@ def test_what_cannot_work_is_named_before_anything_runs(
         ({"teacher_duration": "long"}, "long"),
         ({"train": {"path": str(tmp_path / "bad.jsonl")}}, "bad.jsonl:2: there is nothing to learn from in the columns txet"),
     ]
-    for values, said in cases:
+    for values, message in cases:
         assert main(["train", job_file(tmp_path, **{"train": rows, **values})]) == 2, values
         error = capsys.readouterr().err
-        assert said in error
+        assert message in error
         assert "Traceback" not in error
         assert not (tmp_path / "runs").exists()
 
@@ -407,8 +409,8 @@ def test_the_shipped_recipe_runs(tmp_path: Path, capsys: pytest.CaptureFixture[s
         "train", "distill", "--runs_folder", str(tmp_path / "runs"), "--max_duration", "3ba", "--eval_interval", "2ba", "--threads", "1",
         "--docstrings.folder", str(source), "--batch_size", "2", "--teacher_duration", "3ba", "--teacher.layers", "1", "--device", "cpu",
     ])  # fmt: skip
-    said = capsys.readouterr().out
-    assert status == 0, said
+    output = capsys.readouterr().out
+    assert status == 0, output
     for line in (
         "functions/ce_loss",
         "methods, teacher",
@@ -416,5 +418,5 @@ def test_the_shipped_recipe_runs(tmp_path: Path, capsys: pytest.CaptureFixture[s
         "methods, bigram",
         "functions, labels alone",
     ):
-        assert line in said
+        assert line in output
     assert {"teacher", "hard_labels", "checkpoints"} <= {path.name for path in (tmp_path / "runs" / "small-docstrings").iterdir()}

@@ -55,11 +55,11 @@ def test_ranks_that_were_started_by_hand_receive_the_decision(how: str) -> None:
         )
         for rank in range(2)
     ]
-    said = [json.loads(process.communicate(timeout=120)[0]) for process in started]
+    printed = [json.loads(process.communicate(timeout=120)[0]) for process in started]
     if how == "decides":
-        assert said == [["a", None]] * 2
+        assert printed == [["a", None]] * 2
     else:
-        assert said == ["OSError: the folder is read-only", "ConfigError: the folder is read-only"]
+        assert printed == ["OSError: the folder is read-only", "ConfigError: the folder is read-only"]
 
 
 def test_a_run_from_before_the_names_of_its_keys_changed_is_resumed(tmp_path: Path) -> None:

@@ -131,9 +131,9 @@ def test_results_have_baselines_and_metrics_are_named_after_the_datasets(data: P
     assert results["easy/loss"] == pytest.approx(results["test/loss"])
     for name in ("easy", "hard"):
         assert results[f"{name}/loss"] < results[f"{name}, unigram"] < results[f"{name}, before training"]
-    said = "\n".join(recipe.written())
-    assert said.count("<|assistant|>' ---") == 4  # two of each dataset
-    assert "(the data: bbbb" in said
+    text = "\n".join(recipe.written())
+    assert text.count("<|assistant|>' ---") == 4  # two of each dataset
+    assert "(the data: bbbb" in text
     records = [json.loads(line) for line in (recipe.folder / "metrics.jsonl").read_text().splitlines()]
     logged = {name for record in records for name in record["values"]}
     assert {"train/loss", "train/grad_norm", "easy/loss", "hard/loss", "test/loss"} <= logged
@@ -295,12 +295,12 @@ def test_two_ranks_learn_and_export_what_one_process_does(data: Path, base: Path
 
     expected = on_a_rank(data, tmp_path, base, 1)
     for rank, found in enumerate(run_ranks(on_a_rank, 2, data, tmp_path, base, 2)):
-        for (losses, results, said), (losses_of_one, results_of_one, said_of_one) in zip(found, expected, strict=True):
+        for (losses, results, generated), (losses_of_one, results_of_one, generated_of_one) in zip(found, expected, strict=True):
             if rank == 0:
                 assert losses == pytest.approx(losses_of_one, abs=1e-5)
                 assert len(losses) == 4
             assert results == pytest.approx(results_of_one, abs=1e-5)
-            assert said == said_of_one
+            assert generated == generated_of_one
     for name in CASES:
         one, two = (
             PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
@@ -325,10 +325,10 @@ def test_the_shipped_recipe_runs(tmp_path: Path, capsys: pytest.CaptureFixture[s
         "train", "finetune", "--runs_folder", str(tmp_path / "runs"), "--max_duration", "4ba", "--eval_interval", "2ba", "--threads", "1",
         "--docstrings.folder", str(source), "--batch_size", "2", "--model.layers", "1", "--device", "cpu",
     ])  # fmt: skip
-    said = capsys.readouterr().out
-    assert status == 0, said
-    assert "functions, bigram" in said
-    assert "methods/loss" in said
+    output = capsys.readouterr().out
+    assert status == 0, output
+    assert "functions, bigram" in output
+    assert "methods/loss" in output
     assert (tmp_path / "runs" / "docstrings" / "checkpoints").is_dir()
 
 
@@ -350,7 +350,7 @@ GOOD = '{"prompt": "a", "completion": "b"}\n'
 
 
 @pytest.mark.parametrize(
-    ("content", "values", "said"),
+    ("content", "values", "message"),
     [
         ("", {}, "data.jsonl: the file has no rows"),
         (GOOD + "{nonsense\n", {}, "data.jsonl:2: this line is not JSON"),
@@ -367,7 +367,7 @@ GOOD = '{"prompt": "a", "completion": "b"}\n'
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_named_before_anything_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, values: dict[str, Any], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, values: dict[str, Any], message: str
 ) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(content)
@@ -375,6 +375,6 @@ def test_what_cannot_work_is_named_before_anything_runs(
     status = main(["train", recipe_file(tmp_path, **{"train": {"path": str(path)}, "model": small, **values})])
     error = capsys.readouterr().err
     assert status == 2, error
-    assert said in error
+    assert message in error
     assert "Traceback" not in error
     assert not (tmp_path / "runs").exists()

@@ -97,8 +97,8 @@ def test_what_assistants_say_is_target_and_nothing_else(tmp_path: Path, side: st
     rows = Rows(str(make_rows(tmp_path)))
     table, form = rows.read(()), ImageText(processor, rows)
     batch = ImageBatches(processor, 128, "reject")([form(table[i], table.place(i)) for i in range(3)])  # type: ignore[union-attr]  # a table
-    said = [processor.tokenizer.decode([token for token in row if token != IGNORED_LABEL]) for row in batch["labels"].tolist()]
-    assert said == ["red<|end|>green<|end|>", "green<|end|>", "blue<|end|>"]
+    targets = [processor.tokenizer.decode([token for token in row if token != IGNORED_LABEL]) for row in batch["labels"].tolist()]
+    assert targets == ["red<|end|>green<|end|>", "green<|end|>", "blue<|end|>"]
     assert batch["pixel_values"].shape == (4, 3, 8, 8)  # two images of the first row
     learnt = batch["labels"] != IGNORED_LABEL
     assert torch.equal(batch["labels"][learnt], batch["input_ids"][learnt])
@@ -144,8 +144,8 @@ def test_images_of_different_lengths_between_turns(tmp_path: Path) -> None:
     other = {"image": Image.new("RGB", (16, 16)), "prompt": "p", "completion": "blue"}
     form, batches = ImageText(processor, None), ImageBatches(processor, 256, "reject")
     batch = batches([form(row, "row 1"), form(other, "row 2")])
-    said = [processor.tokenizer.decode([token for token in row if token != IGNORED_LABEL]) for row in batch["labels"].tolist()]
-    assert said == ["red<|end|>green<|end|>", "blue<|end|>"]
+    targets = [processor.tokenizer.decode([token for token in row if token != IGNORED_LABEL]) for row in batch["labels"].tolist()]
+    assert targets == ["red<|end|>green<|end|>", "blue<|end|>"]
     model = described.make_model(processor, 256)
     check_images(model, batch)
     assert model(**batch).loss > 0
@@ -223,11 +223,11 @@ def answered_alone(recipe: FinetuneVLM, model: Any) -> float:
     """How many rows a model answers rightly, one at a time, with nothing padded."""
     right = 0
     for example in recipe._examples("seen", 12):
-        asked = recipe.batches.encoded([example.question()], side="right")
+        inputs = recipe.batches.encoded([example.question()], side="right")
         made = model.generate(
-            **asked, max_new_tokens=6, do_sample=False, eos_token_id=recipe.vlm_processor.tokenizer.eos_token_id
+            **inputs, max_new_tokens=6, do_sample=False, eos_token_id=recipe.vlm_processor.tokenizer.eos_token_id
         )
-        text = recipe.vlm_processor.tokenizer.decode(made[0, asked["input_ids"].shape[1] :])
+        text = recipe.vlm_processor.tokenizer.decode(made[0, inputs["input_ids"].shape[1] :])
         right += text == f"{example.completion}<|end|>"
     return right / 12
 
@@ -321,10 +321,10 @@ def test_the_shipped_recipe_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     given = ["--max_duration", "3ba", "--eval_interval", "null", "--answered_rows", "4", "--threads", "1", "--checked_rows", "5"]
     shape = ["--model.hidden_size", "16", "--model.layers", "1", "--model.vision_layers", "1", "--model.vision_hidden_size", "16"]
     assert main(["train", "finetune_vlm", *given, *shape]) == 0
-    said = capsys.readouterr().out
-    assert "rows of handwritten digits" in said
-    assert "test/exact_match" in said
-    assert "test, always the commonest completion" in said
+    output = capsys.readouterr().out
+    assert "rows of handwritten digits" in output
+    assert "test/exact_match" in output
+    assert "test, always the commonest completion" in output
 
 
 # --- what is rejected ---
@@ -380,7 +380,7 @@ def test_a_row_that_cannot_be_used_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    change, said = BAD[case]
+    change, parts = BAD[case]
     change(make_rows(tmp_path))
     Path("job.yaml").write_text(
         "recipe: finetune_vlm\ntrain: {path: rows.jsonl}\nmax_duration: 1ep\nbatch_size: 12\nsequence_length: 256\n"
@@ -388,27 +388,27 @@ def test_a_row_that_cannot_be_used_is_named(
     shape = ["--model.hidden_size", "16", "--model.layers", "1", "--model.vision_layers", "1"]
     assert main(["train", "job.yaml", "--threads", "1", *shape]) == 2
     err = capsys.readouterr().err
-    assert all(part in err for part in said), err
+    assert all(part in err for part in parts), err
     assert "Traceback" not in err
     assert not Path("runs/finetune_vlm/checkpoints").exists()
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"patch_size": 4}, "inserts 4 image tokens, but the model makes 16"),
         ({"num_additional_image_tokens": 0}, "inserts 15 image tokens, but the model makes 16"),
         ({"size": 16}, "cannot use the processor.s output for an image: .*16"),
     ],
 )
-def test_a_processor_that_does_not_fit_the_model_is_rejected(change: dict[str, Any], said: str) -> None:
+def test_a_processor_that_does_not_fit_the_model_is_rejected(change: dict[str, Any], message: str) -> None:
     model = tiny().make_model(byte_processor(8, 2), 64)
     processor = byte_processor(change.pop("size", 8), 2)
     for name, value in change.items():
         setattr(processor, name, value)
     example = ImageText(processor, None)({"image": Image.new("RGB", (8, 8)), "prompt": "p", "completion": "c"}, "row 1")
     batch = ImageBatches(processor, 128, "reject")([example])
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         check_images(model, batch)
 
 
@@ -430,7 +430,7 @@ def test_a_vocabulary_that_is_too_small_and_a_model_of_another_kind_are_rejected
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"microbatch_size": 2}, "a smaller batch_size with gradient_accumulation_steps"),
         ({"too_long": "truncated"}, "did you mean 'truncate'"),
@@ -438,8 +438,8 @@ def test_a_vocabulary_that_is_too_small_and_a_model_of_another_kind_are_rejected
         ({"validation": {"seen": Rows("x")}}, "without train"),
     ],
 )
-def test_configurations_that_cannot_work(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_configurations_that_cannot_work(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         FinetuneVLMConfig(**values)
 
 

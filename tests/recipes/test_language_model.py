@@ -114,12 +114,12 @@ def test_a_classifying_head_may_be_new_where_there_was_none(folder: Path, tmp_pa
 
 
 def test_sequences_longer_than_the_model_takes_are_rejected(tmp_path: Path) -> None:
-    said = "sequences of up to 64 tokens are longer than the 63 that the model takes; give shorter ones"
+    message = "sequences of up to 64 tokens are longer than the 63 that the model takes; give shorter ones"
     short = {**SMALL, "max_position_embeddings": 63}
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         built(LanguageModel(config={"model_type": "llama", **short}))
     LlamaForCausalLM(LlamaConfig(vocab_size=262, **short)).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         built(LanguageModel(str(tmp_path)))
     assert built(LanguageModel(config={"model_type": "llama", **short, "max_position_embeddings": 64}))
 

@@ -60,10 +60,10 @@ def exported_on_a_rank(run: Path, folder: Path, overrides: list[str]) -> str:
 @pytest.mark.test_all
 @pytest.mark.parametrize("overrides", [pytest.param([], marks=pytest.mark.slow), SHARDED], ids=["ddp", "fsdp"])
 def test_two_ranks_export_what_one_process_did_and_rank_0_says_so(run: Path, tmp_path: Path, overrides: list[str]) -> None:
-    said = run_ranks(exported_on_a_rank, 2, run, tmp_path / "out", overrides)
-    assert said[0].startswith(f"{run}, step 2: {tmp_path / 'out'} (")
-    assert "model.safetensors, tokenizer.json" in said[0]
-    assert said[1] == ""
+    messages = run_ranks(exported_on_a_rank, 2, run, tmp_path / "out", overrides)
+    assert messages[0].startswith(f"{run}, step 2: {tmp_path / 'out'} (")
+    assert "model.safetensors, tokenizer.json" in messages[0]
+    assert messages[1] == ""
     ours, its = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", run / "export"))
     assert ours.keys() == its.keys()
     for name, tensor in its.items():
@@ -73,8 +73,8 @@ def test_two_ranks_export_what_one_process_did_and_rank_0_says_so(run: Path, tmp
 @pytest.mark.slow
 def test_what_rank_0_cannot_write_is_rejected_on_all(run: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    said = run_ranks(exported_on_a_rank, 2, run, tmp_path / "file" / "out", [])
-    for text in said:
+    messages = run_ranks(exported_on_a_rank, 2, run, tmp_path / "file" / "out", [])
+    for text in messages:
         assert text.startswith("rejected: rank 0: NotADirectoryError")
 
 

@@ -190,7 +190,7 @@ def test_two_ranks_learn_what_one_does(parallel: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("", "the file has no rows"),
         ('{"text": "fine"}\n{"text": 3}\n', "train.jsonl:2: the column 'text' holds int, not a text"),
@@ -199,12 +199,12 @@ def test_two_ranks_learn_what_one_does(parallel: str, tmp_path: Path) -> None:
         ('{"text": "short"}\n', "train has 6 tokens, and a window has 16: give more rows, or a shorter sequence_length"),
     ],
 )
-def test_bad_rows_are_named_before_anything_runs(content: str, said: str, tmp_path: Path) -> None:
+def test_bad_rows_are_named_before_anything_runs(content: str, message: str, tmp_path: Path) -> None:
     given = config(tmp_path)
     (tmp_path / "train.jsonl").write_text(content)
     with pytest.raises(ConfigError) as rejected:
         pretrain(given)
-    assert said in str(rejected.value)
+    assert message in str(rejected.value)
     assert not (tmp_path / "runs").exists()
 
 

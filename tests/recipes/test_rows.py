@@ -51,7 +51,7 @@ def test_rows_know_their_places(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "message"),
     [
         ({"path": "nothing-*.jsonl"}, "no file matches"),
         ({"path": "nothing.jsonl"}, "there is no file"),
@@ -59,9 +59,9 @@ def test_rows_know_their_places(tmp_path: Path) -> None:
         ({"path": "nothing"}, "no rows could be read from"),
     ],
 )
-def test_what_is_not_there_is_named(rows: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_what_is_not_there_is_named(rows: dict[str, Any], message: str, tmp_path: Path) -> None:
     rows = {**rows, "path": str(tmp_path / rows["path"])}
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         Rows(**rows).read(["text"])
 
 

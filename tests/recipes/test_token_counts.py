@@ -40,7 +40,7 @@ def examples(*rows: str) -> Examples:
 
 
 def test_cross_entropies_are_those_of_the_counts() -> None:
-    train, asked = ["abAB", "abBA", "cC", "Aab" + "A" * 3], ["bAC", "aBD"]
+    train, evaluated = ["abAB", "abBA", "cC", "Aab" + "A" * 3], ["bAC", "aBD"]
     follows = [(row[i - 1].lower(), row[i].lower()) for row in train for i in range(1, len(row)) if row[i].isupper()]
     single, pairs, before = Counter(b for _, b in follows), Counter(follows), Counter(a for a, _ in follows)
     followers = Counter(a for a, _ in pairs)
@@ -48,12 +48,12 @@ def test_cross_entropies_are_those_of_the_counts() -> None:
     def p(b: str) -> float:
         return (single[b] + 1) / (len(follows) + 4)
 
-    wanted = [(row[i - 1].lower(), row[i].lower()) for row in asked for i in range(1, len(row)) if row[i].isupper()]
+    wanted = [(row[i - 1].lower(), row[i].lower()) for row in evaluated for i in range(1, len(row)) if row[i].isupper()]
     unigram = -sum(math.log(p(b)) for _, b in wanted) / len(wanted)
     bigram = -sum(
         math.log((pairs[a, b] + followers[a] * p(b)) / (before[a] + followers[a]) if before[a] else p(b)) for a, b in wanted
     ) / len(wanted)
-    found = TokenCounts(examples(*train), vocabulary=4).cross_entropies(examples(*asked))
+    found = TokenCounts(examples(*train), vocabulary=4).cross_entropies(examples(*evaluated))
     assert found == pytest.approx((unigram, bigram))
 
 
@@ -65,13 +65,13 @@ def test_the_standard_library_explains_its_functions() -> None:
     assert all(len(rows) > 5 for rows in sets.values())
     for name, rows in sets.items():
         for index, row in enumerate(rows):
-            asked, recorded = (message["content"] for message in row["messages"])
+            question, answer = (message["content"] for message in row["messages"])
             path, _, line = rows.place(index).rpartition(":")
             with open(path, encoding="utf-8") as file:
                 source = file.read()
-            signature = asked.partition(": ")[2].partition("(")[0]
+            signature = question.partition(": ")[2].partition("(")[0]
             assert f"def {signature.rpartition('.')[2]}(" in "\n".join(source.splitlines()[int(line) - 1 : int(line) + 3])
-            assert recorded in source
+            assert answer in source
             assert name == "train" or ("." in signature) == (name == "methods")
     held_out = {rows.place(i).rpartition(":")[0] for rows in made.validation.values() for i in range(len(rows))}
     assert not held_out & {made.train.place(i).rpartition(":")[0] for i in range(len(made.train))}

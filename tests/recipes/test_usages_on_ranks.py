@@ -52,9 +52,9 @@ class OnRanks(Callback):
 
 
 def on_a_rank(callbacks: list[Callback]) -> dict[str, Any]:
-    said: list[str] = []
+    logged: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a handler of the user's own
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]  # a handler of the user's own
     logging.getLogger("a.user").addHandler(handler)
     logging.getLogger("a.user").setLevel(logging.INFO)
     on_ranks, recorder = OnRanks(), Recorder()
@@ -64,7 +64,7 @@ def on_a_rank(callbacks: list[Callback]) -> dict[str, Any]:
         "recorded": on_ranks.recorded,
         "records": on_ranks.records,
         "events": recorder.events,
-        "said": said,
+        "logged": logged,
         "carried": [threshold.threshold, threshold.words, threshold.seen],
         "loss": trainer.eval_results["validation"]["loss"],
     }
@@ -100,8 +100,8 @@ def test_a_record_is_the_same_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_python_s_logging_is_kept_to_the_first_rank(ranks: list[dict[str, Any]]) -> None:
-    assert ranks[0]["said"]
-    assert ranks[1]["said"] == []
+    assert ranks[0]["logged"]
+    assert ranks[1]["logged"] == []
 
 
 def test_callbacks_arrive_on_the_ranks_with_arguments_and_state(

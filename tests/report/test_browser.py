@@ -532,7 +532,7 @@ def server(tmp_path: Path) -> Iterator[Any]:
     reader = RunReader(tmp_path)
 
     class Handler(BaseHTTPRequestHandler):
-        asked: list[dict[str, Any]] = []
+        requests: list[dict[str, Any]] = []
         tokens: set[str | None] = set()
         disabled_reason = ""
 
@@ -552,7 +552,7 @@ def server(tmp_path: Path) -> Iterator[Any]:
                 self.answer(content or b"", "image/png", 200 if content else 404)
 
         def do_POST(self) -> None:
-            self.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self.answer(b'{"message": "the run will do so"}', "application/json")
 
         def answer(self, content: bytes, kind: str, status: int = 200) -> None:
@@ -608,7 +608,7 @@ def test_a_live_page_follows_the_run_and_sends_requests(chromium: Any, server: A
     page.locator("dialog").wait_for(state="detached")
     until(page, "document.getElementById('request-message').textContent !== ''")
     page.wait_for_timeout(200)
-    assert handler.asked == [{"act": "save"}, {"act": "stop"}]
+    assert handler.requests == [{"act": "save"}, {"act": "stop"}]
 
     assert page.locator("#status-text").inner_text() == "live"
     handler.disabled_reason = "the run has ended"

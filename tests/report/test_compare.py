@@ -125,7 +125,7 @@ def test_a_folder_of_runs(runs: Path, called: Call) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["lr0.05-0"], "a comparison needs two runs, and there is 1 run"),
         ([], "there is no run"),
@@ -138,10 +138,10 @@ def test_a_folder_of_runs(runs: Path, called: Call) -> None:
         (["--last", "1"], "--last 1: a comparison needs two runs or more"),
     ],
 )
-def test_mistakes_are_one_line(words: list[str], said: str, called: Call) -> None:
+def test_mistakes_are_one_line(words: list[str], message: str, called: Call) -> None:
     status, out, err = called(*words)
     assert (status, out) == (2, "")
-    assert said in err
+    assert message in err
     assert err.count("\n") == 1
 
 

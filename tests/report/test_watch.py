@@ -579,10 +579,10 @@ def test_the_page_names_the_reason_why_requests_are_not_possible(going: Path, sh
     (going / "call_sheet.txt").write_text(sheet)
     (going / LISTENERS).write_text(listeners)
     run = LiveRun(going)
-    said = json.loads(run.news("") or b"")["disabled_reason"]
-    assert (why in said) if why else said == ""
+    reason = json.loads(run.news("") or b"")["disabled_reason"]
+    assert (why in reason) if why else reason == ""
     if why:
-        with pytest.raises(RequestRejected, match=re.escape(said)):
+        with pytest.raises(RequestRejected, match=re.escape(reason)):
             run.ask("save")
         assert not (going / "trigger").exists()
 
@@ -598,7 +598,7 @@ class RequestsStop(Callback):
 
     def __init__(self, *, has_sheet: bool) -> None:
         self.has_sheet = has_sheet
-        self.said = ""
+        self.answer = ""
 
     def on_train_step_end(self, ctx: Context) -> None:
         if ctx.step == 2:
@@ -606,14 +606,14 @@ class RequestsStop(Callback):
             (folder / "heartbeat.json").touch()  # the run is alive
             eventually((folder / "call_sheet.txt").exists if self.has_sheet else lambda: True)
             try:
-                self.said = LiveRun(folder).ask("stop")
+                self.answer = LiveRun(folder).ask("stop")
             except RequestRejected as error:
-                self.said = str(error)
+                self.answer = str(error)
 
 
 @pytest.mark.parametrize("has_sheet", [True, False])
 @pytest.mark.parametrize(
-    ("file", "name", "said", "steps"),
+    ("file", "name", "answer", "steps"),
     [
         ("", "", "requested through {folder}/run/trigger", 2),
         ("", "my own", "requested through {folder}/run/trigger", 2),
@@ -623,18 +623,18 @@ class RequestsStop(Callback):
     ],
 )
 def test_the_file_of_a_script_s_trigger_is_known(
-    file: str, name: str, said: str, steps: int, has_sheet: bool, tmp_path: Path
+    file: str, name: str, answer: str, steps: int, has_sheet: bool, tmp_path: Path
 ) -> None:
     trigger = SaveOnTrigger(file=file.format(folder=tmp_path) or None, seconds=0)
     if name:
         trigger.name = name
-    asks = RequestsStop(has_sheet=has_sheet)
+    requester = RequestsStop(has_sheet=has_sheet)
     with Trainer(
         nn.Linear(2, 1),
         nn.functional.mse_loss,
         DATA,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05),
-        callbacks=[trigger, asks],
+        callbacks=[trigger, requester],
         loggers=[JSONLLogger()] if has_sheet else [],
         runs_folder=tmp_path,
         run_name="run",
@@ -642,7 +642,7 @@ def test_the_file_of_a_script_s_trigger_is_known(
         device="cpu",
     ) as trainer:
         trainer.fit()
-    assert said.format(folder=tmp_path) in asks.said
+    assert answer.format(folder=tmp_path) in requester.answer
     assert trainer.ctx.step == steps
     assert not (tmp_path / "elsewhere").exists()
     assert not [path.name for path in (tmp_path / "run").iterdir() if path.name.startswith((LISTENERS, "trigger", "ask-me"))]
@@ -675,10 +675,10 @@ def test_the_token_is_in_no_log(
         visitor.get(f"/images/{visitor.server.token}?token={visitor.server.token}")
         visitor.ask("PUT", f"/?token={visitor.server.token}")
         visitor.act("save")
-    said = caplog.text + "".join(capfd.readouterr())
-    assert "GET /" in said
-    assert "requested save" in said
-    assert f"?token={visitor.server.token}" not in said
+    output = caplog.text + "".join(capfd.readouterr())
+    assert "GET /" in output
+    assert "requested save" in output
+    assert f"?token={visitor.server.token}" not in output
 
 
 def test_a_port_that_is_taken_is_named(ended: Path, serve: Callable[[Path], WatchServer]) -> None:
@@ -721,7 +721,7 @@ def test_the_browser_opens_an_address_that_is_valid_once(going: Path, tmp_path: 
     browser.write_text(
         f'#!/bin/sh\necho "$1" > {tmp_path}/new\n'
         f"echo $$ > {tmp_path}/pid\n"
-        f"mv {tmp_path}/new {tmp_path}/opened\nexec sleep 600 > {tmp_path}/said 2>&1\n"
+        f"mv {tmp_path}/new {tmp_path}/opened\nexec sleep 600 > {tmp_path}/output 2>&1\n"
     )
     browser.chmod(0o755)
     watch = watch_command(str(going), cwd=tmp_path, DISPLAY=":0", BROWSER=f"{browser} %s")
@@ -783,8 +783,8 @@ def job_and_url(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str, 
         assert watch.stdout.readline() == "there is no run in runs/live yet\n"
         assert "waiting for it" in watch.stdout.readline()
         job = subprocess.Popen([python(), str(HERE / "live_job.py"), str(tmp_path / "runs"), "live"])
-        said = watch.stdout.readline()
-        (url,) = re.findall(r"watching runs/live: (http://127\.0\.0\.1:\d+/\?token=[\w-]{43})\n", said)
+        line = watch.stdout.readline()
+        (url,) = re.findall(r"watching runs/live: (http://127\.0\.0\.1:\d+/\?token=[\w-]{43})\n", line)
         yield job, url, tmp_path / "runs" / "live"
         out = interrupted(watch)
         assert out.endswith("no longer watching\n")
@@ -804,10 +804,10 @@ def test_a_run_is_watched_and_controlled_in_a_browser(
         page = context.new_page()
         page.set_default_timeout(60_000)
         wrong: list[str] = []
-        asked: list[str] = []
+        requested: list[str] = []
         page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url))
+        page.on("request", lambda request: requested.append(request.url))
 
         page.goto(url)
         page.wait_for_selector("#act-save:enabled")
@@ -853,4 +853,4 @@ def test_a_run_is_watched_and_controlled_in_a_browser(
         assert not (folder / "trigger").exists()
         page.screenshot(path=tmp_path / "ended.png")
     assert wrong == []
-    assert all(address.startswith((url.partition("?")[0], "data:", "blob:")) for address in asked)
+    assert all(address.startswith((url.partition("?")[0], "data:", "blob:")) for address in requested)

@@ -56,15 +56,15 @@ def test_it_fires_every_event(tmp_path: Path) -> None:
     steps_per_epoch=st.integers(1, 10),
     microbatches=st.integers(1, 3),
     eval_every=st.none() | st.integers(1, 5),
-    asked=st.sampled_from(["stop", "save", "evaluate"]),
+    requested=st.sampled_from(["stop", "save", "evaluate"]),
     at=st.integers(1, 9),
 )
 def test_the_events_of_any_fake_loop_follow_the_grammar(
-    losses: list[float], steps_per_epoch: int, microbatches: int, eval_every: int | None, asked: str, at: int
+    losses: list[float], steps_per_epoch: int, microbatches: int, eval_every: int | None, requested: str, at: int
 ) -> None:
     recorder = Recorder()
     loop = FakeLoop(
-        [recorder, RequestsAtStep(asked, at)],
+        [recorder, RequestsAtStep(requested, at)],
         losses,
         steps_per_epoch=steps_per_epoch,
         microbatches=microbatches,
@@ -72,9 +72,9 @@ def test_the_events_of_any_fake_loop_follow_the_grammar(
         validation={"validation": [1.0]},
     ).run()
     check_events(recorder.events)
-    assert loop.steps == (min(at, len(losses)) if asked == "stop" else len(losses))
-    assert loop.outcome == ("stopped" if asked == "stop" and at <= len(losses) else "finished")
-    assert list(loop.saved) == ([at] if asked == "save" and at <= len(losses) else [])
+    assert loop.steps == (min(at, len(losses)) if requested == "stop" else len(losses))
+    assert loop.outcome == ("stopped" if requested == "stop" and at <= len(losses) else "finished")
+    assert list(loop.saved) == ([at] if requested == "save" and at <= len(losses) else [])
 
 
 def test_it_has_the_given_numbers(tmp_path: Path) -> None:

@@ -34,10 +34,10 @@ class Rank:
     def __init__(self, *, timeout: float = 30.0, grace: float = 3.0) -> None:
         ranks = read_ranks()
         self.number = ranks.rank
-        self.world = ProcessGroups(ranks, torch.device("cpu"), timeout)
+        self.groups = ProcessGroups(ranks, torch.device("cpu"), timeout)
         self.control = Control(is_shared=ranks.world_size > 1)
         self.signals = SignalWatch(["SIGTERM"], grace=grace)
-        self.agreement = Agreement(self.world, self.control, self.signals)
+        self.agreement = Agreement(self.groups, self.control, self.signals)
 
 
 def error_of(act: Callable[[], Any]) -> str:
@@ -153,7 +153,7 @@ def agreement_steps() -> tuple[list[int], list[int]]:
                 due.append(step)
             rank.agreement.look(step)
         rank.agreement.agree(99)
-        rank.agreement = Agreement(rank.world, rank.control, rank.signals)
+        rank.agreement = Agreement(rank.groups, rank.control, rank.signals)
         found.append(due)
     return found[0], found[1]
 
@@ -231,18 +231,18 @@ def test_the_third_of_the_grace_is_counted_from_the_start_of_the_wait() -> None:
 
 def lose_one(how: str) -> str:
     rank = Rank(timeout=8.0)
-    rank.world.sum([1.0])
+    rank.groups.sum([1.0])
     if rank.number == 1:
         if how == "raises":
-            rank.world.say(7, ValueError("no such token"))
+            rank.groups.publish_failure(7, ValueError("no such token"))
         elif how == "is late":
             time.sleep(10)
         elif how == "is dead":
             os.kill(os.getpid(), signal.SIGKILL)
-        rank.world.close()
+        rank.groups.close()
         return ""
-    rank.world.at_step = lambda: 8
-    return error_of(lambda: rank.world.sum([1.0])).partition(". On rank ")[0]
+    rank.groups.at_step = lambda: 8
+    return error_of(lambda: rank.groups.sum([1.0])).partition(". On rank ")[0]
 
 
 def missing(how: str) -> set[str]:

@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from callsheet.checkpoint import flatten, unflatten
 from callsheet.core.randomness import seed_all
-from callsheet.core.ranks import read_ranks
+from callsheet.core.ranks import Ranks, read_ranks
 from callsheet.errors import ConfigError
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.testing.ranks import run_ranks
@@ -85,24 +85,24 @@ class StatefulStream(Stream):
 
 def loader_for(kind: str, rank: int = 0, batch_size: int = 2) -> Any:
     options = {"batch_size": batch_size, "shuffle": True}
-    if kind in ("split", "workers"):
+    if kind in ("resampled", "workers"):
         workers = {"num_workers": 4, "persistent_workers": True, "multiprocessing_context": "fork"} if kind == "workers" else {}
         return DataLoader(Numbers(), **options, **workers)  # type: ignore[arg-type]  # as it is called
     own = 3 + 2 * rank  # batches
     return {
         "dropping": DataLoader(Numbers(), **options, drop_last=True),  # type: ignore[arg-type]
-        "dealt": Stream(7),
-        "dealt stateful": StatefulStream(7),
-        "dealt list": [torch.full((2, 1), n) for n in range(9)],
-        "own": [torch.full((1, 1), 10 * rank + n) for n in range(own)],
-        "own unknown": Stream(own, 10 * rank),
-        "own stateful": StatefulStream(own, 10 * rank),
+        "round_robin": Stream(7),
+        "round_robin stateful": StatefulStream(7),
+        "round_robin list": [torch.full((2, 1), n) for n in range(9)],
+        "presharded": [torch.full((1, 1), 10 * rank + n) for n in range(own)],
+        "presharded unknown": Stream(own, 10 * rank),
+        "presharded stateful": StatefulStream(own, 10 * rank),
     }[kind]
 
 
-def made_batches(world: ProcessGroups, kind: str, batch_size: int = 2) -> TrainBatches:
-    batches = TrainBatches(world, 9, shard=not kind.startswith("own"), count_samples=len)
-    batches.load(loader_for(kind, world.rank, batch_size))
+def made_batches(groups: ProcessGroups, kind: str, batch_size: int = 2) -> TrainBatches:
+    batches = TrainBatches(groups, 9, shard=not kind.startswith("presharded"), count_samples=len)
+    batches.load(loader_for(kind, groups.rank, batch_size))
     return batches
 
 
@@ -133,38 +133,38 @@ def place_by_place(kinds: list[str]) -> dict[str, list[Any]]:
 
     The new objects start in another random state. Returns the positions with a difference, by kind of loader.
     """
-    world = ProcessGroups(read_ranks(), torch.device("cpu"), timeout=60)
+    groups = ProcessGroups(read_ranks(), torch.device("cpu"), timeout=60)
     wrong: dict[str, list[Any]] = {}
     for kind in kinds:
-        seed_all(world.rank)
-        straight = made_batches(world, kind)
+        seed_all(groups.rank)
+        straight = made_batches(groups, kind)
         trained(straight, 1)
         start = saved(straight.state_dict())
         expected = [trained(straight, 2), trained(straight, 3)]
         wrong[kind] = []
         for place in range(len(expected[0]) + 1):
-            first = made_batches(world, kind)
+            first = made_batches(groups, kind)
             first.load_state_dict(start)
             before = trained(first, 2, until=place)
             state = saved(first.state_dict())
             is_at_end = first.is_at_end
             seed_all(100 + place)
-            second = TrainBatches(world, 1000 + place, shard=not kind.startswith("own"), count_samples=len)
+            second = TrainBatches(groups, 1000 + place, shard=not kind.startswith("presharded"), count_samples=len)
             second.load_state_dict(state)
-            second.load(loader_for(kind, world.rank))
+            second.load(loader_for(kind, groups.rank))
             assert saved(second.state_dict()).keys() == state.keys()
             second.epoch(2)
-            third = made_batches(world, kind)
+            third = made_batches(groups, kind)
             third.load_state_dict(saved(second.state_dict()))
             found = [before + trained(third, 2), trained(third, 3)]
             if found != expected or (third.length is not None and is_at_end != (place == len(expected[0]))):
                 wrong[kind].append((place, is_at_end, found, expected))
-    world.close()
+    groups.close()
     return wrong
 
 
 @pytest.mark.parametrize(
-    "kinds", [["split", "dropping"], ["dealt", "dealt stateful", "dealt list"], ["own", "own unknown", "own stateful"]]
+    "kinds", [["resampled", "dropping"], ["round_robin", "round_robin stateful", "round_robin list"], ["presharded", "presharded unknown", "presharded stateful"]]
 )
 def test_resumed_at_any_place_the_rest_is_the_same(kinds: list[str]) -> None:
     for wrong in run_ranks(place_by_place, 2, kinds):
@@ -173,20 +173,20 @@ def test_resumed_at_any_place_the_rest_is_the_same(kinds: list[str]) -> None:
 
 def with_workers() -> tuple[list[Any], list[Any], int]:
     """Return an uninterrupted epoch, a resumed one, and the number of samples with repeated noise, with four workers."""
-    world = ProcessGroups(read_ranks(), torch.device("cpu"), timeout=60)
-    seed_all(world.rank)
-    straight = made_batches(world, "workers")
+    groups = ProcessGroups(read_ranks(), torch.device("cpu"), timeout=60)
+    seed_all(groups.rank)
+    straight = made_batches(groups, "workers")
     epochs = [trained(straight, number) for number in (1, 2)]
-    seed_all(world.rank)
-    first = made_batches(world, "workers")
+    seed_all(groups.rank)
+    first = made_batches(groups, "workers")
     trained(first, 1)
     before = trained(first, 2, until=3)
     state = saved(first.state_dict())
     seed_all(50)
-    second = made_batches(world, "workers")
+    second = made_batches(groups, "workers")
     second.load_state_dict(state)
     found = before + trained(second, 2)
-    world.close()
+    groups.close()
     noise = {sample[0]: sample[1] for batch, _, _ in epochs[0] for sample in batch}
     same = sum(noise.get(sample[0]) == sample[1] for batch, _, _ in epochs[1] for sample in batch)
     return epochs[1], found, same
@@ -200,13 +200,13 @@ def test_augmentation_in_workers_is_exact_on_several_ranks() -> None:
 
 def until_place(kind: str, batch_size: int, place: int, state: bytes | None, until: int | None) -> tuple[list[Any], bytes]:
     """Return the batches that this rank takes from the second epoch, starting at `state`, and the state afterwards."""
-    world = ProcessGroups(read_ranks(), torch.device("cpu"), timeout=60)
-    batches = made_batches(world, kind, batch_size)
+    groups = ProcessGroups(read_ranks(), torch.device("cpu"), timeout=60)
+    batches = made_batches(groups, kind, batch_size)
     if state is not None:
         batches.load_state_dict(pickle.loads(state))
     assert batches.taken == place
     seen = trained(batches, 2, until)
-    world.close()
+    groups.close()
     return seen, pickle.dumps(saved(batches.state_dict()))
 
 
@@ -220,60 +220,59 @@ def together(ends: list[tuple[list[Any], bytes]]) -> list[list[Any]]:
 
 
 @pytest.mark.test_all
-@pytest.mark.parametrize("kind", ["split", "dealt", "dealt stateful"])
+@pytest.mark.parametrize("kind", ["resampled", "round_robin", "round_robin stateful"])
 def test_another_number_of_ranks_resumes(kind: str) -> None:
     """Resume from 4 ranks on 2 with batches of twice the size, and on a single process."""
-    is_split = kind == "split"
+    is_resampled = kind == "resampled"
     whole = together(run_ranks(until_place, 4, kind, 1, 0, None, None))
     before = run_ranks(until_place, 4, kind, 1, 0, None, 1)
     for world_size in (2, 1):
         ends = run_ranks(until_place, world_size, kind, 4 // world_size, 1, before[0][1], None)
         found = together(before) + together(ends)
-        if is_split:
+        if is_resampled:
             assert found == whole
-        else:  # whole batches are dealt to the ranks, so a global batch has as many of them as there are ranks
+        else:  # whole batches are given to the ranks in turn, so a global batch has as many of them as there are ranks
             assert sorted(chain(*found)) == sorted(chain(*whole))
             assert found[0] == whole[0]
 
 
-def another_world(state: bytes, kind: str) -> str:
-    world = ProcessGroups(read_ranks(), torch.device("cpu"), timeout=60)
-    batches = TrainBatches(world, 9, shard=not kind.startswith("own"))
+def on_other_ranks(state: bytes, kind: str) -> str:
+    groups = ProcessGroups(read_ranks(), torch.device("cpu"), timeout=60)
+    batches = TrainBatches(groups, 9, shard=not kind.startswith("presharded"))
     batches.load_state_dict(pickle.loads(state))
     try:
-        batches.load(loader_for(kind, world.rank))
+        batches.load(loader_for(kind, groups.rank))
     except ConfigError as error:
         return str(error)
     finally:
-        world.close()
+        groups.close()
     return ""
 
 
 def test_a_position_in_the_ranks_own_data_needs_the_same_number_of_ranks() -> None:
-    [(_, state), _] = run_ranks(until_place, 2, "own", 2, 0, None, 1)
-    for error in run_ranks(another_world, 1, state, "own"):
-        assert (
-            "in the middle of an epoch of train_dataloader whose batches were own on 2 ranks, and are own on 1: resume with"
-            in error
-        )
-    [(_, state)] = run_ranks(until_place, 1, "split", 2, 0, None, 1)  # a single process uses the loader's own order
-    assert all("were own on 1 ranks, and are split on 2" in error for error in run_ranks(another_world, 2, state, "split"))
+    [(_, state), _] = run_ranks(until_place, 2, "presharded", 2, 0, None, 1)
+    for error in run_ranks(on_other_ranks, 1, state, "presharded"):
+        assert "in the middle of an epoch of train_dataloader, which 2 ranks divided by the strategy 'presharded'" in error
+        assert "now it is 'presharded' on 1 ranks: resume with 2 ranks" in error
+    [(_, state)] = run_ranks(until_place, 1, "resampled", 2, 0, None, 1)  # a single process uses the loader's own order
+    for error in run_ranks(on_other_ranks, 2, state, "resampled"):
+        assert "which 1 ranks divided by the strategy 'presharded'; now it is 'resampled' on 2 ranks" in error
 
 
 def too_few() -> list[str]:
-    world = ProcessGroups(read_ranks(), torch.device("cpu"), timeout=60)
+    groups = ProcessGroups(read_ranks(), torch.device("cpu"), timeout=60)
     errors = []
     for loader in (DataLoader(Numbers(1)), [torch.ones(1)]):
         with pytest.raises(ConfigError) as error:
-            TrainBatches(world, 9).load(loader)
+            TrainBatches(groups, 9).load(loader)
         errors.append(str(error.value))
     place = {"position": 8, "in_all": 23, "order": 1234}
-    state = {"taken": 2, "seed": 9, "way": "split", "world_size": 2, "place": place, "now": {}}
-    batches = made_batches(world, "split")
+    state = {"taken": 2, "seed": 9, "strategy": "resampled", "world_size": 2, "place": place, "now": {}}
+    batches = made_batches(groups, "resampled")
     batches.load_state_dict(state)
     with pytest.raises(ConfigError) as error:
         batches.epoch(1)
-    world.close()
+    groups.close()
     return [*errors, str(error.value)]
 
 
@@ -282,6 +281,15 @@ def test_too_few_samples_or_others_are_rejected() -> None:
         assert "train_dataloader has 1 samples, fewer than the 2 ranks" in errors[0]
         assert "train_dataloader has 1 batches, fewer than the 2 ranks" in errors[1]
         assert "train_dataloader has 22 samples in epoch 1, in another order than the 23 of the checkpoint" in errors[2]
+
+
+@pytest.mark.parametrize(("old", "new"), [("own", "presharded"), ("split", "resampled"), ("dealt", "round_robin")])
+def test_the_strategy_of_an_old_checkpoint_is_read(old: str, new: str) -> None:
+    """Checkpoints from before the renames have the strategy under the key "way"."""
+    batches = TrainBatches(ProcessGroups(Ranks(), torch.device("cpu"), timeout=60), 9)
+    batches.load_state_dict({"taken": 2, "seed": 9, "way": old, "world_size": 2, "place": {"some": "position"}, "now": {}})
+    with pytest.raises(ConfigError, match=rf"which 2 ranks divided by the strategy '{new}'; now it is"):
+        batches.load([torch.ones(1)] if old == "split" else DataLoader(Numbers()) if old == "dealt" else [torch.ones(1)])
 
 
 # --- nothing is loaded twice ---

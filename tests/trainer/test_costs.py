@@ -209,7 +209,7 @@ def test_has_listeners_is_the_same_in_a_window(tmp_path: Path) -> None:
     manager = CallbackManager()
 
     @manager.register("on_train_step_end")
-    def ask(ctx: Context) -> None:
+    def record(ctx: Context) -> None:
         received = tuple(getattr(manager.has_listeners, event) for event in sorted(manager.events))
         answers.add((received, tuple(manager.has_callbacks(event) for event in sorted(manager.events))))
 

@@ -240,43 +240,43 @@ def test_logged_metrics_are_recorded_and_tables_reach_the_loggers(tmp_path: Path
         def log_table(self, ctx: Context, name: str, columns: Any, rows: Any) -> None:
             tables.append((threading.current_thread().name, name, columns, rows))
 
-    class Says(Callback):
+    class Logs(Callback):
         snapshot_fields = ("loss",)
 
         def on_train_step_end(self, ctx: Context) -> None:
-            ctx.log({"says/steps": 1}, over="sum", across="same")
-            ctx.log({"says/loss": ctx.loss}, over="mean")
+            ctx.log({"lane/steps": 1}, over="sum", across="same")
+            ctx.log({"lane/loss": ctx.loss}, over="mean")
 
         def on_train_end(self, ctx: Context) -> None:
             ctx.log_table("words", ["a"], [[1]])
 
     logged: Counter[str] = Counter()
-    manager = CallbackManager([Background(Says()), Tables()])
-    manager.register("on_log", lambda ctx: logged.update({name: int(ctx.record.values.get(name, 0)) for name in ("says/steps",)}))
+    manager = CallbackManager([Background(Logs()), Tables()])
+    manager.register("on_log", lambda ctx: logged.update({name: int(ctx.record.values.get(name, 0)) for name in ("lane/steps",)}))
     with small_trainer(tmp_path, callbacks=manager, log_interval="1ba") as trainer:
         trainer.fit()
         trainer.callbacks.drain(trainer.ctx)
         trainer.fit("5ep")
-    assert logged["says/steps"] >= STEPS
+    assert logged["lane/steps"] >= STEPS
     assert tables[0] == ("MainThread", "words", ["a"], [[1]])
 
 
 @pytest.mark.parametrize("what", ["stop", "save", "evaluate"])
 def test_requests_from_a_lane_are_carried_out(what: str, tmp_path: Path) -> None:
-    class Asks(Callback):
+    class MakesRequest(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             if ctx.step == 2:
                 getattr(ctx.control, what)("from a lane")
 
     recorder = Recorder()
-    manager = CallbackManager([Background(Asks()), recorder])
+    manager = CallbackManager([Background(MakesRequest()), recorder])
     manager.register("on_train_step_end", lambda ctx: time.sleep(0.05))
-    asked: list[str] = []
-    manager.register("on_checkpoint_due", lambda ctx: asked.append(str(ctx.control.stop_requested)))
+    stop_requests: list[str] = []
+    manager.register("on_checkpoint_due", lambda ctx: stop_requests.append(str(ctx.control.stop_requested)))
     trainer = fit(tmp_path, callbacks=manager, eval_interval=None)
     if what == "stop":
         assert trainer.run.outcome is Outcome.STOPPED
-        assert asked[-1] == "Asks: from a lane"
+        assert stop_requests[-1] == "MakesRequest: from a lane"
         assert 2 <= trainer.state.timestamp.batch < STEPS
     else:
         assert ("on_checkpoint_save_end" if what == "save" else "on_eval_all_end") in [
@@ -287,7 +287,7 @@ def test_requests_from_a_lane_are_carried_out(what: str, tmp_path: Path) -> None
 def test_requests_that_a_lane_cannot_make(tmp_path: Path) -> None:
     rejected: list[str] = []
 
-    class Asks(Callback):
+    class MakesRejectedRequests(Callback):
         def on_train_end(self, ctx: Context) -> None:
             for ask in (
                 lambda: ctx.control.stop("all of us", replicated=True),
@@ -299,7 +299,7 @@ def test_requests_that_a_lane_cannot_make(tmp_path: Path) -> None:
                 except (RequestRejected, ConfigError) as error:
                     rejected.append(str(error))
 
-    fit(tmp_path, Background(Asks()))
+    fit(tmp_path, Background(MakesRejectedRequests()))
     assert [message[:22] for message in rejected] == [
         "control.stop(replicate",
         "ctx.gather() in a lane",
@@ -328,16 +328,16 @@ def test_failures_are_isolated_and_counted_and_disable_the_callback(tmp_path: Pa
 
 
 def test_a_bad_log_call_in_a_lane_does_not_fail_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Says(Callback):
+    class Logs(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             if ctx.step == 1:
-                ctx.log({"says": 1.0}, over="avg")  # type: ignore[arg-type]
+                ctx.log({"metric": 1.0}, over="avg")  # type: ignore[arg-type]
 
-    manager = CallbackManager([Background(Says())])
+    manager = CallbackManager([Background(Logs())])
     manager.register("on_train_step_end", lambda ctx: time.sleep(0.02))
     trainer = fit(tmp_path, callbacks=manager)
     assert trainer.run.outcome is Outcome.FINISHED
-    assert "The message 'log' from the lane of Says failed: unknown over 'avg'" in caplog.text
+    assert "The message 'log' from the lane of Logs failed: unknown over 'avg'" in caplog.text
 
 
 def test_a_tensor_that_is_modified_in_place_keeps_its_value_in_the_lane(tmp_path: Path) -> None:
@@ -646,12 +646,12 @@ def test_a_process_that_hangs_is_killed_when_its_time_is_over(tmp_path: Path) ->
 @pytest.mark.test_all
 def test_a_process_can_stop_the_run_and_a_class_can_declare_a_process(tmp_path: Path) -> None:
     manager = CallbackManager([FarByClass(stop_at=2)])
-    asked: list[str] = []
+    stop_requests: list[str] = []
     manager.register("on_train_step_end", lambda ctx: time.sleep(0.05))
-    manager.register("on_checkpoint_due", lambda ctx: asked.append(str(ctx.control.stop_requested)))
+    manager.register("on_checkpoint_due", lambda ctx: stop_requests.append(str(ctx.control.stop_requested)))
     trainer = fit(tmp_path, callbacks=manager, max_duration="100ep", eval_interval=None)
     assert trainer.run.outcome is Outcome.STOPPED
-    assert asked[-1] == "FarByClass: far enough"
+    assert stop_requests[-1] == "FarByClass: far enough"
     assert manager.call_sheet().rows()[0][4] == "process"
 
 
@@ -689,13 +689,13 @@ def test_a_name_is_set_on_the_lane_and_its_callback() -> None:
 
 
 def test_what_is_logged_at_the_last_step_is_in_the_last_record(tmp_path: Path) -> None:
-    class Says(Callback):
+    class Logs(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
-            ctx.log({"says/step": ctx.step}, across="same")
+            ctx.log({"lane/step": ctx.step}, across="same")
 
     records: list[tuple[int, float | None]] = []
-    manager = CallbackManager([Background(Says())])
-    manager.register("on_log", lambda ctx: records.append((ctx.record.step, ctx.record.values.get("says/step"))))
+    manager = CallbackManager([Background(Logs())])
+    manager.register("on_log", lambda ctx: records.append((ctx.record.step, ctx.record.values.get("lane/step"))))
     fit(tmp_path, callbacks=manager, max_duration=f"{STEPS}ba", log_interval=f"{STEPS}ba", eval_interval=None)
     assert records == [(STEPS, STEPS)]
 

@@ -480,8 +480,8 @@ def test_stop_from_any_event_of_training_ends_it_at_the_next_boundary(event: str
     save = Action("save", "on_train_step_end", 1)
     calls = (("fit", 9),)
     events = check(plain(calls=calls, actions=(save, Action("stop", event, 1))))
-    asked = events.index(event)
-    later = events[asked + 1 :]
+    requested_at = events.index(event)
+    later = events[requested_at + 1 :]
     # the current or next step finishes, and no further step starts
     assert later.count("on_train_step_start") <= 1
     assert later[-2:] == ["on_train_end", "on_run_end"] or event == "on_train_end"
@@ -495,8 +495,8 @@ def test_a_save_requested_at_any_event_of_training_is_carried_out(event: str, tm
     first = (Action("save", "on_train_step_end", 1),) if event.startswith("on_checkpoint_") else ()
     plan = plain(calls=(("fit", 1),), epochs_per_round=None, actions=(*first, Action("save", event, 1)))
     run(plan, tmp_path, Acts(plan, raised), witness, raised)
-    asked = witness.events.index(event)
-    assert "on_checkpoint_save_end" in witness.events[asked + 1 :]
+    requested_at = witness.events.index(event)
+    assert "on_checkpoint_save_end" in witness.events[requested_at + 1 :]
 
 
 def test_a_save_requested_at_the_end_of_a_stopped_epoch_is_carried_out(tmp_path: Path) -> None:

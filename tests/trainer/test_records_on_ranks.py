@@ -38,8 +38,8 @@ def plan(seed: int, rank: int) -> Logged:
 
 def here() -> tuple[int, MetricLog]:
     ranks = read_ranks()
-    world = ProcessGroups(ranks, torch.device("cpu"), 30)
-    return ranks.rank, MetricLog(world)
+    groups = ProcessGroups(ranks, torch.device("cpu"), 30)
+    return ranks.rank, MetricLog(groups)
 
 
 def taken(seed: int) -> list[dict[str, float]]:
@@ -178,13 +178,13 @@ def test_a_name_that_ranks_reduce_differently_than_before_fails() -> None:
 class CountsCalls:
     """Process groups that record which methods are called."""
 
-    def __init__(self, world: ProcessGroups) -> None:
-        self.world = world
+    def __init__(self, groups: ProcessGroups) -> None:
+        self.groups = groups
         self.calls: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         self.calls.append(name)
-        return getattr(self.world, name)
+        return getattr(self.groups, name)
 
 
 def collectives_at_boundaries() -> list[list[str]]:

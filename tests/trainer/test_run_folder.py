@@ -52,12 +52,12 @@ def start(tmp_path: Path) -> Iterator[Starts]:
 def until(process: subprocess.Popen[str], word: str) -> str:
     """Return the output of the process up to a line that begins with `word`."""
     assert process.stdout is not None
-    said = ""
+    output = ""
     for line in process.stdout:
-        said += line
+        output += line
         if line.startswith(word):
-            return said
-    raise AssertionError(f"it never said {word!r}:\n{said}")
+            return output
+    raise AssertionError(f"it never printed {word!r}:\n{output}")
 
 
 @pytest.mark.slow  # it starts several processes that import torch
@@ -65,18 +65,18 @@ def test_the_same_script_twice(start: Starts, tmp_path: Path) -> None:
     first = start()
     until(first, "step 3")
     second = start(steps=5)
-    said = second.communicate(timeout=120)[0]
+    output = second.communicate(timeout=120)[0]
     assert second.returncode == 1
-    assert f"RunInUseError: {tmp_path}/x is being trained by process {first.pid} on machine " in said
-    assert "begins" not in said
+    assert f"RunInUseError: {tmp_path}/x is being trained by process {first.pid} on machine " in output
+    assert "begins" not in output
     until(first, "step 30")  # it saves a checkpoint at each step
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
     last = find_checkpoints(tmp_path / "x" / "checkpoints").checkpoints[0].step
     third = start(steps=last + 1)
-    said = third.communicate(timeout=120)[0]
-    assert third.returncode == 0, said
-    assert f"begins at {last}" in said
+    output = third.communicate(timeout=120)[0]
+    assert third.returncode == 0, output
+    assert f"begins at {last}" in output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x"]  # the lock is gone with the run
 
 
@@ -88,10 +88,10 @@ def test_a_suspended_run_that_lost_its_folder_ends_with_an_error(start: Starts, 
     second = start("stale=0.5", "timeout=60", "machine=another")
     until(second, "step")
     os.kill(first.pid, signal.SIGCONT)
-    said = first.communicate(timeout=120)[0]
+    output = first.communicate(timeout=120)[0]
     assert first.returncode == 1
-    assert f"RunLockLostError: this run has lost the lock of {tmp_path}/x" in said
-    assert f"process {second.pid}" in said
+    assert f"RunLockLostError: this run has lost the lock of {tmp_path}/x" in output
+    assert f"process {second.pid}" in output
     step = int(until(second, "step").rpartition("step ")[2])
     until(second, f"step {step + 5}")  # it continues
     lines = (tmp_path / "x" / "events.jsonl").read_text()
@@ -103,11 +103,11 @@ def test_all_ranks_raise_if_the_folder_is_in_use(start: Starts, tmp_path: Path) 
     first = start()
     until(first, "step 3")
     both = start("timeout=2", ranks=2)
-    said = both.communicate(timeout=120)[0]
+    output = both.communicate(timeout=120)[0]
     assert both.returncode != 0
-    assert said.count(f"RunInUseError: {tmp_path}/x is being trained by process {first.pid}") == 2
-    assert said.count("waiting up to 2 s") == 1
-    assert "begins" not in said
+    assert output.count(f"RunInUseError: {tmp_path}/x is being trained by process {first.pid}") == 2
+    assert output.count("waiting up to 2 s") == 1
+    assert "begins" not in output
 
 
 @pytest.mark.slow
@@ -120,9 +120,9 @@ def test_all_ranks_end_if_the_lock_is_lost(start: Starts, tmp_path: Path) -> Non
     until(second, "step")
     for pid in _children(first.pid):
         os.kill(pid, signal.SIGCONT)
-    said = first.communicate(timeout=120)[0]
+    output = first.communicate(timeout=120)[0]
     assert first.returncode != 0
-    assert "has lost the lock" in said
+    assert "has lost the lock" in output
     step = int(until(second, "step").rpartition("step ")[2])
     until(second, f"step {step + 5}")
 

@@ -147,19 +147,19 @@ class Noisy(Dataset[Any]):
 
     def __init__(self, n: int) -> None:
         self.n = n
-        self.asked: list[Any] = []
+        self.requested: list[Any] = []
 
     def __len__(self) -> int:
         return self.n
 
     def __getitem__(self, index: int) -> list[float]:
-        self.asked.append(index)
+        self.requested.append(index)
         return [float(index), random.random(), float(numpy.random.rand()), float(torch.rand(()))]
 
 
 class NoisyAtOnce(Noisy):
     def __getitems__(self, indices: Sequence[int]) -> list[list[float]]:
-        self.asked.append(list(indices))
+        self.requested.append(list(indices))
         return numpy.column_stack([indices, numpy.random.rand(len(indices))]).tolist()  # type: ignore[no-any-return]
 
 
@@ -197,7 +197,7 @@ def test_a_dataset_that_loads_batches_at_once_still_does() -> None:
     inner = NoisyAtOnce(10)
     data = SeededDataset(inner, seed=3)
     assert data.__getitems__([4, 2]) == data.__getitems__([4, 2]) != data.__getitems__([2, 4])
-    assert inner.asked == [[4, 2], [4, 2], [2, 4]]
+    assert inner.requested == [[4, 2], [4, 2], [2, 4]]
 
 
 def test_a_seeded_dataset_otherwise_behaves_like_its_dataset() -> None:
@@ -301,47 +301,47 @@ def loaders(rank: int) -> dict[str, tuple[Any, dict[str, Any]]]:
     stream = hugging_face.from_generator(lambda: ({"n": n} for n in range(20)))
     samples, generator = Numbers(20), torch.Generator().manual_seed(rank)
     return {
-        "split sequential": (DataLoader(samples, batch_size=2, **listed), {}),
-        "split random": (DataLoader(samples, batch_size=2, shuffle=True, **listed), {}),
-        "split dropping": (DataLoader(samples, batch_size=2, shuffle=True, drop_last=True, **listed), {}),
-        "split batch sampler": (DataLoader(samples, batch_sampler=BatchSampler(Shuffles(), 2, False), **listed), {}),
-        "split sampler": (DataLoader(samples, batch_size=2, sampler=Shuffles(), **listed), {}),
-        "split uneven": (DataLoader(samples, batch_sampler=Uneven(), **listed), {}),
-        "split stateful": (StatefulDataLoader(samples, batch_size=2, shuffle=True, **listed), {}),
-        "split subclass": (Replays(20), {}),
-        "split fewer than ranks": (DataLoader(Numbers(2), **listed), {}),
-        "split workers": (DataLoader(samples, batch_size=3, shuffle=True, **workers, **listed), {}),
-        "dealt list": ([[n, n + 1] for n in range(0, 20, 2)], {}),
-        "dealt stream": (Stream(), {}),
-        "dealt dataset": (DataLoader(Counting(20), batch_size=3, **listed), {}),
-        "dealt unmeasured": (DataLoader(samples, batch_size=2, sampler=NoLength(), **listed), {}),
-        "dealt unbatched": (
+        "resampled sequential": (DataLoader(samples, batch_size=2, **listed), {}),
+        "resampled random": (DataLoader(samples, batch_size=2, shuffle=True, **listed), {}),
+        "resampled dropping": (DataLoader(samples, batch_size=2, shuffle=True, drop_last=True, **listed), {}),
+        "resampled batch sampler": (DataLoader(samples, batch_sampler=BatchSampler(Shuffles(), 2, False), **listed), {}),
+        "resampled sampler": (DataLoader(samples, batch_size=2, sampler=Shuffles(), **listed), {}),
+        "resampled uneven": (DataLoader(samples, batch_sampler=Uneven(), **listed), {}),
+        "resampled stateful": (StatefulDataLoader(samples, batch_size=2, shuffle=True, **listed), {}),
+        "resampled subclass": (Replays(20), {}),
+        "resampled fewer than ranks": (DataLoader(Numbers(2), **listed), {}),
+        "resampled workers": (DataLoader(samples, batch_size=3, shuffle=True, **workers, **listed), {}),
+        "round_robin list": ([[n, n + 1] for n in range(0, 20, 2)], {}),
+        "round_robin stream": (Stream(), {}),
+        "round_robin dataset": (DataLoader(Counting(20), batch_size=3, **listed), {}),
+        "round_robin unmeasured": (DataLoader(samples, batch_size=2, sampler=NoLength(), **listed), {}),
+        "round_robin unbatched": (
             DataLoader(samples, batch_size=None, shuffle=True, generator=generator, collate_fn=lambda n: [n]),
             {},
         ),
-        "own distributed": (DataLoader(samples, sampler=DistributedSampler(samples, RANKS, rank, shuffle=False), **listed), {}),
-        "own list": (own, {"shard": False}),
-        "own unknown": (ListWithoutLength(own), {"shard": False}),
-        "own hugging face": (DataLoader(stream, batch_size=2, collate_fn=lambda rows: [row["n"] for row in rows]), {}),
+        "presharded distributed": (DataLoader(samples, sampler=DistributedSampler(samples, RANKS, rank, shuffle=False), **listed), {}),
+        "presharded list": (own, {"shard": False}),
+        "presharded unknown": (ListWithoutLength(own), {"shard": False}),
+        "presharded hugging face": (DataLoader(stream, batch_size=2, collate_fn=lambda rows: [row["n"] for row in rows]), {}),
     }
 
 
 def iterate_all() -> dict[str, list[Any]]:
     """Iterate each loader twice on a rank. Return the batches with the numbers of samples and whether they are fillers."""
-    world = ProcessGroups(read_ranks(), torch.device("cpu"), timeout=60)
-    random.seed(world.rank)
-    torch.manual_seed(world.rank)
+    groups = ProcessGroups(read_ranks(), torch.device("cpu"), timeout=60)
+    random.seed(groups.rank)
+    torch.manual_seed(groups.rank)
     found: dict[str, list[Any]] = {}
-    for name, (loader, options) in loaders(world.rank).items():
-        batches = shared(loader, world, 11, argument=name, count_samples=len, **options)
-        way = batches._sharing.way
-        assert way == name.split()[0], f"{name} is {way}"
+    for name, (loader, options) in loaders(groups.rank).items():
+        batches = shared(loader, groups, 11, argument=name, count_samples=len, **options)
+        strategy = batches._sharing.strategy
+        assert strategy == name.split()[0], f"{name} is {strategy}"
         seen = []
         for _ in range(2):
             epoch = iter(batches)
             seen.append([(batch, epoch.samples_here, epoch.samples_in_all, epoch.is_filler) for batch in epoch])
         found[name] = [batches.length, *seen]
-    world.close()
+    groups.close()
     return found
 
 
@@ -354,7 +354,7 @@ def ranks_found() -> list[dict[str, list[Any]]]:
 @pytest.mark.parametrize("name", sorted(loaders(0)))
 def test_all_ranks_together_take_every_sample_once(name: str, ranks_found: list[dict[str, list[Any]]]) -> None:
     by_rank = [found[name][1] for found in ranks_found]
-    is_own, is_dropping = name.startswith("own"), "dropping" in name
+    is_presharded, is_dropping = name.startswith("presharded"), "dropping" in name
     # The second pass gives the same samples as the first.
     assert [found[name][1] for found in ranks_found] == [found[name][2] for found in ranks_found]
     [length] = {found[name][0] for found in ranks_found}
@@ -366,44 +366,44 @@ def test_all_ranks_together_take_every_sample_once(name: str, ranks_found: list[
         counted.update(sample for batch, _, _, is_filler in together if not is_filler for sample in batch)
         assert all(batch for batch, *_ in together)  # a filler is a real batch too
         for size, (_, samples_here, in_all, is_filler) in zip(here, together, strict=True):
-            assert samples_here == size or (is_own and not is_filler and samples_here is None)
-            assert in_all == (None if is_own else sum(here))
+            assert samples_here == size or (is_presharded and not is_filler and samples_here is None)
+            assert in_all == (None if is_presharded else sum(here))
     assert set(counted.values()) == {1} or "distributed" in name  # a DistributedSampler gives some samples twice
-    samples = {"own list": 11, "own unknown": 11, "split fewer than ranks": 2}.get(name, 20)
+    samples = {"presharded list": 11, "presharded unknown": 11, "resampled fewer than ranks": 2}.get(name, 20)
     assert len(counted) == (samples - samples % (2 * RANKS) if is_dropping else samples)
     fillers = {name for name, [_, seen, _] in ranks_found[0].items() if any(is_filler for *_, is_filler in seen)}
-    assert "own list" in fillers
-    assert "own unknown" in fillers
+    assert "presharded list" in fillers
+    assert "presharded unknown" in fillers
 
 
 def rejected(kind: str) -> str:
     """Return the error on a rank; it must be raised on all ranks."""
-    world = ProcessGroups(read_ranks(), torch.device("cpu"), timeout=60)
-    empty: Iterable[Any] = [] if world.rank == 1 else [[1]]
+    groups = ProcessGroups(read_ranks(), torch.device("cpu"), timeout=60)
+    empty: Iterable[Any] = [] if groups.rank == 1 else [[1]]
     cases: dict[str, tuple[Any, bool]] = {
-        "own empty": (empty, False),
-        "own empty unknown": (ListWithoutLength(empty), False),
-        "other samples": (DataLoader(Numbers(10 + world.rank)), True),
-        "other batches": ([1, 2, 3][world.rank :], True),
+        "presharded empty": (empty, False),
+        "presharded empty unknown": (ListWithoutLength(empty), False),
+        "other samples": (DataLoader(Numbers(10 + groups.rank)), True),
+        "other batches": ([1, 2, 3][groups.rank :], True),
         "odd": (Odd(10), True),
         "none": ([], True),
         "too few": (DataLoader(Numbers(5), batch_size=2, drop_last=True), True),
     }
     loader, shard = cases[kind]
     try:
-        list(shared(loader, world, 0, argument="data", shard=shard))
+        list(shared(loader, groups, 0, argument="data", shard=shard))
     except ConfigError as error:
         return str(error)
     finally:
-        world.close()
+        groups.close()
     return ""
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("own empty", "data has no batches on rank 1 of 3; give every rank some"),
-        pytest.param("own empty unknown", "data has no batches on rank 1 of 3; give every rank some", marks=pytest.mark.slow),
+        ("presharded empty", "data has no batches on rank 1 of 3; give every rank some"),
+        pytest.param("presharded empty unknown", "data has no batches on rank 1 of 3; give every rank some", marks=pytest.mark.slow),
         ("other samples", "data: the order of the samples (1{} on rank {}) is not the same on all ranks"),
         pytest.param("other batches", "not the same number on all ranks", marks=pytest.mark.slow),
         pytest.param("odd", "data is a Odd, which overrides how batches are made", marks=pytest.mark.slow),

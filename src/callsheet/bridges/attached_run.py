@@ -222,7 +222,7 @@ class AttachedRun:
         driver, ctx = self._run.driver, self._run.ctx
         if driver.listen():
             self._hooks.listen()
-        has_listeners = not driver.parts["fetch"].has_no_listeners
+        has_listeners = not driver.spans["fetch"].has_no_listeners
         for _ in range(self._batches_per_step):
             if has_listeners:
                 driver.start("fetch")

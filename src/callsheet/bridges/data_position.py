@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from callsheet.bridges.epoch_position import length_of
 from callsheet.core.randomness import random_state, restore_random_state, same_random_state
 from callsheet.core.ranks import Ranks
-from callsheet.errors import mark_as_users
+from callsheet.errors import CheckpointError, mark_as_users
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.trainer.data.loaders import generators_of, random_state_of, restore_random_state_of
 from callsheet.trainer.data.presharded import PreshardedData
@@ -108,7 +108,7 @@ class DataPosition:
         return {
             "taken": self.taken,
             "now": random_state_of(self._loader),
-            "place": self._data.place(self.taken) if self._is_inside and self._data is not None else None,
+            "place": self._data.position(self.taken) if self._is_inside and self._data is not None else None,
             "seed": self._seed,
             "first": self._first,
             "epochs": self._epochs,
@@ -116,7 +116,16 @@ class DataPosition:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Store a saved position, from which the next call of `begin` continues."""
+        """Store a saved position, from which the next call of `begin` continues.
+
+        Raises:
+            CheckpointError: an older version of callsheet has written the checkpoint, and stored the position in another form.
+        """
+        if missing := [key for key in ("now", "place", "seed", "first", "epochs", "is_renewed") if key not in state]:
+            raise CheckpointError(
+                f"the checkpoint's position in the data has no {', '.join(missing)}: it was written by a version of callsheet 0.1.0 from "
+                "before 2026-11-24, which stored the position in another form. Resume it with that version, or start a new run"
+            )
         self._restored = state
 
     def _set(self, loader: Any) -> None:
@@ -131,8 +140,8 @@ class DataPosition:
         self._data = None
         if self._length != 0:
             # Each rank has a dataloader of its own, so use a process group that contains only this rank.
-            world = ProcessGroups(Ranks(), torch.device("cpu"), timeout=0)
-            self._data = PreshardedData(loader, world, _ARGUMENT, self._seed, sets_epoch=False)
+            groups = ProcessGroups(Ranks(), torch.device("cpu"), timeout=0)
+            self._data = PreshardedData(loader, groups, _ARGUMENT, self._seed, sets_epoch=False)
 
     def _restore(self, loader: Any, restored: Mapping[str, Any], epoch: int) -> Iterator[Any]:
         self._seed = restored["seed"]

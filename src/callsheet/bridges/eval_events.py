@@ -16,6 +16,9 @@ from callsheet.core.context import Context
 from callsheet.core.manager import CallbackManager
 from callsheet.run.tally import Tally
 
+EVALUATED = "validation"
+"""The name of an evaluated dataset to which the loop has given no name."""
+
 
 class EvalEvents:
     """Fires the events of evaluations, tests and predictions that another framework carries out.
@@ -129,7 +132,7 @@ class EvalEvents:
             return
         self.order.warn_of_missing_end(driver.opened[1].name)
         if driver.is_open("eval"):
-            self.end_dataset(self.ctx.eval_name if self.ctx.has("eval_name") else "validation", {})
+            self.end_dataset(self.ctx.eval_name if self.ctx.has("eval_name") else EVALUATED, {})
         if driver.is_open("eval_all"):
             self.end()
         for span in ("test", "predict"):

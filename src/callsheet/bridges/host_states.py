@@ -39,7 +39,7 @@ def write_states(run: HostedRun, checkpoint: Path, info: CheckpointInfo, own: Ma
     own = own_state(run) if own is None else own
     described = {"run": run.ctx.run.name, "step": info.step, "epoch": info.epoch, "kind": info.kind}
     local = {"callbacks": own["callbacks"], "records": own["records"]}
-    write_checkpoint(checkpoint / STATE, {"state": own["state"]}, local, described, group=run.world.saving, overwrite=True)
+    write_checkpoint(checkpoint / STATE, {"state": own["state"]}, local, described, group=run.groups.saving, overwrite=True)
 
 
 def read_states(run: HostedRun, checkpoint: Path, step: int) -> CheckpointInfo:
@@ -48,7 +48,7 @@ def read_states(run: HostedRun, checkpoint: Path, step: int) -> CheckpointInfo:
     Raises:
         CheckpointError: the states are damaged, or of another step than the one that the host resumes from.
     """
-    loaded = read_checkpoint(checkpoint / STATE, group=run.world.saving)
+    loaded = read_checkpoint(checkpoint / STATE, group=run.groups.saving)
     if loaded.info.get("step") != step:
         raise CheckpointError(
             f"{checkpoint / STATE} is of step {loaded.info.get('step')}, and {run.host} resumes from step {step}; resume from the checkpoint "

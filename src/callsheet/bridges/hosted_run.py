@@ -116,9 +116,9 @@ class HostedRun(Run):
         checked_lock_timeout(lock_timeout_seconds)
         log_every = log_boundary(log_interval)
         manager = manager_of(callbacks)
-        ranks, place = read_ranks(), torch.device(device) if device is not None else _device_of(model)
-        world = ProcessGroups(Ranks() if is_alone else ranks, place, timeout_seconds)
-        name = run_name or world.of_rank_zero(new_name())
+        ranks, run_device = read_ranks(), torch.device(device) if device is not None else _device_of(model)
+        groups = ProcessGroups(Ranks() if is_alone else ranks, run_device, timeout_seconds)
+        name = run_name or groups.of_rank_zero(new_name())
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self.host, self.model = host, model
         self._optimizer, self._scheduler = optimizer, scheduler
@@ -130,14 +130,14 @@ class HostedRun(Run):
         """
         super().__init__(
             manager,
-            RunInfo(name, Path(runs_folder) / name, dict(config or {}), ranks, restarts, str(place)),
+            RunInfo(name, Path(runs_folder) / name, dict(config or {}), ranks, restarts, str(run_device)),
             model=model,
             state=TrainState(max_duration=duration(max_duration, 1) if max_duration is not None else None),
-            control=Control({*able, *(["evaluate"] if evaluates is not None else [])}, is_shared=world.size > 1, host=host),
+            control=Control({*able, *(["evaluate"] if evaluates is not None else [])}, is_shared=groups.size > 1, host=host),
             signals=SignalWatch(signals),
-            world=world,
+            groups=groups,
             log_every=log_every,
-            device=place,
+            device=run_device,
             log_ranks=LogRanks("zero", ranks),
             lock_timeout=lock_timeout_seconds,
             is_busy=lambda _: self.is_busy(),
@@ -173,7 +173,7 @@ class HostedRun(Run):
             checkpoints = HostCheckpoints(self.ctx, self.spans, saves)
         else:
             checkpoints = Checkpoints(
-                self.manager, self.ctx, self.spans, self.world, self.guard, in_background=in_background, grace=GRACE_SECONDS
+                self.manager, self.ctx, self.spans, self.groups, self.guard, in_background=in_background, grace=GRACE_SECONDS
             )
         self.connect(self.evaluation, checkpoints, self.BOUNDARIES)
 
@@ -285,7 +285,7 @@ class HostedRun(Run):
         """End the run as failed because an exception has left the loop: fire `on_exception` and `on_run_end`."""
         self.driver.forget()
         self.eval.driver.forget()
-        self.world.say(self.ctx.step, error)
+        self.groups.publish_failure(self.ctx.step, error)
         self.lifetime.fail(error)
         self.lifetime.end()
 

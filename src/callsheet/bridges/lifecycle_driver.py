@@ -60,7 +60,7 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-class Part:
+class DrivenSpan:
     """The driver's data about one span, such as the span's place in the lifecycle and whether the span is open now.
 
     All the data is in one object, because each event of a step reads the data, and attributes are faster than dictionaries.
@@ -78,8 +78,8 @@ class Part:
         self.act_at_end = before.get(SPANS[name].end_event)
         self.closes = SPANS[name].end_event if SPANS[name].end_event in _CLOSING else None
         self.is_repeated = name in _REPEATED
-        self.parent: Part | None = None
-        self.sequence: list[Part] = []
+        self.parent: DrivenSpan | None = None
+        self.sequence: list[DrivenSpan] = []
         # Before this span ends, the events of the first `needed` spans of `sequence` must have been fired.
         self.needed = 0
         self.index = -1  # the position of this span in its parent's `sequence`; -1 if the sequence does not contain it
@@ -111,24 +111,24 @@ class LifecycleDriver:
         is_loss_needed: Callable[[], bool] = lambda: True,
     ) -> None:
         self._ctx: Context = spans.ctx
-        self._spans = spans
-        self.parts: Mapping[str, Part] = {name: Part(getattr(spans, name), before) for name in SPANS}
+        self._run_spans = spans
+        self.spans: Mapping[str, DrivenSpan] = {name: DrivenSpan(getattr(spans, name), before) for name in SPANS}
         """Every span, by its name."""
-        parts = self.parts
+        driven = self.spans
         for name, parent in PARENT.items():
-            parts[name].parent = parts[parent]
+            driven[name].parent = driven[parent]
         for name, sequence in SEQUENCE.items():
-            parts[name].sequence, parts[name].needed = [parts[each] for each in sequence], len(sequence)
+            driven[name].sequence, driven[name].needed = [driven[each] for each in sequence], len(sequence)
             for index, each in enumerate(sequence):
-                parts[each].index = index
-        self._groups = [[parts[name] for name in names] for names in _STEP_GROUPS]
-        self._step, self._step_passes = parts["train_step"], step_passes
-        self._epoch, self._fetch = parts["epoch"], parts["fetch"]
+                driven[each].index = index
+        self._groups = [[driven[name] for name in names] for names in _STEP_GROUPS]
+        self._step, self._step_passes = driven["train_step"], step_passes
+        self._epoch, self._fetch = driven["epoch"], driven["fetch"]
         self._is_recorded, self._is_loss_needed = is_recorded, is_loss_needed
         self.seen_links = -1
         """The version of the table of handlers (`Spans.links`) at the last `listen`."""
-        self._open = [parts["run"]]  # the open spans, innermost last; `run`, which `Lifetime` starts and ends, is always first
-        parts["run"].is_open = True
+        self._open = [driven["run"]]  # the open spans, innermost last; `run`, which `Lifetime` starts and ends, is always first
+        driven["run"].is_open = True
         self.has_listeners = False
         """Whether any event of a step had a listener at the last `listen`."""
         self.is_read = True
@@ -161,9 +161,9 @@ class LifecycleDriver:
     def is_open(self, name: str) -> bool:
         """Return whether the span has started and has not ended.
 
-        Code that runs in each step reads `parts[name].is_open`, which is faster.
+        Code that runs in each step reads `spans[name].is_open`, which is faster.
         """
-        return self.parts[name].is_open
+        return self.spans[name].is_open
 
     def listen(self) -> bool:
         """Before a step, find out which of the step's spans (such as `forward`) have no listeners and can be left out.
@@ -172,10 +172,10 @@ class LifecycleDriver:
 
         Return whether the result has changed since the previous step. Only then must a host install or remove hooks.
         """
-        if self.seen_links == self._spans.links:
+        if self.seen_links == self._run_spans.links:
             return False
-        has_changed, self.seen_links = self.seen_links < 0, self._spans.links
-        lack_listeners = [all(part.span.starts is None and part.span.ends is None for part in group) for group in self._groups]
+        has_changed, self.seen_links = self.seen_links < 0, self._run_spans.links
+        lack_listeners = [all(driven.span.starts is None and driven.span.ends is None for driven in group) for group in self._groups]
         # If a handler of a later event reads the outputs of the forward pass, treat the forward pass as having listeners.
         lack_listeners[_BACKWARD] &= "outputs" not in self._ctx.kept
         # The start of a later span ends the backward pass. So if the backward pass has listeners, later spans must be reported too.
@@ -190,29 +190,29 @@ class LifecycleDriver:
         for group, has_no_listeners in zip(self._groups, lack_listeners, strict=True):
             if group[0].has_no_listeners is not has_no_listeners:
                 has_changed = True
-                for part in group:
-                    part.has_no_listeners = has_no_listeners
+                for driven in group:
+                    driven.has_no_listeners = has_no_listeners
         if has_changed:
-            step.needed = max((at for at, part in enumerate(step.sequence, 1) if not part.has_no_listeners), default=0)
+            step.needed = max((at for at, driven in enumerate(step.sequence, 1) if not driven.has_no_listeners), default=0)
         return has_changed
 
     def listens_to(self, name: str) -> bool:
         """Return whether the host must observe the span `name` of a step. A group in `_STEP_GROUPS` is observed as a whole."""
-        return not self.parts[name].has_no_listeners
+        return not self.spans[name].has_no_listeners
 
     def start(self, name: str) -> None:
         """Start a span. Start the enclosing spans first, and catch up on the spans before it that the loop has not reported: start and end them.
 
         If the span is already open, do nothing. But if the span can be repeated, as a microbatch can, end it and start the next one.
         """
-        part = self.parts[name]
-        if part.has_no_listeners:
-            if part.before_start is not None:
-                part.before_start()
+        driven = self.spans[name]
+        if driven.has_no_listeners:
+            if driven.before_start is not None:
+                driven.before_start()
             return
-        if part.is_open and not part.is_repeated:
+        if driven.is_open and not driven.is_repeated:
             return
-        parent = part.parent
+        parent = driven.parent
         if (parent is None or parent is self._open[0]) and self.is_barred(name):
             return
         if parent is not None:
@@ -222,34 +222,34 @@ class LifecycleDriver:
                     return  # the parent span cannot start now: a forward pass after the optimizer's step, for example, is in no step
             while self._open[-1] is not parent:
                 self._pop()
-            if (index := part.index) >= 0:
+            if (index := driven.index) >= 0:
                 if index != parent.done:
-                    if index < parent.done and not part.is_repeated:
+                    if index < parent.done and not driven.is_repeated:
                         return  # a span is fired only once, even if, for example, a microbatch has two forward passes
                     self._synthesize(parent, index)
                 parent.done = index + 1
-            elif part is self._step:
+            elif driven is self._step:
                 if not parent.done and not self._fetch.has_no_listeners:
                     self.synthesized.add("fetch")
                     self.start_and_end("fetch")
                 parent.done = 0
-            elif part is self._fetch:
+            elif driven is self._fetch:
                 parent.done = 1  # the data was fetched, so the next step needs no synthesized fetch
-        if part.before_start is not None:
-            part.before_start()
-        self._open.append(part)
-        part.is_open, part.done = True, 0
-        if part.span.starts is not None:
-            part.span.__enter__()
+        if driven.before_start is not None:
+            driven.before_start()
+        self._open.append(driven)
+        driven.is_open, driven.done = True, 0
+        if driven.span.starts is not None:
+            driven.span.__enter__()
 
     def end(self, name: str) -> None:
         """End a span, after ending the spans that are open inside this span. If the span is not open, do nothing."""
-        part = self.parts[name]
-        if part.has_no_listeners:
-            if part.act_at_end is not None:
-                part.act_at_end()
-        elif part.is_open:
-            while self._open[-1] is not part:
+        driven = self.spans[name]
+        if driven.has_no_listeners:
+            if driven.act_at_end is not None:
+                driven.act_at_end()
+        elif driven.is_open:
+            while self._open[-1] is not driven:
                 self._pop()
             self._pop()
 
@@ -277,18 +277,18 @@ class LifecycleDriver:
 
     def start_and_end(self, name: str) -> None:
         """Start a span and end it at once, because the loop is already past it or does nothing in it."""
-        part = self.parts[name]
-        if part.has_no_listeners:
-            if part.before_start is not None:
-                part.before_start()
-            if part.act_at_end is not None:
-                part.act_at_end()
+        driven = self.spans[name]
+        if driven.has_no_listeners:
+            if driven.before_start is not None:
+                driven.before_start()
+            if driven.act_at_end is not None:
+                driven.act_at_end()
         else:
             self.start(name)
             self.end(name)
 
     @property
-    def opened(self) -> Sequence[Part]:
+    def opened(self) -> Sequence[DrivenSpan]:
         """The open spans, innermost last. This is always the same list object, so a caller may keep a reference to the list."""
         return self._open
 
@@ -303,25 +303,25 @@ class LifecycleDriver:
             self._open.pop().is_open = False
 
     def _pop(self) -> None:
-        part = self._open[-1]
-        if part.done < part.needed:
-            self._synthesize(part, part.needed)
-        if part.act_at_end is not None:
-            part.act_at_end()
+        driven = self._open[-1]
+        if driven.done < driven.needed:
+            self._synthesize(driven, driven.needed)
+        if driven.act_at_end is not None:
+            driven.act_at_end()
         self._open.pop()
-        part.is_open = False
-        if part.span.ends is not None:
-            part.span.__exit__(None, None, None)
-        if part.closes is not None:
-            self._ctx.close(part.closes)
+        driven.is_open = False
+        if driven.span.ends is not None:
+            driven.span.__exit__(None, None, None)
+        if driven.closes is not None:
+            self._ctx.close(driven.closes)
 
-    def _synthesize(self, parent: Part, until: int) -> None:
+    def _synthesize(self, parent: DrivenSpan, until: int) -> None:
         """Fire the start and end of each span in `parent` that comes before position `until` and that the loop did not report.
 
         For spans without listeners, only call the functions in `before`, because these functions set fields that are read later.
         """
-        for part in parent.sequence[parent.done : until]:
-            if not part.has_no_listeners:
-                self.synthesized.add(part.name)
-            self.start_and_end(part.name)
-            parent.done = part.index + 1
+        for driven in parent.sequence[parent.done : until]:
+            if not driven.has_no_listeners:
+                self.synthesized.add(driven.name)
+            self.start_and_end(driven.name)
+            parent.done = driven.index + 1

@@ -66,11 +66,11 @@ class ModelCalls(NotCopied):
             return outputs
         try:
             run = self._run
-            if run.eval.driver.parts[self.eval_forward].is_open:
+            if run.eval.driver.spans[self.eval_forward].is_open:
                 run.eval.ctx.outputs = outputs
                 run.eval.driver.end(self.eval_forward)
                 return run.eval.ctx.outputs
-            if run.driver.parts["forward"].is_open:
+            if run.driver.spans["forward"].is_open:
                 run.ctx.outputs = outputs
                 run.driver.start("loss")  # starting the loss span also ends the forward span
                 return run.ctx.outputs

@@ -145,10 +145,10 @@ def start_forward(driver: LifecycleDriver, ctx: Context) -> None:
     A forward pass after a backward pass begins the step's next microbatch, because a loop may split what the host has reported as
     one microbatch.
     """
-    parts = driver.parts
-    microbatch = parts["microbatch"]
+    spans = driver.spans
+    microbatch = spans["microbatch"]
     if microbatch.done == len(microbatch.sequence):
-        if parts["backward"].is_open:
+        if spans["backward"].is_open:
             return  # not a new microbatch: activation checkpointing repeats a forward pass during the backward pass
         given = ctx.microbatch if ctx.has("microbatch") else None
         driver.end("microbatch")
@@ -201,7 +201,7 @@ class ForwardHooks(NotCopied):
         self._ctx = ctx
         self._is_training = mode == "train"
         around, forward = ("microbatch", "forward") if self._is_training else (f"{mode}_step", f"{mode}_forward")
-        self._around, self._forward = driver.parts[around], driver.parts[forward]
+        self._around, self._forward = driver.spans[around], driver.spans[forward]
         self._before, self._after = Hook(model.register_forward_pre_hook), Hook(model.register_forward_hook)
 
     def listen(self, has_listeners: bool) -> None:
@@ -283,7 +283,7 @@ class OptimizerHooks(NotCopied):
         ended: Callable[[], None] | None = None,
     ) -> None:
         self._driver = driver
-        self._step, self._clip, self._own = (driver.parts[name] for name in ("train_step", "clip_gradients", "optimizer_step"))
+        self._step, self._clip, self._own = (driver.spans[name] for name in ("train_step", "clip_gradients", "optimizer_step"))
         self.has_stepped = False
         """Whether the optimizer has stepped within a training step since the host last set this attribute to False."""
         self.has_strayed = False
@@ -424,7 +424,7 @@ class SteppedHooks:
     def __init__(self, run: SkipsSteps, optimizers: Iterable[Optimizer], ended: Callable[[], None] | None = None) -> None:
         self._run = run
         self._ended = ended
-        self._own = run.driver.parts["optimizer_step"]
+        self._own = run.driver.spans["optimizer_step"]
         self._hooks = [Hook(each.register_step_post_hook) for each in optimizers]
         self.is_observed = not self._hooks
         """Whether the hooks are registered, so that they show which steps were skipped.
@@ -507,7 +507,7 @@ class BackwardWatch:
         self._driver = driver
         self._ctx = ctx
         self._scaler = scaler
-        self._backward = driver.parts["backward"]
+        self._backward = driver.spans["backward"]
         self._thread = get_ident()
         self.is_on = False
         """Whether the loop is within a step."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import shlex
 import sys
-from textwrap import fill
 
 from callsheet.cli.recipe import prepared
-from callsheet.core.callback import label_of
 from callsheet.core.manager import CallbackManager
 from callsheet.core.ranks import read_ranks
 from callsheet.core.run_state import Outcome, RunInfo
@@ -41,11 +39,9 @@ def train(recipe: str, overrides: list[str]) -> int:
 
 
 def _summary(callbacks: CallbackManager, recipe: str, overrides: list[str]) -> str:
-    """Return a text with a list of the callbacks, and with the command that prints the table of all their handlers."""
-    names = [label_of(callback) for callback in callbacks.callbacks]
-    listed = fill(", ".join(names) or "none", width=110, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    """Return the short call sheet, and the command that prints the table of all handlers."""
     show = shlex.join(["callsheet", "show", recipe, *overrides])
-    return f"{len(names)} callbacks and loggers (the call sheet: {show}):\n{listed}"
+    return f"{len(callbacks.callbacks)} callbacks and loggers (the whole call sheet: {show}):\n{callbacks.call_sheet().short()}\n"
 
 
 def _reported(run: RunInfo) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,6 +24,11 @@ logger = logging.getLogger("callsheet")
 
 _ENDING_EVENTS = frozenset({Event.RUN_END, Event.EXCEPTION})  # events that even a disabled callback receives
 _ALWAYS_CALLED = frozenset({"report", "restore"})  # phases whose handlers are called even after another handler failed
+
+_SHORT_LINES = 20  # the short form fits on one screen of 80 columns
+_SHORT_WIDTH = 80
+_LABEL_WIDTH = 26
+_OPTION_WIDTH = 15
 
 
 @dataclass(eq=False, slots=True)
@@ -162,8 +168,9 @@ class Dispatcher(Protocol):
 class CallSheet:
     """The table of all handlers in the order of calls, with event, phase, callback, ranks, lane (thread) and interval."""
 
-    def __init__(self, entries: tuple[HandlerEntry, ...] = ()) -> None:
+    def __init__(self, entries: tuple[HandlerEntry, ...] = (), registrations: tuple[Registration, ...] = ()) -> None:
         self.entries = entries
+        self._registrations = registrations
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the event, phase, callback, ranks, lane and interval of every row, as text."""
@@ -179,6 +186,32 @@ class CallSheet:
         widths = [max(map(len, column)) for column in zip(heads, *shown, strict=True)]
         lines = (heads, *shown) if shown else (heads, ("no handlers", "", "", "", "", ""))
         return "\n".join(" ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+    def short(self) -> str:
+        """Return a text with one line per callback, by phase and then by registration. It has at most 20 lines and 80 columns.
+
+        A line has the callback's phase, ranks and lane if they are not the default, and its events with their intervals. If the
+        events do not fit on the line, it has their number instead.
+        """
+        handled: dict[Registration, list[HandlerEntry]] = {registration: [] for registration in self._registrations}
+        for entry in self.entries:
+            handled.setdefault(entry.registration, []).append(entry)
+        ordered = sorted(handled.items(), key=lambda pair: min((entry.order for entry in pair[1]), default=len(PHASES)))
+        if not ordered:
+            return "no callbacks"
+        shown = ordered if len(ordered) < _SHORT_LINES else ordered[: _SHORT_LINES - 2]  # without the first line and the last
+        rows = [(_clipped(registration.label, _LABEL_WIDTH), *_options(entries)) for registration, entries in shown]
+        columns = [each for each in zip(("callback", "phase", "ranks", "lane"), *rows, strict=True) if any(each[1:])]
+        widths = [max(map(len, column)) for column in columns]
+        room = _SHORT_WIDTH - sum(widths) - len(widths)
+        events = ["handles", *(_clipped(_handled(entries, room), room) for _, entries in shown)]
+        lines = [
+            " ".join(cell.ljust(width) for cell, width in zip((*line, last), (*widths, 0), strict=True)).rstrip()
+            for line, last in zip(zip(*columns, strict=True), events, strict=True)
+        ]
+        if len(shown) < len(ordered):
+            lines.append(f"and {len(ordered) - len(shown)} more callbacks; `callsheet show` prints all")
+        return "\n".join(lines)
 
 
 def internal_entry(event: str, handler: Handler, label: str, source: str) -> HandlerEntry:
@@ -297,3 +330,29 @@ def _ranks_text(ranks: RankGate) -> str:
     if isinstance(ranks, str):
         return {"zero": "0", "local_zero": "local 0"}.get(ranks, ranks)
     return ",".join(map(str, sorted(ranks)))
+
+
+def _options(entries: Sequence[HandlerEntry]) -> tuple[str, str, str]:
+    """Return the phases, ranks and lane of a callback's handlers as text. An option that has its default is empty."""
+    phases = sorted({entry.phase for entry in entries}, key=PHASES.index)
+    ranks = dict.fromkeys(_ranks_text(entry.ranks) for entry in entries)
+    lanes = dict.fromkeys(entry.lane for entry in entries)
+    pairs = (phases, Callback.phase), (ranks, _ranks_text(Callback.ranks)), (lanes, Callback.lane)
+    phase, rank, lane = ("" if list(values) == [default] else _clipped("/".join(values), _OPTION_WIDTH) for values, default in pairs)
+    return phase, rank, lane
+
+
+def _handled(entries: Sequence[HandlerEntry], width: int) -> str:
+    """Return the events of a callback's handlers with their intervals or, if this text is wider than `width`, how many they are."""
+    names = ", ".join(f"{entry.event} {entry.every or ''}".rstrip() for entry in entries)
+    if not entries or len(names) <= width:
+        return names or "no events"
+    number = "all events" if len(entries) == len(Event) else f"{len(entries)} events"
+    intervals = Counter(str(entry.every) for entry in entries if entry.every is not None)
+    if len(intervals) == 1 and intervals.total() == len(entries):
+        return f"{number} {next(iter(intervals))}"
+    return number + (f" ({', '.join(f'{times} {interval}' for interval, times in intervals.items())})" if intervals else "")
+
+
+def _clipped(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 3]}..."

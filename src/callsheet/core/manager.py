@@ -223,7 +223,7 @@ class CallbackManager:
 
     def call_sheet(self) -> CallSheet:
         """Return a printable table of all handlers of all ranks."""
-        return CallSheet(tuple(chain.from_iterable(self._table.entries.values())))
+        return CallSheet(tuple(chain.from_iterable(self._table.entries.values())), tuple(self._table.registrations))
 
     # --- firing events ---
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from callsheet.bridges.giving_up import give_up
-from callsheet.bridges.lifecycle_driver import Part
+from callsheet.bridges.lifecycle_driver import DrivenSpan
 from callsheet.bridges.support_check import SupportCheck
 from callsheet.bridges.torch_hooks import NotCopied, is_traced, not_compiled, start_forward
 from callsheet.core.callback import Callback
@@ -145,14 +145,14 @@ class BareLoop(NotCopied):
         )
         run.records.pace = pace
         self._support = SupportCheck(run.manager, HOST, strict=False)
-        parts = run.driver.parts
-        self._step = parts["train_step"]
+        spans = run.driver.spans
+        self._step = spans["train_step"]
         self.unreported_counts: tuple[int, int] | None = None
         """The numbers of samples and tokens of the open step, if this is an unreported step (see the class); otherwise None.
 
         Reading the property `step` reports the step's start.
         """
-        self._epoch, self._fetch, self._microbatch = (parts[name] for name in ("epoch", "fetch", "microbatch"))
+        self._epoch, self._fetch, self._microbatch = (spans[name] for name in ("epoch", "fetch", "microbatch"))
         # Store these objects as attributes, because every step reads them and `run.driver` would be slower.
         self._driver, self._spans, self._open_spans = run.driver, run.spans, run.driver.opened
         self.evaluations = LoopEvaluations(run)
@@ -306,7 +306,7 @@ class BareLoop(NotCopied):
         return self._thread is None
 
     @property
-    def step(self) -> Part:
+    def step(self) -> DrivenSpan:
         """The span `train_step`, which is open during each training step."""
         self._report_step()
         return self._step
@@ -727,7 +727,7 @@ class BareLoop(NotCopied):
         kind, self._in_forward = self._in_forward, ""
         if kind == "train":
             driver = self.run.driver
-            if driver.parts["forward"].is_open:
+            if driver.spans["forward"].is_open:
                 self.run.ctx.outputs = outputs
                 driver.start("loss")  # starting the span `loss` also ends the span `forward`
         elif kind == "eval":

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from callsheet.bridges.eval_events import EVALUATED
 from callsheet.bridges.hosted_run import HostedRun
-
-EVALUATED = "validation"
-"""The name of the dataset in the events of an evaluation, unless a framework gives another name."""
 
 
 class LoopEvaluations:
@@ -21,7 +19,7 @@ class LoopEvaluations:
     def __init__(self, run: HostedRun) -> None:
         self._run = run
         self._evaluation = run.eval
-        self.span = run.eval.driver.parts["eval_all"]
+        self.span = run.eval.driver.spans["eval_all"]
         """The span of an evaluation, which is open from its first batch to its end."""
         self.dataset = ""
         """The name of the dataset on which an evaluator of a framework runs now, or empty."""

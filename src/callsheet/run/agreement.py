@@ -35,7 +35,7 @@ class Agreement:
     Raises, in every method that waits: DistributedError: a rank does not answer, or is at another step.
     """
 
-    def __init__(self, world: ProcessGroups, control: Control, signals: SignalWatch) -> None:
+    def __init__(self, groups: ProcessGroups, control: Control, signals: SignalWatch) -> None:
         self._next = 0  # the value of `_steps` at which to read the other ranks' messages
         self._steps = 0  # the number of training and evaluation steps so far
         self._evaluated = 0  # the number of evaluation steps so far
@@ -43,7 +43,7 @@ class Agreement:
         self.durable: Callable[[], int] = lambda: 0
         """A function that returns how many background checkpoints this rank has finished writing."""
         self._signal: signal.Signals | None = None
-        self._world = world
+        self._groups = groups
         self._control = control
         self._signals = signals
         self._pending: Pending | None = None
@@ -53,7 +53,7 @@ class Agreement:
     @property
     def signal(self) -> signal.Signals | None:
         """The preemption signal that some rank has received and all ranks know of; None if there is none."""
-        return self._signals.received if self._world.size == 1 else self._signal
+        return self._signals.received if self._groups.size == 1 else self._signal
 
     @property
     def seconds_left(self) -> float:
@@ -66,7 +66,7 @@ class Agreement:
     @property
     def next_step(self) -> int:
         """The training step after which the loop must call `look` next."""
-        return sys.maxsize if self._world.size == 1 else self._next - self._evaluated
+        return sys.maxsize if self._groups.size == 1 else self._next - self._evaluated
 
     def end(self) -> None:
         """Discard the unfinished exchange of a message, because the exchange keeps the connections to the other ranks open."""
@@ -74,7 +74,7 @@ class Agreement:
 
     def look(self, step: int) -> None:
         """If an exchange is due after training step `step`, read the messages of the other ranks and send this rank's next message."""
-        if self._world.size == 1:
+        if self._groups.size == 1:
             self.published = self.durable()
             return
         self._steps = step + self._evaluated
@@ -94,7 +94,7 @@ class Agreement:
 
         All ranks must call this at the same point.
         """
-        if self._world.size == 1:
+        if self._groups.size == 1:
             self.published = self.durable()
             return
         self._steps = step + self._evaluated
@@ -112,8 +112,8 @@ class Agreement:
 
     def _send(self) -> None:
         asks = bool(self._control.local_requests) or (self._signals.received is not None and self._signal is None)
-        period = self._measured_period() if self._world.rank == 0 else 0
-        self._pending = self._world.begin_max([asks, self._steps, -self._steps, -self.durable(), period])
+        period = self._measured_period() if self._groups.rank == 0 else 0
+        self._pending = self._groups.begin_max([asks, self._steps, -self._steps, -self.durable(), period])
         self._next = self._steps + max(1, self._period)
 
     def _measured_period(self) -> int:
@@ -135,7 +135,7 @@ class Agreement:
         began = time.monotonic()
         asks, last, first, published, period = pending.wait(lambda: self._deadline(began))
         if last != -first:
-            steps = self._world.gather(self._steps)
+            steps = self._groups.gather(self._steps)
             raise DistributedError(
                 f"the ranks are not at the same step: {', '.join(f'rank {rank} at {step}' for rank, step in enumerate(steps))}; "
                 "do all of them get the same number of batches?"
@@ -151,7 +151,7 @@ class Agreement:
         This happens only if a rank has a request or has received a signal.
         """
         received = self._signals.received
-        of_ranks: list[tuple[list[Request], int]] = self._world.gather((self._control.take_requests(), int(received or 0)))
+        of_ranks: list[tuple[list[Request], int]] = self._groups.gather((self._control.take_requests(), int(received or 0)))
         for requests, number in of_ranks:
             for request in requests:
                 self._control.agree(request)

@@ -121,7 +121,7 @@ class Checkpoints:
         manager: CallbackManager,
         ctx: Context,
         spans: Spans,
-        world: ProcessGroups,
+        groups: ProcessGroups,
         guard: RunGuard,
         *,
         in_background: bool,
@@ -140,9 +140,9 @@ class Checkpoints:
         self._manager = manager
         self._ctx = ctx
         self._spans = spans
-        self._world = world
+        self._groups = groups
         self._guard = guard
-        self._writer = AsyncWriter(world.saving) if in_background else None
+        self._writer = AsyncWriter(groups.saving) if in_background else None
         self._pending: CheckpointInfo | None = None  # the background save that is not yet published
         self._grace = grace
         self._is_slow = False  # whether a save has taken longer than `grace`; this is logged once
@@ -173,7 +173,7 @@ class Checkpoints:
             CheckpointError: rank 0 cannot write to the checkpoints' folder. Raised on all ranks.
         """
         message = ""
-        if self._world.rank == 0 and "://" not in self.folder and self._manager.has_listeners.on_checkpoint_due:
+        if self._groups.rank == 0 and "://" not in self.folder and self._manager.has_listeners.on_checkpoint_due:
             savers = dict.fromkeys(
                 entry.registration.label
                 for entry in self._manager.call_sheet().entries
@@ -184,7 +184,7 @@ class Checkpoints:
                     f"cannot write to {self.folder} ({why}), where {' and '.join(savers)} would save checkpoints. Make the folder "
                     "writable, or choose another one with runs_folder"
                 )
-        if message := self._world.of_rank_zero(message):
+        if message := self._groups.of_rank_zero(message):
             raise CheckpointError(message)
 
     def durable(self) -> int:
@@ -246,7 +246,7 @@ class Checkpoints:
                     shared,
                     local,
                     record,
-                    group=self._world.saving,
+                    group=self._groups.saving,
                     overwrite=True,
                     check_owner=check_owner,
                     is_good=is_good,
@@ -346,7 +346,7 @@ class Checkpoints:
         is_in_folder = info.path.rpartition("/")[0] == self.folder
         if not info.is_finite:
             logger.error("%s has weights or a loss that are not finite: automatic resume ignores it", info.path)
-        elif is_in_folder and self._world.rank == 0:
+        elif is_in_folder and self._groups.rank == 0:
             try:
                 point_latest(info.path)
             except CheckpointError as error:  # the file `latest` is only for users, so a failure must not end the run
@@ -393,7 +393,7 @@ class Checkpoints:
         rejected: list[str] = []
         for path in candidates:
             try:
-                found = read_checkpoint(path, group=self._world.saving, target=partial(self._target, path))
+                found = read_checkpoint(path, group=self._groups.saving, target=partial(self._target, path))
             except CheckpointError as error:
                 if not self._is_auto or isinstance(error, RankLost):
                     raise
@@ -448,12 +448,12 @@ class Checkpoints:
     def _candidates(self, resume: str | os.PathLike[str] | None) -> list[str]:
         """Return the paths of the checkpoints to try to resume from, the best first. Rank 0 finds them for all ranks."""
         found: list[str] | CallsheetError = []
-        if self._world.rank == 0:
+        if self._groups.rank == 0:
             try:
                 found = self._listed(resume)
             except CallsheetError as error:  # keep the error, which is raised below on all ranks
                 found = error
-        found = self._world.of_rank_zero(found)
+        found = self._groups.of_rank_zero(found)
         if isinstance(found, CallsheetError):
             raise found
         self._is_auto = resume is not None and os.fspath(resume) == AUTO

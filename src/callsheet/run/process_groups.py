@@ -91,7 +91,7 @@ class ProcessGroups:
 
     If the program has made a process group, the run uses it and does not destroy it. Otherwise the run makes one (NCCL for CUDA
     tensors, gloo for CPU tensors) and destroys it at its end. Agreement and saving have their own gloo groups, so they never wait
-    for a reduction of gradients or for each other. All methods except `rank`, `size`, `say`, `lost` and `close` are collectives:
+    for a reduction of gradients or for each other. All methods except `rank`, `size`, `publish_failure`, `lost` and `close` are collectives:
     every rank must call them, in the same order.
 
     Args:
@@ -109,8 +109,8 @@ class ProcessGroups:
         self.rank = ranks.rank
         self.size = ranks.world_size
         self.timeout = timeout
-        self.words: Any = None
-        """The gloo group over which the ranks agree on requests; None if there is one rank."""
+        self.metadata: Any = None
+        """The gloo group over which the ranks exchange small values, such as requests; None if there is one rank."""
         self.saving: Any = None
         """The gloo group over which the ranks save checkpoints; None if there is one rank."""
         self.at_step: Callable[[], int] = lambda: 0
@@ -136,7 +136,7 @@ class ProcessGroups:
                 self._is_ours = True
             is_fake = distributed.get_backend() == "fake"
             backend = "fake" if is_fake else "gloo"
-            self.words = distributed.new_group(backend=backend, timeout=group_timeout)
+            self.metadata = distributed.new_group(backend=backend, timeout=group_timeout)
             self.saving = distributed.new_group(backend=backend, timeout=group_timeout)
         mine = (os.urandom(8).hex(), socket.gethostname())
         each = [mine] * self.size if is_fake else self.gather(mine)
@@ -168,7 +168,7 @@ class ProcessGroups:
         if self.size > 1:
             values = [None] * self.size
             with self._collective("gather"):
-                distributed.all_gather_object(values, value, group=self.words)
+                distributed.all_gather_object(values, value, group=self.metadata)
         return values
 
     def of_rank_zero(self, value: Any) -> Any:
@@ -177,10 +177,10 @@ class ProcessGroups:
             return value
         values = [value]
         with self._collective("broadcast"):
-            distributed.broadcast_object_list(values, src=0, group=self.words)
+            distributed.broadcast_object_list(values, src=0, group=self.metadata)
         return values[0]
 
-    def say(self, step: int, error: BaseException) -> None:
+    def publish_failure(self, step: int, error: BaseException) -> None:
         """Write to the rendezvous store why this rank ends the run, so that the other ranks can report the reason.
 
         After a `HostError`, the framework's training continues on this rank. The other ranks' collectives then raise `HostGaveUp`.
@@ -234,21 +234,21 @@ class ProcessGroups:
         notes.question()
         deadline = time.monotonic() + 0.8 * self._answer_seconds
         while True:
-            said = {rank: notes.read(rank) for rank in ranks} | {self.rank: (_CUT_OFF if is_broken else _TIMED_OUT, str(step))}
+            note_of = {rank: notes.read(rank) for rank in ranks} | {self.rank: (_CUT_OFF if is_broken else _TIMED_OUT, str(step))}
             # A rank that has left no message in the store either runs and has not reached this collective, or does not answer.
-            silent = [rank for rank in ranks if said[rank] is None and not notes.answered(rank)]
-            late = [rank for rank in ranks if said[rank] is None and rank not in silent]
-            noted = {rank: note for rank, note in said.items() if note is not None}
-            waiting = {rank: at for rank, (kind, at) in noted.items() if kind in (_TIMED_OUT, _CUT_OFF)}
-            left = [rank for rank, (kind, _) in noted.items() if kind == _LEFT]
-            found = [f"{self._named([rank])} failed {why}" for rank, (kind, why) in noted.items() if kind == _FAILED]
-            found += [f"{self._named([rank])} gave up {why}" for rank, (kind, why) in noted.items() if kind == _GAVE_UP]
+            silent = [rank for rank in ranks if note_of[rank] is None and not notes.answered(rank)]
+            late = [rank for rank in ranks if note_of[rank] is None and rank not in silent]
+            notes_found = {rank: note for rank, note in note_of.items() if note is not None}
+            waiting = {rank: at for rank, (kind, at) in notes_found.items() if kind in (_TIMED_OUT, _CUT_OFF)}
+            left = [rank for rank, (kind, _) in notes_found.items() if kind == _LEFT]
+            found = [f"{self._named([rank])} failed {why}" for rank, (kind, why) in notes_found.items() if kind == _FAILED]
+            found += [f"{self._named([rank])} gave up {why}" for rank, (kind, why) in notes_found.items() if kind == _GAVE_UP]
             if time.monotonic() > deadline or (not silent and (found or left or not late)):
                 break
             time.sleep(0.05)
         if silent:
             # Mention the waiting time only if a rank timed out, because a broken connection fails at once.
-            is_timeout = any(kind == _TIMED_OUT for kind, _ in noted.values())
+            is_timeout = any(kind == _TIMED_OUT for kind, _ in notes_found.values())
             waited = f" within {self.timeout:g} s" if is_timeout else ""
             found.append(f"{self._named(silent)} did not answer{waited} at step {step}: dead or suspended")
         if left and not found:
@@ -283,10 +283,10 @@ class ProcessGroups:
         if self._is_ours:
             self._is_ours = False
             distributed.destroy_process_group()
-        elif self.words is not None:
-            for group in (self.words, self.saving):
+        elif self.metadata is not None:
+            for group in (self.metadata, self.saving):
                 distributed.destroy_process_group(group)
-        self.words = self.saving = None
+        self.metadata = self.saving = None
 
     @contextlib.contextmanager
     def _collective(self, what: str) -> Iterator[None]:
@@ -301,7 +301,7 @@ class ProcessGroups:
         if self.size == 1:
             return Pending(payload, None, self._collective)
         with self._collective("reduction"):
-            work = distributed.all_reduce(payload, op=operation, group=self.words, async_op=True)
+            work = distributed.all_reduce(payload, op=operation, group=self.metadata, async_op=True)
         return Pending(payload, work, self._collective)
 
 

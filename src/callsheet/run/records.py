@@ -22,12 +22,12 @@ from callsheet.run.tally import Tally
 class Records:
     """Collects the run's metrics and counts, and every few steps makes a metrics record that is the same on all ranks."""
 
-    def __init__(self, manager: CallbackManager, every: Interval, device: torch.device, world: ProcessGroups) -> None:
-        self.metrics = MetricLog(world if world.size > 1 else None)
+    def __init__(self, manager: CallbackManager, every: Interval, device: torch.device, groups: ProcessGroups) -> None:
+        self.metrics = MetricLog(groups if groups.size > 1 else None)
         self.train_loss = self.metrics.series("train/loss", "mean", "mean")
         """The losses of the steps since the last record."""
         self._others: dict[str, Series] = {}  # the series of the losses other than `train/loss`, by name
-        self.tally = Tally(world)
+        self.tally = Tally(groups)
         self.learning_rate: Any = None
         """The learning rate of the last step. None before the first step, and between a discarded record and the next step."""
         self.last_loss: Tensor | None = None
@@ -36,7 +36,7 @@ class Records:
         self._manager = manager
         self._has_listeners = manager.has_listeners
         self._device = device
-        self._world = world
+        self._groups = groups
         self._process: Any = None
         if device.type != "cuda":  # each run needs a new psutil `Process`: after a fork, an older one describes the parent
             self._process = load("psutil", extra="train", wanted_by="Trainer").Process()
@@ -46,7 +46,7 @@ class Records:
     @property
     def are_read(self) -> bool:
         """Whether a callback may listen to `on_log`. With several ranks this is always True, because other ranks' callbacks may listen."""
-        return self._world.size > 1 or self._has_listeners.on_log
+        return self._groups.size > 1 or self._has_listeners.on_log
 
     def add(self, losses: dict[str, Tensor], scale: Any = None, *, moved: bool = True) -> None:
         """Add the mean losses of one step by name. If no callback reads records, keep only the last loss, for checkpoints.
@@ -90,7 +90,7 @@ class Records:
             self.metrics.clear()  # nothing reads the values, so discard them instead of waiting for the device
             return
         # If the last record was made at this step, and no rank has logged anything since then, make no second record.
-        if self._recorded_step == ctx.step and not self._world.max([bool(self.metrics)])[0]:
+        if self._recorded_step == ctx.step and not self._groups.max([bool(self.metrics)])[0]:
             return
         self._recorded_step = ctx.step
         samples, tokens, seconds = self.tally.since_record()
@@ -115,7 +115,7 @@ class Records:
         if self.last_loss is None:
             return None
         here = self.last_loss.item()
-        return here if self._world.size == 1 else self._world.sum([here])[0] / self._world.size
+        return here if self._groups.size == 1 else self._groups.sum([here])[0] / self._groups.size
 
     def _fire(self, ctx: Context, values: dict[str, float], samples_per_second: float, tokens_per_second: float) -> None:
         if not self._has_listeners.on_log:

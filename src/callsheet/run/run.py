@@ -61,7 +61,7 @@ class Run:
         state: the progress of training.
         control: the requests of callbacks.
         signals: the signals that preempt the run.
-        world: the process groups.
+        groups: the process groups.
         log_every: how often a metrics record is made.
         device: the model's device.
         log_ranks: which ranks print log lines.
@@ -87,7 +87,7 @@ class Run:
         state: TrainState,
         control: Control,
         signals: SignalWatch,
-        world: ProcessGroups,
+        groups: ProcessGroups,
         log_every: Interval,
         device: torch.device,
         log_ranks: LogRanks,
@@ -100,10 +100,10 @@ class Run:
         self.state = state
         self.control = control
         self.signals = signals
-        self.world = world
+        self.groups = groups
         self.log_ranks = log_ranks
-        self.records = self.RECORDS(manager, log_every, device, world)
-        self.agreement = Agreement(world, control, signals)
+        self.records = self.RECORDS(manager, log_every, device, groups)
+        self.agreement = Agreement(groups, control, signals)
         self.ctx = ctx = self.CONTEXT(
             info,
             state=state,
@@ -113,10 +113,10 @@ class Run:
             loggers=self._notify_loggers,
         )
         self.lifetime = lifetime = Lifetime(manager, ctx)
-        self.guard = RunGuard(world, info, control, timeout=lock_timeout, is_busy=lambda: is_busy(lifetime))
-        world.at_step = lambda: ctx.step
+        self.guard = RunGuard(groups, info, control, timeout=lock_timeout, is_busy=lambda: is_busy(lifetime))
+        groups.at_step = lambda: ctx.step
         # The lifetime calls these functions in reverse order, so the lock of the run's folder is released last.
-        for close in (self.guard.end, world.close, self.agreement.end, log_ranks.end):
+        for close in (self.guard.end, groups.close, self.agreement.end, log_ranks.end):
             lifetime.at_end(close)
 
     def _notify_loggers(self, method: str, ctx: Context, /, **payload: Any) -> None:

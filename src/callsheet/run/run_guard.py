@@ -33,9 +33,9 @@ class RunGuard:
     """
 
     def __init__(
-        self, world: ProcessGroups, run: RunInfo, control: Control, *, timeout: float, is_busy: Callable[[], bool]
+        self, groups: ProcessGroups, run: RunInfo, control: Control, *, timeout: float, is_busy: Callable[[], bool]
     ) -> None:
-        self._world = world
+        self._groups = groups
         self._run = run
         self._timeout = timeout
         self._has_begun = False
@@ -56,7 +56,7 @@ class RunGuard:
             RunInUseError: another process trains in the run's folder, and has not ended in time. Raised on all ranks.
         """
         deadline = time.monotonic() + self._timeout
-        while (rejection := self._world.of_rank_zero(self._attempt(deadline))) is None:
+        while (rejection := self._groups.of_rank_zero(self._attempt(deadline))) is None:
             pass  # try again: an attempt is short, because no rank may wait for rank 0 longer than a collective's timeout
         if rejection:
             raise RunInUseError(rejection)
@@ -68,7 +68,7 @@ class RunGuard:
         """
         if self._lock is None:
             return ""
-        until = min(deadline, time.monotonic() + min(_SLICE_SECONDS, self._world.timeout / 4))
+        until = min(deadline, time.monotonic() + min(_SLICE_SECONDS, self._groups.timeout / 4))
         try:
             while (owner := self._lock.attempt()) is not None:
                 now = time.monotonic()

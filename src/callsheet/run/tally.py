@@ -17,8 +17,8 @@ class Tally:
     share. The clock runs only during training; it stops during evaluation and saving.
     """
 
-    def __init__(self, world: ProcessGroups) -> None:
-        self._world = world
+    def __init__(self, groups: ProcessGroups) -> None:
+        self._groups = groups
         self.samples = 0
         self.tokens = 0
         self._seconds = 0.0
@@ -46,8 +46,8 @@ class Tally:
         if self._running_since is not None:
             self.stop()
             self.start()
-        counted = [self.samples, self.tokens, self._seconds if self._world.rank == 0 else 0.0]
-        samples, tokens, seconds = counted if self._world.size == 1 else self._world.sum(counted)
+        counted = [self.samples, self.tokens, self._seconds if self._groups.rank == 0 else 0.0]
+        samples, tokens, seconds = counted if self._groups.size == 1 else self._groups.sum(counted)
         state.timestamp = state.timestamp.with_counts(samples=int(samples), tokens=int(tokens), seconds=seconds)
         before = self._record
         self._record = (before[0] + int(samples), before[1] + int(tokens), before[2] + seconds)
@@ -70,13 +70,13 @@ class Tally:
         The first are samples, tokens and seconds since the last call of `update_timestamp`, added up over all ranks. The second
         were added to the timestamp since the last metrics record. This is a collective.
         """
-        here = [self.samples, self.tokens, self._seconds if self._world.rank == 0 else 0.0]
-        samples, tokens, seconds = self._world.sum(here)
+        here = [self.samples, self.tokens, self._seconds if self._groups.rank == 0 else 0.0]
+        samples, tokens, seconds = self._groups.sum(here)
         return {"samples": int(samples), "tokens": int(tokens), "seconds": seconds, "record": list(self._record)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the counts that `state_dict` returned. Rank 0 gets the counts of all ranks, so a run may resume with more or fewer ranks."""
-        is_counted = self._world.rank == 0
+        is_counted = self._groups.rank == 0
         self.samples, self.tokens = (state["samples"], state["tokens"]) if is_counted else (0, 0)
         self._seconds = state["seconds"] if is_counted else 0.0
         samples, tokens, seconds = state["record"]

@@ -70,7 +70,7 @@ def log_boundary(given: str | int | Time) -> Interval:
 
 
 def check_same_on_all_ranks(
-    world: ProcessGroups, arguments: Mapping[str, Any], evaluators: Mapping[str, Any], callbacks: Iterable[Callback]
+    groups: ProcessGroups, arguments: Mapping[str, Any], evaluators: Mapping[str, Any], callbacks: Iterable[Callback]
 ) -> None:
     """Raise ConfigError if arguments differ between the ranks. All ranks must call this function.
 
@@ -82,7 +82,7 @@ def check_same_on_all_ranks(
     here = {name: _text_of(value) for name, value in arguments.items() if name not in _MAY_DIFFER}
     here["evaluators"] = repr([(name, evaluator.interval) for name, evaluator in evaluators.items()])
     here["callbacks that need all ranks"] = repr([label_of(callback) for callback in callbacks if callback.collective])
-    of_ranks: list[dict[str, str]] = world.gather(here)
+    of_ranks: list[dict[str, str]] = groups.gather(here)
     for rank, there in enumerate(of_ranks):
         for name, value in there.items():
             if value != of_ranks[0][name]:

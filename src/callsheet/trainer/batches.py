@@ -27,7 +27,7 @@ class TrainBatches:
     process uses its dataloader directly.
 
     Args:
-        world: the ranks that share the data; None: a single process.
+        groups: the ranks that share the data; None: a single process.
         seed: the seed of order and augmentation if the ranks share the data; the same on all ranks.
         shard: False if each rank's dataloader already yields only that rank's part of the data.
         count_samples: returns how many samples a batch holds.
@@ -35,13 +35,13 @@ class TrainBatches:
 
     def __init__(
         self,
-        world: ProcessGroups | None = None,
+        groups: ProcessGroups | None = None,
         seed: int = 0,
         *,
         shard: bool = True,
         count_samples: CountSamples | None = None,
     ) -> None:
-        self._world = world or ProcessGroups(Ranks(), torch.device("cpu"), timeout=0)
+        self._groups = groups or ProcessGroups(Ranks(), torch.device("cpu"), timeout=0)
         self.seed = seed
         """The seed of the order and augmentation of the data. After a resume, it is the seed of the run that was resumed."""
         self._shard = shard
@@ -71,7 +71,7 @@ class TrainBatches:
             ConfigError: the dataloader cannot be iterated over repeatedly, is empty, or cannot be shared between the ranks; or the checkpoint
                 to resume was saved in the middle of an epoch that this number of ranks cannot continue.
         """
-        several = self._world.size > 1
+        several = self._groups.size > 1
         # With several ranks, accept an empty loader here. All ranks together check later whether a rank has no data.
         self._loader = made(loader, argument, may_be_empty=several)
         self._argument = argument
@@ -121,9 +121,9 @@ class TrainBatches:
         return {
             "now": random_state_of(self._loader),
             "taken": self.taken,
-            "place": self._sharing.place(self.taken) if is_inside and self._sharing is not None else None,
-            "way": self._sharing.way if self._sharing is not None else None,
-            "world_size": self._world.size,
+            "place": self._sharing.position(self.taken) if is_inside and self._sharing is not None else None,
+            "strategy": self._sharing.strategy if self._sharing is not None else None,
+            "world_size": self._groups.size,
             "seed": self.seed,
         }
 
@@ -140,34 +140,42 @@ class TrainBatches:
             self._choose()
 
     def _choose(self) -> None:
-        resumed, world = self._resumed, self._world
-        way = resumed["way"] if resumed is not None else None
+        resumed, groups = self._resumed, self._groups
+        strategy = _strategy_of(resumed) if resumed is not None else None
         assert self._loader is not None
         self._sharing = sharing_of(
             self._loader,
-            world,
+            groups,
             self.seed,
             argument=self._argument,
             shard=self._shard,
             # A single process that resumes a run of several ranks is not `alone`: it keeps the order of those ranks.
-            alone=world.size == 1 and way in (None, "own"),
+            alone=groups.size == 1 and strategy in (None, "presharded"),
             count_samples=self._count_samples,
         )
-        if self._sharing.in_all is not None and self._sharing.in_all < world.size:
-            what = "samples" if self._sharing.way == "split" else "batches"
+        if self._sharing.in_all is not None and self._sharing.in_all < groups.size:
+            what = "samples" if self._sharing.strategy == "resampled" else "batches"
             raise ConfigError(
-                f"{self._argument} has {self._sharing.in_all} {what}, fewer than the {world.size} ranks that train on them; give more data, "
+                f"{self._argument} has {self._sharing.in_all} {what}, fewer than the {groups.size} ranks that train on them; give more data, "
                 "or start fewer ranks"
             )
         if resumed is None or not resumed["place"]:
             return
-        is_other_world = "own" in (way, self._sharing.way) and resumed["world_size"] != world.size
-        if way != self._sharing.way or is_other_world:
+        is_other_size = "presharded" in (strategy, self._sharing.strategy) and resumed["world_size"] != groups.size
+        if strategy != self._sharing.strategy or is_other_size:
             raise ConfigError(
-                f"the checkpoint was saved in the middle of an epoch of {self._argument} whose batches were {way} on "
-                f"{resumed['world_size']} ranks, and are {self._sharing.way} on {world.size}: resume with {resumed['world_size']} ranks and "
-                "the same kind of data, or from a checkpoint at the end of an epoch"
+                f"the checkpoint was saved in the middle of an epoch of {self._argument}, which {resumed['world_size']} ranks divided by "
+                f"the strategy {strategy!r}; now it is {self._sharing.strategy!r} on {groups.size} ranks: resume with "
+                f"{resumed['world_size']} ranks and the same kind of data, or from a checkpoint at the end of an epoch"
             )
+
+
+def _strategy_of(state: Mapping[str, Any]) -> str | None:
+    """Return the strategy's name from a saved state. Old checkpoints have it under another key, with another value."""
+    if "way" in state:
+        return {"own": "presharded", "split": "resampled", "dealt": "round_robin"}.get(state["way"])
+    name: str | None = state["strategy"]
+    return name
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -113,12 +113,12 @@ class Evaluation:
         device: torch.device,
         *,
         every: Interval | None,
-        world: ProcessGroups,
+        groups: ProcessGroups,
         agreement: Agreement,
         precision: Precision,
         shard: bool,
     ) -> None:
-        self.metrics = MetricLog(world if world.size > 1 else None)
+        self.metrics = MetricLog(groups if groups.size > 1 else None)
         self.results: dict[str, dict[str, float]] = {}
         """The latest losses and metrics of each evaluator, by the evaluator's name."""
         self.loaders: dict[str, Iterable[Any]] = {}
@@ -135,7 +135,7 @@ class Evaluation:
         self._module = module
         self._task = task
         self._device = device
-        self._world = world
+        self._groups = groups
         self._agreement = agreement
         self._precision = precision
         self._shard = shard
@@ -149,9 +149,9 @@ class Evaluation:
     def add(self, name: str, evaluator: Evaluator) -> None:
         """Load the data of the evaluator `name`, and begin its schedule. All ranks must call this method."""
         argument = f"eval_dataloader {name!r}"
-        whole = made(evaluator.dataloader, argument, may_be_empty=self._world.size > 1)
+        whole = made(evaluator.dataloader, argument, may_be_empty=self._groups.size > 1)
         self.loaders[name] = self._share(whole, argument)
-        if self._world.size == 1:
+        if self._groups.size == 1:
             self._given[name] = whole
             restore_generators_of(whole, self._resumed_generators.get(name, []))
         own = evaluator.interval
@@ -166,17 +166,17 @@ class Evaluation:
         Raises:
             ConfigError: the dataloader cannot be iterated over, is known to be empty, or cannot be divided among the ranks.
         """
-        return self._share(made(loader, argument, may_be_empty=self._world.size > 1), argument)
+        return self._share(made(loader, argument, may_be_empty=self._groups.size > 1), argument)
 
     def _share(self, whole: Iterable[Any], argument: str) -> Iterable[Any]:
         """Return this rank's part of the dataloader `whole`.
 
         A single process uses the dataloader itself, unless its workers keep random states from one evaluation to the next.
         """
-        if self._world.size == 1 and not getattr(whole, "persistent_workers", False):
+        if self._groups.size == 1 and not getattr(whole, "persistent_workers", False):
             return whole
         # Use a fixed seed, so that the order of the data does not depend on the run's seed.
-        return shared(whole, self._world, seed=0, argument=argument, shard=self._shard)
+        return shared(whole, self._groups, seed=0, argument=argument, shard=self._shard)
 
     def due(self, ctx: Context, is_over: bool) -> list[str]:
         """Return the names of the evaluators that are due at the current boundary (the end of a step, epoch or round).
@@ -322,7 +322,7 @@ class Evaluation:
         summed = (
             torch.stack(on_one_device([*totals.values(), total])).tolist() if totals else []
         )  # copy all sums from the device at once
-        *sums, weight = self._world.sum(summed) if summed else [0.0]
+        *sums, weight = self._groups.sum(summed) if summed else [0.0]
         found = {name: value / weight if weight else float("nan") for name, value in zip(totals, sums, strict=True)}
         losses = {name: torch.tensor(value, device=self._device) for name, value in found.items()}
         return losses, found | metrics.result()

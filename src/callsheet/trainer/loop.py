@@ -51,7 +51,7 @@ class TrainLoop:
     ) -> None:
         self._ctx = run.ctx
         self._spans = run.spans
-        self._world = run.world
+        self._groups = run.groups
         self._records = run.records
         self._boundaries = run.boundaries
         self._signals = run.signals
@@ -123,7 +123,7 @@ class TrainLoop:
                 if not fetched:
                     del ctx.batch
                     return False  # the run is preempted: drop these batches, which a resumed run fetches again
-                plan = MicrobatchPlan(fetched, size, task, self._world, self._compute, same_number=self._model.forward_meets)
+                plan = MicrobatchPlan(fetched, size, task, self._groups, self._compute, same_number=self._model.forward_meets)
                 parts, taken = plan.parts, len(fetched)
             else:  # with one batch, one microbatch and one rank, the loss needs no weight
                 plan, parts, taken = None, [(ctx.batch, ctx.batch, None)], 1

@@ -100,7 +100,7 @@ class MicrobatchPlan:
         fetched: Sequence[Fetched],
         size: int | None,
         task: Task,
-        world: ProcessGroups,
+        groups: ProcessGroups,
         device: torch.device,
         *,
         same_number: bool,
@@ -109,10 +109,10 @@ class MicrobatchPlan:
         self._fetched = fetched
         self._work: Any = None
         self._scale: Any = None
-        is_shared = world.size > 1
+        is_shared = groups.size > 1
         lacking = 0
         if same_number and size is not None:
-            lacking = int(world.max([len(pieces)])[0]) - len(pieces)
+            lacking = int(groups.max([len(pieces)])[0]) - len(pieces)
             pieces += pieces[-1:] * lacking  # if another rank has more microbatches, repeat the last microbatch as a filler
         if len(pieces) == 1 and not is_shared:
             self.parts: list[tuple[Any, Any, Any]] = [(given.batch, part, None) for given, part in pieces]
@@ -126,12 +126,12 @@ class MicrobatchPlan:
         counts = [(given.samples_here, given.samples_in_all) for given in fetched]
         if task.weighs_samples and all(here is not None and in_all is not None for here, in_all in counts):
             here, in_all = (sum(numbers) for numbers in zip(*counts, strict=True))
-            self._scale = None if here * world.size == in_all else here * world.size / in_all
+            self._scale = None if here * groups.size == in_all else here * groups.size / in_all
         else:
             wide = torch.float64 if device.type != "mps" else torch.float32
             # `torch.as_tensor` would wait for the device here, so use `torch.full`.
             summed = mine.to(wide, copy=True) if isinstance(mine, Tensor) else torch.full((), mine, dtype=wide, device=device)
-            self._scale = mine * world.size, summed
+            self._scale = mine * groups.size, summed
             self._work = distributed.all_reduce(summed, async_op=True)
 
     @property

@@ -54,12 +54,12 @@ class Parallel:
         if self.kind != "fsdp" and (self.shard_size is not None or self.blocks is not None):
             raise ConfigError(f"shard_size and blocks are for parallel='fsdp', not {self.kind!r}; leave them out")
 
-    def resolved(self, model: nn.Module, world: ProcessGroups, device: torch.device, frozen: Sequence[nn.Module] = ()) -> str:
+    def resolved(self, model: nn.Module, groups: ProcessGroups, device: torch.device, frozen: Sequence[nn.Module] = ()) -> str:
         """Return how a model is distributed over the ranks: `single`, `ddp` or `fsdp`.
 
         Args:
             model: the model that is trained.
-            world: the process groups of the run.
+            groups: the process groups of the run.
             device: the device of this rank. `auto` is `ddp` if the models fit on it.
             frozen: further models on the device, which are not trained.
 
@@ -67,14 +67,14 @@ class Parallel:
             ConfigError: the kind does not fit the number of ranks.
         """
         if self.kind == "auto":
-            return "single" if world.size == 1 else "ddp" if _fits(model, device, frozen) else "fsdp"
-        if self.kind == "single" and world.size > 1:
-            raise ConfigError(f"parallel='single' among {world.size} ranks: each would train its own model; use 'ddp' or 'fsdp'")
-        if self.kind != "single" and world.size == 1:
+            return "single" if groups.size == 1 else "ddp" if _fits(model, device, frozen) else "fsdp"
+        if self.kind == "single" and groups.size > 1:
+            raise ConfigError(f"parallel='single' among {groups.size} ranks: each would train its own model; use 'ddp' or 'fsdp'")
+        if self.kind != "single" and groups.size == 1:
             return "single"  # a script for several ranks must also run with one rank, where there is nothing to distribute
-        if self.shard_size is not None and (self.shard_size < 1 or world.size % self.shard_size):
+        if self.shard_size is not None and (self.shard_size < 1 or groups.size % self.shard_size):
             raise ConfigError(
-                f"shard_size={self.shard_size} does not divide the {world.size} ranks; give a divisor, or None for all ranks"
+                f"shard_size={self.shard_size} does not divide the {groups.size} ranks; give a divisor, or None for all ranks"
             )
         return self.kind
 
@@ -95,12 +95,12 @@ class ParallelModel:
         self,
         model: nn.Module,
         parallel: Parallel,
-        world: ProcessGroups,
+        groups: ProcessGroups,
         device: torch.device,
         dtype: torch.dtype | None,
         frozen: Sequence[nn.Module] = (),
     ) -> None:
-        self.kind = parallel.resolved(model, world, device, frozen)
+        self.kind = parallel.resolved(model, groups, device, frozen)
         self._model = model
         self.module: Any = model
         """The module that a task calls in the forward pass."""
@@ -119,7 +119,7 @@ class ParallelModel:
             ids = [device.index] if device.type == "cuda" else None
             self.module = self._wrapped = DistributedDataParallel(model, device_ids=ids, **parallel.options)
         else:
-            mesh = _mesh(parallel.shard_size or world.size, world, device)
+            mesh = _mesh(parallel.shard_size or groups.size, groups, device)
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype is not None else None)
             options = {"mesh": mesh, "mp_policy": policy, **parallel.options}
             _shard(model, parallel.blocks, options)
@@ -213,10 +213,10 @@ def _share_statistics(model: nn.Module) -> None:
         add_hook(model.register_forward_pre_hook, follow)
 
 
-def _mesh(shard: int, world: ProcessGroups, device: torch.device) -> DeviceMesh:
-    if shard == world.size:
+def _mesh(shard: int, groups: ProcessGroups, device: torch.device) -> DeviceMesh:
+    if shard == groups.size:
         return init_device_mesh(device.type, (shard,), mesh_dim_names=("shard",))
-    return init_device_mesh(device.type, (world.size // shard, shard), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device.type, (groups.size // shard, shard), mesh_dim_names=("replicate", "shard"))
 
 
 def _shard(model: nn.Module, blocks: tuple[str, ...] | None, options: dict[str, Any]) -> None:

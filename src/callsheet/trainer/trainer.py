@@ -216,17 +216,17 @@ class Trainer:
         printing_ranks = LogRanks(log_ranks, ranks)
         self._activity = ""  # the name of the public method that is running
         evaluators = named_evaluators(eval_dataloader)
-        world = ProcessGroups(ranks, self.device, timeout_seconds)
+        groups = ProcessGroups(ranks, self.device, timeout_seconds)
         try:
-            check_same_on_all_ranks(world, arguments, evaluators, self.callbacks.callbacks)
-            name = run_name or world.of_rank_zero(new_name())
-            data_seed = seed if seed is not None else world.of_rank_zero(secrets.randbits(31))
+            check_same_on_all_ranks(groups, arguments, evaluators, self.callbacks.callbacks)
+            name = run_name or groups.of_rank_zero(new_name())
+            data_seed = seed if seed is not None else groups.of_rank_zero(secrets.randbits(31))
         except BaseException:
-            world.close()
+            groups.close()
             raise
         self.run = run_info(name, runs_folder, checkpoints_folder, ranks, self.device, config)
         the_task = self.task  # a lambda that refers to `self` would keep the trainer alive
-        self._batches = TrainBatches(world, data_seed, shard=shard_data, count_samples=lambda batch: the_task.counts(batch)[0])
+        self._batches = TrainBatches(groups, data_seed, shard=shard_data, count_samples=lambda batch: the_task.counts(batch)[0])
         self._loop: TrainLoop | None = None
         self._run = run = Run(
             self.callbacks,
@@ -235,7 +235,7 @@ class Trainer:
             state=self.state,
             control=self.control,
             signals=self._signals,
-            world=world,
+            groups=groups,
             log_every=log_every,
             device=self.device,
             log_ranks=printing_ranks,
@@ -263,13 +263,13 @@ class Trainer:
                 self.task,
                 self.device,
                 every=eval_every,
-                world=world,
+                groups=groups,
                 agreement=run.agreement,
                 precision=self._precision,
                 shard=shard_data,
             )
             checkpoints = Checkpoints(
-                self.callbacks, self.ctx, run.spans, world, run.guard, in_background=save_in_background, grace=grace_seconds
+                self.callbacks, self.ctx, run.spans, groups, run.guard, in_background=save_in_background, grace=grace_seconds
             )
             run.connect(self._evaluation, checkpoints)
             if self.optimizer is not None:
@@ -287,9 +287,9 @@ class Trainer:
                     clip_grad_norm=clip_grad_norm,
                     epochs_per_round=self.epochs_per_round,
                 )
-            if seed is not None and world.size > 1:
+            if seed is not None and groups.size > 1:
                 # Every rank gets a different seed, since ranks must draw different numbers, for example in dropout.
-                seed_all(seed + world.rank)
+                seed_all(seed + groups.rank)
             run.load(*self._parts(), resume, {name: arguments[name] for name in _RECORDED})
             self.ctx.optimizer, self.ctx.scheduler = self.optimizer, self.scheduler
             with run.spans.data_init:
@@ -302,7 +302,7 @@ class Trainer:
         if self._gradient_checkpointing:
             enable_gradient_checkpointing(self.model)
         prepared = ParallelModel(
-            self.model, parallel, self._run.world, self.device, self._precision.type, self.task.frozen_models
+            self.model, parallel, self._run.groups, self.device, self._precision.type, self.task.frozen_models
         )
         if compile:
             prepared.compile(compile if isinstance(compile, Mapping) else {})
@@ -494,9 +494,9 @@ class Trainer:
         """
         with self._run.lifetime, self._doing("export"):
             if hasattr(self.model, "save_pretrained"):
-                export_huggingface(self.model, path, group=self._run.world.saving, processor=processor)
+                export_huggingface(self.model, path, group=self._run.groups.saving, processor=processor)
             else:
-                export_weights(self.model, path, group=self._run.world.saving, overwrite=True)
+                export_weights(self.model, path, group=self._run.groups.saving, overwrite=True)
 
     def _parts(self) -> tuple[dict[str, Stateful], dict[str, Stateful]]:
         """Return a checkpoint's parts by name: first those that are the same on all ranks, then those that differ by rank."""
@@ -576,9 +576,9 @@ class Trainer:
         """
         if is_out_of_memory(error):
             error.add_note(out_of_memory_note(self.device, self._memory_hints()))
-        if self._run.world.size > 1 and is_of_collective(error):
-            return self._run.world.lost(error)
-        self._run.world.say(self.ctx.step, error)
+        if self._run.groups.size > 1 and is_of_collective(error):
+            return self._run.groups.lost(error)
+        self._run.groups.publish_failure(self.ctx.step, error)
         return None
 
     def _memory_hints(self) -> list[str]:

@@ -236,7 +236,7 @@ class AcceleratedRun(AttachedRun):
         if is_first:
             if driver.listen():
                 self._hooks.listen()
-            if has_listeners := not driver.parts["fetch"].has_no_listeners:
+            if has_listeners := not driver.spans["fetch"].has_no_listeners:
                 driver.start("fetch")
         try:
             batch = next(batches, None)

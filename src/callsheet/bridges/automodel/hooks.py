@@ -112,7 +112,7 @@ class CalledModel(ModelCalls):
             self._counted += 1
         ctx.batch = batch
         if is_first:
-            if not driver.parts["fetch"].has_no_listeners:
+            if not driver.spans["fetch"].has_no_listeners:
                 driver.start_and_end("fetch")
             driver.start_step()
         return self.start_forward() if self._listens_to_forward else ctx.batch
@@ -122,8 +122,8 @@ class CalledModel(ModelCalls):
 
         A contrastive loss, for example, calls the model several times for one microbatch.
         """
-        parts = self._run.driver.parts
-        return parts["microbatch"].is_open and (parts["backward"].is_open or parts["microbatch"].done < _WITH_BACKWARD)
+        spans = self._run.driver.spans
+        return spans["microbatch"].is_open and (spans["backward"].is_open or spans["microbatch"].done < _WITH_BACKWARD)
 
     def _begin_step(self, run: HostedRun) -> None:
         if run.eval.driver.is_open("eval_all"):  # the recipe has not reported the validation's end, so end it here
@@ -134,7 +134,7 @@ class CalledModel(ModelCalls):
             if driver.is_open("epoch"):
                 run.end_epoch(is_whole=True)
             self._epoch = self._scheduler.epoch
-        if not driver.parts["epoch"].is_open:
+        if not driver.spans["epoch"].is_open:
             driver.start("epoch")
         if driver.listen():
             self._listens_to_forward = driver.listens_to("forward")

@@ -245,14 +245,12 @@ class AutoModelHost(HostBase, AutoModelCallback):
             self._requests.restore()
             called.end_step()
             self._take(run, {} if train_log_data is None else train_log_data.metrics)
-            run.end_step()
-            if not self._is_checked:
-                self._check_first_step(run)
-            if getattr(recipe.step_scheduler, "is_last_batch", False):
-                run.end_epoch(is_whole=True)
+            is_last_batch = getattr(recipe.step_scheduler, "is_last_batch", False)
             if not called.is_wrapped:
                 called.is_validating = bool(getattr(recipe.step_scheduler, "is_val_step", False))
-            if run.control.pending:
+            self._finish_step(run)
+            if is_last_batch:
+                run.end_epoch(is_whole=True)
                 self._stop_if_asked(run)
             called.is_inert = False
         except BaseException as error:

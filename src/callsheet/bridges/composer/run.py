@@ -111,9 +111,9 @@ class ComposerRun:
     def stepped(self, ctx: Context) -> None:
         """Count a training step in Composer's counters."""
         samples, tokens = self._fetched
-        now, world = time.perf_counter(), ctx.run.world_size
+        now, world_size = time.perf_counter(), ctx.run.world_size
         self.counted_before = self.counted
-        self.counted = self.counted.next_batch(samples * world, tokens * world, now - self._since)
+        self.counted = self.counted.next_batch(samples * world_size, tokens * world_size, now - self._since)
         self._fetched, self._since = (0, 0), now
         self.loss = ctx.loss if ctx.has("loss") else None
 
@@ -136,8 +136,8 @@ class ComposerRun:
     def eval_stepped(self, ctx: Context) -> None:
         """Count a batch of the evaluation or prediction."""
         samples, tokens = _counts_of(ctx.batch)
-        now, world = time.perf_counter(), ctx.run.world_size
-        self.eval_counted = self.eval_counted.next_batch(samples * world, tokens * world, now - self._eval_since)
+        now, world_size = time.perf_counter(), ctx.run.world_size
+        self.eval_counted = self.eval_counted.next_batch(samples * world_size, tokens * world_size, now - self._eval_since)
         self._eval_since = now
         self.eval_batches += 1
 

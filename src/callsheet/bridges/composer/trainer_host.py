@@ -228,7 +228,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
 
     def _after_loss(self, state: Any) -> None:
         loss = trained_on(state.loss)
-        if not self._run.driver.parts["loss"].has_no_listeners:
+        if not self._run.driver.spans["loss"].has_no_listeners:
             loss = self._replaced(loss, state)
         self._losses.add(state, loss, self._run.counted[0])
 
@@ -258,10 +258,10 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         self._run.driver.end("microbatch")
 
     def _after_train_batch(self, state: Any) -> None:
-        driver, parts = self._run.driver, self._run.driver.parts
-        if not parts["forward_backward"].has_no_listeners:
+        driver, spans = self._run.driver, self._run.driver.spans
+        if not spans["forward_backward"].has_no_listeners:
             driver.end("forward_backward")
-        if not parts["clip_gradients"].has_no_listeners:
+        if not spans["clip_gradients"].has_no_listeners:
             driver.start_and_end("clip_gradients")  # `clip_gradients` is fired even if no algorithm clips
         driver.start("optimizer_step")
 
@@ -273,11 +273,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         self._ask_for_evaluation()
 
     def _batch_checkpoint(self, state: Any) -> None:
-        run = self._run
-        run.end_step()
-        if not self._is_checked:
-            self._check_first_step(run)
-        self._stop_if_asked(run)
+        self._finish_step(self._run)
 
     def _epoch_end(self, state: Any) -> None:
         self._saves.report(self._run)

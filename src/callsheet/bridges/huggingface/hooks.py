@@ -101,7 +101,7 @@ class HuggingFaceForwardHooks(ModelCalls):
         if self.expected == "train":
             self._begin_microbatch(self.inputs)
             run = self._run
-            if run.driver.parts["forward"].is_open:
+            if run.driver.spans["forward"].is_open:
                 run.ctx.outputs = None
                 run.driver.start("loss")
 
@@ -117,17 +117,17 @@ class HuggingFaceForwardHooks(ModelCalls):
         self.expected = ""
         run = self._run
         driver, ctx, (samples, tokens) = run.driver, run.ctx, counts_of(batch)
-        parts, ctx.batch = driver.parts, batch
-        if parts["train_step"].is_open:
+        spans, ctx.batch = driver.spans, batch
+        if spans["train_step"].is_open:
             samples, tokens = samples + run.counted[0], tokens + run.counted[1]
         else:
-            if not parts["fetch"].has_no_listeners:
+            if not spans["fetch"].has_no_listeners:
                 driver.start_and_end("fetch")
             driver.start_step()
         run.counted = samples, tokens
         if not driver.has_listeners:
             return batch
-        if parts["forward"].has_no_listeners:
+        if spans["forward"].has_no_listeners:
             return ctx.batch
         return self.start_forward()
 

@@ -308,9 +308,9 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
 
     def _begin_optimizer_step(self, run: HostedRun) -> None:
         driver = run.driver
-        if not driver.parts["train_step"].is_open:
+        if not driver.spans["train_step"].is_open:
             self._begin_step(run)
-        if not driver.parts["clip_gradients"].has_no_listeners:
+        if not driver.spans["clip_gradients"].has_no_listeners:
             driver.start_and_end("clip_gradients")
         driver.start("optimizer_step")
 
@@ -330,7 +330,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
             run.step_skipped = self._skips is not None and self._skips.step_was_skipped
             self._watch.is_on = False
             if not self._listens_to_optimizer:
-                if not driver.parts["train_step"].is_open:
+                if not driver.spans["train_step"].is_open:
                     self._begin_step(run)
                 if driver.is_read and not self._has_engine:
                     driver.start("optimizer_step")
@@ -342,7 +342,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
     def _begin_step(self, run: HostedRun) -> None:
         """Fire the start of a step in which the model was not called. Normally, the model's first call fires the start."""
         run.counted, run.ctx.batch = (0, 0), None
-        if not run.driver.parts["fetch"].has_no_listeners:
+        if not run.driver.spans["fetch"].has_no_listeners:
             run.driver.start_and_end("fetch")
             run.driver.synthesized.add("fetch")
         run.driver.start_step()
@@ -358,13 +358,9 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
             if self._stage != _OPTIMIZER_HAS_STEPPED:
                 run.counts.doubt()
             self._stage = _BETWEEN_STEPS
-            run.end_step()
+            self._finish_step(run)
             if run.checkpoints.requests:
                 self._repeat_save_request(run)
-            if not self._is_checked:
-                self._check_first_step(run)
-            if run.control.pending:
-                self._stop_if_asked(run)
         except BaseException as error:
             self._leave(error)
 

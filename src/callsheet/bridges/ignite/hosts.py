@@ -312,7 +312,7 @@ class IgniteHost(HostBase):
             driver = run.driver
             if driver.listen():
                 self._training.listen()
-            if not driver.parts["fetch"].has_no_listeners:
+            if not driver.spans["fetch"].has_no_listeners:
                 driver.start("fetch")
                 run.ctx.batch = None
         except Exception as error:
@@ -321,7 +321,7 @@ class IgniteHost(HostBase):
     def _get_batch_completed(self, trainer: Engine) -> None:
         try:
             run = self._run
-            if run is None or self._microbatches or run.driver.parts["fetch"].has_no_listeners:
+            if run is None or self._microbatches or run.driver.spans["fetch"].has_no_listeners:
                 return
             run.ctx.batch = batch = trainer.state.batch
             run.driver.end("fetch")
@@ -355,11 +355,11 @@ class IgniteHost(HostBase):
                 samples, tokens = counts_of(batch)
                 run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
             if training.listens_to_microbatch:
-                if driver.parts["microbatch"].is_open:  # end the previous microbatch, whose end the engine has not reported
+                if driver.spans["microbatch"].is_open:  # end the previous microbatch, whose end the engine has not reported
                     driver.end("microbatch")
                 ctx.microbatch = batch
                 driver.start("microbatch")
-                if driver.parts["microbatch"].is_open and ctx.microbatch is not batch:
+                if driver.spans["microbatch"].is_open and ctx.microbatch is not batch:
                     trainer.state.batch = ctx.microbatch
         except Exception as error:
             self._leave(error)
@@ -386,11 +386,7 @@ class IgniteHost(HostBase):
             ):  # Ignite reported the step's start only after the optimizer's step
                 run.counts.doubt()
             training.optimizer.has_strayed = False
-            run.end_step()
-            if not self._is_checked:
-                self._check_first_step(run)
-            if run.control.pending or run.boundaries.is_preempted:
-                self._stop_if_asked(run)
+            self._finish_step(run)
         except Exception as error:
             self._leave(error)
 

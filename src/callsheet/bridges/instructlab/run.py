@@ -87,7 +87,7 @@ class HookedRun(Run):
             control=Control((), host=HOST),
             signals=SignalWatch(()),
             # Use a group of one rank, because the collectives of this run could otherwise mix with those of training.
-            world=ProcessGroups(Ranks(), torch.device("cpu"), lock_timeout),
+            groups=ProcessGroups(Ranks(), torch.device("cpu"), lock_timeout),
             log_every=Interval("1ba"),
             device=torch.device(device),
             log_ranks=LogRanks("zero", ranks),

@@ -3,11 +3,8 @@
 from callsheet.core.optional import needed_by
 
 with needed_by(__name__):
-    from callsheet.bridges.keras.hosts import (
-        NOT_FIRED,
-        KerasHost,
-        host,
-    )  # import `hosts` first, because it imports torch, which must be imported before Keras
+    from callsheet.bridges.keras.events import NOT_FIRED
+    from callsheet.bridges.keras.hosts import KerasHost, host  # import `hosts` first: torch must be imported before Keras
 
     # isort: split
     from callsheet.bridges.keras.guests import KerasGuest, guest

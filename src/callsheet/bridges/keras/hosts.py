@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn  # imported before Keras, which otherwise may import the package of another backend
 
-from callsheet.core.lifecycle import events_within
 from callsheet.errors import ConfigError, NotSupported
 
 try:
@@ -24,8 +23,10 @@ except ModuleNotFoundError as error:
 
 from callsheet.bridges.count_check import Counts
 from callsheet.bridges.epoch_position import EpochPosition
+from callsheet.bridges.eval_events import EVALUATED
 from callsheet.bridges.host_base import Callbacks, HostBase, in_a_run, observing
 from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.keras.events import NOT_FIRED
 from callsheet.bridges.keras.guests import check_backend
 from callsheet.bridges.keras.internals import HOST, PACKAGE
 from callsheet.bridges.keras.optimizer import Scale, Steps, shown_optimizer
@@ -39,15 +40,6 @@ from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")
-
-NOT_FIRED = events_within("test")
-"""Events that are never fired, because Keras has nothing that corresponds to them.
-
-What Keras calls a test is an evaluation in callsheet.
-"""
-
-EVALUATED = "validation"
-"""The name of the only dataset that Keras evaluates."""
 
 
 def host(
@@ -157,8 +149,8 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
             **self._run_options,
         )
         run.state.epoch_batches = self.params.get("steps") if is_training else None
-        self._place = EpochPosition()
-        run.parts = {"place": self._place}
+        self._position = EpochPosition()
+        run.parts = {"place": self._position}
         scale = Scale(optimizer) if Scale.is_in(optimizer) else None
         self._training = TrainingHooks(run, module, None, scale)
         if is_prediction:
@@ -219,17 +211,17 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
         if epoch != now.epoch and now.batch == run.state.baseline.batch:
             run.state.timestamp = run.state.baseline = now._replace(epoch=epoch, epoch_in_round=epoch)
         run.counts.check()
-        self._place.begin()
+        self._position.begin()
         self._is_epoch_open, self._has_evaluated = True, False
         run.driver.start("epoch")
 
     def _begin_step(self, run: HostedRun, data: Any) -> list[Any] | None:
         """Start the step of a batch. Return the data on which Keras is to train, or None if Keras is to skip the batch."""
-        driver, ctx, place, training = run.driver, run.ctx, self._place, self._training
-        if place.to_skip:
-            place.to_skip -= 1
-            if not place.to_skip:
-                place.skipped()
+        driver, ctx, position, training = run.driver, run.ctx, self._position, self._training
+        if position.to_skip:
+            position.to_skip -= 1
+            if not position.to_skip:
+                position.skipped()
             return None
         if driver.listen():
             training.listen()
@@ -250,20 +242,16 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
     def _end_step(self, run: HostedRun) -> None:
         """End the step of a batch after Keras has trained on the batch."""
         self._training.backward.is_on = False
-        self._place.taken += 1
+        self._position.taken += 1
         run.step_skipped = not self._steps.has_stepped
-        run.end_step()
-        if not self._is_checked:
-            self._check_first_step(run)
-        if run.control.pending or run.boundaries.is_preempted:
-            self._stop_if_asked(run)
+        self._finish_step(run)
 
     def _close_epoch(self, run: HostedRun) -> None:
         if self._is_epoch_open:
             self._is_epoch_open = False
             self._epochs = None if self._epochs is None else self._epochs + 1
-            self._is_whole = not self.model.stop_training or self._place.taken == self.params.get("steps")
-            self._place.end()
+            self._is_whole = not self.model.stop_training or self._position.taken == self.params.get("steps")
+            self._position.end()
             run.close_epoch(is_whole=self._is_whole)
 
     @in_a_run

@@ -22,7 +22,7 @@ class Steps:
         self._optimizer = optimizer
         self.has_stepped = False
         driver, apply = run.driver, optimizer.apply
-        step, clip, own = (driver.parts[name] for name in ("train_step", "clip_gradients", "optimizer_step"))
+        step, clip, own = (driver.spans[name] for name in ("train_step", "clip_gradients", "optimizer_step"))
 
         def applied(*args: Any, **named: Any) -> Any:
             if not step.is_open:

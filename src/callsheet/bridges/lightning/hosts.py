@@ -147,7 +147,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             run.eval.end()
         for driver, span in ((run.driver, "train"), (run.eval.driver, "test"), (run.eval.driver, "predict")):
             driver.end(span)
-        if run is self._trained and run.world.size == 1:
+        if run is self._trained and run.groups.size == 1:
             run.control.save("SIGTERM", kind="preempt", replicated=True)
             run.boundaries.finish()
         run.lifetime.end(Outcome.PREEMPTED)
@@ -236,20 +236,20 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             driver, ctx, watch = run.driver, run.ctx, self._watch
             samples, tokens = counts_of(batch)
             ctx.batch = batch
-            parts = driver.parts
-            if parts["train_step"].is_open:
+            spans = driver.spans
+            if spans["train_step"].is_open:
                 counted = run.counted
                 run.counted = counted[0] + samples, counted[1] + tokens
             else:
                 run.counted = samples, tokens
-                if not parts["epoch"].is_open:
+                if not spans["epoch"].is_open:
                     self._start_epoch(run, trainer)
                 if driver.listen():
                     watch.listen(driver.is_loss_read)
                     self._listens_to_microbatch = driver.listens_to("microbatch")
                     self._forward.listen(self._listens_to_microbatch or driver.listens_to("fetch"))
                     self._clip.listen(driver.listens_to("clip_gradients") and pl_module.automatic_optimization)
-                if not parts["fetch"].has_no_listeners:
+                if not spans["fetch"].has_no_listeners:
                     driver.start_and_end("fetch")
                 driver.start_step()
                 watch.total, run.step_skipped = None, True
@@ -260,7 +260,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             self._is_in_batch = True
             given = ctx.batch
             if self._listens_to_microbatch:
-                if parts["microbatch"].is_open:  # end the previous microbatch, whose end Lightning has not reported
+                if spans["microbatch"].is_open:  # end the previous microbatch, whose end Lightning has not reported
                     driver.end("microbatch")
                 ctx.microbatch = given
                 driver.start("microbatch")
@@ -283,7 +283,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
                 watch.keep_last()
                 return
             stepped.has_begun, watch.is_on, watch.is_in_closure = True, True, True
-            if not run.driver.parts["clip_gradients"].has_no_listeners:
+            if not run.driver.spans["clip_gradients"].has_no_listeners:
                 run.driver.start("clip_gradients")
             watch.last, watch.total = watch.total, None
             if not self._clip.is_on:
@@ -296,9 +296,9 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         if run is None:
             return
         try:
-            driver, parts = run.driver, run.driver.parts
-            if parts["train_step"].is_open and not parts["optimizer_step"].is_open:
-                if not parts["clip_gradients"].has_no_listeners:
+            driver, spans = run.driver, run.driver.spans
+            if spans["train_step"].is_open and not spans["optimizer_step"].is_open:
+                if not spans["clip_gradients"].has_no_listeners:
                     driver.end("clip_gradients")
                 if driver.is_read:
                     driver.start("optimizer_step")
@@ -328,12 +328,8 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
                 run.driver.end("optimizer_step")
             if run.manager.has_listeners.on_log and trainer.log_every_n_steps and run.ctx.step % trainer.log_every_n_steps == 0:
                 self._log(trainer)
-            run.end_step()
-            if not self._is_checked:
-                # With manual optimization, a step may need several batches, so a batch without a step is no error.
-                self._check_first_step(run, may_skip_step=not stepped.has_begun)
-            if run.control.pending:
-                self._stop_if_asked(run, trainer)
+            # With manual optimization, a step may need several batches, so a batch without a step is no error.
+            self._finish_step(run, trainer, may_skip_step=not stepped.has_begun)
         except Exception as error:
             self._leave(error)
 
@@ -542,7 +538,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             ranks = loaded["ranks"]
-            own = ranks[run.world.rank if run.world.size == len(ranks) else 0]
+            own = ranks[run.groups.rank if run.groups.size == len(ranks) else 0]
             restore_states(run, {"state": loaded["state"], **own})
         elif trainer.global_step:
             if trainer.ckpt_path is not None and not self.only_observes:

@@ -243,7 +243,7 @@ class MegatronBridgeHost(HostBase):
             if not settings.is_training:  # training is over, so this call belongs to no training step
                 return
             self._forward.in_step = False
-            step, is_open = settings.step, driver.parts["train_step"].is_open
+            step, is_open = settings.step, driver.spans["train_step"].is_open
             if step is not None and step + is_open != run.ctx.step:  # Megatron reports the end of an earlier step again
                 run.counts.doubt()
                 if not is_open:
@@ -264,15 +264,11 @@ class MegatronBridgeHost(HostBase):
                 run.grad_norm = norm if norm is None or isinstance(norm, Tensor) else torch.scalar_tensor(norm)
             if norm is not None and run.manager.has_listeners.on_log:
                 run.records.metrics.log({"train/grad_norm": norm}, over="mean", across="same")
-            run.end_step()
+            self._finish_step(run, 1)  # 1, because Megatron has not counted this step yet
             if self._is_pipelined:
                 run.records.last_loss = (
                     None  # only the last pipeline stage has a loss, and a mean over all ranks would need a collective
                 )
-            if not self._is_checked and not run.step_skipped:
-                self._check_first_step(run)
-            if run.control.pending:
-                self._stop_if_asked(run, 1)  # 1, because Megatron has not counted this step yet
         except BaseException as error:
             self._leave(error)
 
@@ -357,7 +353,7 @@ class MegatronBridgeHost(HostBase):
         """
         loss, others = _losses(context.total_loss_dict or {})
         found = {name: float(value) for name, value in {"loss": loss, **others}.items() if value is not None}
-        return next(filter(None, run.world.gather(found)), {}) if self._is_pipelined else found
+        return next(filter(None, run.groups.gather(found)), {}) if self._is_pipelined else found
 
     # --- checkpoints ---
 
@@ -371,7 +367,7 @@ class MegatronBridgeHost(HostBase):
         settings.restore_interval()
         run.counts.check()
         now = run.state.timestamp.batch
-        step = run.world.of_rank_zero(settings.saved_step() or now)
+        step = run.groups.of_rank_zero(settings.saved_step() or now)
         run.boundaries.fire_checkpoint_due("step")  # does nothing if the event was already fired after the last step
         path = Path(settings.get("checkpoint.save")) / f"iter_{step:07d}"
         states = self._states.pop(step, None) if step != now else own_state(run)

@@ -3,7 +3,8 @@
 from callsheet.core.optional import needed_by
 
 with needed_by(__name__):
+    from callsheet.bridges.torchtnt.events import NOT_FIRED
     from callsheet.bridges.torchtnt.guests import TorchTNTGuest, guest
-    from callsheet.bridges.torchtnt.hosts import NOT_FIRED, TorchTNTHost, host
+    from callsheet.bridges.torchtnt.hosts import TorchTNTHost, host
 
 __all__ = ["NOT_FIRED", "TorchTNTGuest", "TorchTNTHost", "guest", "host"]

@@ -17,16 +17,17 @@ from torchtnt.utils.progress import estimated_steps_in_epoch
 
 from callsheet.bridges.count_check import Counts
 from callsheet.bridges.epoch_position import EpochPosition, warn_if_not_restored
+from callsheet.bridges.eval_events import EVALUATED
 from callsheet.bridges.host_base import Callbacks, HostBase, in_a_run, observing
 from callsheet.bridges.host_states import own_state, restore_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.loop_arguments import without_ddp
 from callsheet.bridges.torch_hooks import ForwardHooks
+from callsheet.bridges.torchtnt.events import NOT_FIRED
 from callsheet.bridges.torchtnt.internals import HOST, PACKAGE
 from callsheet.bridges.torchtnt.unit import Fetches, MeanLosses, duration_of, one_of_unit
 from callsheet.bridges.training_hooks import TrainingHooks
 from callsheet.core.callback import Callback
-from callsheet.core.lifecycle import events_within
 from callsheet.core.manager import CallbackManager
 from callsheet.core.time import Time
 from callsheet.errors import CheckpointError, FieldNotAvailable, NotSupported
@@ -34,12 +35,6 @@ from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")
-
-NOT_FIRED = events_within("test")
-"""Events that are never fired, because torchtnt has nothing that corresponds to them."""
-
-EVALUATED = "validation"
-"""The name of the only dataset that torchtnt evaluates."""
 
 
 def host(
@@ -143,10 +138,10 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         )
         if state.eval_state is not None:
             run.state.evaluators = (EVALUATED,)
-        self._place = EpochPosition()
+        self._position = EpochPosition()
         known = {id(self), id(module), id(optimizer), id(scheduler)}
         run.parts = {f"unit_{name}": part for name, part in unit.app_state().items() if id(part) not in known} | {
-            "place": self._place
+            "place": self._position
         }
         self._training = training = TrainingHooks(run, module, optimizer, getattr(unit, "grad_scaler", None))
         self._has_optimizer = optimizer is not None
@@ -189,30 +184,30 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         if run.ctx.step:
             warn_if_not_restored(state.train_state.dataloader, run.host)
         run.driver.start("round")
-        run.finish_undone("epoch", self._place)
-        if self._place.to_skip:  # if the run resumes within an epoch, torchtnt does not report the epoch's start
-            self._place.begin()
+        run.finish_undone("epoch", self._position)
+        if self._position.to_skip:  # if the run resumes within an epoch, torchtnt does not report the epoch's start
+            self._position.begin()
             run.driver.start("epoch")
-            run.finish_undone("step", self._place)
+            run.finish_undone("step", self._position)
         self._stop_if_asked(run, state)
 
     @in_a_run
     def on_train_epoch_start(self, run: HostedRun, state: State, unit: Any) -> None:
         """Fire the start of an epoch."""
-        self._place.begin()
+        self._position.begin()
         self._is_exhausted = False
         run.driver.start("epoch")
 
     def _fetched(self, fetch: Callable[[State, Iterator[Any]], Any], state: State, batches: Iterator[Any]) -> Any:
         """Call the unit's `get_next_train_batch`. Return its batch or, if a callback has replaced this batch, the new one."""
-        run, place = self._run, self._place
+        run, position = self._run, self._position
         if run is None:
             return fetch(state, batches)
-        while place.to_skip:
+        while position.to_skip:
             fetch(state, batches)
-            place.to_skip -= 1
-            if not place.to_skip:
-                place.skipped()
+            position.to_skip -= 1
+            if not position.to_skip:
+                position.skipped()
         is_started = self._begin_fetch(run)
         try:
             batch = fetch(state, batches)
@@ -222,18 +217,18 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             raise
         if batch is batches:
             raise NotSupported("train_step takes an iterator, so the host cannot see its batches; let train_step take a batch")
-        place.taken += 1
+        position.taken += 1
         return self._end_fetch(run, batch, is_started=is_started)
 
     @observing
     def _begin_fetch(self, run: HostedRun) -> bool | None:
         """Fire `on_fetch_start` for the first batch of a step, if this event has listeners. Return whether the event was fired."""
         driver = run.driver
-        is_started = not driver.parts["train_step"].is_open
+        is_started = not driver.spans["train_step"].is_open
         if is_started:
             if driver.listen():
                 self._training.listen()
-            is_started = not driver.parts["fetch"].has_no_listeners
+            is_started = not driver.spans["fetch"].has_no_listeners
             if is_started:
                 driver.start("fetch")
         run.ctx.batch = None
@@ -275,7 +270,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
                 counted = counts_of(ctx.batch)
             except FieldNotAvailable:  # torchtnt has reported the start of an earlier batch again
                 return
-            if driver.parts["train_step"].is_open:
+            if driver.spans["train_step"].is_open:
                 run.counted = run.counted[0] + counted[0], run.counted[1] + counted[1]
             else:
                 driver.start_step()
@@ -318,28 +313,21 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
                 run.driver.end_step()
                 self._waiting = "step"
             else:
-                self._end_step(run, state)
+                self._finish_step(run, state, may_skip_step=training.is_scaled)
         except Exception as error:
             self._leave(error)
-
-    def _end_step(self, run: HostedRun, state: State) -> None:
-        run.end_step()
-        if not self._is_checked:
-            self._check_first_step(run, may_skip_step=self._training.is_scaled)
-        if run.control.pending or run.boundaries.is_preempted:
-            self._stop_if_asked(run, state)
 
     @in_a_run
     def on_train_epoch_end(self, run: HostedRun, state: State, unit: Any) -> None:
         """End the epoch, also if torchtnt has left the epoch before the last batch."""
-        place, train = self._place, state.train_state
+        position, train = self._position, state.train_state
         length = estimated_steps_in_epoch(
             train.dataloader, num_steps_completed=0, max_steps=None, max_steps_per_epoch=train.max_steps_per_epoch
         )
         progress = unit.train_progress
         is_stopped = state.should_stop or (train.max_steps is not None and progress.num_steps_completed >= train.max_steps)
-        is_whole = self._is_exhausted or place.taken >= length or not is_stopped
-        place.end()
+        is_whole = self._is_exhausted or position.taken >= length or not is_stopped
+        position.end()
         run.close_epoch(is_whole=is_whole)
         every = state.eval_state.evaluate_every_n_epochs if state.eval_state is not None else None
         self._waiting = "epoch" if is_whole else ""

@@ -311,9 +311,9 @@ class UltralyticsHost(HostBase):
             run.boundaries.reach("epoch")
         else:
             run.boundaries.fire_checkpoint_due("epoch")
-        is_saved = run.world.of_rank_zero(after.is_saved)
+        is_saved = run.groups.of_rank_zero(after.is_saved)
         if after.is_save_requested and not is_saved:
-            if run.world.rank == 0:
+            if run.groups.rank == 0:
                 trainer.save_model()
             is_saved = True
         self._after_epoch = _AfterEpoch()
@@ -330,11 +330,11 @@ class UltralyticsHost(HostBase):
 
     def _begin_fetch(self, run: HostedRun) -> None:
         driver = run.driver
-        if driver.parts["train_step"].is_open:
+        if driver.spans["train_step"].is_open:
             return
         if driver.listen():
             self._training.listen()
-        if not driver.parts["fetch"].has_no_listeners:
+        if not driver.spans["fetch"].has_no_listeners:
             driver.start("fetch")
             run.ctx.batch = None
 
@@ -360,7 +360,7 @@ class UltralyticsHost(HostBase):
                 run.driver.end("microbatch")
                 run.ctx.microbatch = batch
                 run.driver.start("microbatch")
-                if run.driver.parts["microbatch"].is_open:
+                if run.driver.spans["microbatch"].is_open:
                     batch = run.ctx.microbatch
         except BaseException as error:
             self._leave(error)
@@ -370,7 +370,7 @@ class UltralyticsHost(HostBase):
         """If no step is open, start one. Count the batch's samples, and return the batch, which a callback may have replaced."""
         driver, ctx, training = run.driver, run.ctx, self._training
         ctx.batch = batch
-        if not driver.parts["train_step"].is_open:
+        if not driver.spans["train_step"].is_open:
             driver.end("fetch")
             batch = ctx.batch
             driver.start_step()
@@ -385,7 +385,7 @@ class UltralyticsHost(HostBase):
         """Unscale the gradients, and then fire the start of gradient clipping, because the loop clips the gradients next."""
         unscale(*args, **kwargs)
         run = self._run
-        if run is None or not run.driver.parts["train_step"].is_open:
+        if run is None or not run.driver.spans["train_step"].is_open:
             return
         try:
             self._has_unscaled = True
@@ -418,11 +418,7 @@ class UltralyticsHost(HostBase):
         if isinstance(losses, Tensor) and losses.ndim:  # in older releases, `losses` has no names; they are in `loss_names`
             losses = dict(zip(trainer.loss_names, losses, strict=True)) if len(losses) == len(trainer.loss_names) else {}
         run.other_losses = {name: each for name, each in losses.items() if name != "loss"} if isinstance(losses, Mapping) else {}
-        run.end_step()
-        if not self._is_checked:
-            self._check_first_step(run, may_skip_step=trainer.scaler.is_enabled())
-        if run.control.pending:
-            self._stop_if_asked(run, trainer)
+        self._finish_step(run, trainer, may_skip_step=trainer.scaler.is_enabled())
 
     # --- validation ---
 
@@ -445,7 +441,7 @@ class UltralyticsHost(HostBase):
 
     @in_a_run
     def _begin_final_evaluation(self, run: HostedRun, best: Path) -> None:
-        if run.world.of_rank_zero(best.exists()):  # the file may be on the machine of rank 0 only
+        if run.groups.of_rank_zero(best.exists()):  # the file may be on the machine of rank 0 only
             self._begin_evaluation(BEST)
 
     @in_a_run
@@ -485,7 +481,7 @@ class UltralyticsHost(HostBase):
         if not run.eval.driver.is_open("eval"):
             return
         found = results(metrics or {}, fitness)  # only rank 0 has the results
-        run.eval.end_dataset(name, run.world.of_rank_zero(found))
+        run.eval.end_dataset(name, run.groups.of_rank_zero(found))
         run.eval.end()
         run.fire_record()
         if name == BEST:
@@ -515,7 +511,7 @@ class UltralyticsHost(HostBase):
         if not trainer.start_epoch:
             return None
         # Ultralytics updates its weight average (EMA) once per step, so the number of updates is the number of steps.
-        step = run.world.of_rank_zero(trainer.ema.updates if trainer.ema else 0)
+        step = run.groups.of_rank_zero(trainer.ema.updates if trainer.ema else 0)
         if self.only_observes or not (trainer.wdir / STATE).is_dir():
             if not self.only_observes:
                 logger.warning("%s resumes from %s, beside which no callbacks' states were found", run.host, trainer.last)

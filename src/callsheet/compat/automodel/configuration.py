@@ -144,11 +144,11 @@ def _own(section: Section, kind: type[JobConfig]) -> dict[str, Any]:
 
 def _steps(section: Section, schedule: Schedule) -> dict[str, Any]:
     local = section.number("local_batch_size", 1)
-    world = read_ranks().world_size
-    whole = section.number("global_batch_size", local * world)
-    if whole % (local * world):
-        section.reject("global_batch_size", f"{whole} is no multiple of local_batch_size={local} times {world} ranks")
-    schedule.grad_acc_steps = whole // (local * world)
+    world_size = read_ranks().world_size
+    whole = section.number("global_batch_size", local * world_size)
+    if whole % (local * world_size):
+        section.reject("global_batch_size", f"{whole} is no multiple of local_batch_size={local} times {world_size} ranks")
+    schedule.grad_acc_steps = whole // (local * world_size)
     schedule.ckpt_every_steps = section.number("ckpt_every_steps")
     schedule.val_every_steps = section.number("val_every_steps")
     schedule.num_epochs, steps = section.number("num_epochs"), section.number("max_steps")

@@ -2,11 +2,11 @@
 
 All ranks get equally many batches, and each rank knows how many samples of each of its batches are counted.
 
-There are three ways to divide the data among the ranks. The Trainer chooses one for each dataloader:
+There are three strategies for dividing the data among the ranks. The Trainer chooses one for each dataloader:
 
-- split (`resampled`): a DataLoader over a map-style dataset gets a batch sampler that gives each rank its own samples.
-- dealt (`round_robin`): for any other iterable, every rank iterates over the same batches, and each of n ranks keeps every n-th.
-- own (`presharded`): each rank's dataloader already yields only that rank's part of the data. A single process uses this way too.
+- `resampled`: a DataLoader over a map-style dataset gets a batch sampler that gives each rank its own samples.
+- `round_robin`: for any other iterable, every rank iterates over the same batches, and each of n ranks keeps every n-th.
+- `presharded`: each rank's dataloader already yields only that rank's part of the data. A single process uses this strategy too.
 
 A rank that has no batch while others have one gets a filler: a real batch whose samples are not counted.
 """

@@ -184,7 +184,7 @@ def is_repeatable(sampler: Any) -> bool:
     return type(sampler) in _REPEATABLE or type(sampler).__module__ in _OF_LOADERS
 
 
-def keeps_place(loader: Any) -> bool:
+def keeps_position(loader: Any) -> bool:
     """Return whether the loader can save and load its position within an epoch, as a StatefulDataLoader can.
 
     The result is False for a StatefulDataLoader with a sampler of the user, because after a resume this loader calls `iter` of the
@@ -200,7 +200,7 @@ def keeps_place(loader: Any) -> bool:
 
 def _stateful_samplers(loader: Any) -> list[Any]:
     """Return the user's own samplers that have a state, unless the loader already saves their state."""
-    own = [] if keeps_place(loader) else [one for one in samplers(loader) if not isinstance(one, DistributedSampler)]
+    own = [] if keeps_position(loader) else [one for one in samplers(loader) if not isinstance(one, DistributedSampler)]
     return [sampler for sampler in own if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")]
 
 

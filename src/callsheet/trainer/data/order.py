@@ -51,7 +51,7 @@ class Order:
         """Draw and discard `count` batches of indices without loading samples. Raise ConfigError if the epoch has fewer batches."""
         drop(self._drawn, count, epoch)
 
-    def place(self, taken: int) -> dict[str, Any] | None:
+    def position(self, taken: int) -> dict[str, Any] | None:
         """Return the checksums of the latest batch of indices that was trained on, and of all batches that were drawn later.
 
         `is_at` uses them to check that a resumed run draws the same batches.
@@ -59,14 +59,14 @@ class Order:
         first = max(taken - 1, 0)
         return {"first": first, "checksums": list(self._checksums[first:])} if self._is_checked else None
 
-    def is_at(self, place: Mapping[str, Any] | None) -> bool:
-        """Return whether this epoch's batches equal the batches from before the resume, according to the checksums from `place`.
+    def is_at(self, saved: Mapping[str, Any] | None) -> bool:
+        """Return whether this epoch's batches equal the batches from before the resume, according to the checksums in `saved`.
 
         Only batches that were drawn both before and after the resume are compared.
         """
-        if place is None or not self._is_checked:
+        if saved is None or not self._is_checked:
             return True
-        return all(one == other for one, other in zip(self._checksums[place["first"] :], place["checksums"], strict=False))
+        return all(one == other for one, other in zip(self._checksums[saved["first"] :], saved["checksums"], strict=False))
 
     def _noted(self, source: Iterator[Any]) -> Iterator[Any]:
         checksum = 0

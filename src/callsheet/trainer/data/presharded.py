@@ -1,4 +1,4 @@
-"""The data strategy `own`, for a dataloader that already yields only its rank's part of the data.
+"""The data strategy `presharded`, for a dataloader that already yields only its rank's part of the data.
 
 A single process uses this strategy too.
 """
@@ -19,7 +19,7 @@ from callsheet.trainer.data.loaders import (
     datasets,
     drop,
     is_repeatable,
-    keeps_place,
+    keeps_position,
     kind_of,
     length_of,
     makes_own_batches,
@@ -41,7 +41,7 @@ _NAMES = {"python": "Python's random state", "numpy": "NumPy's random state", "t
 
 
 class PreshardedData:
-    """The strategy `own`: each rank uses its own dataloader. The dataset or sampler is wrapped if a resumed run could not repeat an epoch's order otherwise.
+    """The strategy `presharded`: each rank uses its own dataloader. The dataset or sampler is wrapped if a resumed run could not repeat an epoch's order otherwise.
 
     A dataloader with `state_dict` and `load_state_dict` saves its position within an epoch. For any other dataloader, a resumed
     run restores the random states of the epoch's start, draws the batches that were already trained on, and discards them. If the
@@ -57,12 +57,12 @@ class PreshardedData:
         sets_epoch: whether to call `set_epoch` of the user's samplers and datasets; False if the user's training loop does so.
     """
 
-    way = "own"
+    strategy = "presharded"
     in_all = None
 
-    def __init__(self, loader: Any, world: ProcessGroups, argument: str, seed: int = 0, *, sets_epoch: bool = True) -> None:
+    def __init__(self, loader: Any, groups: ProcessGroups, argument: str, seed: int = 0, *, sets_epoch: bool = True) -> None:
         self._given = loader
-        self._world = world
+        self._groups = groups
         self._argument = argument
         self._seed = seed
         self._sets_epoch = sets_epoch
@@ -70,7 +70,7 @@ class PreshardedData:
         self._wrapper: SeededDataset | SeededStream | None = None
         self._loader = self._repeatable(loader)
         self._at_start: dict[str, Any] | None = None
-        self._shared: _OwnBatches | None = None
+        self._shared: _PreshardedBatches | None = None
         self._warned: set[str] = set()
         self.length = self._agreed_length()
 
@@ -88,16 +88,16 @@ class PreshardedData:
             restore_random_state_of(self._given, start)
         return self._shared_out(self._open(epoch, start if has_states else None), 0)
 
-    def resume(self, epoch: int, taken: int, place: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
+    def resume(self, epoch: int, taken: int, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
         """After a resume, return the remaining batches of an epoch. The class docstring says how the position is reached."""
-        loader, start = self._given, place["at_start"]
+        loader, start = self._given, saved["at_start"]
         restore_random_state_of(loader, start)
-        if place["has_ended"]:  # when the state was saved, this rank had no batches left in the epoch, but other ranks had
+        if saved["has_ended"]:  # when the state was saved, this rank had no batches left in the epoch, but other ranks had
             self._at_start = start
             return self._shared_out(iter(()), taken, has_ended=True)
-        if place["loader"] is not None and hasattr(loader, "load_state_dict") and not self._must_redraw(place["loader"]):
+        if saved["loader"] is not None and hasattr(loader, "load_state_dict") and not self._must_redraw(saved["loader"]):
             self._warn_of_workers(is_new_epoch=False)
-            self._loader.load_state_dict(place["loader"])
+            self._loader.load_state_dict(saved["loader"])
             return self._shared_out(self._open(epoch), taken)
         restored = start if restore_samplers(loader, start, self._argument) else None
         self._warn_of_workers(is_new_epoch=False)
@@ -107,20 +107,20 @@ class PreshardedData:
             batches = self._open(epoch, restored)
             self._draw_again(batches, taken, epoch, now)
         self._at_start = start
-        if self._order is not None and not self._order.is_at(place["order"]):
+        if self._order is not None and not self._order.is_at(saved["order"]):
             self._warn_of_order()
         return self._shared_out(batches, taken)
 
-    def place(self, taken: int) -> dict[str, Any]:
+    def position(self, taken: int) -> dict[str, Any]:
         """Return what a resumed run needs to find this position in the epoch again: the random states at the epoch's start, and the
         dataloader's state if there is one."""
         has_ended = self._shared is not None and self._shared.ended_after is not None and self._shared.ended_after <= taken
-        keeps_place = hasattr(self._loader, "state_dict") and not has_ended
+        keeps_position = hasattr(self._loader, "state_dict") and not has_ended
         return {
             "at_start": self._at_start,
-            "loader": self._loader.state_dict() if keeps_place else None,
+            "loader": self._loader.state_dict() if keeps_position else None,
             "has_ended": has_ended,
-            "order": self._order.place(taken) if self._order is not None else None,
+            "order": self._order.position(taken) if self._order is not None else None,
         }
 
     def left(self, taken: int) -> int | None:
@@ -140,7 +140,7 @@ class PreshardedData:
             return loader
         is_persistent = loader.persistent_workers and loader.num_workers > 0
         is_stream = isinstance(loader.dataset, IterableDataset)
-        has_state = keeps_place(loader)
+        has_state = keeps_position(loader)
         is_checked = not is_stream and not has_state and not all(map(is_repeatable, samplers(loader)))
         if not is_persistent and not is_checked and not isinstance(loader.dataset, SeededDataset):
             return loader
@@ -150,7 +150,7 @@ class PreshardedData:
             if not is_persistent:
                 return loader
         elif is_stream:
-            changes["dataset"] = self._wrapper = SeededStream(loader.dataset, mixed(self._seed, self._world.rank))
+            changes["dataset"] = self._wrapper = SeededStream(loader.dataset, mixed(self._seed, self._groups.rank))
         else:
             source = self._order = Order(source, is_checked=is_checked)
             if is_persistent and not isinstance(loader.dataset, SeededDataset):
@@ -247,7 +247,7 @@ class PreshardedData:
             )
         if any(isinstance(one, SeededDataset) for one in datasets(loader)):
             return
-        if keeps_place(loader):
+        if keeps_position(loader):
             if not is_new_epoch or loader.persistent_workers:
                 advice = (
                     "let its dataset draw from generators that its state_dict holds"
@@ -269,9 +269,9 @@ class PreshardedData:
             logger.warning("%s: %s", self._argument, what)
 
     def _shared_out(self, batches: Iterator[Any], taken: int, *, has_ended: bool = False) -> Iterator[Any]:
-        if self._world.size == 1:
+        if self._groups.size == 1:
             return batches
-        self._shared = _OwnBatches(batches, self._world, self._argument, length_of(self._given), taken, self._first_again)
+        self._shared = _PreshardedBatches(batches, self._groups, self._argument, length_of(self._given), taken, self._first_again)
         self._shared.ended_after = taken if has_ended else None
         return self._shared
 
@@ -287,13 +287,13 @@ class PreshardedData:
 
     def _agreed_length(self) -> int | None:
         length = length_of(self._given)
-        longest, is_unknown, is_empty = self._world.max([length or 0, length is None, length == 0])
+        longest, is_unknown, is_empty = self._groups.max([length or 0, length is None, length == 0])
         if is_empty:
-            raise empty_ranks(self._world, self._argument, length == 0)
+            raise empty_ranks(self._groups, self._argument, length == 0)
         return None if is_unknown else int(longest)
 
 
-class _OwnBatches(SharedBatches):
+class _PreshardedBatches(SharedBatches):
     """One rank's batches, followed by fillers (repeated batches that are not counted) until all ranks have used their batches.
 
     The filler is the rank's first batch, because a resumed run can find that batch again.
@@ -306,14 +306,14 @@ class _OwnBatches(SharedBatches):
     def __init__(
         self,
         batches: Iterator[Any],
-        world: ProcessGroups,
+        groups: ProcessGroups,
         argument: str,
         length: int | None,
         taken: int,
         first_again: Callable[[], Any],
     ) -> None:
         super().__init__(batches)
-        self._world = world
+        self._groups = groups
         self._argument = argument
         self._length = length
         self._is_agreed = False
@@ -349,7 +349,7 @@ class _OwnBatches(SharedBatches):
             return True
         if self._answer is not None:
             self._answer.wait()  # the reduction that was begun for the previous batch must end before a new reduction begins
-        self._answer = answer = self._world.begin_max([has])
+        self._answer = answer = self._groups.begin_max([has])
         if has:
             return True
         self._answer = None
@@ -357,9 +357,9 @@ class _OwnBatches(SharedBatches):
 
     def _agree(self, has: bool) -> bool:
         is_empty = not has and not self._fetched
-        longest, is_unknown, any_empty, any_has = self._world.max([self._length or 0, self._length is None, is_empty, has])
+        longest, is_unknown, any_empty, any_has = self._groups.max([self._length or 0, self._length is None, is_empty, has])
         if any_empty:
-            raise empty_ranks(self._world, self._argument, is_empty)
+            raise empty_ranks(self._groups, self._argument, is_empty)
         self._is_agreed = True
         self._length = None if is_unknown else int(longest)
         return bool(any_has) if self._length is None else self._fetched < self._length

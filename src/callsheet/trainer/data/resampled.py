@@ -1,4 +1,4 @@
-"""The data strategy `split`: the samples of a map-style DataLoader are split between the ranks by a batch sampler."""
+"""The data strategy `resampled`: the samples of a map-style DataLoader are split between the ranks by a batch sampler."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from callsheet.trainer.data.strategies import SharedBatches
 
 
 class ResampledData:
-    """The strategy `split`: a DataLoader's samples are split between the ranks, in an order that depends on `seed` and epoch.
+    """The strategy `resampled`: a DataLoader's samples are split between the ranks, in an order that depends on `seed` and epoch.
 
     The dataset is wrapped in a `SeededDataset`. The position in an epoch is the number of samples that all ranks together have
     trained on. So any number of ranks can continue from the position, and a resume loads no samples to reach it.
     """
 
-    way = "split"
+    strategy = "resampled"
 
-    def __init__(self, loader: DataLoader[Any], world: ProcessGroups, seed: int, argument: str) -> None:
+    def __init__(self, loader: DataLoader[Any], groups: ProcessGroups, seed: int, argument: str) -> None:
         if makes_own_batches(loader):
             raise ConfigError(
                 f"{argument} is a {type(loader).__name__}, which overrides how batches are made, so it cannot be split between "
                 "the ranks; let each rank's loader give its own share (with a torch DistributedSampler), and set shard_data=False"
             )
-        self._world = world
+        self._groups = groups
         self._given = loader
         self._argument = argument
         source, batch_size, drop_last = batching(loader)
-        self._split = Split(batch_size, drop_last, world.rank, world.size)
+        self._split = Split(batch_size, drop_last, groups.rank, groups.size)
         self._sampler = ShareSampler(source, self._split, seed)
         dataset: Any = loader.dataset
         self._loader = rebuilt(
@@ -53,7 +53,7 @@ class ResampledData:
         """How many batches this rank had trained on when the current epoch was begun or resumed."""
         if self.in_all and not self.length:
             raise ConfigError(
-                f"{argument} has {self.in_all} samples, not enough for one batch of {batch_size} on each of {world.size} ranks, and "
+                f"{argument} has {self.in_all} samples, not enough for one batch of {batch_size} on each of {groups.size} ranks, and "
                 "drop_last=True; give more data, smaller batches, fewer ranks, or drop_last=False"
             )
 
@@ -75,20 +75,20 @@ class ResampledData:
         self._draw(epoch, 0, 0)
         return self._opened()
 
-    def resume(self, epoch: int, taken: int, place: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
+    def resume(self, epoch: int, taken: int, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
         """After a resume, return the remaining batches of an epoch. The number of ranks may have changed since the epoch began.
 
         Raise ConfigError if the order of the data has changed.
         """
-        self._draw(epoch, taken, place["position"])
-        if place["order"] != digest(self._sampler.order):
+        self._draw(epoch, taken, saved["position"])
+        if saved["order"] != digest(self._sampler.order):
             raise ConfigError(
-                f"{self._argument} has {self._sampler.length} samples in epoch {epoch}, in another order than the {place['in_all']} of the "
+                f"{self._argument} has {self._sampler.length} samples in epoch {epoch}, in another order than the {saved['in_all']} of the "
                 "checkpoint that was saved in the middle of it: is this the same dataset and sampler?"
             )
         return self._opened()
 
-    def place(self, taken: int) -> dict[str, Any]:
+    def position(self, taken: int) -> dict[str, Any]:
         """Return the position in the epoch, for a checkpoint: how many samples were trained on, and a digest of the order."""
         return {"position": self._position(taken), "in_all": self.in_all, "order": digest(self._sampler.order)}
 
@@ -109,7 +109,7 @@ class ResampledData:
         self._check_order()
 
     def _opened(self) -> Iterator[Any]:
-        return _SplitBatches(iter(self._loader), self._sampler.shares())
+        return _ResampledBatches(iter(self._loader), self._sampler.shares())
 
     def _check_order(self) -> None:
         """Raise ConfigError if the order of the data differs between ranks.
@@ -117,15 +117,15 @@ class ResampledData:
         The orders can differ if a sampler depends on more than the seed, or if samples are still being added to the dataset.
         """
         found = digest(self._sampler.order)
-        largest, smallest = self._world.max([found, -found])
+        largest, smallest = self._groups.max([found, -found])
         if largest != -smallest:
             raise ConfigError(
-                f"{self._argument}: the order of the samples ({self._sampler.length} on rank {self._world.rank}) is not the same on all "
+                f"{self._argument}: the order of the samples ({self._sampler.length} on rank {self._groups.rank}) is not the same on all "
                 "ranks; give the same dataset and sampler on every rank, or shard_data=False where each rank has its own share of the data"
             )
 
 
-class _SplitBatches(SharedBatches):
+class _ResampledBatches(SharedBatches):
     def __init__(self, batches: Iterator[Any], shares: Iterator[Share]) -> None:
         super().__init__(batches)
         self._shares = shares

@@ -1,4 +1,4 @@
-"""The data strategy `dealt`: every rank iterates over all batches of an iterable, and keeps every n-th, for n ranks."""
+"""The data strategy `round_robin`: every rank iterates over all batches of an iterable, and keeps every n-th, for n ranks."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from callsheet.trainer.data.strategies import CountSamples, SharedBatches
 
 
 class RoundRobinData:
-    """The strategy `dealt`: all ranks iterate over the same iterable. Of every n batches, each of the n ranks keeps one.
+    """The strategy `round_robin`: all ranks iterate over the same iterable. Of every n batches, each of the n ranks keeps one.
 
     The iteration has its own random states, which are seeded by `seed` and the epoch. So the batches are the same on all ranks,
     even if the ranks draw different random numbers elsewhere.
     """
 
-    way = "dealt"
+    strategy = "round_robin"
 
-    def __init__(self, loader: Any, world: ProcessGroups, seed: int, argument: str, count_samples: CountSamples | None) -> None:
+    def __init__(self, loader: Any, groups: ProcessGroups, seed: int, argument: str, count_samples: CountSamples | None) -> None:
         self._loader = loader
-        self._world = world
+        self._groups = groups
         self._seed = seed
         self._argument = argument
         self._count_samples = count_samples
-        self._dealt: _DealtBatches | None = None
+        self._batches: _RoundRobinBatches | None = None
         self.in_all = length_of(loader)
-        self.length = math.ceil(self.in_all / world.size) if self.in_all is not None else None
+        self.length = math.ceil(self.in_all / groups.size) if self.in_all is not None else None
         known = -1 if self.in_all is None else self.in_all
-        longest, shortest = world.max([known, -known])
+        longest, shortest = groups.max([known, -known])
         if longest != -shortest:
             raise ConfigError(
-                f"{argument} has {self.in_all} batches on rank {world.rank}, and not the same number on all ranks; "
+                f"{argument} has {self.in_all} batches on rank {groups.rank}, and not the same number on all ranks; "
                 "give the same data on every rank, or shard_data=False where each rank has its own share of it"
             )
 
@@ -55,53 +55,53 @@ class RoundRobinData:
             restore_samplers(self._loader, start, self._argument)
         return self._open(epoch, RandomStream(mixed(self._seed, epoch or 0)), 0)
 
-    def resume(self, epoch: int, taken: int, place: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
+    def resume(self, epoch: int, taken: int, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
         """After a resume, load the dataloader's position or draw the earlier batches again, and return the epoch's remaining batches.
 
         The number of ranks may have changed since the epoch began.
         """
-        keeps_place = place["loader"] is not None and hasattr(self._loader, "load_state_dict")
-        if keeps_place:
-            self._loader.load_state_dict(place["loader"])
+        keeps_position = saved["loader"] is not None and hasattr(self._loader, "load_state_dict")
+        if keeps_position:
+            self._loader.load_state_dict(saved["loader"])
         stream = RandomStream(mixed(self._seed, epoch))
-        batches = self._open(epoch, stream, place["drawn"])
-        if keeps_place:
-            stream.state = dict(place["stream"])
+        batches = self._open(epoch, stream, saved["drawn"])
+        if keeps_position:
+            stream.state = dict(saved["stream"])
         else:
-            batches.drop(place["drawn"], epoch)
+            batches.drop(saved["drawn"], epoch)
         return batches
 
-    def place(self, taken: int) -> dict[str, Any]:
+    def position(self, taken: int) -> dict[str, Any]:
         """Return the position in the epoch: how many batches were drawn, the dataloader's state, and random states."""
-        assert self._dealt is not None
+        assert self._batches is not None
         return {
-            "drawn": self._dealt.drawn,
+            "drawn": self._batches.drawn,
             "loader": self._loader.state_dict() if hasattr(self._loader, "state_dict") else None,
-            "stream": self._dealt.stream.state,
+            "stream": self._batches.stream.state,
         }
 
     def left(self, taken: int) -> int | None:
         """Return how many batches of the epoch this rank has left."""
-        drawn = self._dealt.drawn if self._dealt is not None else 0
-        return math.ceil((self.in_all - drawn) / self._world.size) if self.in_all is not None else None
+        drawn = self._batches.drawn if self._batches is not None else 0
+        return math.ceil((self.in_all - drawn) / self._groups.size) if self.in_all is not None else None
 
-    def _open(self, epoch: int | None, stream: RandomStream, drawn: int) -> _DealtBatches:
+    def _open(self, epoch: int | None, stream: RandomStream, drawn: int) -> _RoundRobinBatches:
         if epoch is not None:
             set_loader_epoch(self._loader, epoch)
         for generator in generators(self._loader, *samplers(self._loader)):
             generator.manual_seed(mixed(self._seed, epoch or 0))
         with stream:
             batches = iter(self._loader)
-        self._dealt = _DealtBatches(batches, stream, self._world, drawn, self._count_samples)
-        return self._dealt
+        self._batches = _RoundRobinBatches(batches, stream, self._groups, drawn, self._count_samples)
+        return self._batches
 
 
-class _DealtBatches(SharedBatches):
+class _RoundRobinBatches(SharedBatches):
     def __init__(
-        self, batches: Iterator[Any], stream: RandomStream, world: ProcessGroups, drawn: int, count_samples: CountSamples | None
+        self, batches: Iterator[Any], stream: RandomStream, groups: ProcessGroups, drawn: int, count_samples: CountSamples | None
     ) -> None:
         super().__init__(batches)
-        self._world = world
+        self._groups = groups
         self._count_samples = count_samples
         self.stream = stream
         self.drawn = drawn
@@ -111,9 +111,9 @@ class _DealtBatches(SharedBatches):
             drop(self._batches, count, epoch)
 
     def __next__(self) -> Any:
-        rank = self._world.rank
+        rank = self._groups.rank
         with self.stream:
-            turn = list(islice(self._batches, self._world.size))
+            turn = list(islice(self._batches, self._groups.size))
         if not turn:
             raise StopIteration
         self.drawn += len(turn)

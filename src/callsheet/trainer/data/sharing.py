@@ -21,7 +21,7 @@ logger = logging.getLogger("callsheet")
 
 def sharing_of(
     loader: Iterable[Any],
-    world: ProcessGroups,
+    groups: ProcessGroups,
     seed: int,
     *,
     argument: str,
@@ -29,7 +29,7 @@ def sharing_of(
     alone: bool | None = None,
     count_samples: CountSamples | None = None,
 ) -> Sharing:
-    """Return the strategy (`own`, `split` or `dealt`) by which the ranks divide the loader's batches. All ranks must call this function.
+    """Return the strategy (`presharded`, `resampled` or `round_robin`) by which the ranks divide the loader's batches. All ranks must call this function.
 
     Args:
         seed: the same on all ranks.
@@ -41,17 +41,17 @@ def sharing_of(
         ConfigError: raised on all ranks if the loader cannot be shared, or some rank has no data.
     """
     sharing: Sharing
-    if (world.size == 1 if alone is None else alone) or not shard or _is_shared_already(loader):
-        sharing = PreshardedData(loader, world, argument, seed)
+    if (groups.size == 1 if alone is None else alone) or not shard or _is_shared_already(loader):
+        sharing = PreshardedData(loader, groups, argument, seed)
     elif isinstance(loader, DataLoader) and has_items(loader) and length_of(batching(loader)[0]) is not None:
-        sharing = ResampledData(loader, world, seed, argument)
-    elif (node_loader := _split_by_node(loader, world)) is not None:
-        sharing = PreshardedData(node_loader, world, argument, seed)
+        sharing = ResampledData(loader, groups, seed, argument)
+    elif (node_loader := _split_by_node(loader, groups)) is not None:
+        sharing = PreshardedData(node_loader, groups, argument, seed)
     else:
-        sharing = RoundRobinData(loader, world, seed, argument, count_samples)
+        sharing = RoundRobinData(loader, groups, seed, argument, count_samples)
     if sharing.in_all == 0:
         raise no_batches(argument)
-    logger.debug("%s, a %s: its batches are %s on %d ranks", argument, type(loader).__name__, sharing.way, world.size)
+    logger.debug("%s, a %s: its data strategy is %s on %d ranks", argument, type(loader).__name__, sharing.strategy, groups.size)
     return sharing
 
 
@@ -73,7 +73,7 @@ class SharedLoader:
 
 def shared(
     loader: Iterable[Any],
-    world: ProcessGroups,
+    groups: ProcessGroups,
     seed: int,
     *,
     argument: str,
@@ -84,7 +84,7 @@ def shared(
 
     Each iteration yields the same batches, including fillers. Arguments and errors are those of `sharing_of`.
     """
-    return SharedLoader(sharing_of(loader, world, seed, argument=argument, shard=shard, count_samples=count_samples))
+    return SharedLoader(sharing_of(loader, groups, seed, argument=argument, shard=shard, count_samples=count_samples))
 
 
 def _is_shared_already(loader: Any) -> bool:
@@ -93,14 +93,14 @@ def _is_shared_already(loader: Any) -> bool:
     return has_sampler or any(getattr(dataset, "_distributed", None) is not None for dataset in datasets(loader))
 
 
-def _split_by_node(loader: Any, world: ProcessGroups) -> DataLoader[Any] | None:
+def _split_by_node(loader: Any, groups: ProcessGroups) -> DataLoader[Any] | None:
     """Return a DataLoader over this rank's shards of a Hugging Face stream. Return None for any other loader."""
     hugging_face: Any = sys.modules.get("datasets")
     if hugging_face is None or not isinstance(loader, DataLoader) or not isinstance(loader.dataset, hugging_face.IterableDataset):
         return None
     from datasets.distributed import split_dataset_by_node
 
-    dataset = split_dataset_by_node(loader.dataset, rank=world.rank, world_size=world.size)
+    dataset = split_dataset_by_node(loader.dataset, rank=groups.rank, world_size=groups.size)
     _, batch_size, drop_last = batching(loader)
     kind = type(loader) if hasattr(loader, "state_dict") else DataLoader
     return rebuilt(loader, kind, dataset=dataset, batch_size=batch_size, drop_last=drop_last)

@@ -1,4 +1,4 @@
-"""The interface of the three strategies (`own`, `split`, `dealt`) for dividing the data among the ranks."""
+"""The interface of the three strategies (`presharded`, `resampled`, `round_robin`) for dividing the data among the ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SharedBatches(Iterator[Any]):
 class Sharing(Protocol):
     """The interface of a strategy for dividing the batches of one dataloader among the ranks."""
 
-    way: str
+    strategy: str
 
     @property
     def length(self) -> int | None:
@@ -51,24 +51,24 @@ class Sharing(Protocol):
         `start` is the dataloader's state (`random_state_of`) from a checkpoint that was saved at the end of the previous epoch.
         """
 
-    def resume(self, epoch: int, taken: int, place: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
-        """Return the remaining batches of an epoch, beginning at the saved position `place`.
+    def resume(self, epoch: int, taken: int, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
+        """Return the remaining batches of an epoch, beginning at the saved position `saved`.
 
         This rank had trained on `taken` batches at that position, and its random states were `now`.
         """
 
-    def place(self, taken: int) -> dict[str, Any]:
+    def position(self, taken: int) -> dict[str, Any]:
         """Return the position in the epoch after `taken` batches, as plain data and tensors."""
 
     def left(self, taken: int) -> int | None:
         """Return how many batches this rank has left in the epoch."""
 
 
-def empty_ranks(world: ProcessGroups, argument: str, is_empty: bool) -> ConfigError:
+def empty_ranks(groups: ProcessGroups, argument: str, is_empty: bool) -> ConfigError:
     """Return the error to raise on all ranks because some ranks have no batch. All ranks must call this function."""
-    ranks = [rank for rank, has_none in enumerate(world.gather(is_empty)) if has_none]
+    ranks = [rank for rank, has_none in enumerate(groups.gather(is_empty)) if has_none]
     named = f"rank {ranks[0]}" if len(ranks) == 1 else f"the ranks {', '.join(map(str, ranks))}"
     return ConfigError(
-        f"{argument} has no batches on {named} of {world.size}; give every rank some of the data, or the whole data to all ranks "
+        f"{argument} has no batches on {named} of {groups.size}; give every rank some of the data, or the whole data to all ranks "
         "(shard_data=True), which then divide it"
     )

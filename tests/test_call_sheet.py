@@ -188,9 +188,7 @@ class Halves(Callback):
         self.recorded.append(ctx.step)
 
 
-NO_DURATION = (
-    r"^Halves \(test_sheet\.py:\d+\) handles on_train_step_end every 0\.5dur, but this run has no max_duration; use another unit$"
-)
+NO_DURATION = r"^Halves \(test_call_sheet\.py:\d+\) handles on_train_step_end every 0\.5dur, but this run has no max_duration; use another unit$"
 
 
 @pytest.mark.parametrize("on_error", ["raise", "isolate"])
@@ -352,7 +350,7 @@ def test_an_isolated_failure_is_logged_and_training_continues(caplog: pytest.Log
     assert recorded == [1, 3]
     assert after == [1, 2, 3]
     (record,) = caplog.records
-    assert "Callback Fails (test_sheet.py:" in record.getMessage()
+    assert "Callback Fails (test_call_sheet.py:" in record.getMessage()
     assert record.getMessage().endswith(
         "failed at on_train_step_end, step 2, rank 2; training continues: ConnectionError: no network"
     )
@@ -487,7 +485,7 @@ def test_a_second_error_is_logged_and_the_first_comes_out(caplog: pytest.LogCapt
 def test_the_error_says_whose_it_is() -> None:
     _, error = failing("decide", "on_log")
     (note,) = error.__notes__
-    assert note.startswith("raised by callback failing.<locals>.fail (test_sheet.py:")
+    assert note.startswith("raised by callback failing.<locals>.fail (test_call_sheet.py:")
     assert note.endswith(") at on_log, step 7, rank 0")
 
 
@@ -554,8 +552,8 @@ def test_all_handlers_of_the_end_are_called_even_if_one_is_removed_meanwhile(
 
 @pytest.mark.parametrize("name", DRAWS)
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_samples_leaves_the_random_states_as_they_were(name: str, fails: bool) -> None:
-    class Samples(Callback):
+def test_a_callback_that_draws_random_numbers_leaves_the_random_states_as_they_were(name: str, fails: bool) -> None:
+    class DrawsRandom(Callback):
         draws_random = True
         on_error = "isolate"
 
@@ -565,7 +563,7 @@ def test_what_samples_leaves_the_random_states_as_they_were(name: str, fails: bo
                 raise ValueError
 
     drawn: list[float] = []
-    manager = CallbackManager([Samples()], checking=True)
+    manager = CallbackManager([DrawsRandom()], checking=True)
     ctx = context()
     expected = DRAWS[name]()
     torch.manual_seed(1)
@@ -581,7 +579,7 @@ def test_what_samples_leaves_the_random_states_as_they_were(name: str, fails: bo
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_checking_finds_one_that_samples_and_does_not_say_so(name: str) -> None:
+def test_checking_rejects_a_callback_that_draws_random_numbers_without_declaring_it(name: str) -> None:
     class Sneaky(Callback):
         def on_log(self, ctx: Context) -> None:
             DRAWS[name]()
@@ -590,7 +588,7 @@ def test_checking_finds_one_that_samples_and_does_not_say_so(name: str) -> None:
     before = random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()  # type: ignore[index]
     with pytest.raises(
         CallsheetError,
-        match=r"Sneaky \(test_sheet\.py:\d+\) drew random numbers at on_log, which changes training; .* `draws_random = True`",
+        match=r"Sneaky \(test_call_sheet\.py:\d+\) drew random numbers at on_log, which changes training; .* `draws_random = True`",
     ):
         CallbackManager([Sneaky()], checking=True).fire("on_log", context())
     after = random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()  # type: ignore[index]
@@ -606,7 +604,7 @@ def test_what_means_to_change_training_may_draw(phase: Any) -> None:
     manager.fire("on_log", context())
 
 
-def test_checking_rejects_also_an_isolated_sampler() -> None:
+def test_checking_also_rejects_an_isolated_handler_that_draws_random_numbers() -> None:
     manager = CallbackManager(checking=True)
     manager.register("on_log", lambda ctx: torch.rand(()), on_error="isolate")
     with pytest.raises(CallsheetError, match="drew random numbers"):
