@@ -313,7 +313,7 @@ def main() -> None:
         sets = run_sets(names, given.sets, given.rounds, given.raw or Path(folder) / "sets")
     if not sets:
         sys.exit("There is no set to show. Run at least one, with --sets 1.")
-    print(f"# {machine()}; one thread, processor time of the thread\n")
+    print(f"{machine()}; one thread, processor time of the thread\n")
     print(
         f"Targets: at most {TARGETS[NOBODY]} times what Ignite adds if no callback listens, and {TARGETS[TEN]} times with ten callbacks.\n"
     )

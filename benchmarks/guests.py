@@ -349,7 +349,7 @@ def main() -> None:
         guest = (fastest(figures, "guests") - fastest(figures, "none")) / GUESTS
         lines.append(f"| {framework.name} | {framework.hooks} | {own:.2f} | {guest:.2f} | {guest / own:.2f} x |")
     print(
-        f"# {machine()}; the best of {given.turns} rounds of {STEPS} steps, ten callbacks, one thread, processor time of the thread\n"
+        f"{machine()}; the best of {given.turns} rounds of {STEPS} steps, ten callbacks, one thread, processor time of the thread\n"
     )
     print("| callback of | events | µs per step in its framework | µs per step as a guest | ratio |")
     print("| --- | --- | --- | --- | --- |")

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from callsheet import Callback, CallbackManager, CallsheetError, Context, Interval, RunInfo, TrainState, at, every
+from callsheet import Background, Callback, CallbackManager, CallsheetError, Context, Interval, RunInfo, TrainState, at, every
 from callsheet.core.call_sheet import CallSheet
 from callsheet.core.callback import PHASES
 from callsheet.core.ranks import Ranks
@@ -84,6 +84,55 @@ def test_the_printed_table_says_each_event_once() -> None:
 def test_an_empty_table_says_so() -> None:
     assert str(CallSheet()).splitlines()[1] == "no handlers"
     assert CallbackManager().call_sheet().rows() == []
+
+
+class Watcher(Callback):
+    @every("1ep")
+    def on_event(self, ctx: Context) -> None: ...
+
+
+class Tracker(Callback):
+    def on_train_start(self, ctx: Context) -> None: ...
+
+    def on_checkpoint_save_start(self, ctx: Context) -> None: ...
+
+    @every("10ba")
+    def on_checkpoint_save_end(self, ctx: Context) -> None: ...
+
+
+class Idle(Callback):
+    pass
+
+
+def test_the_short_form_has_one_line_per_callback() -> None:
+    manager = CallbackManager([Board(), Background(Watcher()), Tracker(), Idle(), Monitor()])
+    manager.register("on_log", lambda ctx: None, name="later", lane="background", ranks={1, 3}, every=5)
+    assert manager.call_sheet().short().splitlines() == [
+        "callback phase         ranks lane       handles",
+        "Board    change/report 0                2 events (1 every 10ba and at the end)",
+        "Watcher                      background all events every 1ep",
+        "Tracker                                 3 events (1 every 10ba)",
+        "Monitor                                 on_optimizer_step_end",
+        "later                  1,3   background on_log every 5ba",
+        "Idle                                    no events",
+    ]
+
+
+def test_the_short_form_leaves_out_columns_that_are_the_default_everywhere() -> None:
+    assert CallbackManager([Monitor()]).call_sheet().short() == "callback handles\nMonitor  on_optimizer_step_end"
+    assert CallbackManager().call_sheet().short() == "no callbacks"
+
+
+@pytest.mark.parametrize(("number", "is_cut"), [(19, False), (20, True), (300, True)])
+def test_the_short_form_fits_on_a_screen(number: int, is_cut: bool) -> None:
+    manager = CallbackManager()
+    for i in range(number):
+        name = f"a_function_with_a_long_name_{i}"
+        manager.register("*", lambda ctx: None, name=name, every="10ba", ranks=set(range(64)), lane="background", phase="report")
+    lines = manager.call_sheet().short().splitlines()
+    assert len(lines) == 20
+    assert max(map(len, lines)) <= 80
+    assert (lines[-1] == f"and {number - 18} more callbacks; `callsheet show` prints all") == is_cut
 
 
 # --- phases ---
@@ -188,7 +237,10 @@ class Halves(Callback):
         self.recorded.append(ctx.step)
 
 
-NO_DURATION = r"^Halves \(test_call_sheet\.py:\d+\) handles on_train_step_end every 0\.5dur, but this run has no max_duration; use another unit$"
+NO_DURATION = (
+    r"^Halves \(test_call_sheet\.py:\d+\) handles on_train_step_end every 0\.5dur, "
+    r"but this run has no max_duration; use another unit$"
+)
 
 
 @pytest.mark.parametrize("on_error", ["raise", "isolate"])
@@ -588,7 +640,8 @@ def test_checking_rejects_a_callback_that_draws_random_numbers_without_declaring
     before = random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()  # type: ignore[index]
     with pytest.raises(
         CallsheetError,
-        match=r"Sneaky \(test_call_sheet\.py:\d+\) drew random numbers at on_log, which changes training; .* `draws_random = True`",
+        match=r"Sneaky \(test_call_sheet\.py:\d+\) drew random numbers at on_log, which changes training; "
+        r".* `draws_random = True`",
     ):
         CallbackManager([Sneaky()], checking=True).fire("on_log", context())
     after = random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()  # type: ignore[index]

@@ -84,10 +84,11 @@ def test_a_recipe_trains_and_says_where_everything_lies(recipe: Path, capsys: py
     assert main(["train", str(recipe), "--data.folder", "texts"]) == 0
     out = capsys.readouterr().out
     assert (
-        out.index("callbacks and loggers (the call sheet: callsheet show")
+        out.index("callbacks and loggers (the whole call sheet: callsheet show")
         < out.index("Starting the run 'tiny'")
         < out.index("nats per token")
     )
+    assert "\ncallback " in out.partition("Starting the run")[0]
     for name in ("validation/loss", "unigram", "bigram", "runs/tiny", "ep0-ba6"):
         assert name in out
     assert out.rstrip().splitlines()[-1] == "Its report: runs/tiny/report.html"

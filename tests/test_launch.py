@@ -588,17 +588,17 @@ def test_a_killed_launcher_leaves_nothing(long_job: subprocess.Popen[str], tmp_p
 
 @pytest.mark.slow
 def test_impatience_leaves_nothing(tmp_path: Path, tmp: Path) -> None:
-    """Workers that do not listen: Ctrl-C again and again ends the launch, and with it the workers."""
+    """Workers ignore signals: pressing Ctrl-C repeatedly ends the launch, and with it the workers."""
     (tmp_path / "job.py").write_text(
         "import os, signal, time\nfrom callsheet import launch\n"
         "def work(folder):\n"
         "    for number in (signal.SIGINT, signal.SIGTERM):\n        signal.signal(number, signal.SIG_IGN)\n"
-        "    open(f'{folder}/deaf-' + os.environ['RANK'], 'w').close()\n"
+        "    open(f'{folder}/ignores-signals-' + os.environ['RANK'], 'w').close()\n"
         "    time.sleep(600)\n"
         "if __name__ == '__main__':\n    launch(work, (os.getcwd(),), grace_seconds=300)\n"
     )
     process = started("job.py", cwd=tmp_path)
-    assert wait_for(lambda: len(list(tmp_path.glob("deaf-*"))) == 2, process)
+    assert wait_for(lambda: len(list(tmp_path.glob("ignores-signals-*"))) == 2, process)
     for _ in range(60):
         if process.poll() is not None:
             break

@@ -4,7 +4,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -97,8 +97,19 @@ def tree_of(path: Path) -> ast.Module:
 @cache
 def imports(path: Path, *, inside_functions: bool = False) -> frozenset[str]:
     """The full names of what `path` imports; of `from package import module`, the module."""
+    return names_imported(path, statements(tree_of(path).body, inside_functions=inside_functions))
+
+
+def imports_for_types(path: Path) -> frozenset[str]:
+    """The full names of what only type checkers import, below `if TYPE_CHECKING`."""
+    blocks = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.If) and is_type_checking(node.test)]
+    return names_imported(path, (statement for block in blocks for statement in block.body))
+
+
+def names_imported(path: Path, body: Iterable[ast.AST]) -> frozenset[str]:
+    """The full names of what these statements of `path` import."""
     found: set[str] = set()
-    for statement in statements(tree_of(path).body, inside_functions=inside_functions):
+    for statement in body:
         if isinstance(statement, ast.Import):
             found |= {alias.name for alias in statement.names}
         elif isinstance(statement, ast.ImportFrom):
@@ -172,6 +183,13 @@ def test_the_core_imports_the_standard_library_alone(module: str) -> None:
     assert names - {"callsheet"} <= sys.stdlib_module_names
 
 
+@pytest.mark.parametrize("module", [name for name in MODULES if not name or name.split(".")[0] in STANDARD_LIBRARY_ONLY])
+def test_type_checkers_import_torch_for_the_core_and_nothing_else(module: str) -> None:
+    """The core's fields hold tensors. Their type is `torch.Tensor`, which no module of the core imports when it runs."""
+    others = {name for name in imports_for_types(MODULES[module]) if name.split(".")[0] != "callsheet"}
+    assert others - {"torch"} <= sys.stdlib_module_names
+
+
 def test_importing_the_package_imports_no_torch() -> None:
     code = "import sys, callsheet; print(sorted({'torch', 'numpy', 'yaml'} & sys.modules.keys()), callsheet.Callback.__name__)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -239,6 +257,7 @@ def test_the_check_finds_an_import_that_goes_up(tmp_path: Path) -> None:
     )
     assert imports(file) == {"typing", "callsheet.core.manager", "callsheet.core.control", "torch.nn", "json"}
     assert imports(file, inside_functions=True) >= {"numpy"}
+    assert imports_for_types(file) == {"callsheet.core.context"}
     assert own(imports(file)) == {"core.manager", "core.control"}
     assert layer_of("trainer.loop") > layer_of("run.records") > layer_of("core.context") > layer_of("errors")
 

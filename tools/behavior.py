@@ -1,107 +1,160 @@
-"""Record the behavior that users can observe in this checkout of callsheet and in an older one, and print the differences.
+"""Record the behavior that users can observe in this checkout of callsheet and in an older one, and report the differences.
 
-    python tools/behavior.py OLD_CHECKOUT            record both trees, print every difference, exit 1 if there is one
-    python tools/behavior.py OLD_CHECKOUT --only hosts recipes
+    python tools/behavior.py OLD_CHECKOUT                          record both, print every difference, exit 1 if one has no reason
+    python tools/behavior.py OLD_CHECKOUT --only hosts recipes     only these parts
+    python tools/behavior.py OLD_CHECKOUT --table FILE             also write the result as a table
 
-For each host and each recipe, a short real run is recorded: its events with the fields available at each, the logged metrics,
-losses and final weights, bit for bit. Also recorded are the cells of the matrix, the public names, the options of the command
-line and the keys of the recipes' YAML. The old checkout is run twice: values that differ between these two runs (times, rates,
-memory) are not compared. `RENAMED` maps old names to new ones.
+The parts are
+
+- hosts: a short real run in each framework's loop: the order of its events, the fields available at each, the logged metrics, losses
+  and final weights, bit for bit
+- recipes: a few steps of each recipe, started from the command line: its files, and what the loggers wrote
+- run_folders: a run and its checkpoint, written by the older checkout, are read and resumed by each
+- matrix: the verdict of each cell
+- names: the public modules and their names, and whether the imports in the older docs and examples still work
+- commands: the options of the command line
+- yaml: the keys and defaults of the recipes
+- rejections: which errors and messages the tests of transport, control and registration expect
+
+The older checkout is run twice: values that differ between these two runs (times, rates, memory) are not compared. What is compared,
+with new names and the reasons of differences, is in `behavior_recorders.py`, `behavior_rejections.py` and `behavior_reasons.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import importlib
-import importlib.util
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-RENAMED: dict[str, str] = {
-    "FieldNotTold": "FieldNotAvailable",
-    "NotCarried": "NotSupported",
-    "RequestRefused": "RequestRejected",
-    "LogRecord": "MetricsRecord",
-    "Told": "RecordedEvent",
-    "accumulate": "gradient_accumulation_steps",
-    "refuse": "reject",
-    "refused": "rejected",
-    "hears": "listens",
-}
-"""Maps the old name of a field, metric, option or public name to the new one."""
+from behavior_reasons import RENAMED, RENAMED_IN_TESTS, REWORDED, reason
+from behavior_recorders import RECIPES, RECORDERS
+from behavior_rejections import closest, expected, paired
 
 HOSTS = (
     *("trainer", "bare", "huggingface", "lightning", "ignite", "accelerate", "torchtnt", "keras"),
-    *("megatron_bridge", "automodel", "instructlab", "composer"),
+    *("megatron_bridge", "automodel", "instructlab", "composer", "ultralytics"),
 )
-RECIPES = ("pretrain", "finetune", "finetune_vlm", "classify", "distill")
-MODULES = (
-    "",
-    ".errors",
-    ".callbacks",
-    ".loggers",
-    ".trainer",
-    ".checkpoint",
-    ".metrics",
-    ".report",
-    ".transport",
-    ".testing",
-    ".recipes",
-)
-COMMANDS = ("", "train", "show", "events", "bridges", "recipes", "evaluate", "predict", "export", "runs", "report", "watch")
-PARTS = ("hosts", "recipes", "matrix", "names", "commands", "yaml")
-MEASURED = re.compile("/system/|/memory|size_bytes|/time|_seconds|_per_second")
-"""Matches measured values in a recipe's files, which differ in every run."""
+OWN_INTERPRETERS = {"composer": ".venv-composer/bin/python", "ultralytics": ".venv-ultralytics/bin/python"}
+"""The interpreters of the frameworks that cannot be installed beside the others."""
+
+PARTS = (*RECORDERS, "rejections")
+ROOT = Path(__file__).resolve().parent.parent
+RECORDER = Path(__file__).resolve().parent / "behavior_recorders.py"
 SECONDS = 600
 """The time limit for one run."""
+
+ABSENT = "absent"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A value that differs, and why; an empty reason if nobody has written one down."""
+
+    key: str
+    was: Any
+    is_: Any
+    reason: str
+
+    @property
+    def change(self) -> str:
+        """Return "added", "removed" or "changed"."""
+        return change(self.was, self.is_)
+
+    def __str__(self) -> str:
+        return f"  {self.key}: was {self.was!r}, is {self.is_!r}{f' ({self.reason})' if self.reason else ''}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result for one part, or one host or recipe of it. If it could not be compared, `not_compared` says why."""
+
+    title: str
+    compared: int = 0
+    varying: int = 0
+    differences: list[Difference] = field(default_factory=list)
+    not_compared: str = ""
+
+    @property
+    def unexplained(self) -> list[Difference]:
+        """Return the differences that have no reason."""
+        return [each for each in self.differences if not each.reason]
+
+    def __str__(self) -> str:
+        if self.not_compared:
+            return f"{self.title}: not compared: {self.not_compared}"
+        counts = f"{self.compared} values compared, {len(self.differences)} differ, {self.varying} vary by themselves"
+        explained = len(self.differences) - len(self.unexplained)
+        return f"{self.title}: {counts}" + (f" ({explained} of the differences have a reason)" if explained else "")
 
 
 def main() -> int:
     arguments = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     arguments.add_argument("old", type=Path, help="the older checkout (git worktree add DIR COMMIT)")
     arguments.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="the parts to record; by default all")
-    arguments.add_argument("--composer", type=Path, default=Path(".venv-composer/bin/python"), help="Composer's own interpreter")
+    arguments.add_argument("--names", nargs="+", help="record only these hosts and recipes")
+    arguments.add_argument("--table", type=Path, help="write the result to this file")
     given = arguments.parse_args()
-    new = Path(__file__).resolve().parent.parent
-    differences = compared = 0
+    old = given.old.resolve()
+    found: list[Comparison] = []
     for part in given.only:
-        for title, command, interpreter in commands(part, given.composer):
-            first, second = (record(given.old.resolve(), command, interpreter) for _ in range(2))
-            found = record(new, command, interpreter)
-            same = {key: value for key, value in first.items() if second.get(key) == value}
-            varying = renamed(dict.fromkeys((first.keys() | second.keys()) - same.keys())).keys()
-            stable = renamed(same)
-            different = [
-                f"  {key}: was {stable.get(key, 'absent')!r}, is {found.get(key, 'absent')!r}"
-                for key in sorted(stable.keys() | (found.keys() - varying))
-                if stable.get(key, "absent") != found.get(key, "absent")
-            ]
-            print(
-                f"{title}: {len(stable)} values compared, {len(different)} differ, {len(varying)} vary by themselves", flush=True
+        for name in {"hosts": HOSTS, "recipes": RECIPES, "run_folders": RECIPES}.get(part, ("",)):
+            if not given.names or not name or name in given.names:
+                found.append(compared := compare_rejections(old) if part == "rejections" else compare(part, name, old))
+                shown = compared.unexplained + [each for each in compared.differences if each.reason]
+                print(compared, *shown[:40], sep="\n", flush=True)
+    unexplained = sum(len(each.unexplained) for each in found)
+    print(
+        f"{sum(each.compared for each in found)} values compared, {sum(len(each.differences) for each in found)} differ, "
+        f"{unexplained} without a reason; not compared: {', '.join(each.title for each in found if each.not_compared) or 'nothing'}"
+    )
+    if given.table:
+        given.table.write_text("\n".join(table(found, old)) + "\n", "utf-8")
+    return bool(unexplained)
+
+
+def compare(part: str, name: str, old: Path) -> Comparison:
+    """Record this part in the older checkout, twice, and in this one, and compare the values."""
+    title = f"{part} {name}".strip()
+    interpreter = Path(OWN_INTERPRETERS.get(name, sys.executable)).absolute()
+    if not interpreter.exists():
+        return Comparison(title, not_compared=f"there is no {interpreter}")
+    first, second = (record(old, part, name, interpreter, old) for _ in range(2))
+    found = record(ROOT, part, name, interpreter, old)
+    for each, where in ((first, "the older checkout"), (found, "this checkout")):
+        if problem := each.get("not there") or each.get("failed"):
+            return Comparison(
+                title,
+                not_compared=f"{where} cannot run it: {problem}",
+                differences=[Difference("run", "works", "fails", "")] if each is found else [],
             )
-            print("\n".join(different[:40]), end="\n" if different else "", flush=True)
-            differences, compared = differences + len(different), compared + len(stable)
-    print(f"{compared} values compared, {differences} differ")
-    return bool(differences)
+    same = {key: value for key, value in first.items() if second.get(key, ABSENT) == value}
+    varying = renamed(dict.fromkeys((first.keys() | second.keys()) - same.keys())).keys()
+    stable = renamed(same)
+    differences = []
+    for key in sorted(stable.keys() | (found.keys() - varying)):
+        was, is_ = stable.get(key, ABSENT), found.get(key, ABSENT)
+        if was != is_:
+            differences.append(Difference(key, was, is_, reason(title, key, change(was, is_))))
+    return Comparison(title, len(stable), len(varying), differences)
 
 
-def commands(part: str, composer: Path) -> Iterator[tuple[str, list[str], Path]]:
-    """Yield what to record for this part: a title, the arguments of this program, and the interpreter."""
-    interpreter = Path(sys.executable)
-    for name in {"hosts": HOSTS, "recipes": RECIPES}.get(part, ("",)):
-        yield f"{part} {name}".strip(), [part, name], composer.absolute() if name == "composer" else interpreter
+def change(was: Any, is_: Any) -> str:
+    """Return whether a value was "added", "removed" or "changed"."""
+    return "added" if was == ABSENT else "removed" if is_ == ABSENT else "changed"
 
 
-def record(tree: Path, command: list[str], interpreter: Path) -> dict[str, Any]:
-    """Run this program with the packages and tests of the checkout `tree`, and return the values that it prints as JSON."""
+def record(tree: Path, part: str, name: str, interpreter: Path, old: Path) -> dict[str, Any]:
+    """Run the recorder with the packages and tests of the checkout `tree`, and return the values that it prints as JSON."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {
             "PYTHONPATH": f"{tree / 'src'}{os.pathsep}{tree / 'tests'}",
@@ -111,7 +164,7 @@ def record(tree: Path, command: list[str], interpreter: Path) -> dict[str, Any]:
             "COLUMNS": "100",
         }
         ran = subprocess.run(
-            [str(interpreter), "-W", "ignore", str(Path(__file__).resolve()), "--record", *command],
+            [str(interpreter), "-W", "ignore", str(RECORDER), part, name, str(old)],
             cwd=folder,
             env=environment,
             capture_output=True,
@@ -120,7 +173,8 @@ def record(tree: Path, command: list[str], interpreter: Path) -> dict[str, Any]:
             check=False,
         )
     if ran.returncode:
-        return {"failed": ran.stderr[-2000:]}
+        print(ran.stderr[-3000:], file=sys.stderr)
+        return {"failed": "; ".join(ran.stderr.strip().splitlines()[-1:]) or f"exit status {ran.returncode}"}
     found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return found
 
@@ -129,150 +183,87 @@ def renamed(values: dict[str, Any]) -> dict[str, Any]:
     """Replace old names in the keys, and in the values that are names."""
 
     def name(text: Any) -> Any:
-        return "/".join(RENAMED.get(part, part) for part in text.split("/")) if isinstance(text, str) else text
+        return re.sub(r"[^/ ]+", lambda word: RENAMED.get(word[0], word[0]), text) if isinstance(text, str) else text
 
-    return {name(key): name(value) for key, value in values.items()}
-
-
-# --- in a process that uses the packages of one checkout ---
+    return {name(key): name(value) if isinstance(value, str) and " " not in value else value for key, value in values.items()}
 
 
-def hosts(name: str) -> dict[str, Any]:
-    """Record a short run in this framework, with built-ins that change, measure and save."""
-    from callsheet import Callback, Context
-    from callsheet.callbacks import EMA, CheckpointSaver, LRMonitor, OptimizerMonitor
+def compare_rejections(old: Path) -> Comparison:
+    """Compare which errors and messages the tests of rejected input expect.
 
-    found: dict[str, Any] = {}
-
-    class Trace(Callback):
-        phase = "restore"  # after all others
-
-        def on_event(self, ctx: Context) -> None:
-            count = sum(key.startswith("event/") for key in found)
-            values = {}
-            for field in every_field:
-                if ctx.has(field):
-                    values[field] = shown(getattr(ctx, field))
-            found[f"event/{count:04d}"] = str(ctx.event)
-            for field, value in values.items():
-                found[f"{count:04d} {ctx.event}/{field}"] = value
-            if str(ctx.event) == "on_log":
-                found.update({f"{count:04d} metric/{key}": shown(value) for key, value in ctx.record.values.items()})
-
-    every_field = fields()
-    # The package was called `homes` in older checkouts.
-    package = next(each for each in ("bridges.loops", "bridges.homes") if importlib.util.find_spec(each))
-    loop, points = importlib.import_module(f"{package}.{name}"), importlib.import_module(f"{package}.job").POINTS
-    everything = [EMA(), LRMonitor(), OptimizerMonitor(), CheckpointSaver(save_interval="3ba"), Trace()]
-    try:
-        model = loop.train(points, Path.cwd() / "both", everything, strict=False)
-    except Exception as error:
-        found = {"rejected": type(error).__name__}
-        model = loop.train(points, Path.cwd() / "alone", [LRMonitor(), Trace()], strict=False)
-    found["weights"] = digest(model)
-    found["weights without callbacks"] = digest(loop.train(points, Path.cwd() / "none", None))
-    return found
+    The tests' names may change. A message without an equal one is paired with the most similar one for the same error.
+    """
+    before, now = (expected(tree / "tests", RENAMED_IN_TESTS) for tree in (old, ROOT))
+    _, reworded, missing, added = paired(before, now)
+    differences = [Difference(str(one), one.message, other.message, REWORDED) for one, other in reworded]
+    for one in missing:
+        text = reason("rejections", str(one), "removed")
+        differences.append(Difference(f"{one} (in {one.test}; the closest now is: {closest(one, now)})", "expected", ABSENT, text))
+    for other in added:
+        differences.append(Difference(f"{other} (in {other.test})", ABSENT, "expected", reason("rejections", str(other), "added")))
+    return Comparison("rejections", len(before), 0, differences)
 
 
-def fields() -> tuple[str, ...]:
-    """Return the names of all fields of the context."""
-    for module in ("callsheet.core.lifecycle", "callsheet.lifecycle"):  # the second is its place in older checkouts
-        if importlib.util.find_spec(module.rpartition(".")[0]) and importlib.util.find_spec(module):
-            return tuple(importlib.import_module(module).FIELDS)
-    raise ModuleNotFoundError("The module of the lifecycle's table is neither callsheet.core.lifecycle nor callsheet.lifecycle.")
+def table(found: list[Comparison], old: Path) -> Iterator[str]:
+    """Yield the lines of the page with the results."""
+    yield "# What users can observe, compared with an older commit"
+    yield ""
+    yield f"Made by `make behavior OLD=DIR`, where `DIR` has {commit(old)}. This checkout has {commit(ROOT)}. Both ran with Python"
+    yield f"{platform.python_version()} and torch {version('torch')} on the CPU. The older commit ran twice: a value that differed between its"
+    yield "two runs, such as a time, is not compared. Values are compared bit for bit, after old names are replaced by new ones."
+    yield ""
+    yield "| part | values compared | equal | vary by themselves | changed | removed | added | without a reason |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    for each in found:
+        if not each.not_compared:
+            counts = {kind: sum(one.change == kind for one in each.differences) for kind in ("changed", "removed", "added")}
+            equal = each.compared - counts["changed"] - counts["removed"]
+            cells = (each.compared, equal, each.varying, *counts.values(), len(each.unexplained))
+            yield f"| {each.title} | {' | '.join(map(str, cells))} |"
+    if any(each.not_compared for each in found):
+        yield from ("", "Not compared:", "")
+        yield from (f"- {each.title}: {cell(each.not_compared)}" for each in found if each.not_compared)
+    yield from ("", "## Differences and their reasons", "", "| reason | where | values | for example |", "| --- | --- | --- | --- |")
+    yield from differences_by_reason(found)
+    reworded = [one for each in found for one in each.differences if one.reason == REWORDED]
+    if reworded:
+        yield from ("", "## Messages of rejections that were reworded", "", "| error | then | now |", "| --- | --- | --- |")
+        for one in reworded:
+            subject, error, _ = one.key.split(": ", 2)
+            yield f"| {subject}: {error} | {cell(one.was)} | {cell(one.is_)} |"
 
 
-def shown(value: Any) -> Any:
-    """Return numbers, strings and tensors in a form that can be compared bit for bit, and "there" for any other value."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return digest_of(value)
-    if isinstance(value, (bool, int, str)) or value is None:
-        return value
-    return value.hex() if isinstance(value, float) else "there"
-
-
-def digest_of(tensor: Any) -> str:
-    return f"{tuple(tensor.shape)} {hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:16]}"
-
-
-def digest(model: Any) -> str:
-    """Return a digest of all weights of a model."""
-    return hashlib.sha256("".join(digest_of(each) for each in model.state_dict().values()).encode()).hexdigest()[:16]
+def differences_by_reason(found: list[Comparison]) -> Iterator[str]:
+    """Yield a row for each reason, with the parts in which it occurs and up to three differences."""
+    by_reason: dict[str, list[tuple[str, Difference]]] = {}
+    for each in found:
+        for one in each.differences:
+            by_reason.setdefault(one.reason, []).append((each.title, one))
+    for text, values in by_reason.items():
+        parts = dict.fromkeys(title for title, _ in values)
+        kinds = {kind: sum(one.change == kind for _, one in values) for kind in ("changed", "removed", "added")}
+        counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
+        examples = [example(one) for _, one in values][:3]
+        yield f"| {text or '**none given**'} | {', '.join(parts)} | {counted} | {'<br>'.join(examples)} |"
 
 
-def recipes(name: str) -> dict[str, Any]:
-    """Record a few steps of the recipe on its own data, started from the command line."""
-    short = ["--max_duration", "6ba", "--eval_interval", "3ba", "--runs_folder", "runs", "--seed", "5", "--device", "cpu"]
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "callsheet", "train", name, *short], check=True, stdout=subprocess.DEVNULL
-    )
-    [folder] = Path("runs").iterdir()
-    found: dict[str, Any] = {"files": sorted({path.name for path in folder.iterdir()})}
-    for file in sorted(folder.glob("*.jsonl")):
-        if file.stem == "costs":  # it has only times
-            continue
-        for number, line in enumerate(file.read_text().splitlines()):
-            found.update({f"{file.stem} {number:04d}/{key}": value for key, value in flat(json.loads(line))})
-    return found
+def example(one: Difference) -> str:
+    """Return a difference in a few words."""
+    key = cell(one.key)
+    return f"{key}: {cell(one.was)} → {cell(one.is_)}" if one.change == "changed" else f"{key} ({one.change})"
 
 
-def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the path and the value of each leaf of nested dictionaries and lists."""
-    if isinstance(value, (dict, list)):
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from flat(inner, f"{name}/{key}" if name else str(key))
-    else:
-        yield name, value
+def cell(value: Any) -> str:
+    """Return a value as one short line of a table."""
+    text = re.sub(r"\s+", " ", str(value)).replace("|", "\\|")
+    return f"`{text[:157]}{'...' if len(text) > 157 else ''}`" if text else "(empty)"
 
 
-def matrix(_: str) -> dict[str, Any]:
-    """Record the kind of each cell of the matrix: works, limited, refused or rejected."""
-    import callsheet
-
-    found: dict[str, Any] = {}
-    for file in sorted(Path(str(callsheet.__file__)).parent.rglob("*.json")):
-        for key, value in flat(json.loads(file.read_text())):
-            if isinstance(value, str) and len(value) < 12:
-                found[f"{file.stem}/{key}"] = value
-    return found
-
-
-def names(_: str) -> dict[str, Any]:
-    """Record the public names of the public modules."""
-    return {
-        f"{module}/{name}": "there"
-        for module in (f"callsheet{end}" for end in MODULES)
-        for name in getattr(importlib.import_module(module), "__all__", ())
-    }
-
-
-def command_line(_: str) -> dict[str, Any]:
-    """Record the options of each command."""
-    found: dict[str, Any] = {}
-    for command in COMMANDS:
-        command_help = [sys.executable, "-m", "callsheet", *command.split(), "--help"]
-        text = subprocess.run(command_help, capture_output=True, text=True, check=True).stdout
-        found.update({f"{command or 'callsheet'}/{option}": "there" for option in re.findall(r"(?<![\w-])--?[a-z][\w.-]*", text)})
-    return found
-
-
-def yaml(_: str) -> dict[str, Any]:
-    """Record the keys and defaults of each recipe."""
-    from yaml import safe_load
-
-    found: dict[str, Any] = {}
-    for name in RECIPES:
-        print_config = [sys.executable, "-W", "ignore", "-m", "callsheet", "train", name, "--print_config"]
-        text = subprocess.run(print_config, capture_output=True, text=True, check=True).stdout
-        found.update({f"{name}/{key}": value for key, value in flat(safe_load(text))})
-    return found
+def commit(tree: Path) -> str:
+    """Return the commit of a checkout, with its date."""
+    log = ["git", "-C", str(tree), "log", "-1", "--format=commit %h of %as"]
+    return subprocess.run(log, capture_output=True, text=True, check=False).stdout.strip() or "no commit"
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--record"]:
-        recorders = {"hosts": hosts, "recipes": recipes, "matrix": matrix, "names": names, "commands": command_line, "yaml": yaml}
-        print(json.dumps(recorders[sys.argv[2]](sys.argv[3]), default=str))
-    else:
-        sys.exit(main())
+    sys.exit(main())

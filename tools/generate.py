@@ -209,6 +209,7 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
             "scale",
             "monitors",
             "lanes",
+            "lane_loss",
             "lane-work",
             "instructions",
             "bytecodes",

@@ -16,7 +16,7 @@ from callsheet.checkpoint import export_huggingface, export_weights
 from callsheet.errors import CheckpointError
 from callsheet.testing.ranks import run_ranks
 
-from .many_ranks import Net, raised, training, whole, gloo_group
+from .many_ranks import Net, gloo_group, raised, training, whole
 
 LAST = "weights.safetensors"
 

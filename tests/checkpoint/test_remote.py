@@ -26,7 +26,7 @@ from callsheet.checkpoint.local import LocalFolder
 from callsheet.errors import CheckpointError
 from callsheet.testing.ranks import run_ranks
 
-from .many_ranks import whole, gloo_group
+from .many_ranks import gloo_group, whole
 
 ROOT = "memory://bucket/run"
 

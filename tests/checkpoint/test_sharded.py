@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from callsheet.checkpoint import AsyncWriter, RankLost, all_finite, read_checkpoint, write_checkpoint
 from callsheet.testing.ranks import RankProcesses, run_ranks
 
-from .many_ranks import raised, state_of, step, training, whole, gloo_group
+from .many_ranks import gloo_group, raised, state_of, step, training, whole
 
 
 def targets(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[str, torch.Size, torch.dtype], Tensor | None]:

@@ -36,7 +36,7 @@ def test_with_torchrun_only_one_rank_prints(place: Path) -> None:
     done = torchrun("train", "tiny.yaml", "--parallel", "ddp")
     assert done.returncode == 0, done.stderr
     for once in (
-        "the call sheet: callsheet show",
+        "the whole call sheet: callsheet show",
         "Starting the run 'tiny'",
         "nats per token",
         "Its report: runs/tiny/report.html",

@@ -47,7 +47,7 @@ def model(**values: Any) -> LanguageModel:
 
 
 def rows(folder: Path, each: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """These rows as files of JSON lines, dealt out: what `train`, `validation` and `test` are."""
+    """Write the rows to JSON Lines files, and return the arguments `train`, `validation` and `test`."""
     folder.mkdir(parents=True, exist_ok=True)
     left = iter(each)
     for name, size in SIZES.items():

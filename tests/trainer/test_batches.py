@@ -164,7 +164,12 @@ def place_by_place(kinds: list[str]) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize(
-    "kinds", [["resampled", "dropping"], ["round_robin", "round_robin stateful", "round_robin list"], ["presharded", "presharded unknown", "presharded stateful"]]
+    "kinds",
+    [
+        ["resampled", "dropping"],
+        ["round_robin", "round_robin stateful", "round_robin list"],
+        ["presharded", "presharded unknown", "presharded stateful"],
+    ],
 )
 def test_resumed_at_any_place_the_rest_is_the_same(kinds: list[str]) -> None:
     for wrong in run_ranks(place_by_place, 2, kinds):

@@ -319,7 +319,10 @@ def loaders(rank: int) -> dict[str, tuple[Any, dict[str, Any]]]:
             DataLoader(samples, batch_size=None, shuffle=True, generator=generator, collate_fn=lambda n: [n]),
             {},
         ),
-        "presharded distributed": (DataLoader(samples, sampler=DistributedSampler(samples, RANKS, rank, shuffle=False), **listed), {}),
+        "presharded distributed": (
+            DataLoader(samples, sampler=DistributedSampler(samples, RANKS, rank, shuffle=False), **listed),
+            {},
+        ),
         "presharded list": (own, {"shard": False}),
         "presharded unknown": (ListWithoutLength(own), {"shard": False}),
         "presharded hugging face": (DataLoader(stream, batch_size=2, collate_fn=lambda rows: [row["n"] for row in rows]), {}),
@@ -403,7 +406,9 @@ def rejected(kind: str) -> str:
     ("kind", "message"),
     [
         ("presharded empty", "data has no batches on rank 1 of 3; give every rank some"),
-        pytest.param("presharded empty unknown", "data has no batches on rank 1 of 3; give every rank some", marks=pytest.mark.slow),
+        pytest.param(
+            "presharded empty unknown", "data has no batches on rank 1 of 3; give every rank some", marks=pytest.mark.slow
+        ),
         ("other samples", "data: the order of the samples (1{} on rank {}) is not the same on all ranks"),
         pytest.param("other batches", "not the same number on all ranks", marks=pytest.mark.slow),
         pytest.param("odd", "data is a Odd, which overrides how batches are made", marks=pytest.mark.slow),

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from signal import Signals
 from types import TracebackType
-from typing import Any, Never, Self
+from typing import Any, Never, Self, TypedDict, Unpack
 
-from torch import nn
+from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from callsheet.bridges.data_position import DataPosition
@@ -19,12 +20,20 @@ from callsheet.bridges.loop_warnings import LoopWarnings
 from callsheet.bridges.support_check import SupportCheck
 from callsheet.bridges.training_hooks import TrainingHooks
 from callsheet.bridges.unobserved_loop import UnobservedLoop
-from callsheet.core.context import NO_VALUES, Context
+from callsheet.core.context import NO_VALUES, Across, Context, Loggable, Over
 from callsheet.core.run_state import Outcome
 from callsheet.errors import ConfigError, RequestRejected, mark_as_users
 from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")
+
+
+class LogOptions(TypedDict, total=False):
+    """The options of `AttachedRun.log`; see `Context.log`."""
+
+    over: Over
+    across: Across
+    weight: float | Tensor | None
 
 
 class AttachedRun:
@@ -37,7 +46,7 @@ class AttachedRun:
         optimizer: Optimizer,
         *,
         gradient_accumulation_steps: int,
-        scaler: Any,
+        scaler: GradScaler | None,
         position: DataPosition,
         resume: str | None,
         strict: bool,
@@ -80,7 +89,7 @@ class AttachedRun:
         """
         return self._run.lifetime.outcome is Outcome.PREEMPTED
 
-    def log(self, values: Mapping[str, Any] = NO_VALUES, *misplaced: Never, **options: Any) -> None:
+    def log(self, values: Loggable = NO_VALUES, *misplaced: Never, **options: Unpack[LogOptions]) -> None:
         """Log numbers for the next metrics record; see `Context.log`."""
         if self._unobserved is None:
             self._run.ctx.log(values, *misplaced, **options)
@@ -245,7 +254,8 @@ class AttachedRun:
     def _end_step(self) -> None:
         run = self._run
         run.step_skipped = not self._hooks.optimizer.has_stepped
-        self._is_over = run.end_step()
+        if run.end_step():
+            self._is_over = run.is_over
         if not self._is_checked:
             self._is_checked = True
             message = self._without_step if run.step_skipped else ""

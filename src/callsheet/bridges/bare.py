@@ -10,6 +10,7 @@ from callsheet.core.optional import needed_by
 
 with needed_by("callsheet.attach"):
     from torch import nn
+    from torch.amp import GradScaler
     from torch.optim import Optimizer
 
 from callsheet.bridges.attached_run import AttachedRun
@@ -24,6 +25,7 @@ from callsheet.core.familiar_names import TRAINER_ARGUMENTS
 from callsheet.core.manager import CallbackManager
 from callsheet.core.time import Time
 from callsheet.errors import names_unknown
+from callsheet.run.parts import Stateful
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.run.run_names import check_run_name
 
@@ -53,9 +55,9 @@ def attach(
     optimizer: Optimizer,
     callbacks: CallbackManager | Callback | Iterable[Callback] | None = None,
     loggers: Iterable[Callback] | None = None,
-    scheduler: Any = None,
+    scheduler: Stateful | None = None,
     gradient_accumulation_steps: int = 1,
-    scaler: Any = None,
+    scaler: GradScaler | None = None,
     max_duration: str | Time | None = None,
     log_interval: str | int | Time = "10ba",
     run_name: str | None = None,

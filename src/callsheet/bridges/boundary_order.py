@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
-from callsheet.core.context import Context
+from callsheet.core.context import Boundary, Context
 from callsheet.run.boundaries import Boundaries
 from callsheet.run.records import Records
 
@@ -135,6 +135,6 @@ class HostedBoundaries(Boundaries):
 
     order: BoundaryOrder
 
-    def fire_checkpoint_due(self, boundary: str) -> None:
+    def fire_checkpoint_due(self, boundary: Boundary) -> None:
         if self.order.may_come("D"):
             super().fire_checkpoint_due(boundary)

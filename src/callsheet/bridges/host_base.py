@@ -112,19 +112,17 @@ class HostBase:
         self._support(run).before_run(not_fired, run.control)
         run.begin(**options)
 
-    def _finish_step(self, run: HostedRun, loop: Any = None, *, may_skip_step: bool = False) -> None:
-        """End the step, carry out what is due after it, and make the framework stop if that was requested.
+    def _after_step(self, run: HostedRun, loop: Any = None, *, may_skip_step: bool = False) -> None:
+        """Check the first step, and make the framework stop if that was requested. Called if `HostedRun.end_step` returns True.
 
         Args:
             run: the current run.
             loop: passed to `_stop`.
             may_skip_step: passed to `_check_first_step`.
         """
-        run.end_step()
         if not self._is_checked:
             self._check_first_step(run, may_skip_step=may_skip_step)
-        if run.control.pending or run.boundaries.is_preempted:
-            self._stop_if_asked(run, loop)
+        self._stop_if_asked(run, loop)
 
     def _check_first_step(self, run: HostedRun, **options: Any) -> None:
         """After the run's first step, raise an error (or log a warning) if an event that has listeners was not fired.

@@ -6,9 +6,8 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,21 +23,22 @@ from callsheet.bridges.lifecycle_driver import LifecycleDriver
 from callsheet.core.background import inner
 from callsheet.core.callback import Callback
 from callsheet.core.callbacks_argument import manager_of
+from callsheet.core.context import Boundary
 from callsheet.core.control import SAVE_KINDS, Control, Request
 from callsheet.core.lifecycle import EVENTS
 from callsheet.core.manager import CallbackManager
 from callsheet.core.ranks import Ranks, read_ranks
-from callsheet.core.run_state import CheckpointInfo, RunInfo, TrainState
+from callsheet.core.run_state import CheckpointInfo, TrainState
 from callsheet.core.time import Time
 from callsheet.errors import mark_as_users
-from callsheet.run.checkpoints import Checkpoints, Typed
+from callsheet.run.checkpoints import Typed
 from callsheet.run.log_ranks import LogRanks
-from callsheet.run.parts import CheckpointsPart, Stateful
+from callsheet.run.parts import Stateful
 from callsheet.run.process_groups import ProcessGroups
-from callsheet.run.run import Run
+from callsheet.run.run import Run, run_info
 from callsheet.run.run_guard import LOCK_TIMEOUT_SECONDS, checked_lock_timeout
 from callsheet.run.run_names import check_folder, check_run_name, new_name
-from callsheet.run.signals import GRACE_SECONDS, SignalWatch
+from callsheet.run.signals import SignalWatch
 from callsheet.trainer.arguments import duration, log_boundary
 
 _OF_CHECKPOINTS = ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published")
@@ -71,7 +71,7 @@ class HostedRun(Run):
     """
 
     RECORDS = HostedRecords
-    BOUNDARIES: ClassVar[type[HostedBoundaries]] = HostedBoundaries
+    BOUNDARIES = HostedBoundaries
     records: HostedRecords
     boundaries: HostedBoundaries
     checkpoints: Any
@@ -85,6 +85,8 @@ class HostedRun(Run):
     """The gradient norm of the step if the host knows it when `clip_gradients` ends, otherwise None."""
     counted = (0, 0)
     """The numbers of samples and tokens in the current step."""
+    is_over = False
+    """Whether training had to end when `end_step` last returned True."""
     _next_boundary = 0  # something is due at the end of this step, even if no callback makes a request before
     _is_dropping = False  # whether `drop_step` is ending a step that must not be counted
 
@@ -119,7 +121,6 @@ class HostedRun(Run):
         ranks, run_device = read_ranks(), torch.device(device) if device is not None else _device_of(model)
         groups = ProcessGroups(Ranks() if is_alone else ranks, run_device, timeout_seconds)
         name = run_name or groups.of_rank_zero(new_name())
-        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self.host, self.model = host, model
         self._optimizer, self._scheduler = optimizer, scheduler
         self._has_own_name = run_name is not None
@@ -130,7 +131,7 @@ class HostedRun(Run):
         """
         super().__init__(
             manager,
-            RunInfo(name, Path(runs_folder) / name, dict(config or {}), ranks, restarts, str(run_device)),
+            run_info(name, runs_folder, ranks, run_device, config),
             model=model,
             state=TrainState(max_duration=duration(max_duration, 1) if max_duration is not None else None),
             control=Control({*able, *(["evaluate"] if evaluates is not None else [])}, is_shared=groups.size > 1, host=host),
@@ -168,14 +169,8 @@ class HostedRun(Run):
     ) -> None:
         """Let `evaluates` carry out evaluations, and `saves` write checkpoints. If `saves` is None, callsheet writes them itself."""
         self.evaluation = HostEvaluation(self.ctx, evaluates, lambda results: self.eval.fire(results), is_resumed=saves is None)
-        checkpoints: CheckpointsPart
-        if saves is not None:
-            checkpoints = HostCheckpoints(self.ctx, self.spans, saves)
-        else:
-            checkpoints = Checkpoints(
-                self.manager, self.ctx, self.spans, self.groups, self.guard, in_background=in_background, grace=GRACE_SECONDS
-            )
-        self.connect(self.evaluation, checkpoints, self.BOUNDARIES)
+        checkpoints = HostCheckpoints(self.ctx, self.spans, saves) if saves is not None else None
+        self.connect(self.evaluation, checkpoints, in_background=in_background)
 
     @property
     def _writes_checkpoints(self) -> bool:
@@ -297,7 +292,7 @@ class HostedRun(Run):
         """
         self.driver.give_up = self.eval.driver.give_up = weakly(leave)
 
-    def finish_undone(self, boundary: str, position: EpochPosition | DataPosition) -> bool:
+    def finish_undone(self, boundary: Boundary, position: EpochPosition | DataPosition) -> bool:
         """In a resumed run, carry out the evaluation that a signal prevented at the end of a step or epoch (`boundary`).
 
         The random states of the evaluation are those of the checkpoint. Return whether training is over after the evaluation.
@@ -313,7 +308,11 @@ class HostedRun(Run):
     # --- after a step and an epoch ---
 
     def end_step(self) -> bool:
-        """End the current step, and return whether training has to end."""
+        """End the current step, and carry out what is due after it.
+
+        Return whether anything was due or requested. If so, `is_over` says whether training has to end. After the first step, always
+        return True.
+        """
         self.driver.end_step()
         ctx, made = self.ctx, self.made
         if made or ctx.step >= self._next_boundary or self.control.pending or self.signals.received is not None:
@@ -321,11 +320,12 @@ class HostedRun(Run):
                 self.made = {}
                 self.fire_record()
                 self._fire_evaluation(made)
-            is_over = self.boundaries.reach("step")
+            self.is_over = self.boundaries.reach("step")
             self._next_boundary = self.boundaries.next_step()
-            return is_over
+            return True
         if self.manager.has_listeners.on_checkpoint_due:
             self.boundaries.fire_checkpoint_due("step")
+            return self.control.pending
         return False
 
     def drop_step(self) -> None:

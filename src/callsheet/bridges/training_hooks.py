@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from callsheet.bridges.hosted_run import HostedRun
@@ -23,7 +22,7 @@ class TrainingHooks:
         scaler: the `torch.amp.GradScaler` that scales the loss, or None.
     """
 
-    def __init__(self, run: HostedRun, model: nn.Module, optimizer: Optimizer | None, scaler: Any = None) -> None:
+    def __init__(self, run: HostedRun, model: nn.Module, optimizer: Optimizer | None, scaler: GradScaler | None = None) -> None:
         self._driver = run.driver
         self.forward = ForwardHooks(run.driver, run.ctx, model)
         self.backward = BackwardWatch(run.driver, run.ctx, scaler)

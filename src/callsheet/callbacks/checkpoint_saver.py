@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from callsheet.callbacks.support.metric_mode import Mode, sign_of
 from callsheet.checkpoint.rotation import forget, held_by, is_of_run, rotate
 from callsheet.core.callback import Callback, label_of, one_of
 from callsheet.core.context import Context
@@ -51,7 +52,7 @@ class CheckpointSaver(Callback):
         keep: int | None = 3,
         save_at_end: bool = True,
         monitor: str | None = None,
-        mode: str = "min",
+        mode: Mode = "min",
         before_eval: bool = False,
         name: str = "",
     ) -> None:
@@ -62,7 +63,7 @@ class CheckpointSaver(Callback):
         self._interval = Interval.of("save_interval", save_interval) if save_interval is not None else None
         self._save_at_end = save_at_end
         self._monitor = monitor
-        self._sign = {"min": 1.0, "max": -1.0}[one_of("mode", mode, ("min", "max"))]
+        self._sign = sign_of(mode)
         self._before_eval = before_eval
         self.name = name
         self._keep = keep

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from callsheet.callbacks.support.metric_mode import Mode, sign_of
 from callsheet.core.callback import Callback, label_of, one_of
 from callsheet.core.context import Context
 from callsheet.core.time import Time, Timestamp, TimeUnit, elapsed_fraction
@@ -40,9 +41,9 @@ class EarlyStopper(Callback):
     collective = True  # every rank makes the same stop requests
     requests = ("stop",)
 
-    def __init__(self, *, monitor: str, mode: str = "min", patience: int | str | Time = 3, min_delta: float = 0.0) -> None:
+    def __init__(self, *, monitor: str, mode: Mode = "min", patience: int | str | Time = 3, min_delta: float = 0.0) -> None:
         self._monitor = _checked_monitor(monitor)
-        self._sign = {"min": 1.0, "max": -1.0}[one_of("mode", mode, ("min", "max"))]
+        self._sign = sign_of(mode)
         self._patience = Time.parse(patience) if not isinstance(patience, int) else patience
         if isinstance(patience, bool) or (self._patience.value if isinstance(self._patience, Time) else self._patience) <= 0:
             raise ConfigError(f"patience={patience!r}: must be at least one evaluation, or a time such as '2ep'")

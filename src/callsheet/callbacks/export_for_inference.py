@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from callsheet.callbacks.support.inference_files import FORMATS, Call, exported_program, publish, reason, write_onnx
+from callsheet.callbacks.support.inference_files import FORMATS, Call, Format, exported_program, publish, reason, write_onnx
 from callsheet.checkpoint import export_huggingface
 from callsheet.checkpoint.whole_copy import whole_copy
 from callsheet.core.callback import Callback, at, label_of, one_of
@@ -69,7 +69,7 @@ class ExportForInferenceCallback(Callback):
     def __init__(
         self,
         *,
-        save_format: str = "torch_export",
+        save_format: Format = "torch_export",
         save_path: str | os.PathLike[str] | None = None,
         sample_input: Any = None,
         dynamic_shapes: Any = "batch",

@@ -14,7 +14,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from callsheet.core.callback import Callback, label_of, one_of
 from callsheet.core.context import Context
@@ -24,7 +24,8 @@ from callsheet.errors import ConfigError, HangError
 
 logger = logging.getLogger("callsheet")
 
-ACTIONS = ("warn", "raise", "kill")
+Action = Literal["warn", "raise", "kill"]
+ACTIONS: tuple[Action, ...] = get_args(Action)
 # The signal that interrupts the training thread. It is a real-time signal that other libraries rarely use.
 _SIGNAL = signal.SIGRTMAX - 3 if sys.platform == "linux" else None
 _MIN_SAMPLES = 3  # how many step times must be measured before they determine the time limit
@@ -74,7 +75,7 @@ class HangDetector(Callback):
         factor: float = 10.0,
         min_seconds: float = 60.0,
         pause_seconds: float = 1800.0,
-        action: str = "warn",
+        action: Action = "warn",
         exit_code: int = 70,
         folder: str | os.PathLike[str] | None = None,
     ) -> None:

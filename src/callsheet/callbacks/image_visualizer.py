@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 from callsheet.callbacks.support.pictures import Key, Pictures, images_in, labels_in, predictions_in
 from callsheet.core.callback import Callback, label_of, one_of
@@ -13,6 +13,9 @@ from callsheet.core.time import Interval, Time, TimeUnit, elapsed_fraction
 from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")
+
+Mode = Literal["input", "segmentation"]
+MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 class ImageVisualizer(Callback):
@@ -51,7 +54,7 @@ class ImageVisualizer(Callback):
         self,
         *,
         interval: str | int | Time = "100ba",
-        mode: str = "input",
+        mode: Mode = "input",
         num_images: int = 8,
         channels_last: bool | None = None,
         input_key: Key | None = None,
@@ -60,7 +63,7 @@ class ImageVisualizer(Callback):
         if num_images < 1:
             raise ConfigError(f"num_images={num_images}: give at least 1")
         self._every = Interval.of("interval", interval)
-        self._is_segmentation = one_of("mode", mode, ("input", "segmentation")) == "segmentation"
+        self._is_segmentation = one_of("mode", mode, MODES) == "segmentation"
         self._num_images = num_images
         self._channels_last = channels_last
         self._input_key = input_key

@@ -7,13 +7,17 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from statistics import median
-from typing import Any
+from typing import Any, Literal, get_args
 
 from callsheet.core.callback import Callback, label_of, one_of
 from callsheet.core.context import Context
+from callsheet.core.control import RequestName
 from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")
+
+Action = Literal["warn", "save", "stop"]
+ACTIONS: tuple[Action, ...] = get_args(Action)
 
 _TO_DEVIATION = 1.4826  # standard deviation / median absolute deviation of a normal distribution
 _MIN_RELATIVE_SPREAD = 0.001  # lower bound of spread / median, so that a tiny change after constant losses is no spike
@@ -44,14 +48,14 @@ class LossSpikeDetector(Callback):
 
     phase = "decide"
     collective = True  # every rank makes the same requests
-    requests: tuple[str, ...] = ("stop", "save")
+    requests: tuple[RequestName, ...] = ("stop", "save")
 
-    def __init__(self, *, monitor: str = "train/loss", window: int = 50, threshold: float = 10.0, action: str = "warn") -> None:
+    def __init__(self, *, monitor: str = "train/loss", window: int = 50, threshold: float = 10.0, action: Action = "warn") -> None:
         if window < 4:
             raise ConfigError(f"window={window}: give at least 4 records")
         if not (math.isfinite(threshold) and threshold > 0):
             raise ConfigError(f"threshold={threshold!r}: give a number of deviations above 0")
-        self._action = one_of("action", action, ("warn", "save", "stop"))
+        self._action = one_of("action", action, ACTIONS)
         if action == "warn":
             self.requests = ()
         self._monitor = monitor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -16,6 +16,9 @@ from callsheet.core.ranks import RankGate
 from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")
+
+Stacks = Literal["all", "python"]
+STACKS: tuple[Stacks, ...] = get_args(Stacks)
 
 
 class MemorySnapshot(Callback):
@@ -52,14 +55,14 @@ class MemorySnapshot(Callback):
         skip_batches: int = 1,
         interval: int = 3,
         max_entries: int = 100_000,
-        stacks: str = "python",
+        stacks: Stacks = "python",
         ranks: RankGate = "all",
         folder: str | os.PathLike[str] | None = None,
     ) -> None:
         if skip_batches < 0 or interval < 1 or max_entries < 1:
             values = f"skip_batches={skip_batches}, interval={interval}, max_entries={max_entries}"
             raise ConfigError(f"{values}: give 0 or more, 1 or more, and 1 or more")
-        if stacks not in ("all", "python"):
+        if stacks not in STACKS:
             raise ConfigError(f"stacks={stacks!r}: give 'all' or 'python'")
         self._first, self._last = skip_batches + 1, skip_batches + interval
         self._options: dict[str, Any] = {"max_entries": max_entries, "stacks": stacks}

@@ -10,8 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from callsheet.callbacks.early_stopper import evaluated
+from callsheet.callbacks.support.metric_mode import ModeOrAuto, is_lower_better
 from callsheet.callbacks.support.mlperf_result import (
+    Division,
     ResultFile,
+    Status,
     Submission,
     Target,
     accuracy_keys,
@@ -77,11 +80,11 @@ class MLPerfCallback(Callback):
         benchmark: str = "",
         target: float | None = None,
         monitor: str = "validation/loss",
-        mode: str = "auto",
+        mode: ModeOrAuto = "auto",
         submitter: str = "",
         system_name: str = "",
-        status: str = "onprem",
-        division: str = "open",
+        status: Status = "onprem",
+        division: Division = "open",
         ruleset: str = "",
         hyperparameters: Mapping[str, Any] | None = None,
         root_folder: str | os.PathLike[str] | None = None,
@@ -97,8 +100,7 @@ class MLPerfCallback(Callback):
             raise ConfigError(f"cache_clear_cmd={cache_clear_cmd!r}: give a list of the program and its arguments")
         self._submission = Submission(benchmark, submitter, system_name, status, division, ruleset, root_folder, index)
         self._hyperparameters = checked_hyperparameters(hyperparameters or {})
-        falls = any(word in monitor.lower() for word in ("loss", "error", "perplexity"))
-        is_min = {"min": True, "max": False, "auto": falls}[one_of("mode", mode, ("auto", "min", "max"))]
+        is_min = is_lower_better(mode, monitor)
         # Without a benchmark there is no target.
         self._target = Target(monitor, target, is_min) if target is not None else None
         self._stops = stop

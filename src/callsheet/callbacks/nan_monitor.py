@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -14,6 +14,9 @@ from callsheet.errors import NonFiniteError
 from callsheet.run.devices import on_one_device
 
 logger = logging.getLogger("callsheet")
+
+Action = Literal["raise", "warn"]
+ACTIONS: tuple[Action, ...] = get_args(Action)
 
 _FOLD = 256  # stack this many losses into one tensor, because each separate tensor takes a block of device memory
 
@@ -37,8 +40,8 @@ class NaNMonitor(Callback):
 
     phase = "decide"
 
-    def __init__(self, *, action: str = "raise") -> None:
-        self._action = one_of("action", action, ("raise", "warn"))
+    def __init__(self, *, action: Action = "raise") -> None:
+        self._action = one_of("action", action, ACTIONS)
         self.collective = self._action == "raise"  # the ranks raise the error together
         self._has_warned = False
         self._first = 0  # the step of the first loss that is kept

@@ -8,7 +8,7 @@ import operator
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 from callsheet.callbacks.support.delivery import longest, why_not_delivered
 from callsheet.callbacks.support.destinations import Address, Destination, Notification
@@ -21,7 +21,8 @@ from callsheet.errors import ConfigError, text_of
 
 logger = logging.getLogger("callsheet")
 
-EVENTS = ("start", "end", "failure", "preemption")
+NotifiedEvent = Literal["start", "end", "failure", "preemption"]
+EVENTS: tuple[NotifiedEvent, ...] = get_args(NotifiedEvent)
 
 _COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 _RULE = re.compile(r"\s*(\S+?)\s*(<=|>=|<|>)\s*(\S+)\s*")
@@ -74,7 +75,7 @@ class Notify(Callback):
         *,
         to: str = "",
         url_env: str = "",
-        on: str | Sequence[str] = EVENTS,
+        on: NotifiedEvent | Sequence[NotifiedEvent] = EVENTS,
         every: str | int | Time | None = None,
         when: str | Sequence[str] = (),
         timeout: float = 5.0,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from callsheet.callbacks.memory_snapshot import memory_folder
+from callsheet.callbacks.memory_snapshot import STACKS, Stacks, memory_folder
 from callsheet.callbacks.support.memory_pages import Drawing
 from callsheet.core.callback import Callback, label_of
 from callsheet.core.context import Context
@@ -45,11 +45,11 @@ class OOMObserver(Callback):
     writes_to_run_folder = True
 
     def __init__(
-        self, *, max_entries: int = 100_000, stacks: str = "python", folder: str | os.PathLike[str] | None = None
+        self, *, max_entries: int = 100_000, stacks: Stacks = "python", folder: str | os.PathLike[str] | None = None
     ) -> None:
         if max_entries < 1:
             raise ConfigError(f"max_entries={max_entries}: give at least one")
-        if stacks not in ("all", "python"):
+        if stacks not in STACKS:
             raise ConfigError(f"stacks={stacks!r}: give 'all' or 'python'")
         self._options: dict[str, Any] = {"max_entries": max_entries, "stacks": stacks}
         self._given_folder = Path(folder) if folder is not None else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from callsheet.core.callback import Callback, one_of
 from callsheet.core.context import Context
@@ -12,7 +12,8 @@ from callsheet.core.run_state import TrainState
 from callsheet.core.time import TimeUnit
 from callsheet.errors import ConfigError
 
-_SECONDS = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0, "days": 86400.0}
+Unit = Literal["seconds", "minutes", "hours", "days"]
+_SECONDS: dict[Unit, float] = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0, "days": 86400.0}
 
 
 class RuntimeEstimator(Callback):
@@ -37,7 +38,7 @@ class RuntimeEstimator(Callback):
 
     collective = True
 
-    def __init__(self, *, skip_batches: int = 1, time_unit: str = "seconds") -> None:
+    def __init__(self, *, skip_batches: int = 1, time_unit: Unit = "seconds") -> None:
         if skip_batches < 0:
             raise ConfigError(f"skip_batches={skip_batches}: give 0 or more")
         self._unit = one_of("time_unit", time_unit, tuple(_SECONDS))

@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 from callsheet.callbacks.support.flop_count import StepFlops
-from callsheet.callbacks.support.peak_flops import PRECISIONS, device_name, peak_flops
+from callsheet.callbacks.support.peak_flops import PRECISIONS, PeakPrecision, device_name, peak_flops
 from callsheet.callbacks.support.speed_window import SpeedWindow
 from callsheet.core.callback import Callback, label_of, one_of
 from callsheet.core.context import Context
 from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")
+
+PrecisionChoice = Literal["auto", PeakPrecision]
+CHOICES: tuple[PrecisionChoice, ...] = get_args(PrecisionChoice)
 
 # Events whose handlers are muted once the FLOPs of a step are known.
 _COUNTING = ("on_forward_end", "on_forward_backward_end")
@@ -63,13 +66,13 @@ class SpeedMonitor(Callback):
     required_fields = ("model", "batch", "outputs")
 
     def __init__(
-        self, *, window_size: int = 100, count_flops: bool = True, peak_flops: float | None = None, precision: str = "auto"
+        self, *, window_size: int = 100, count_flops: bool = True, peak_flops: float | None = None, precision: PrecisionChoice = "auto"
     ) -> None:
         if window_size < 1:
             raise ConfigError(f"window_size={window_size}: give at least one batch")
         if peak_flops is not None and not 0 < peak_flops < math.inf:
             raise ConfigError(f"peak_flops={peak_flops}: give what one device can do in FLOP/s, such as 312e12")
-        self._precision = one_of("precision", precision, ("auto", *PRECISIONS))
+        self._precision = one_of("precision", precision, CHOICES)
         self._window = SpeedWindow(window_size)
         self._window_size = window_size
         self._counts_flops = count_flops

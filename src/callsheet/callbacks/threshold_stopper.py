@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 from callsheet.callbacks.early_stopper import evaluated
+from callsheet.callbacks.support.metric_mode import ModeOrAuto, is_lower_better
 from callsheet.core.callback import Callback, label_of, one_of
 from callsheet.core.context import Context
 from callsheet.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger("callsheet")
 
-RECORDS = ("all", "epoch", "none")
+Records = Literal["all", "epoch", "none"]
+RECORDS: tuple[Records, ...] = get_args(Records)
 
 
 class ThresholdStopper(Callback):
@@ -41,13 +43,12 @@ class ThresholdStopper(Callback):
     collective = True  # every rank makes the same stop requests
     requests = ("stop",)
 
-    def __init__(self, *, monitor: str, threshold: float, mode: str = "auto", records: str = "all") -> None:
+    def __init__(self, *, monitor: str, threshold: float, mode: ModeOrAuto = "auto", records: Records = "all") -> None:
         if not monitor:
             raise ConfigError("monitor='': name a metric, such as 'validation/accuracy' or 'train/loss'")
         if not math.isfinite(threshold):
             raise ConfigError(f"threshold={threshold!r}: give a finite number")
-        falls = any(word in monitor.lower() for word in ("loss", "error", "perplexity"))
-        self._is_min = {"min": True, "max": False, "auto": falls}[one_of("mode", mode, ("auto", "min", "max"))]
+        self._is_min = is_lower_better(mode, monitor)
         self._records = one_of("records", records, RECORDS)
         self._monitor = monitor
         self._threshold = threshold

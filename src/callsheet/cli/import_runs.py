@@ -9,12 +9,12 @@ from pathlib import Path
 
 from callsheet.core.working import working
 from callsheet.errors import ConfigError
-from callsheet.report.imports import Imported, importing
+from callsheet.report.imports import Imported, SourceKind, importing
 from callsheet.report.lines import printable
 
 
 def import_runs(
-    sources: Sequence[str], *, to: str = "runs", kind: str | None = None, name: str | None = None, rename: Sequence[str] = ()
+    sources: Sequence[str], *, to: str = "runs", kind: SourceKind | None = None, name: str | None = None, rename: Sequence[str] = ()
 ) -> None:
     """Import runs of other tools. Print a line for each run as soon as its folder is complete.
 

@@ -7,7 +7,7 @@ from math import inf
 from typing import Any
 
 from callsheet.core.callback import Callback, Lane, label_of
-from callsheet.core.lane_options import LaneOptions
+from callsheet.core.lane_options import LaneOptions, Overflow
 from callsheet.errors import NotACallbackError
 
 END_SECONDS = 5.0
@@ -45,7 +45,7 @@ class Background(Callback):
     patience: float = inf
     """Seconds that `state_dict` and `load_state_dict` wait for the wrapped callback. The callback manager sets this attribute."""
 
-    def __init__(self, callback: Callback, *, queue: int = 1024, overflow: str = "block", deadline: float = 10.0) -> None:
+    def __init__(self, callback: Callback, *, queue: int = 1024, overflow: Overflow = "block", deadline: float = 10.0) -> None:
         if not isinstance(callback, Callback) or isinstance(callback, Background):
             raise NotACallbackError(f"{type(self).__name__} takes a callback that is not in a lane yet, not {callback!r}")
         self.callback = callback

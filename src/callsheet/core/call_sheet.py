@@ -25,10 +25,8 @@ logger = logging.getLogger("callsheet")
 _ENDING_EVENTS = frozenset({Event.RUN_END, Event.EXCEPTION})  # events that even a disabled callback receives
 _ALWAYS_CALLED = frozenset({"report", "restore"})  # phases whose handlers are called even after another handler failed
 
-_SHORT_LINES = 20  # the short form fits on one screen of 80 columns
-_SHORT_WIDTH = 80
-_LABEL_WIDTH = 26
-_OPTION_WIDTH = 15
+_SHORT_LINES, _SHORT_WIDTH = 20, 80  # the size of `CallSheet.short()`, which fits on one screen
+_LABEL_WIDTH, _OPTION_WIDTH = 26, 14
 
 
 @dataclass(eq=False, slots=True)
@@ -334,24 +332,29 @@ def _ranks_text(ranks: RankGate) -> str:
 
 def _options(entries: Sequence[HandlerEntry]) -> tuple[str, str, str]:
     """Return the phases, ranks and lane of a callback's handlers as text. An option that has its default is empty."""
-    phases = sorted({entry.phase for entry in entries}, key=PHASES.index)
-    ranks = dict.fromkeys(_ranks_text(entry.ranks) for entry in entries)
-    lanes = dict.fromkeys(entry.lane for entry in entries)
-    pairs = (phases, Callback.phase), (ranks, _ranks_text(Callback.ranks)), (lanes, Callback.lane)
-    phase, rank, lane = ("" if list(values) == [default] else _clipped("/".join(values), _OPTION_WIDTH) for values, default in pairs)
-    return phase, rank, lane
+    return (
+        _option((entry.phase for entry in sorted(entries, key=lambda entry: entry.order)), Callback.phase),
+        _option((_ranks_text(entry.ranks) for entry in entries), _ranks_text(Callback.ranks)),
+        _option((entry.lane for entry in entries), Callback.lane),
+    )
+
+
+def _option(values: Iterable[str], default: str) -> str:
+    distinct = list(dict.fromkeys(values))
+    return "" if distinct == [default] else _clipped("/".join(distinct), _OPTION_WIDTH)
 
 
 def _handled(entries: Sequence[HandlerEntry], width: int) -> str:
     """Return the events of a callback's handlers with their intervals or, if this text is wider than `width`, how many they are."""
     names = ", ".join(f"{entry.event} {entry.every or ''}".rstrip() for entry in entries)
-    if not entries or len(names) <= width:
+    if len(entries) < 2 or len(names) <= width:
         return names or "no events"
     number = "all events" if len(entries) == len(Event) else f"{len(entries)} events"
     intervals = Counter(str(entry.every) for entry in entries if entry.every is not None)
     if len(intervals) == 1 and intervals.total() == len(entries):
         return f"{number} {next(iter(intervals))}"
-    return number + (f" ({', '.join(f'{times} {interval}' for interval, times in intervals.items())})" if intervals else "")
+    some = ", ".join(f"{times} {interval}" for interval, times in intervals.items())
+    return f"{number} ({some})" if some and len(number) + len(some) + 3 <= width else number
 
 
 def _clipped(text: str, width: int) -> str:

@@ -15,6 +15,7 @@ from callsheet.errors import ConfigError, RegistrationError, check_arguments, di
 
 if TYPE_CHECKING:
     from callsheet.core.context import Context
+    from callsheet.core.control import RequestName
 
 Phase = Literal["change", "measure", "decide", "save", "report", "restore"]
 Lane = Literal["inline", "background", "process"]
@@ -91,7 +92,7 @@ class Callback(Hooks):
     """Fields of the context that stay available after their usual window. Only `outputs` can be kept, until `on_train_step_end`."""
     snapshot_fields: tuple[str, ...] = ()
     """The context fields that the callback receives if it runs in a lane. If empty, it receives all fields that need no copy."""
-    requests: tuple[str, ...] = ()
+    requests: tuple[RequestName, ...] = ()
     """The requests that the callback may make, such as `stop`.
 
     A host (an adapter for another framework's loop) that supports none of these requests rejects the callback.
@@ -278,7 +279,7 @@ def _mark(changes: Callable[[], dict[str, Any]]) -> Callable[[F], F]:
     return decorate
 
 
-def _gated(gate: str, function: F) -> F:
+def _gated(gate: RankGate, function: F) -> F:
     @wraps(function)
     def on_those_ranks(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs) if read_ranks().passes(gate) else None

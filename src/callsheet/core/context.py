@@ -19,6 +19,8 @@ from callsheet.core.lifecycle import ALWAYS, FIELDS
 from callsheet.errors import ConfigError, FieldNotAvailable, RequestRejected, did_you_mean
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from callsheet.core.call_sheet import Dispatcher
     from callsheet.core.callback import Callback
     from callsheet.core.run_state import CheckpointInfo, MetricsRecord, RunInfo, TrainState
@@ -28,6 +30,8 @@ Over = Literal["last", "mean", "sum"]
 """How several values that are logged under one name are combined to one value in the next metrics record."""
 Across = Literal["mean", "sum", "max", "same"]
 """How the values that several ranks log under one name are combined to one value."""
+Boundary = Literal["step", "epoch", "round", "before_eval"]
+"""A boundary at which a checkpoint may be requested: the end of a step, an epoch or a round, or the start of an evaluation."""
 
 Loggable = Mapping[Any, Any]
 """Values that can be logged: a number for each name, or a one-dimensional tensor for a tuple of names.
@@ -43,10 +47,10 @@ NO_VALUES: Any = None
 class Accumulator(Protocol):
     """Collects logged values, from which the next metrics record is made; see `callsheet.run.metrics`."""
 
-    def log(self, values: Loggable, *, over: Over, across: Across, weight: Any) -> None:
+    def log(self, values: Loggable, *, over: Over, across: Across, weight: float | Tensor | None) -> None:
         """Add logged values for the next metrics record; see `Context.log`."""
 
-    def latest(self, family: str) -> dict[str, Any]:
+    def latest(self, family: str) -> dict[str, float | Tensor]:
         """Return the last logged value of each metric named `<family>/<name>`; see `Context.logged`."""
 
 
@@ -110,16 +114,16 @@ class Context:
     batch: Any
     microbatch: Any
     outputs: Any
-    loss: Any
-    loss_dict: dict[str, Any]
-    grad_norm: Any
+    loss: Tensor
+    loss_dict: dict[str, Tensor]
+    grad_norm: Tensor | None
     learning_rate: float
     step_skipped: bool
     record: MetricsRecord
-    boundary: str
+    boundary: Boundary
     eval_name: str
     standalone: bool
-    eval_losses: dict[str, Any]
+    eval_losses: dict[str, Tensor]
     eval_results: dict[str, dict[str, float]]
     checkpoint: CheckpointInfo | None
     exception: BaseException
@@ -199,7 +203,7 @@ class Context:
         *misplaced: Never,
         over: Over = "last",
         across: Across = "mean",
-        weight: Any = None,
+        weight: float | Tensor | None = None,
         **misnamed: Never,
     ) -> None:
         """Log numbers for the next metrics record. Tensors stay on their device until that record is made.
@@ -230,7 +234,7 @@ class Context:
         elif self._accumulator is not None:
             self._accumulator.log(values, over=over, across=across, weight=weight)
 
-    def logged(self, family: str) -> dict[str, Any]:
+    def logged(self, family: str) -> dict[str, float | Tensor]:
         """For each metric of a family, such as `train`, return the last value that this rank logged since the last metrics record.
 
         Values that the loop logs, such as `train/loss`, are included only if `on_log` has a handler.

@@ -13,17 +13,19 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from callsheet.core.hooks import Hooks
 from callsheet.errors import ConfigError, RequestRejected, did_you_mean
 
 logger = logging.getLogger("callsheet")
 
-REQUESTS = ("stop", "save", "evaluate", "set_gradient_accumulation", "load")
+RequestName = Literal["stop", "save", "evaluate", "set_gradient_accumulation", "load"]
+REQUESTS: tuple[RequestName, ...] = get_args(RequestName)
 """The names of the methods of `Control` with which callbacks make requests."""
 
-SAVE_KINDS = ("requested", "periodic", "best", "final", "preempt")
+SaveKind = Literal["requested", "periodic", "best", "final", "preempt"]
+SAVE_KINDS: tuple[SaveKind, ...] = get_args(SaveKind)
 """The kinds of checkpoints, the least important first.
 
 If several kinds are requested at one boundary, only one checkpoint is written, of the kind that comes last in this list.
@@ -99,7 +101,7 @@ class Control:
         """
         self._ask(Request("stop", why, _asker(), resumable=resumable), replicated)
 
-    def save(self, why: str, *, kind: str = "requested", by: str = "", metric: str = "", replicated: bool = False) -> None:
+    def save(self, why: str, *, kind: SaveKind = "requested", by: str = "", metric: str = "", replicated: bool = False) -> None:
         """Request a checkpoint after the current step, epoch or round (group of epochs).
 
         Args:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from callsheet.core.callback import one_of
 from callsheet.core.lifecycle import SPAN_OF, SPANS, names_in
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("callsheet")
 
-MODES = ("sampled", "all", "off")
+CostMode = Literal["sampled", "all", "off"]
+MODES: tuple[CostMode, ...] = get_args(CostMode)
 
 WINDOW_STEPS = 4
 _FIRST_STEP = 2  # the first steps are not timed, since they include memory allocation and compilation
@@ -214,7 +215,7 @@ class Costs:
         ConfigError: the mode is unknown, or the share is not above zero.
     """
 
-    def __init__(self, mode: str = "sampled", warn_share: float | None = _COSTLY_SHARE) -> None:
+    def __init__(self, mode: CostMode = "sampled", warn_share: float | None = _COSTLY_SHARE) -> None:
         self.mode = one_of("mode of costs", mode, MODES)
         if warn_share is not None and not warn_share > 0:
             raise ConfigError(f"warn_share={warn_share!r}: give a fraction of the step above zero, or None")

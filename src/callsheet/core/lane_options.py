@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from callsheet.errors import ConfigError, did_you_mean
 
-OVERFLOWS = ("block", "drop_oldest", "latest")
+Overflow = Literal["block", "drop_oldest", "latest"]
+"""What happens when the queue of a lane is full; see `LaneOptions`."""
+OVERFLOWS: tuple[Overflow, ...] = get_args(Overflow)
 
 NOT_IN_LANES = ("model", "optimizer", "scheduler")
 """Fields that a callback in a lane never receives, since training keeps changing them."""
@@ -28,7 +31,7 @@ class LaneOptions:
     """
 
     queue: int = 1024
-    overflow: str = "block"
+    overflow: Overflow = "block"
     deadline: float = 10.0
 
     def __post_init__(self) -> None:

@@ -308,7 +308,7 @@ FIELDS: dict[str, Field] = {
         ),
         Field(
             "loss",
-            "Any",
+            "Tensor",
             "the loss, a scalar tensor on the device: until `on_microbatch_end` that of the microbatch; from `on_forward_backward_end` the mean over the step, detached",
             "local",
             (("on_loss_end", "on_microbatch_end"), ("on_forward_backward_end", "on_train_step_end")),
@@ -316,14 +316,14 @@ FIELDS: dict[str, Field] = {
         ),
         Field(
             "loss_dict",
-            "dict[str, Any]",
+            "dict[str, Tensor]",
             "the step's losses by name, scalar tensors",
             "local",
             (("on_train_step_end", "on_train_step_end"),),
         ),
         Field(
             "grad_norm",
-            "Any",
+            "Tensor | None",
             "total gradient norm before clipping, a scalar tensor; None if it was not computed",
             "replicated",
             (("on_clip_gradients_end", "on_train_step_end"),),
@@ -351,7 +351,7 @@ FIELDS: dict[str, Field] = {
         ),
         Field(
             "boundary",
-            "str",
+            "Boundary",
             "the boundary at which a checkpoint may be requested: `step`, `epoch`, `round` or `before_eval`",
             "replicated",
             (("on_checkpoint_due", "on_checkpoint_due"),),
@@ -372,7 +372,7 @@ FIELDS: dict[str, Field] = {
         ),
         Field(
             "eval_losses",
-            "dict[str, Any]",
+            "dict[str, Tensor]",
             "the mean losses on the dataset by name, scalar tensors",
             "reduced",
             (("on_eval_end", "on_eval_end"), ("on_test_end", "on_test_end")),

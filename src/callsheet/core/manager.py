@@ -6,13 +6,13 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain, count
-from typing import Any, Literal, TypeVar, Unpack, overload
+from typing import Any, TypeVar, Unpack, overload
 
 from callsheet.core.background import Background, inner
 from callsheet.core.call_sheet import CallSheet, HandlerEntry, Registration, recover
 from callsheet.core.callback import Callback, Lane, OnError, Phase, label_of
 from callsheet.core.context import Context
-from callsheet.core.costs import CostReport, Costs, failures_of
+from callsheet.core.costs import CostMode, CostReport, Costs, failures_of
 from callsheet.core.dispatch_table import DispatchTable
 from callsheet.core.events import Event, as_event
 from callsheet.core.lifecycle import EVENTS
@@ -60,7 +60,7 @@ class CallbackManager:
         callbacks: Callback | Iterable[Callback] = (),
         *,
         checking: bool = False,
-        costs: Literal["sampled", "all", "off"] = "sampled",
+        costs: CostMode = "sampled",
         warn_share: float | None = 0.05,
     ) -> None:
         self.user_state: dict[str, Any] = {}

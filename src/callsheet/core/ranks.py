@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from callsheet.errors import ConfigError, did_you_mean
 
-RankGate = str | Collection[int]
-"""Selects ranks: `"all"`, `"zero"` (the first process of all), `"local_zero"` (the first process of each machine), or a set of ranks."""
+NamedGate = Literal["all", "zero", "local_zero"]
+GATES: tuple[NamedGate, ...] = get_args(NamedGate)
 
-GATES = ("all", "zero", "local_zero")
+RankGate = NamedGate | Collection[int]
+"""Selects ranks: `"all"`, `"zero"` (the first process of all), `"local_zero"` (the first process of each machine), or a set of ranks."""
 
 
 class Ranks(NamedTuple):
@@ -74,7 +75,7 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
-def check_gate(gate: object) -> str | frozenset[int]:
+def check_gate(gate: object) -> NamedGate | frozenset[int]:
     """Check a rank gate, the option that limits a handler to some ranks, and return it. A set of ranks becomes a frozenset.
 
     Raises:
@@ -82,7 +83,7 @@ def check_gate(gate: object) -> str | frozenset[int]:
     """
     if isinstance(gate, str):
         if gate in GATES:
-            return gate
+            return GATES[GATES.index(gate)]
         raise ConfigError(
             f"unknown ranks {gate!r}{did_you_mean(gate, GATES)} (one of {', '.join(GATES)}, or a set like {{3, 7}})"
         )

@@ -12,7 +12,7 @@ from callsheet.bridges.hosted_run import HostedRun
 from callsheet.callbacks import MemoryMonitor, SpeedMonitor, SystemMetricsMonitor
 from callsheet.core.background import inner
 from callsheet.core.callback import label_of
-from callsheet.core.context import Context
+from callsheet.core.context import Boundary, Context
 from callsheet.core.ranks import read_ranks
 from callsheet.core.time import Interval, Timestamp
 from callsheet.errors import NotSupported
@@ -35,7 +35,7 @@ class LoneContext(Context):
 class LoneBoundaries(HostedBoundaries):
     """Never fires `on_checkpoint_due`, because callsheet cannot save in a loop that it only observes."""
 
-    def fire_checkpoint_due(self, boundary: str) -> None: ...
+    def fire_checkpoint_due(self, boundary: Boundary) -> None: ...
 
 
 class LoneRun(HostedRun):

@@ -17,6 +17,7 @@ from typing import Any
 
 from callsheet.core.background import END_SECONDS, Background
 from callsheet.core.callback import Callback
+from callsheet.core.lane_options import Overflow
 from callsheet.core.lifecycle import FIELDS
 from callsheet.core.spec import CallbackSpec, import_path
 from callsheet.errors import CallsheetError, ConfigError, text_of
@@ -58,7 +59,7 @@ class Process(Background):
 
     lane = "process"
 
-    def __init__(self, callback: Callback, *, queue: int = 1024, overflow: str = "block", deadline: float = 10.0) -> None:
+    def __init__(self, callback: Callback, *, queue: int = 1024, overflow: Overflow = "block", deadline: float = 10.0) -> None:
         super().__init__(callback, queue=queue, overflow=overflow, deadline=deadline)
         kind = type(callback)
         if kind.__module__ in ("__main__", "__mp_main__") or "<locals>" in kind.__qualname__:

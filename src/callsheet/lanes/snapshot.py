@@ -14,12 +14,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Never, NoReturn
 
 from callsheet.core.context import NO_VALUES, Across, Context, Over, check_logged
-from callsheet.core.control import Control, Request
+from callsheet.core.control import Control, Request, SaveKind
 from callsheet.core.events import Event
 from callsheet.core.lane_options import NOT_IN_LANES
 from callsheet.core.lifecycle import ALWAYS, ANYWHERE, fields_available
 from callsheet.core.run_state import RunInfo
 from callsheet.errors import FieldNotAvailable, RequestRejected, did_you_mean, text_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = logging.getLogger("callsheet")
 
@@ -158,7 +161,7 @@ class LaneControl:
         """Request the end of training; see `Control.stop`."""
         self._ask(Request("stop", why, self.by, resumable=resumable), replicated)
 
-    def save(self, why: str, *, kind: str = "requested", by: str = "", metric: str = "", replicated: bool = False) -> None:
+    def save(self, why: str, *, kind: SaveKind = "requested", by: str = "", metric: str = "", replicated: bool = False) -> None:
         """Request a checkpoint; see `Control.save`."""
         self._ask(Request("save", why, by or self.by, kind, metric), replicated)
 
@@ -243,7 +246,7 @@ class Snapshot(Context):
         *misplaced: Never,
         over: Over = "last",
         across: Across = "mean",
-        weight: Any = None,
+        weight: float | Tensor | None = None,
         **misnamed: Never,
     ) -> None:
         check_logged(values, misplaced, misnamed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal, get_args
 
 from callsheet.core.callback import one_of
 from callsheet.core.context import Context
@@ -14,7 +14,8 @@ from callsheet.errors import ConfigError
 from callsheet.loggers.logger import Logger
 from callsheet.loggers.support.figures import outcome, place, results, speeds
 
-STREAMS = ("stdout", "stderr")
+Stream = Literal["stdout", "stderr"]
+STREAMS: tuple[Stream, ...] = get_args(Stream)
 _CELL = 60  # print at most this many characters of a table cell
 
 
@@ -41,7 +42,7 @@ class ConsoleLogger(Logger):
     def __init__(
         self,
         *,
-        stream: str = "stdout",
+        stream: Stream = "stdout",
         interval: str | int | Time | None = None,
         metrics: Iterable[str] = ("*",),
         leave_out: Iterable[str] = ("time/*",),

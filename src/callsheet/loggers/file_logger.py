@@ -9,7 +9,7 @@ import traceback
 from collections import deque
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from callsheet.core.callback import at, one_of
 from callsheet.core.context import Context
@@ -21,7 +21,8 @@ from callsheet.loggers.support.file_names import folder_of
 from callsheet.loggers.support.output_log import OutputLog
 from callsheet.loggers.support.stream_tee import StreamTee
 
-CAPTURES = ("python", "fd")
+Capture = Literal["python", "fd"]
+CAPTURES: tuple[Capture, ...] = get_args(Capture)
 
 _MAX_EARLY = 10_000  # the maximum number of pieces of output to keep in memory before the run may write to its folder
 _written: set[Path | None] = set()
@@ -52,7 +53,7 @@ class FileLogger(Logger):
     writes_to_run_folder = True
     ranks = "all"
 
-    def __init__(self, *, capture: str = "python", max_bytes: int | None = 100_000_000) -> None:
+    def __init__(self, *, capture: Capture = "python", max_bytes: int | None = 100_000_000) -> None:
         if max_bytes is not None and max_bytes < 1:
             raise ConfigError(f"max_bytes={max_bytes}: give more than 0, or None for no limit")
         self._capture = one_of("capture", capture, CAPTURES)

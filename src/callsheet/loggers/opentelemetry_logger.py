@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from callsheet.core.callback import one_of
 from callsheet.core.context import Context
@@ -19,7 +19,8 @@ from callsheet.errors import ConfigError, text_of
 from callsheet.loggers.support.opentelemetry_facts import about, attribute, instrument
 from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret
 
-STEPS = ("none", "sampled", "all")
+Steps = Literal["none", "sampled", "all"]
+STEPS: tuple[Steps, ...] = get_args(Steps)
 
 _ALWAYS = ("data_init", "train", "epoch", "eval_all", "eval", "test", "predict", "checkpoint_save")
 _STEP = tuple(name for name in SPANS if name not in {*_ALWAYS, "run", "checkpoint_load", "round"})
@@ -63,7 +64,7 @@ class OpenTelemetryLogger(Tracker):
     extra = "opentelemetry"
 
     def __init__(
-        self, *, endpoint: str | None = None, service_name: str | None = None, steps: str = "sampled", timeout: float = 5.0
+        self, *, endpoint: str | None = None, service_name: str | None = None, steps: Steps = "sampled", timeout: float = 5.0
     ) -> None:
         one_of("value of steps", steps, STEPS)
         check_no_secret("endpoint", endpoint, "OTEL_EXPORTER_OTLP_HEADERS in the environment")

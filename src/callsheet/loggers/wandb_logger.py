@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from callsheet.core.callback import one_of
 from callsheet.core.context import Context
@@ -17,7 +17,8 @@ from callsheet.errors import ConfigError
 from callsheet.loggers.support.pixels import as_pixels
 from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret, nested, plain
 
-_MODES = ("online", "offline", "shared", "disabled")
+Mode = Literal["online", "offline", "shared", "disabled"]
+_MODES: tuple[Mode, ...] = get_args(Mode)
 _SECRET_SETTINGS = {"api_key", "x_extra_http_headers", "x_stats_open_metrics_http_headers"}
 # W&B shows the exit code 255 as "killed".
 _EXIT_CODES = {Outcome.PREEMPTED: 143, Outcome.INTERRUPTED: 255, Outcome.FAILED: 1}
@@ -63,7 +64,7 @@ class WandBLogger(Tracker):
         group: str | None = None,
         job_type: str | None = None,
         tags: Sequence[str] = (),
-        mode: str | None = None,
+        mode: Mode | None = None,
         folder: str | Path | None = None,
         timeout: float = 60.0,
         settings: Mapping[str, Any] | None = None,

@@ -13,8 +13,8 @@ from torch import nn
 from callsheet.core.callback import Callback, one_of
 from callsheet.core.manager import CallbackManager
 from callsheet.errors import ConfigError
-from callsheet.recipes.data.class_labels import WEIGHTS, ClassLabels, agreed_with_head, class_weights
-from callsheet.recipes.data.labeled_texts import TOO_LONG, LabeledTexts
+from callsheet.recipes.data.class_labels import WEIGHTS, ClassLabels, Weights, agreed_with_head, class_weights
+from callsheet.recipes.data.labeled_texts import TOO_LONG, LabeledTexts, TooLong
 from callsheet.recipes.data.package_pieces import PackagePieces
 from callsheet.recipes.data.padding import Padding
 from callsheet.recipes.data.rows import Rows, Stream, Table, prepared
@@ -57,9 +57,9 @@ class ClassifyConfig(JobConfig):
     text_column: str = "text"
     label_column: str = "label"
     labels: list[str] | None = None
-    class_weights: str | list[float] = "none"
+    class_weights: Weights | list[float] = "none"
     sequence_length: int = 256
-    too_long: str = "truncate"
+    too_long: TooLong = "truncate"
 
     def __post_init__(self) -> None:
         super().__post_init__()

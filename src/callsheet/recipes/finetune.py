@@ -16,7 +16,7 @@ from callsheet.errors import ConfigError
 from callsheet.recipes.data.conversations import Conversations
 from callsheet.recipes.data.docstrings import Docstrings
 from callsheet.recipes.data.example_sets import ExampleSets
-from callsheet.recipes.data.examples import TOO_LONG, Examples
+from callsheet.recipes.data.examples import TOO_LONG, Examples, TooLong
 from callsheet.recipes.data.packing import check_kept_apart
 from callsheet.recipes.data.rows import Rows, Stream, Table, reject
 from callsheet.recipes.job import JobConfig
@@ -70,7 +70,7 @@ class FinetuneConfig(JobConfig):
     chat_template: str | None = None
     completion_only: bool = True
     sequence_length: int = 512
-    too_long: str = "reject"
+    too_long: TooLong = "reject"
     packing: bool = False
     evaluate_first: bool = True
     prompts: list[str] = field(default_factory=list)

@@ -15,7 +15,7 @@ from callsheet.core.manager import CallbackManager
 from callsheet.errors import ConfigError
 from callsheet.recipes.data.digits import PARTS, Digits
 from callsheet.recipes.data.image_answers import answered
-from callsheet.recipes.data.image_batches import TOO_LONG, ImageBatches
+from callsheet.recipes.data.image_batches import TOO_LONG, ImageBatches, TooLong
 from callsheet.recipes.data.image_text import Example, ImageText, looked_at
 from callsheet.recipes.data.rows import Rows, Stream, Table, prepared
 from callsheet.recipes.job import JobConfig
@@ -55,7 +55,7 @@ class FinetuneVLMConfig(JobConfig):
     test: Rows | None = None
     image_folder: str | None = None
     sequence_length: int = 512
-    too_long: str = "reject"
+    too_long: TooLong = "reject"
     checked_rows: int | None = 1000
     answered_rows: int = 200
     answer_tokens: int = 32

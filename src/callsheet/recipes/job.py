@@ -14,7 +14,7 @@ from callsheet.core.callback import one_of
 from callsheet.core.time import Interval
 from callsheet.run.run_guard import LOCK_TIMEOUT_SECONDS, checked_lock_timeout
 from callsheet.trainer.arguments import duration, log_boundary, positive
-from callsheet.trainer.parallel import KINDS
+from callsheet.trainer.parallel import KINDS, ParallelKind
 from callsheet.trainer.precision import PRECISIONS, PrecisionName
 
 MakesOptimizer = Callable[[Iterable[Any]], Optimizer]
@@ -77,7 +77,7 @@ class JobConfig:
     optimizer: MakesOptimizer | None = None
     scheduler: MakesScheduler | None = None
     precision: PrecisionName = "fp32"
-    parallel: str = "auto"
+    parallel: ParallelKind = "auto"
     compile: bool = False
     gradient_checkpointing: bool = False
     save_in_background: bool = False

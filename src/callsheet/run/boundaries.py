@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from callsheet.checkpoint.disk_thread import finish_deletions
-from callsheet.core.context import Context
+from callsheet.core.context import Boundary, Context
 from callsheet.core.control import Request
 from callsheet.core.events import Event
 from callsheet.core.manager import CallbackManager
@@ -103,7 +103,7 @@ class Boundaries:
             return int((every.index(now) + 1) * every.every.value)
         return now.batch + 1 if unit is TimeUnit.DURATION else sys.maxsize
 
-    def reach(self, boundary: str) -> bool:
+    def reach(self, boundary: Boundary) -> bool:
         """At the end of a step, epoch or round: log, evaluate and save whatever is due. Return whether training is over."""
         ctx, records, agreement = self._ctx, self._records, self._agreement
         self._guard.raise_if_lost()
@@ -131,7 +131,7 @@ class Boundaries:
             self._preempt()
         return self._end(boundary)
 
-    def finish_undone(self, boundary: str) -> bool:
+    def finish_undone(self, boundary: Boundary) -> bool:
         """After a resume, run the evaluation that was due but not done when the checkpoint was saved. Then save a checkpoint if one is due.
 
         Do this only if the evaluation was due at `boundary` (`step`, `epoch` or `round`). Otherwise return False.
@@ -141,7 +141,7 @@ class Boundaries:
         undone = self._evaluation.undone
         return undone is not None and undone.boundary == boundary and self._end(boundary)
 
-    def _end(self, boundary: str) -> bool:
+    def _end(self, boundary: Boundary) -> bool:
         """Evaluate and save what is due at the end of a step, epoch or round. Return whether training is over."""
         ctx = self._ctx
         if self._plan(boundary):
@@ -168,7 +168,7 @@ class Boundaries:
         self.fire_checkpoint_due("epoch")
         return is_over
 
-    def fire_checkpoint_due(self, boundary: str) -> None:
+    def fire_checkpoint_due(self, boundary: Boundary) -> None:
         """Fire `on_checkpoint_due`, at which callbacks request checkpoints, and save a checkpoint if one was requested."""
         if self._manager.has_listeners.on_checkpoint_due:
             self._ctx.boundary = boundary
@@ -265,7 +265,7 @@ class Boundaries:
         is_over = ctx.state.is_complete or ctx.control.stop_requested is not None
         return self._evaluation.due(ctx, is_over)
 
-    def _plan(self, boundary: str) -> bool:
+    def _plan(self, boundary: Boundary) -> bool:
         """Record which evaluations are due. Checkpoints contain this record (a `DueEvaluation`) until the evaluations are done.
 
         Return whether to run the evaluations now.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from typing import Literal, get_args
 
 from callsheet.core.ranks import Ranks
 from callsheet.errors import ConfigError, did_you_mean
 
-CHOICES = ("zero", "all")
+LogRanksChoice = Literal["zero", "all"]
+CHOICES: tuple[LogRanksChoice, ...] = get_args(LogRanksChoice)
 
 
 class LogRanks:
@@ -24,7 +26,7 @@ class LogRanks:
         ConfigError: `choice` is unknown.
     """
 
-    def __init__(self, choice: str, ranks: Ranks) -> None:
+    def __init__(self, choice: LogRanksChoice, ranks: Ranks) -> None:
         if choice not in CHOICES:
             raise ConfigError(f"unknown log_ranks {choice!r}{did_you_mean(choice, CHOICES)} (one of {', '.join(CHOICES)})")
         self._filters = choice == "zero" and ranks.rank > 0

@@ -12,12 +12,15 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import islice, repeat
-from typing import Any, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 from callsheet.core.callback import one_of
 from callsheet.core.context import Across, Loggable, Over
 from callsheet.errors import ConfigError
 from callsheet.run.devices import on_one_device
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 OVER: tuple[Over, ...] = get_args(Over)
 ACROSS: tuple[Across, ...] = get_args(Across)
@@ -115,7 +118,7 @@ class MetricLog:
     def __bool__(self) -> bool:
         return any(series.values for series in self._series.values())
 
-    def log(self, values: Loggable, *, over: Over = "last", across: Across = "mean", weight: Any = None) -> None:
+    def log(self, values: Loggable, *, over: Over = "last", across: Across = "mean", weight: float | Tensor | None = None) -> None:
         """Add values by name, or a tensor with the values of several names. The arguments are those of `Context.log`.
 
         Raises:
@@ -175,7 +178,7 @@ class MetricLog:
             apart.update(series.split(names) if key == names else {key: series})
         self._series = apart
 
-    def latest(self, family: str) -> dict[str, Any]:
+    def latest(self, family: str) -> dict[str, float | Tensor]:
         """Return the newest value of each metric whose name begins with `family/`, if it was logged after the last `take`.
 
         Args:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
-from callsheet.core.context import Context
+from callsheet.core.context import Boundary, Context
 from callsheet.core.control import Request
 from callsheet.core.run_state import CheckpointInfo
 from callsheet.core.time import Interval
@@ -26,7 +26,7 @@ class DueEvaluation:
     """
 
     step: int
-    boundary: str
+    boundary: Boundary
     names: list[str]
     is_checkpoint_due_fired: bool = False
 

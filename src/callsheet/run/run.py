@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -14,11 +16,13 @@ from callsheet.checkpoint import plain_copy
 from callsheet.core.context import Context
 from callsheet.core.control import Control
 from callsheet.core.manager import CallbackManager
+from callsheet.core.ranks import Ranks
 from callsheet.core.run_state import RunInfo, TrainState
 from callsheet.core.spans import Spans
 from callsheet.core.time import Interval
 from callsheet.run.agreement import Agreement
 from callsheet.run.boundaries import Boundaries
+from callsheet.run.checkpoints import Checkpoints
 from callsheet.run.lifetime import Lifetime
 from callsheet.run.log_ranks import LogRanks
 from callsheet.run.parts import CheckpointsPart, EvaluationPart, Stateful
@@ -27,7 +31,27 @@ from callsheet.run.reasons import without_secrets
 from callsheet.run.records import Records
 from callsheet.run.run_guard import RunGuard
 from callsheet.run.settings import settings_of
-from callsheet.run.signals import SignalWatch
+from callsheet.run.signals import GRACE_SECONDS, SignalWatch
+
+
+def run_info(
+    name: str,
+    runs_folder: str | os.PathLike[str],
+    ranks: Ranks,
+    device: torch.device,
+    config: Mapping[str, Any] | None = None,
+    checkpoints_folder: str | os.PathLike[str] | None = None,
+) -> RunInfo:
+    """Return the `RunInfo` of a new run. Its folder is `runs_folder/name`, and how often it was restarted is read from torchrun's variable."""
+    return RunInfo(
+        name,
+        config=dict(config or {}),
+        folder=Path(runs_folder) / name,
+        ranks=ranks,
+        checkpoints=f"{os.fspath(checkpoints_folder).rstrip('/')}/{name}/checkpoints" if checkpoints_folder is not None else "",
+        restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        device=str(device),
+    )
 
 
 class CallbackStates:
@@ -77,6 +101,8 @@ class Run:
     """The class of the context that callbacks receive."""
     RECORDS: ClassVar[type[Records]] = Records
     """The class that makes the metrics records."""
+    BOUNDARIES: ClassVar[type[Boundaries]] = Boundaries
+    """The class that carries out what is due at the end of a step, an epoch or a round."""
 
     def __init__(
         self,
@@ -137,13 +163,29 @@ class Run:
         return self.manager.spans(self.ctx)
 
     def connect(
-        self, evaluation: EvaluationPart, checkpoints: CheckpointsPart, boundaries: type[Boundaries] = Boundaries
+        self,
+        evaluation: EvaluationPart,
+        checkpoints: CheckpointsPart | None = None,
+        *,
+        in_background: bool = False,
+        grace: float = GRACE_SECONDS,
     ) -> None:
-        """Give the run the loop's evaluation and checkpoints, and create `self.boundaries`, which evaluates and saves when due."""
+        """Give the run the loop's evaluation, and create `self.checkpoints` and `self.boundaries`, which evaluates and saves when due.
+
+        Args:
+            evaluation: the loop's evaluation.
+            checkpoints: writes checkpoints in the framework's format. None: callsheet writes them in its own format.
+            in_background: whether callsheet writes checkpoints while training continues.
+            grace: see `SignalWatch`.
+        """
+        if checkpoints is None:
+            checkpoints = Checkpoints(
+                self.manager, self.ctx, self.spans, self.groups, self.guard, in_background=in_background, grace=grace
+            )
         self.checkpoints = checkpoints
         self.lifetime.at_end(checkpoints.close)
         self.agreement.durable = checkpoints.durable
-        self.boundaries = boundaries(
+        self.boundaries = self.BOUNDARIES(
             self.manager, self.ctx, self.lifetime, self.agreement, self.records, evaluation, checkpoints, self.guard
         )
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import sys
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,12 +17,12 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from callsheet.core.background import inner
 from callsheet.core.callback import Callback, label_of
 from callsheet.core.ranks import Ranks
-from callsheet.core.run_state import RunInfo
 from callsheet.core.time import Interval, Time, TimeUnit
 from callsheet.errors import ConfigError
 from callsheet.loggers import ConsoleLogger, ProgressBarLogger
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.run.run_guard import checked_lock_timeout
+from callsheet.run.run_names import check_folder, check_run_name, new_name
 from callsheet.trainer.batches import Loader
 from callsheet.trainer.parallel import Parallel
 
@@ -92,6 +92,23 @@ def check_same_on_all_ranks(
                 )
 
 
+def agreed_name_and_seed(
+    groups: ProcessGroups, arguments: Mapping[str, Any], evaluators: Mapping[str, Any], callbacks: Iterable[Callback]
+) -> tuple[str, int]:
+    """Return the run's name and the seed of its data, which are the same on all ranks. All ranks must call this function.
+
+    Raise ConfigError and close the groups if arguments differ between the ranks.
+    """
+    try:
+        check_same_on_all_ranks(groups, arguments, evaluators, callbacks)
+        name: str = arguments["run_name"] or groups.of_rank_zero(new_name())
+        seed: int = arguments["seed"] if arguments["seed"] is not None else groups.of_rank_zero(secrets.randbits(31))
+    except BaseException:
+        groups.close()
+        raise
+    return name, seed
+
+
 def _text_of(value: Any) -> str:
     return (
         repr(value)
@@ -112,26 +129,6 @@ def _shows_progress(callback: Callback) -> bool:
     # If `shown` wraps a callback of another framework, use the class of the wrapped callback.
     name = type(getattr(shown, "foreign", shown)).__name__.lower()
     return isinstance(shown, (ProgressBarLogger, ConsoleLogger)) or any(word in name for word in ("progress", "progbar", "tqdm"))
-
-
-def run_info(
-    name: str,
-    runs_folder: str | os.PathLike[str],
-    checkpoints_folder: str | os.PathLike[str] | None,
-    ranks: Ranks,
-    device: torch.device,
-    config: Mapping[str, Any] | None,
-) -> RunInfo:
-    """Return the `RunInfo` of a new run: its name, folders, ranks and device."""
-    return RunInfo(
-        name,
-        config=dict(config or {}),
-        folder=Path(runs_folder) / name,
-        ranks=ranks,
-        checkpoints=f"{os.fspath(checkpoints_folder).rstrip('/')}/{name}/checkpoints" if checkpoints_folder is not None else "",
-        restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        device=str(device),
-    )
 
 
 def resolved_device(given: str | torch.device, ranks: Ranks) -> torch.device:
@@ -211,8 +208,10 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
         raise ConfigError(f"gradient_checkpointing=True: {error}") from error
 
 
-def check_numbers(arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError if one of the Trainer's numeric arguments is not a number, or is out of its range."""
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the Trainer's model, one of its numbers, its run's name or a folder cannot be used."""
+    if not isinstance(arguments["model"], nn.Module):
+        raise ConfigError(f"model is {type(arguments['model']).__name__}, not a torch.nn.Module")
     for name in ("microbatch_size", "gradient_accumulation_steps", "epochs_per_round"):
         positive(name, arguments[name], int)
     for name in ("clip_grad_norm", "grace_seconds", "timeout_seconds"):
@@ -225,6 +224,9 @@ def check_numbers(arguments: Mapping[str, Any]) -> None:
     seed = arguments["seed"]
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise ConfigError(f"seed={seed!r}: give a whole number, or None")
+    check_run_name(arguments["run_name"], arguments["resume"])
+    for name in ("runs_folder", "checkpoints_folder"):
+        check_folder(name, arguments[name])
 
 
 def positive(name: str, value: Any, kind: type[int] | type[float]) -> Any:

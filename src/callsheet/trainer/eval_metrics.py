@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from callsheet.errors import ConfigError
 from callsheet.trainer.tasks import Task
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 
 class EvalMetrics:
@@ -22,7 +25,7 @@ class EvalMetrics:
 
     def __init__(self, task: Task, device: torch.device) -> None:
         self._task = task
-        self._metrics: dict[str, Any] = {name: metric.to(device) for name, metric in task.metrics.items()}
+        self._metrics: dict[str, Metric] = {name: metric.to(device) for name, metric in task.metrics.items()}
         self._is_empty = True
         for metric in self._metrics.values():
             metric.reset()
@@ -55,7 +58,7 @@ class EvalMetrics:
         return found
 
 
-def _forget(metric: Any) -> None:
+def _forget(metric: Metric) -> None:
     """Reset a metric, but leave empty tensors in its list states. An empty list would lose the dtype of the tensors."""
     for state, default in metric._defaults.items():
         if isinstance(default, list):

@@ -12,17 +12,15 @@ from torch import Tensor, nn
 
 from callsheet.core.context import Context
 from callsheet.core.lifecycle import SPANS
-from callsheet.core.manager import CallbackManager
 from callsheet.core.randomness import random_state, restore_random_state
 from callsheet.core.run_state import TrainState
 from callsheet.core.spans import Span
 from callsheet.core.time import Interval, Time
 from callsheet.errors import ConfigError
-from callsheet.run.agreement import Agreement
 from callsheet.run.devices import on_one_device
 from callsheet.run.metrics import MetricLog
 from callsheet.run.parts import DueEvaluation
-from callsheet.run.process_groups import ProcessGroups
+from callsheet.run.run import Run
 from callsheet.trainer.batches import Loader, made, to_device
 from callsheet.trainer.data import shared
 from callsheet.trainer.data.loaders import generators_of, restore_generators_of
@@ -96,8 +94,9 @@ class Evaluation:
     ends an evaluation that the training loop has started, and the results of this evaluation are discarded.
 
     Args:
-        every: the interval for evaluators that have none of their own; None: these are evaluated only on request.
+        run: the run that is trained.
         module: the module that is called in the forward pass.
+        every: the interval for evaluators that have none of their own; None: these are evaluated only on request.
     """
 
     is_resumed = True
@@ -106,24 +105,22 @@ class Evaluation:
 
     def __init__(
         self,
-        manager: CallbackManager,
-        main: Context,
+        run: Run,
         module: nn.Module,
         task: Task,
         device: torch.device,
         *,
         every: Interval | None,
-        groups: ProcessGroups,
-        agreement: Agreement,
         precision: Precision,
         shard: bool,
     ) -> None:
-        self.metrics = MetricLog(groups if groups.size > 1 else None)
+        self._main, self._groups, self._agreement = run.ctx, run.groups, run.agreement
+        self.metrics = MetricLog(run.groups if run.groups.size > 1 else None)
         self.results: dict[str, dict[str, float]] = {}
         """The latest losses and metrics of each evaluator, by the evaluator's name."""
         self.loaders: dict[str, Iterable[Any]] = {}
         self.schedules: dict[str, Schedule] = {}
-        self.ctx = main.sibling(self.metrics)
+        self.ctx = run.ctx.sibling(self.metrics)
         self.undone: DueEvaluation | None = None
         """The evaluation that is due at the current boundary and not done yet.
 
@@ -131,12 +128,9 @@ class Evaluation:
         """
         self._logged: dict[str, float] = {}
         self._every = every
-        self._main = main
         self._module = module
         self._task = task
         self._device = device
-        self._groups = groups
-        self._agreement = agreement
         self._precision = precision
         self._shard = shard
         # Whether a preemption signal may end the running evaluation early. False if the user called the evaluation directly.
@@ -144,7 +138,7 @@ class Evaluation:
         self._resumed: Mapping[str, Mapping[str, int]] = {}
         self._resumed_generators: Mapping[str, list[Any]] = {}
         self._given: dict[str, Iterable[Any]] = {}  # the evaluators' original dataloaders; empty if there are several ranks
-        self._spans = manager.spans(self.ctx)
+        self._spans = run.manager.spans(self.ctx)
 
     def add(self, name: str, evaluator: Evaluator) -> None:
         """Load the data of the evaluator `name`, and begin its schedule. All ranks must call this method."""

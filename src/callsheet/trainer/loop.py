@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from callsheet.errors import ConfigError
 from callsheet.run.metrics import lasting
@@ -39,7 +40,7 @@ class TrainLoop:
         model: ParallelModel,
         task: Task,
         optimizer: Optimizer,
-        scheduler: Any,
+        scheduler: LRScheduler | None,
         precision: Precision,
         batches: TrainBatches,
         device: torch.device,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, distributed, nn
@@ -19,7 +19,8 @@ from callsheet.errors import ConfigError
 from callsheet.run.copies import add_hook
 from callsheet.run.process_groups import ProcessGroups
 
-KINDS = ("auto", "single", "ddp", "fsdp")
+ParallelKind = Literal["auto", "single", "ddp", "fsdp"]
+KINDS: tuple[ParallelKind, ...] = get_args(ParallelKind)
 
 _STATE_PER_PARAMETER = 4
 """The memory of weights, gradients and the optimizer's two moments together, as a multiple of the weights' memory."""
@@ -44,7 +45,7 @@ class Parallel:
         ConfigError: an argument is invalid.
     """
 
-    kind: str = "auto"
+    kind: ParallelKind = "auto"
     shard_size: int | None = None
     blocks: tuple[str, ...] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -54,7 +55,7 @@ class Parallel:
         if self.kind != "fsdp" and (self.shard_size is not None or self.blocks is not None):
             raise ConfigError(f"shard_size and blocks are for parallel='fsdp', not {self.kind!r}; leave them out")
 
-    def resolved(self, model: nn.Module, groups: ProcessGroups, device: torch.device, frozen: Sequence[nn.Module] = ()) -> str:
+    def resolved(self, model: nn.Module, groups: ProcessGroups, device: torch.device, frozen: Sequence[nn.Module] = ()) -> ParallelKind:
         """Return how a model is distributed over the ranks: `single`, `ddp` or `fsdp`.
 
         Args:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from callsheet.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 Losses = Tensor | Mapping[str, Tensor]
 
@@ -24,7 +27,7 @@ class Task:
     the device and shards them like the model, but does not train, save or export them. Call them under `torch.no_grad()`.
     """
 
-    metrics: Mapping[str, Any] = {}
+    metrics: Mapping[str, Metric] = {}
     frozen_models: Sequence[nn.Module] = ()
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
@@ -73,7 +76,7 @@ class Task:
         """
         return counts_of(batch)
 
-    def weight(self, batch: Any) -> Any:
+    def weight(self, batch: Any) -> float | Tensor:
         """Return the weight of a batch in a mean over all ranks: a number, or a scalar tensor on the device.
 
         By default, the weight is the number of samples, or 1 if this number cannot be read from the batch. If a task overrides this method, the
@@ -122,7 +125,7 @@ class SupervisedTask(Task):
         ConfigError: a metric is not a torchmetrics `Metric`, or a batch is not a pair.
     """
 
-    def __init__(self, loss_function: Callable[[Any, Any], Tensor], metrics: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, loss_function: Callable[[Any, Any], Tensor], metrics: Mapping[str, Metric] | None = None) -> None:
         self.loss_function = loss_function
         self.metrics = checked_metrics(metrics)
 
@@ -176,7 +179,7 @@ class HuggingFaceTask(Task):
         ConfigError: a metric is not a torchmetrics `Metric`.
     """
 
-    def __init__(self, metrics: Mapping[str, Any] | None = None, *, shifts_labels: bool = True) -> None:
+    def __init__(self, metrics: Mapping[str, Metric] | None = None, *, shifts_labels: bool = True) -> None:
         self.metrics = checked_metrics(metrics)
         self.shifts_labels = shifts_labels
 
@@ -212,7 +215,7 @@ class HuggingFaceTask(Task):
             return None
         return ((labels[:, 1:] if self.shifts_labels else labels) != IGNORED_LABEL).sum()
 
-    def weight(self, batch: Any) -> Any:
+    def weight(self, batch: Any) -> float | Tensor:
         """Return the number of labels that are not ignored, or the number of samples if each sample has one label."""
         labels = self.label_tokens(batch)
         return labels if labels is not None else super().weight(batch)
@@ -239,7 +242,7 @@ class ForwardStepTask(Task):
         >>> task = ForwardStepTask(forward_step)
     """
 
-    def __init__(self, forward_step: Callable[[nn.Module, Any], Any], metrics: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, forward_step: Callable[[nn.Module, Any], Any], metrics: Mapping[str, Metric] | None = None) -> None:
         self.forward_step = forward_step
         self.metrics = checked_metrics(metrics)
         if self.metrics and type(self).predictions_and_targets is Task.predictions_and_targets:
@@ -271,7 +274,7 @@ class ForwardStepTask(Task):
 
 
 def resolve_task(
-    task: Task | Callable[[Any, Any], Tensor] | None, model: nn.Module, metrics: Mapping[str, Any] | None = None
+    task: Task | Callable[[Any, Any], Tensor] | None, model: nn.Module, metrics: Mapping[str, Metric] | None = None
 ) -> Task:
     """Return the Task for the Trainer's argument `task`, which may also be a loss function or None.
 
@@ -305,7 +308,7 @@ def _shifts_labels(model: Any) -> bool:
     return kind in (None, "ForCausalLM", "ForConditionalGeneration") and not getattr(model.config, "is_encoder_decoder", False)
 
 
-def checked_metrics(metrics: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def checked_metrics(metrics: Mapping[str, Metric] | None) -> Mapping[str, Metric]:
     """Return the metrics. Raise ConfigError if one is not a torchmetrics `Metric`."""
     for name, metric in (metrics or {}).items():
         if not all(hasattr(metric, method) for method in ("update", "compute", "reset", "to")):

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import signal
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from callsheet.checkpoint import export_huggingface, export_weights
 from callsheet.core.callback import Callback
@@ -27,19 +27,18 @@ from callsheet.core.ranks import read_ranks
 from callsheet.core.run_state import CheckpointInfo, Outcome, TrainState
 from callsheet.core.time import Interval, Time
 from callsheet.errors import ConfigError, DistributedError, RequestRejected, names_unknown
-from callsheet.run.checkpoints import Checkpoints, Typed
+from callsheet.run.checkpoints import Typed
 from callsheet.run.failures import is_of_collective, is_out_of_memory, out_of_memory_note
-from callsheet.run.log_ranks import LogRanks
+from callsheet.run.log_ranks import LogRanks, LogRanksChoice
 from callsheet.run.parts import Stateful
 from callsheet.run.process_groups import ProcessGroups
-from callsheet.run.run import Run
+from callsheet.run.run import Run, run_info
 from callsheet.run.run_guard import LOCK_TIMEOUT_SECONDS
-from callsheet.run.run_names import check_folder, check_run_name, new_name
 from callsheet.run.signals import GRACE_SECONDS, SignalWatch
 from callsheet.trainer.arguments import (
+    agreed_name_and_seed,
+    check_arguments,
     check_cuda_graphs,
-    check_numbers,
-    check_same_on_all_ranks,
     checked_optimizer,
     checked_scheduler,
     duration,
@@ -48,14 +47,16 @@ from callsheet.trainer.arguments import (
     named_loaders,
     progress_shown,
     resolved_device,
-    run_info,
 )
 from callsheet.trainer.batches import Loader, TrainBatches
 from callsheet.trainer.evaluation import Evaluation, Evaluator, named_evaluators
 from callsheet.trainer.loop import TrainLoop
-from callsheet.trainer.parallel import Parallel, ParallelModel
+from callsheet.trainer.parallel import Parallel, ParallelKind, ParallelModel
 from callsheet.trainer.precision import Precision, PrecisionName
 from callsheet.trainer.tasks import Task, resolve_task
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 logger = logging.getLogger("callsheet")
 
@@ -145,6 +146,11 @@ class Trainer:
         6
     """
 
+    optimizer: Optimizer | None = None
+    scheduler: LRScheduler | None = None
+    _loop: TrainLoop | None = None  # None if there is no optimizer, so that the trainer can only evaluate, test and predict
+    _activity = ""  # the name of the public method that is running
+
     @names_unknown(lambda: TRAINER_ARGUMENTS)
     def __init__(
         self,
@@ -154,14 +160,14 @@ class Trainer:
         eval_dataloader: Loader | Evaluator | Mapping[str, Loader | Evaluator] | None = None,
         *,
         optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None = None,
-        scheduler: Any = None,
+        scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
         max_duration: str | Time = "1ep",
-        metrics: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Metric] | None = None,
         microbatch_size: int | None = None,
         gradient_accumulation_steps: int = 1,
         clip_grad_norm: float | None = None,
         precision: PrecisionName = "fp32",
-        parallel: str | Parallel = "auto",
+        parallel: ParallelKind | Parallel = "auto",
         shard_data: bool = True,
         compile: bool | Mapping[str, Any] = False,
         gradient_checkpointing: bool = False,
@@ -182,19 +188,15 @@ class Trainer:
         grace_seconds: float = GRACE_SECONDS,
         timeout_seconds: float = 600.0,
         lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
-        log_ranks: str = "zero",
+        log_ranks: LogRanksChoice = "zero",
         config: Mapping[str, Any] | None = None,
     ) -> None:
         arguments = dict(locals())
+        check_arguments(arguments)
         ranks = read_ranks()
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"model is {type(model).__name__}, not a torch.nn.Module")
-        check_numbers(arguments)
         self.device = resolved_device(device, ranks)
         self.model = model
         self.task = resolve_task(task, model, metrics)
-        self.optimizer: Optimizer | None = None
-        self.scheduler: Any = None
         parallel = parallel if isinstance(parallel, Parallel) else Parallel(parallel)
         self._precision = Precision(precision, self.device)
         self._microbatch_size, self._gradient_checkpointing = microbatch_size, gradient_checkpointing
@@ -203,9 +205,6 @@ class Trainer:
         self.epochs_per_round = epochs_per_round
         log_every = log_boundary(log_interval)
         eval_every = Interval.of("eval_interval", eval_interval) if eval_interval is not None else None
-        check_run_name(run_name, resume)
-        check_folder("runs_folder", runs_folder)
-        check_folder("checkpoints_folder", checkpoints_folder)
         self.callbacks = manager_of(callbacks)
         self.callbacks.add(loggers or ())
         self.callbacks.add(progress_shown(progress, ranks, self.callbacks.callbacks))
@@ -214,20 +213,12 @@ class Trainer:
         preempt_signals = (preempt_signals,) if isinstance(preempt_signals, str) else tuple(preempt_signals)
         self._signals = SignalWatch(("SIGINT", *preempt_signals), grace=grace_seconds)
         printing_ranks = LogRanks(log_ranks, ranks)
-        self._activity = ""  # the name of the public method that is running
         evaluators = named_evaluators(eval_dataloader)
         groups = ProcessGroups(ranks, self.device, timeout_seconds)
-        try:
-            check_same_on_all_ranks(groups, arguments, evaluators, self.callbacks.callbacks)
-            name = run_name or groups.of_rank_zero(new_name())
-            data_seed = seed if seed is not None else groups.of_rank_zero(secrets.randbits(31))
-        except BaseException:
-            groups.close()
-            raise
-        self.run = run_info(name, runs_folder, checkpoints_folder, ranks, self.device, config)
+        name, data_seed = agreed_name_and_seed(groups, arguments, evaluators, self.callbacks.callbacks)
+        self.run = run_info(name, runs_folder, ranks, self.device, config, checkpoints_folder)
         the_task = self.task  # a lambda that refers to `self` would keep the trainer alive
         self._batches = TrainBatches(groups, data_seed, shard=shard_data, count_samples=lambda batch: the_task.counts(batch)[0])
-        self._loop: TrainLoop | None = None
         self._run = run = Run(
             self.callbacks,
             self.run,
@@ -257,21 +248,9 @@ class Trainer:
             self.optimizer = checked_optimizer(optimizer, model) if optimizer is not None else None
             self.scheduler = checked_scheduler(scheduler, self.optimizer) if scheduler is not None else None
             self._evaluation = Evaluation(
-                self.callbacks,
-                self.ctx,
-                self._parallel.module,
-                self.task,
-                self.device,
-                every=eval_every,
-                groups=groups,
-                agreement=run.agreement,
-                precision=self._precision,
-                shard=shard_data,
+                run, self._parallel.module, self.task, self.device, every=eval_every, precision=self._precision, shard=shard_data
             )
-            checkpoints = Checkpoints(
-                self.callbacks, self.ctx, run.spans, groups, run.guard, in_background=save_in_background, grace=grace_seconds
-            )
-            run.connect(self._evaluation, checkpoints)
+            run.connect(self._evaluation, in_background=save_in_background, grace=grace_seconds)
             if self.optimizer is not None:
                 self._loop = TrainLoop(
                     run,

@@ -31,6 +31,7 @@ from callsheet.core.manager import CallbackManager
 from callsheet.core.run_state import CheckpointInfo
 from callsheet.core.time import Time
 from callsheet.errors import NotSupported, RequestRejected, mark_as_users
+from callsheet.run.parts import Stateful
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.run.run_names import check_resume
 from callsheet.trainer.tasks import counts_of
@@ -47,7 +48,7 @@ def host(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: Optimizer,
-    scheduler: Any = None,
+    scheduler: Stateful | None = None,
     max_duration: str | Time | None = None,
     log_interval: str | int | Time = "10ba",
     run_name: str | None = None,

@@ -248,7 +248,8 @@ class AutoModelHost(HostBase, AutoModelCallback):
             is_last_batch = getattr(recipe.step_scheduler, "is_last_batch", False)
             if not called.is_wrapped:
                 called.is_validating = bool(getattr(recipe.step_scheduler, "is_val_step", False))
-            self._finish_step(run)
+            if run.end_step():
+                self._after_step(run)
             if is_last_batch:
                 run.end_epoch(is_whole=True)
                 self._stop_if_asked(run)

@@ -273,7 +273,8 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         self._ask_for_evaluation()
 
     def _batch_checkpoint(self, state: Any) -> None:
-        self._finish_step(self._run)
+        if self._run.end_step():
+            self._after_step(self._run)
 
     def _epoch_end(self, state: Any) -> None:
         self._saves.report(self._run)

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, trainer_utils
 from transformers.trainer_callback import ExportableState
@@ -18,6 +18,7 @@ from callsheet.bridges.huggingface.arguments import Arguments
 from callsheet.bridges.huggingface.internals import GUEST, PACKAGE
 from callsheet.core.callback import Phase
 from callsheet.core.context import Context
+from callsheet.core.control import SaveKind
 from callsheet.core.time import Timestamp, TimeUnit
 from callsheet.core.wrappers import Handler
 from callsheet.errors import NotSupported
@@ -203,7 +204,7 @@ class HuggingFaceGuest(Guest):
         self._step, self._microbatches = -1, 0
         self._now: Timestamp | None = None
         self._passed_on: set[str] = set()
-        self._save_kind = ""
+        self._save_kind: SaveKind | Literal[""] = ""
         self._norm: Any = None
         self._logged_at, self._log_asked_at, self._loss_sum = 0, 0, 0.0
         self._datasets: set[str] = set()

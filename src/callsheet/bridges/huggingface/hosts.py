@@ -358,7 +358,8 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
             if self._stage != _OPTIMIZER_HAS_STEPPED:
                 run.counts.doubt()
             self._stage = _BETWEEN_STEPS
-            self._finish_step(run)
+            if run.end_step():
+                self._after_step(run)
             if run.checkpoints.requests:
                 self._repeat_save_request(run)
         except BaseException as error:

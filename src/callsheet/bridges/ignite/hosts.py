@@ -12,6 +12,7 @@ from typing import Any, Self
 from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint, ModelCheckpoint
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from callsheet.bridges.count_check import Counts
@@ -31,6 +32,7 @@ from callsheet.core.manager import CallbackManager
 from callsheet.core.run_state import CheckpointInfo, Outcome
 from callsheet.core.time import Time
 from callsheet.errors import CheckpointError, ConfigError, NotSupported
+from callsheet.run.parts import Stateful
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.trainer.tasks import counts_of
 
@@ -42,9 +44,9 @@ def host(
     *,
     model: nn.Module,
     optimizer: Optimizer,
-    scheduler: Any = None,
+    scheduler: Stateful | None = None,
     gradient_accumulation_steps: int = 1,
-    scaler: Any = None,
+    scaler: GradScaler | None = None,
     evaluators: Mapping[str, Engine] | None = None,
     evaluate: Callable[[], Any] | None = None,
     log_interval: str | int | Time = "10ba",
@@ -143,7 +145,7 @@ class IgniteHost(HostBase):
         *,
         model: nn.Module,
         gradient_accumulation_steps: int,
-        scaler: Any,
+        scaler: GradScaler | None,
         evaluators: Mapping[str, Engine],
         evaluate: Callable[[], Any] | None,
         **options: Any,
@@ -386,7 +388,8 @@ class IgniteHost(HostBase):
             ):  # Ignite reported the step's start only after the optimizer's step
                 run.counts.doubt()
             training.optimizer.has_strayed = False
-            self._finish_step(run)
+            if run.end_step():
+                self._after_step(run)
         except Exception as error:
             self._leave(error)
 

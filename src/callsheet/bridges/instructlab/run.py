@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from callsheet.bridges.instructlab.names import TrainingContext
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
 from callsheet.checkpoint import read_checkpoint, write_checkpoint
 from callsheet.core.background import inner
-from callsheet.core.context import Context
+from callsheet.core.context import Boundary, Context
 from callsheet.core.control import Control
 from callsheet.core.manager import CallbackManager
 from callsheet.core.ranks import Ranks, read_ranks
@@ -27,7 +26,7 @@ from callsheet.errors import NotSupported
 from callsheet.run.costs import publish_costs
 from callsheet.run.log_ranks import LogRanks
 from callsheet.run.process_groups import ProcessGroups
-from callsheet.run.run import Run
+from callsheet.run.run import Run, run_info
 from callsheet.run.settings import settings_of
 from callsheet.run.signals import SignalWatch
 
@@ -77,11 +76,10 @@ class HookedRun(Run):
     def __init__(self, manager: CallbackManager, context: TrainingContext, *, lock_timeout: float) -> None:
         output, ranks = Path(context.output_dir or "runs/instructlab").absolute(), read_ranks()
         config = {"model_name_or_path": context.model_name_or_path, "max_epochs": context.max_epochs, "output_dir": str(output)}
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        info = RunInfo(output.name, output, config, ranks, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), device)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(
             manager,
-            info,
+            run_info(output.name, output.parent, ranks, device, config),
             model=None,
             state=TrainState(max_duration=Time.parse(f"{context.max_epochs}ep") if context.max_epochs else None),
             control=Control((), host=HOST),
@@ -89,7 +87,7 @@ class HookedRun(Run):
             # Use a group of one rank, because the collectives of this run could otherwise mix with those of training.
             groups=ProcessGroups(Ranks(), torch.device("cpu"), lock_timeout),
             log_every=Interval("1ba"),
-            device=torch.device(device),
+            device=device,
             log_ranks=LogRanks("zero", ranks),
             lock_timeout=lock_timeout,
             # InstructLab calls no hook when its training fails, so a run that has not ended must not block a new run.
@@ -315,7 +313,7 @@ class HookedRun(Run):
         if self._order.may_come("L"):
             self._fire_log(self._metrics.take())
 
-    def fire_checkpoint(self, context: TrainingContext, boundary: str) -> None:
+    def fire_checkpoint(self, context: TrainingContext, boundary: Boundary) -> None:
         """Fire the events of a checkpoint that InstructLab has written, and add the callbacks' states to it."""
         ctx, now = self.ctx, self.state.timestamp
         losses = {"validation": self._found["loss"]} if "loss" in self._found else {}

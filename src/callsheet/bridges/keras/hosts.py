@@ -244,7 +244,8 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
         self._training.backward.is_on = False
         self._position.taken += 1
         run.step_skipped = not self._steps.has_stepped
-        self._finish_step(run)
+        if run.end_step():
+            self._after_step(run)
 
     def _close_epoch(self, run: HostedRun) -> None:
         if self._is_epoch_open:

@@ -329,7 +329,8 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             if run.manager.has_listeners.on_log and trainer.log_every_n_steps and run.ctx.step % trainer.log_every_n_steps == 0:
                 self._log(trainer)
             # With manual optimization, a step may need several batches, so a batch without a step is no error.
-            self._finish_step(run, trainer, may_skip_step=not stepped.has_begun)
+            if run.end_step():
+                self._after_step(run, trainer, may_skip_step=not stepped.has_begun)
         except Exception as error:
             self._leave(error)
 

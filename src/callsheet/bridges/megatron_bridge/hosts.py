@@ -264,13 +264,18 @@ class MegatronBridgeHost(HostBase):
                 run.grad_norm = norm if norm is None or isinstance(norm, Tensor) else torch.scalar_tensor(norm)
             if norm is not None and run.manager.has_listeners.on_log:
                 run.records.metrics.log({"train/grad_norm": norm}, over="mean", across="same")
-            self._finish_step(run, 1)  # 1, because Megatron has not counted this step yet
+            if run.end_step():
+                self._after_step(run, 1)  # 1, because Megatron has not counted this step yet
             if self._is_pipelined:
                 run.records.last_loss = (
                     None  # only the last pipeline stage has a loss, and a mean over all ranks would need a collective
                 )
         except BaseException as error:
             self._leave(error)
+
+    def _check_first_step(self, run: HostedRun, **options: Any) -> None:
+        if not run.step_skipped:  # the first step that is not skipped is checked, because a skipped step fires fewer events
+            super()._check_first_step(run, **options)
 
     def _stop(self, loop: int | None) -> None:
         self._settings.stop(loop or 0)

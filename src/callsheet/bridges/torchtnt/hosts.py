@@ -313,9 +313,13 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
                 run.driver.end_step()
                 self._waiting = "step"
             else:
-                self._finish_step(run, state, may_skip_step=training.is_scaled)
+                self._end_step(run, state)
         except Exception as error:
             self._leave(error)
+
+    def _end_step(self, run: HostedRun, state: State) -> None:
+        if run.end_step():
+            self._after_step(run, state, may_skip_step=self._training.is_scaled)
 
     @in_a_run
     def on_train_epoch_end(self, run: HostedRun, state: State, unit: Any) -> None:

@@ -418,7 +418,8 @@ class UltralyticsHost(HostBase):
         if isinstance(losses, Tensor) and losses.ndim:  # in older releases, `losses` has no names; they are in `loss_names`
             losses = dict(zip(trainer.loss_names, losses, strict=True)) if len(losses) == len(trainer.loss_names) else {}
         run.other_losses = {name: each for name, each in losses.items() if name != "loss"} if isinstance(losses, Mapping) else {}
-        self._finish_step(run, trainer, may_skip_step=trainer.scaler.is_enabled())
+        if run.end_step():
+            self._after_step(run, trainer, may_skip_step=trainer.scaler.is_enabled())
 
     # --- validation ---
 

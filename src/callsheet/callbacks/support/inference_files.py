@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,8 @@ from torch.utils import _pytree as trees
 
 from callsheet.errors import CheckpointError
 
-FORMATS = {"torch_export": "model.pt2", "onnx": "model.onnx", "huggingface": "model"}
+Format = Literal["torch_export", "onnx", "huggingface"]
+FORMATS: dict[Format, str] = {"torch_export": "model.pt2", "onnx": "model.onnx", "huggingface": "model"}
 """The default name of each format's file or folder."""
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from callsheet.core.optional import load
 from callsheet.core.run_state import RunInfo
 from callsheet.core.time import TimeUnit
 from callsheet.errors import ConfigError
+
+Division = Literal["open", "closed"]
+Status = Literal["onprem", "cloud", "research"]
 
 _RESERVED = re.compile(
     r"submission_(benchmark|org|division|status|platform)|cache_clear|eval_accuracy|(init|run|block|epoch|eval)_(start|stop)"
@@ -51,8 +54,8 @@ class Submission:
     benchmark: str
     submitter: str
     system_name: str
-    status: str
-    division: str
+    status: Status
+    division: Division
     ruleset: str
     root_folder: str | os.PathLike[str] | None
     index: int | None
@@ -62,8 +65,8 @@ class Submission:
             raise ConfigError("submitter='': name the organization whose result this is")
         if self.index is not None and self.index < 0:
             raise ConfigError(f"index={self.index}: give 0 or more, or None")
-        one_of("division", self.division, ("open", "closed"))
-        one_of("status", self.status, ("onprem", "cloud", "research"))
+        one_of("division", self.division, get_args(Division))
+        one_of("status", self.status, get_args(Status))
         if self.benchmark:
             self.ruleset = _checked_ruleset(self.ruleset, self.benchmark)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from typing import Literal, get_args
 
 import torch
 
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
+PeakPrecision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+PRECISIONS: tuple[PeakPrecision, ...] = get_args(PeakPrecision)
 
 _H100_SXM = {"fp32": 66.9, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4, "fp8": 1978.9}
 _HOPPER_NVL = {"fp32": 60.0, "tf32": 417.5, "bf16": 835.5, "fp16": 835.5, "fp8": 1670.5}

@@ -14,6 +14,7 @@ from callsheet.bridges.automodel.recipe import StepScheduler as Scheduled
 from callsheet.compat.automodel.configuration import Schedule, configured, load_yaml_config
 from callsheet.core.callback import Callback
 from callsheet.core.context import Context
+from callsheet.core.control import SaveKind
 from callsheet.errors import ConfigError
 from callsheet.recipes.classify import Classify
 from callsheet.recipes.distill import Distill
@@ -103,7 +104,7 @@ class _AsScheduled(Callback):
 
     def on_checkpoint_due(self, ctx: Context) -> None:
         if self.schedule.saves and ctx.boundary == "step" and self.scheduler.is_ckpt_step:
-            kind = "best" if self.best_yet else "periodic"
+            kind: SaveKind = "best" if self.best_yet else "periodic"
             ctx.control.save("the step scheduler", kind=kind, metric=self.best_yet, replicated=True)
 
     def state_dict(self) -> Mapping[str, Any]:

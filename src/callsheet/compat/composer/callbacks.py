@@ -15,6 +15,9 @@ import torch
 from callsheet import callbacks
 from callsheet.bridges.composer.time import Time
 from callsheet.callbacks import FreeOutputs, LRMonitor, NaNMonitor
+from callsheet.callbacks.image_visualizer import Mode
+from callsheet.callbacks.support import metric_mode
+from callsheet.callbacks.support.mlperf_result import Division, Status
 from callsheet.compat.composer.rejections import reject
 from callsheet.compat.composer.submodules import offer
 from callsheet.compat.not_offered import not_offered
@@ -190,7 +193,7 @@ class ImageVisualizer(callbacks.ImageVisualizer):
     def __init__(
         self,
         interval: Any = "100ba",
-        mode: str = "input",
+        mode: Mode = "input",
         num_images: int = 8,
         channels_last: bool = False,
         input_key: Any = 0,
@@ -215,12 +218,12 @@ class MLPerfCallback(callbacks.MLPerfCallback):
         index: int,
         benchmark: str = "resnet",
         target: float = 0.759,
-        division: str = "open",
+        division: Division = "open",
         metric_name: str = "MulticlassAccuracy",
         metric_label: str = "eval",
         submitter: str = "MosaicML",
         system_name: str | None = None,
-        status: str = "onprem",
+        status: Status = "onprem",
         cache_clear_cmd: str | Sequence[str] | None = None,
         host_processors_per_node: int | None = None,
         exit_at_target: bool = False,
@@ -300,7 +303,7 @@ class ExportForInferenceCallback(callbacks.ExportForInferenceCallback):
         input_names: Sequence[str] | None = None,
         output_names: Sequence[str] | None = None,
     ) -> None:
-        kind = str(getattr(save_format, "value", save_format))
+        kind: Any = str(getattr(save_format, "value", save_format))  # checked by the base class
         reject(
             "ExportForInferenceCallback",
             {
@@ -366,11 +369,11 @@ def _in_batches(who: str, interval: Any) -> int:
     return int(time.value)
 
 
-def _mode(who: str, comp: Any, monitor: str) -> str:
+def _mode(who: str, comp: Any, monitor: str) -> metric_mode.Mode:
     """Return `min` if a lower value of the metric is better, else `max`. Composer's argument `comp` decides, or else the metric's name."""
     if comp is None:
-        return "min" if any(word in monitor.lower() for word in ("loss", "error", "perplexity")) else "max"
-    modes: dict[Any, str] = {"less": "min", "lt": "min", torch.less: "min", torch.lt: "min"}
+        return "min" if metric_mode.is_lower_better("auto", monitor) else "max"
+    modes: dict[Any, metric_mode.Mode] = {"less": "min", "lt": "min", torch.less: "min", torch.lt: "min"}
     modes |= {"greater": "max", "gt": "max", torch.greater: "max", torch.gt: "max"}
     known = comp.lower() if isinstance(comp, str) else comp
     if known not in modes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 from callsheet.bridges.instructlab.names import check
 from callsheet.compat.instructlab.model_fields import HasModelFields
@@ -213,7 +213,7 @@ class TrainingArgs(HasModelFields):
         repr=False,
         metadata={"exclude": True, "description": "List of TrainerCallback instances, called on every rank."},
     )
-    parallel: str = "auto"
+    parallel: Literal["auto", "single", "ddp", "fsdp"] = "auto"
     allow_pickle: bool = False
     # The following fields of InstructLab are not supported: they accept only their default.
     use_legacy_tmpl: bool = False

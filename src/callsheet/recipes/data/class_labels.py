@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 from callsheet.errors import ConfigError, did_you_mean
 from callsheet.recipes.data.rows import reject
 from callsheet.recipes.models.language_model import CLASSIFIES, LanguageModel, loaded
 
-WEIGHTS = ("none", "balanced")
+Weights = Literal["none", "balanced"]
+WEIGHTS: tuple[Weights, ...] = get_args(Weights)
 
 
 class ClassLabels:

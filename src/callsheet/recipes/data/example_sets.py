@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from callsheet.recipes.data.conversations import Conversations
-from callsheet.recipes.data.examples import Examples, ExampleStream, Fit
+from callsheet.recipes.data.examples import Examples, ExampleStream, Fit, TooLong
 from callsheet.recipes.data.packing import Pack, Packed, PackedStream
 from callsheet.recipes.data.padding import Padding
 from callsheet.recipes.data.rows import Stream, Table
@@ -34,7 +34,7 @@ class ExampleSets:
         conversations: Conversations,
         *,
         longest: int,
-        too_long: str,
+        too_long: TooLong,
         packing: bool,
         flat: bool,
         pad_id: int,

@@ -9,7 +9,7 @@ import logging
 import time
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -24,7 +24,8 @@ from callsheet.trainer.tasks import IGNORED_LABEL
 
 logger = logging.getLogger("callsheet")
 
-TOO_LONG = ("reject", "truncate", "drop")
+TooLong = Literal["reject", "truncate", "drop"]
+TOO_LONG: tuple[TooLong, ...] = get_args(TooLong)
 
 Sample = dict[str, Tensor]
 
@@ -39,7 +40,7 @@ class Fit:
         dropped: how many examples were left out.
     """
 
-    def __init__(self, longest: int, too_long: str) -> None:
+    def __init__(self, longest: int, too_long: TooLong) -> None:
         one_of("too_long", too_long, TOO_LONG)
         self.longest = longest
         self.truncated = self.dropped = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from callsheet.recipes.data.rows import reject
 from callsheet.recipes.models.vision_language_model import image_token_id
 from callsheet.trainer.tasks import IGNORED_LABEL
 
-TOO_LONG = ("reject", "truncate")
+TooLong = Literal["reject", "truncate"]
+TOO_LONG: tuple[TooLong, ...] = get_args(TooLong)
 
 
 class ImageBatches:
@@ -29,7 +30,7 @@ class ImageBatches:
         too_long: `reject` a row with more tokens, or `truncate` it, which never cuts an image.
     """
 
-    def __init__(self, processor: Any, sequence_length: int, too_long: str) -> None:
+    def __init__(self, processor: Any, sequence_length: int, too_long: TooLong) -> None:
         self._processor = processor
         self._longest = sequence_length
         self._truncates = too_long == "truncate"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from callsheet.recipes.data.class_labels import ClassLabels
 from callsheet.recipes.data.rows import check_columns, reject
 
-TOO_LONG = ("truncate", "reject")
+TooLong = Literal["truncate", "reject"]
+TOO_LONG: tuple[TooLong, ...] = get_args(TooLong)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -29,7 +29,8 @@ CLASSIFIES = "ForSequenceClassification"
 _HUB_SECONDS = 10.0
 """How many seconds to wait for an answer of the Hugging Face hub. After that, only copies on this machine are used."""
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DtypeName = Literal["float32", "bfloat16", "float16"]
+_DTYPES: dict[DtypeName, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass
@@ -64,7 +65,7 @@ class LanguageModel:
     layers: int = 4
     heads: int = 6
     intermediate_size: int = 512
-    dtype: str = "float32"
+    dtype: DtypeName = "float32"
     attention: str | None = None
     freeze: list[str] = field(default_factory=list)
 

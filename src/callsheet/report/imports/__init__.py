@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
+from typing import Literal
 
 from callsheet.errors import ConfigError, did_you_mean
 from callsheet.report.imports import huggingface, lightning, mlflow, tensorboard, trackio, wandb
@@ -18,7 +20,8 @@ __all__ = ["KINDS", "Imported", "import_runs", "importing"]
 
 logger = logging.getLogger("callsheet")
 
-KINDS = {
+SourceKind = Literal["tensorboard", "wandb", "mlflow", "trackio", "lightning", "huggingface"]
+KINDS: dict[SourceKind, ModuleType] = {
     "tensorboard": tensorboard,
     "wandb": wandb,
     "mlflow": mlflow,
@@ -33,7 +36,7 @@ def import_runs(
     sources: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     to: str | os.PathLike[str] = "runs",
     *,
-    kind: str | None = None,
+    kind: SourceKind | None = None,
     name: str | None = None,
     rename: Mapping[str, str] | None = None,
 ) -> list[Imported]:
@@ -61,7 +64,7 @@ def import_runs(
 
 
 def importing(
-    given: Sequence[str | os.PathLike[str]], to: Path, *, kind: str | None, name: str | None, rename: Mapping[str, str]
+    given: Sequence[str | os.PathLike[str]], to: Path, *, kind: SourceKind | None, name: str | None, rename: Mapping[str, str]
 ) -> Iterator[Imported]:
     """Import one run after the other, and yield a summary of each run when its folder is complete. The arguments are those of `import_runs`."""
     _check(kind, name, rename, to)
@@ -97,7 +100,7 @@ def importing(
             logger.warning("--rename %s: no imported run has this metric%s", old, did_you_mean(old, metrics))
 
 
-def _check(kind: str | None, name: str | None, rename: Mapping[str, str], to: Path) -> None:
+def _check(kind: SourceKind | None, name: str | None, rename: Mapping[str, str], to: Path) -> None:
     if kind is not None and kind not in KINDS:
         raise ConfigError(f"--from {kind} is not a kind of source{did_you_mean(kind, KINDS)} (one of {', '.join(KINDS)})")
     if name is not None and (Path(name).name != name or name.startswith(".")):
@@ -108,7 +111,7 @@ def _check(kind: str | None, name: str | None, rename: Mapping[str, str], to: Pa
         raise ConfigError(f"--to {to} is not a folder")
 
 
-def _kind_of(source: Source, given: object, kind: str | None) -> str:
+def _kind_of(source: Source, given: object, kind: SourceKind | None) -> SourceKind:
     """Return which tool, such as `tensorboard`, wrote the files at the source.
 
     Raises:
