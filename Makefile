@@ -99,8 +99,10 @@ built-on: $(READY)  ## train with axolotl, ms-swift, Unsloth and other programs 
 resume: $(READY)  ## random dataloaders, each stopped and resumed somewhere, in the Trainer and in attach; the tables go to benchmarks/results/resumed-data.md
 	cd tests && ../$(BIN)/python -W ignore -m trainer.resumed_data ../benchmarks/results/resumed-data.md --cases 200
 
-behavior: $(READY)  ## compare the behavior that users can observe with that of another checkout: make behavior OLD=DIR; about fifteen minutes
-	$(BIN)/python tools/behavior.py $(OLD)
+behavior: $(READY)  ## compare the behavior that users can observe with that of another checkout: make behavior OLD=DIR; about half an hour; the table goes to benchmarks/results/behavior.md
+	$(BIN)/python tools/composer_venv.py
+	$(BIN)/python tools/ultralytics_venv.py
+	$(BIN)/python tools/behavior.py $(OLD) $(if $(ONLY),--only $(ONLY),--table benchmarks/results/behavior.md)
 
 public-scripts: $(READY)  ## public training scripts, alone and under callsheet exec: make public-scripts PUBLIC=DIR; about half an hour; the table goes to benchmarks/results/public-scripts.md
 	$(BIN)/python benchmarks/public_scripts.py $(PUBLIC) $(if $(ONLY),--only '$(ONLY)') $(if $(AGAIN),--again)

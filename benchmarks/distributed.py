@@ -29,6 +29,7 @@ from callsheet.run.metrics import MetricLog
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.run.signals import SignalWatch
 from callsheet.testing import run_ranks
+from callsheet.trainer.parallel import ParallelKind
 from timing import machine
 
 STEPS = 100
@@ -71,7 +72,7 @@ def bare(kind: str) -> float:
     return (time.perf_counter() - began) / STEPS * 1e3
 
 
-def ours(kind: str) -> float:
+def ours(kind: ParallelKind) -> float:
     """Return the milliseconds per step of the Trainer. It gets the batches of both ranks and distributes them."""
     model, batches = parts()
     with Trainer(

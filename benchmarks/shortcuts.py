@@ -61,7 +61,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 def close(self: Context, event: str) -> None:
     """Close the fields of an event in a loop over their names."""
-    for name, keeps in context._CLOSED_BY.get(event, ()):
+    for name, keeps in context._FIELDS_CLOSED_BY.get(event, ()):
         if not (keeps and name in self.kept):
             setattr(self, name, None)
             delattr(self, name)
@@ -69,7 +69,7 @@ def close(self: Context, event: str) -> None:
 
 def capture_functions(names: tuple[str, ...], changing: tuple[int, ...], new: tuple[int, ...]) -> dict[str, Callable[..., Any]]:
     """Return functions that enqueue and deliver snapshots in loops over the names of the fields."""
-    of_state = [f"state.{name}" for name in capture._OF_STATE]
+    of_state = [f"state.{name}" for name in capture._STATE_ATTRIBUTES]
     read = attrgetter("step", "epoch", *of_state, *names)
 
     def enqueuer(snapshot_class_for: Any, deliver: Any, registration: Any, queue: Any, otherwise: Any) -> Any:
@@ -77,7 +77,7 @@ def capture_functions(names: tuple[str, ...], changing: tuple[int, ...], new: tu
 
         def may_change(values: tuple[Any, ...], place: int) -> bool:
             value = values[place]
-            return type(value) not in capture._PLAIN and not (place in new and are_new and capture._is_lone(value))
+            return type(value) not in capture._PLAIN_TYPES and not (place in new and are_new and capture._is_lone(value))
 
         def enqueue(ctx: Context) -> Any:
             nonlocal kind, known, are_new
@@ -105,9 +105,9 @@ def capture_functions(names: tuple[str, ...], changing: tuple[int, ...], new: tu
                 made.state = object.__new__(TrainState)
                 made.step, made.epoch = values[2:4]
                 arrived = values if type(values) is tuple else capturing.arrived(values)
-                for name, value in zip(capture._OF_STATE, arrived[4:], strict=False):
+                for name, value in zip(capture._STATE_ATTRIBUTES, arrived[4:], strict=False):
                     setattr(made.state, name, value)
-                for name, value in zip(names, arrived[capture._BEFORE_FIELDS :], strict=True):
+                for name, value in zip(names, arrived[capture._FIRST_FIELD_PLACE :], strict=True):
                     setattr(made, name, value)
                 if arrived is not values:
                     capturing.drop_unavailable(made)

@@ -59,7 +59,7 @@ class ClusterMetrics(Callback):
                 "rank": ctx.run.rank,
                 "step": ctx.step,
                 "loss": ctx.loss.item(),
-                "grad_norm": ctx.grad_norm.item(),
+                "grad_norm": ctx.grad_norm.item() if ctx.grad_norm is not None else None,
                 "learning_rate": ctx.learning_rate,
             }
         )

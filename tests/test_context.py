@@ -7,13 +7,13 @@ import pytest
 
 from callsheet import CallbackManager, CallsheetError, CheckpointInfo, Context, MetricsRecord, RunInfo, TrainState
 from callsheet.core.events import Event
-from callsheet.core.lifecycle import ALWAYS, EVENTS, FIELDS
+from callsheet.core.lifecycle import ALWAYS_AVAILABLE, EVENTS, FIELDS
 from callsheet.core.ranks import Ranks
 from callsheet.core.time import Time, Timestamp
 from callsheet.errors import ConfigError, FieldNotAvailable, RequestRejected
 from callsheet.run.metrics import MetricLog
 
-WINDOWED = [name for name in FIELDS if name not in ALWAYS]
+WINDOWED = [name for name in FIELDS if name not in ALWAYS_AVAILABLE]
 
 
 def context() -> Context:
@@ -26,7 +26,7 @@ def fires(ctx: Context, event: Event) -> None:
     ctx.dispatcher.current = event
 
 
-@pytest.mark.parametrize("name", ALWAYS)
+@pytest.mark.parametrize("name", ALWAYS_AVAILABLE)
 def test_fields_of_every_event_are_available_from_the_start(name: str) -> None:
     assert context().has(name)
 
@@ -110,12 +110,12 @@ def test_a_window_that_was_never_opened_can_be_closed() -> None:
 
 def test_close_all_keeps_the_fields_of_every_event() -> None:
     ctx = context()
-    ctx.batch, ctx.loss, ctx.step = 1, 2, 7
+    ctx.batch, ctx.outputs, ctx.step = 1, 2, 7
     ctx.close_all()
     assert not ctx.has("batch")
-    assert not ctx.has("loss")
+    assert not ctx.has("outputs")
     assert ctx.step == 7
-    assert all(ctx.has(name) for name in ALWAYS)
+    assert all(ctx.has(name) for name in ALWAYS_AVAILABLE)
 
 
 def test_a_kept_field_stays_to_the_end_of_the_step_and_no_longer() -> None:
@@ -157,8 +157,8 @@ def test_a_sibling_shares_the_run_and_not_the_windows() -> None:
         assert getattr(other, name) is getattr(ctx, name), name
     assert not other.has("batch")
     assert other.event is None
-    other.loss = 3
-    assert not ctx.has("loss")
+    other.outputs = 3
+    assert not ctx.has("outputs")
 
 
 def test_a_sibling_made_before_the_optimizer_has_none() -> None:

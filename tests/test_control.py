@@ -99,7 +99,7 @@ def test_an_unknown_kind_names_the_nearest_and_all() -> None:
         ConfigError,
         match=r"unknown kind of checkpoint 'bets'; did you mean 'best'\? \(one of requested, periodic, best, final, preempt\)",
     ):
-        Control().save("x", kind="bets")
+        Control().save("x", kind="bets")  # type: ignore[arg-type]  # the mistake that is tested
 
 
 def test_what_the_loop_cannot_do_is_rejected_and_leaves_nothing() -> None:

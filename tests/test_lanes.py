@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from callsheet.core.lane_options import LaneOptions
+from callsheet.core.lane_options import LaneOptions, Overflow
 from callsheet.errors import ConfigError
 from callsheet.lanes.queue import Lane, close, drain
 
@@ -81,7 +81,7 @@ def test_a_lane_works_without_being_drained() -> None:
     sleeps=st.sets(st.integers(0, 59), max_size=5),
 )
 def test_what_is_delivered_is_what_was_put_less_what_was_counted_as_dropped(
-    items: list[int], queue: int, overflow: str, fails: set[int], sleeps: set[int]
+    items: list[int], queue: int, overflow: Overflow, fails: set[int], sleeps: set[int]
 ) -> None:
     done: list[tuple[int, int]] = []
 
@@ -277,7 +277,7 @@ class Odd:
 
 
 @pytest.mark.parametrize("overflow", ["drop_oldest", "latest"])
-def test_items_are_distinguished_without_being_compared(overflow: str, gate: threading.Event) -> None:
+def test_items_are_distinguished_without_being_compared(overflow: Overflow, gate: threading.Event) -> None:
     begun, done = threading.Event(), []
 
     def work(item: object) -> None:
@@ -318,7 +318,7 @@ def test_one_that_never_gets_to_the_end_of_its_queue_is_named_too(
 
 
 @pytest.mark.parametrize("overflow", ["block", "drop_oldest", "latest"])
-def test_there_is_room_to_append_to_only_while_nothing_has_to_be_looked_at(overflow: str, gate: threading.Event) -> None:
+def test_there_is_room_to_append_to_only_while_nothing_has_to_be_looked_at(overflow: Overflow, gate: threading.Event) -> None:
     lane = Lane("test", lambda item: gate.wait(10), LaneOptions(queue=8, overflow=overflow, deadline=1.0))
     assert lane.room == 0  # it has no thread yet
     lane.put(0)

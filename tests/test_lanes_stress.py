@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from callsheet import Background, Callback, CallbackManager, Context, RunInfo
 from callsheet.core.costs import Failures
+from callsheet.core.lane_options import Overflow
 
 EVENTS = ("on_train_step_start", "on_train_step_end")
 FAILING = ("raise", "exit", "cancelled", "cancel")
@@ -134,7 +135,7 @@ def test_what_is_delivered_is_what_was_fired(
     drains: set[int],
     is_async: bool,
     queue: int,
-    overflow: str,
+    overflow: Overflow,
 ) -> None:
     acts = (AsyncActs if is_async else Acts)(actions)
     manager = CallbackManager([Background(acts, queue=queue, overflow=overflow, deadline=60)])

@@ -26,7 +26,7 @@ from callsheet.checkpoint import find_checkpoints, newest
 from callsheet.errors import ConfigError
 from callsheet.launcher import LaunchError, RankFailure, launch
 from callsheet.transport import TransportError
-from callsheet.transport.payload import KEY, PAYLOAD
+from callsheet.transport.payload import KEY_VARIABLE, PAYLOAD_VARIABLE
 from forked import python  # type: ignore[import-not-found]  # pytest has its folder on the path
 
 pytestmark = pytest.mark.test_all
@@ -68,7 +68,7 @@ def workers(tmp: Path) -> dict[int, dict[str, str]]:
     return {
         pid: environment
         for pid, command, environment in processes()
-        if environment.get(PAYLOAD, "").startswith(str(tmp)) and "callsheet.launcher.worker" in command
+        if environment.get(PAYLOAD_VARIABLE, "").startswith(str(tmp)) and "callsheet.launcher.worker" in command
     }
 
 
@@ -229,7 +229,7 @@ def test_from_a_script_and_nothing_of_it_can_be_seen(tmp_path: Path, tmp: Path) 
     child = int(wait_for(lambda: hold.exists() and hold.read_text(), process) or 0)
     found = workers(tmp)
     everything = {pid: (command, environment) for pid, command, environment in processes()}
-    payload = {Path(environment[PAYLOAD]) for environment in found.values()}
+    payload = {Path(environment[PAYLOAD_VARIABLE]) for environment in found.values()}
     content = next(iter(payload)).read_bytes() if payload else b""
     if child:
         hold.unlink()
@@ -237,7 +237,7 @@ def test_from_a_script_and_nothing_of_it_can_be_seen(tmp_path: Path, tmp: Path) 
     assert process.returncode == 0, errors
     assert len(found) == 2
     assert len(payload) == 1
-    [key] = {environment[KEY] for environment in found.values()}
+    [key] = {environment[KEY_VARIABLE] for environment in found.values()}
     printed = output + errors
     words = [key, key[32:], "7c1f-of-the-source", "class Journal", content[-64:].hex(), "callsheet sealed"]
     assert b"Journal" in content  # the words that are looked for are those that are there
@@ -247,8 +247,8 @@ def test_from_a_script_and_nothing_of_it_can_be_seen(tmp_path: Path, tmp: Path) 
         for file in (tmp_path / "job").rglob("*"):
             assert not file.is_file() or word.encode() not in file.read_bytes(), file
     assert "Starting elastic_operator" in printed  # torch's own log was on
-    assert KEY not in everything[child][1]
-    assert PAYLOAD not in everything[child][1]
+    assert KEY_VARIABLE not in everything[child][1]
+    assert PAYLOAD_VARIABLE not in everything[child][1]
     check_journals(tmp_path, json.loads(output.splitlines()[-1]), 8, [str(tmp_path), "2ep", str(hold)])
     assert_nothing_left(tmp)
 

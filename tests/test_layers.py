@@ -186,8 +186,8 @@ def test_the_core_imports_the_standard_library_alone(module: str) -> None:
 @pytest.mark.parametrize("module", [name for name in MODULES if not name or name.split(".")[0] in STANDARD_LIBRARY_ONLY])
 def test_type_checkers_import_torch_for_the_core_and_nothing_else(module: str) -> None:
     """The core's fields hold tensors. Their type is `torch.Tensor`, which no module of the core imports when it runs."""
-    others = {name for name in imports_for_types(MODULES[module]) if name.split(".")[0] != "callsheet"}
-    assert others - {"torch"} <= sys.stdlib_module_names
+    names = {name.split(".")[0] for name in imports_for_types(MODULES[module]) - {"torch"}}
+    assert names - {"callsheet"} <= sys.stdlib_module_names
 
 
 def test_importing_the_package_imports_no_torch() -> None:

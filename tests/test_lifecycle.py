@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from callsheet.core.lifecycle import (
-    ALWAYS,
-    ANYWHERE,
-    BOUNDARY,
+    ALWAYS_AVAILABLE,
+    ANYWHERE_EVENTS,
+    BOUNDARY_ORDER,
     EVENTS,
     FIELDS,
     POINTS,
@@ -51,8 +51,8 @@ def test_orders_name_only_spans_and_points() -> None:
 def test_every_span_and_point_has_a_place() -> None:
     placed = {name for span in SPANS.values() for name in names_in(span.order)}
     assert SPANS.keys() - placed == {"run"}
-    assert POINTS.keys() - placed == ANYWHERE
-    assert sorted(ANYWHERE) == ["on_checkpoint_published", "on_exception", "on_preempt"]
+    assert POINTS.keys() - placed == ANYWHERE_EVENTS
+    assert sorted(ANYWHERE_EVENTS) == ["on_checkpoint_published", "on_exception", "on_preempt"]
 
 
 def test_orders_are_trees_and_no_span_is_inside_itself() -> None:
@@ -133,7 +133,7 @@ def test_the_canonical_order_of_a_step_and_its_boundary() -> None:
     ],
 )
 def test_a_boundary_allows(recorded: str) -> None:
-    assert matches(BOUNDARY, recorded)
+    assert matches(BOUNDARY_ORDER, recorded)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_boundary_allows(recorded: str) -> None:
     ],
 )
 def test_a_boundary_forbids(recorded: str) -> None:
-    assert not matches(BOUNDARY, recorded)
+    assert not matches(BOUNDARY_ORDER, recorded)
 
 
 def test_an_epoch_may_end_with_a_fetch_that_found_nothing_but_no_step_comes_without_one() -> None:
@@ -167,7 +167,7 @@ def test_a_step_has_at_least_one_microbatch() -> None:
 
 @given(st.lists(st.sampled_from(["on_log", "eval_all", "on_checkpoint_due", "checkpoint_save"]), max_size=7))
 def test_at_a_boundary_a_save_follows_its_due_and_a_due_follows_the_record(recorded: list[str]) -> None:
-    if matches(BOUNDARY, " ".join(recorded)):
+    if matches(BOUNDARY_ORDER, " ".join(recorded)):
         assert all(recorded[i - 1] == "on_checkpoint_due" for i, name in enumerate(recorded) if name == "checkpoint_save")
         assert recorded.count("eval_all") <= 1
         if "on_log" in recorded and "eval_all" not in recorded:
@@ -189,8 +189,8 @@ def test_fields_declare_how_ranks_relate() -> None:
 
 
 def test_fields_without_a_window_are_always_available() -> None:
-    assert ALWAYS == ("event", "run", "state", "step", "epoch", "model", "user_state", "control")
-    assert all(not set(fields_available(event)) & set(ALWAYS) for event in EVENTS)
+    assert ALWAYS_AVAILABLE == ("event", "run", "state", "step", "epoch", "model", "user_state", "control")
+    assert all(not set(fields_available(event)) & set(ALWAYS_AVAILABLE) for event in EVENTS)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_names_in_mentions_each_once_in_order() -> None:
 def test_the_tree_draws_everything_once_with_its_depth() -> None:
     lines = tree().splitlines()
     names = [line.strip() for line in lines[:-1]]
-    assert sorted(names) == sorted([*SPANS, *(POINTS.keys() - ANYWHERE)])
+    assert sorted(names) == sorted([*SPANS, *(POINTS.keys() - ANYWHERE_EVENTS)])
     assert lines[0] == "run"
     assert "   train" in lines
     assert "            train_step" in lines  # run, train, round, epoch

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from callsheet import Callback, CallbackManager, Context, Outcome, RunInfo
-from callsheet.core.lifecycle import ALWAYS, FIELDS
+from callsheet.core.lifecycle import ALWAYS_AVAILABLE, FIELDS
 from callsheet.errors import ConfigError, RunEndedError
 from callsheet.run.lifetime import Lifetime
 
@@ -147,12 +147,12 @@ def test_the_exception_is_fired_on_the_open_context_with_its_fields() -> None:
 
 
 def test_at_the_end_every_window_is_closed() -> None:
-    windowed = [name for name in FIELDS if name not in ALWAYS]
+    windowed = [name for name in FIELDS if name not in ALWAYS_AVAILABLE]
     seen: list[list[str]] = []
     manager, ctx, lifetime = begun()
     manager.register("on_run_end", lambda ctx: seen.append([name for name in windowed if ctx.has(name)]))
     spans = manager.spans(ctx)
-    ctx.batch, ctx.loss = 1, 2
+    ctx.batch, ctx.outputs = 1, 2
     with pytest.raises(ValueError, match="x"), lifetime, spans.train_step:
         raise ValueError("x")
     assert seen == [[]]

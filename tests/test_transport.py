@@ -43,7 +43,7 @@ from callsheet.launcher import worker
 from callsheet.transport import Payload, TransportError, pack, unpack
 from callsheet.transport.data import decode, encode
 from callsheet.transport.fingerprint import differences, fingerprint
-from callsheet.transport.payload import KEY, PAYLOAD, open_payload
+from callsheet.transport.payload import KEY_VARIABLE, PAYLOAD_VARIABLE, open_payload
 from callsheet.transport.sealed import Key, PrivateFolder, read_private, seal, unseal, write_private
 from forked import python  # type: ignore[import-not-found]  # pytest has its folder on the path
 
@@ -224,6 +224,63 @@ def test_views_of_one_memory_are_distinguished_from_copies() -> None:
     assert differences(fingerprint({"it": sparse}), fingerprint({"it": sparse})) == [
         "it: a torch.Tensor torch.float32 [2, 2] cpu without gradient, which cannot be inspected"
     ]
+
+
+class Slotted(Callback):
+    __slots__ = ("__count",)
+
+    def __init__(self) -> None:
+        self.__count = next(COUNT)
+
+
+COUNT = itertools.count()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        pytest.param(re.compile("a"), re.compile("b"), id="patterns"),
+        pytest.param(re, os, id="modules"),
+        pytest.param(Options, Doubles, id="classes"),
+        pytest.param(at_the_top, arrived, id="functions"),
+        pytest.param(lambda: 1, lambda: 2, id="lambdas"),
+        pytest.param((lambda n: lambda: n)(1), (lambda n: lambda: n)(2), id="closures"),
+        pytest.param(lambda n=1: n, lambda n=2: n, id="defaults"),
+        pytest.param(len, max, id="functions of C"),
+        pytest.param([1].append, [1].extend, id="methods"),
+        pytest.param([1].append, [2].append, id="methods of unequal objects"),
+        pytest.param(Keeps(1).state_dict, Keeps(2).state_dict, id="methods of unequal callbacks"),
+        pytest.param(functools.partial(at_the_top, factor=1.0), functools.partial(at_the_top, factor=2.0), id="partials"),
+        pytest.param(torch.float16, torch.bfloat16, id="types of numbers"),
+        pytest.param(collections.deque([1]), collections.deque([2]), id="deques"),
+        pytest.param(collections.OrderedDict(a=1), collections.OrderedDict(a=2), id="dictionaries"),
+        pytest.param(itertools.count(1), itertools.count(2), id="iterators"),
+        pytest.param([*range(5000), 1], [*range(5000), 2], id="long lists"),
+        pytest.param("a" * 5000, "a" * 4999 + "b", id="long texts"),
+        pytest.param(Slotted(), Slotted(), id="slots"),
+    ],
+)
+def test_objects_that_differ_inside_are_distinguished(one: Any, other: Any) -> None:
+    assert differences(fingerprint({"it": one}), fingerprint({"it": one})) == []
+    assert differences(fingerprint({"it": one}), fingerprint({"it": other}))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Path("x"), Time("3ep"), (1, "a"), frozenset({1}), functools.partial(at_the_top, factor=2.0)],
+    ids=lambda value: type(value).__name__,
+)
+def test_equal_values_need_not_be_one_object(value: Any) -> None:
+    back = decode(encode([value, [value]], allow_pickle=False))
+    assert differences(fingerprint({"it": [value, [value]]}), fingerprint({"it": back})) == []
+
+
+def test_a_value_that_is_nested_too_deeply_is_rejected_with_its_path() -> None:
+    value: list[Any] = []
+    for _ in range(200):
+        value = [value]
+    with pytest.raises(TransportError, match=r"^it\[0\]\[0\].*: nested deeper than 100 levels, too deep to compare; flatten it"):
+        fingerprint({"it": value})
 
 
 def test_dataclasses_come_back_as_they_were_made() -> None:
@@ -573,7 +630,7 @@ def posted() -> Iterator[tuple[dict[str, str], Path]]:
     values = encode({"callbacks": [Keeps(SECRETIVE)]}, allow_pickle=False)
     content = b"".join(len(part).to_bytes(8, "little") + part for part in (around, values))
     with Payload(("Keeps",), content).post() as variables:
-        yield variables, Path(variables[PAYLOAD])
+        yield variables, Path(variables[PAYLOAD_VARIABLE])
 
 
 def rejection(variables: Mapping[str, str]) -> str:
@@ -582,8 +639,8 @@ def rejection(variables: Mapping[str, str]) -> str:
         open_payload(dict(variables))
     recorded = "".join(map(str, [caught.value, caught.value.__cause__, caught.value.__context__]))
     assert SECRETIVE not in recorded
-    if variables.get(KEY):
-        assert variables[KEY][32:] not in recorded
+    if variables.get(KEY_VARIABLE):
+        assert variables[KEY_VARIABLE][32:] not in recorded
     return str(caught.value)
 
 
@@ -612,7 +669,7 @@ def test_it_is_unpacked_once_and_leaves_the_environment(
     [got] = unpack()
     assert isinstance(got, Keeps)
     assert got.given == SECRETIVE
-    assert not {KEY, PAYLOAD} & os.environ.keys()
+    assert not {KEY_VARIABLE, PAYLOAD_VARIABLE} & os.environ.keys()
     with pytest.raises(TransportError, match=r"nothing was sent to this process: CALLSHEET_PAYLOAD is not in its environment"):
         unpack()
 
@@ -663,7 +720,7 @@ def test_nothing_of_an_unsigned_payload_is_run(posted: tuple[dict[str, str], Pat
     content = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
     bomb = Path(tempfile.gettempdir()) / "callsheet-bomb"
     bomb.unlink(missing_ok=True)
-    key = Key.read(variables[KEY])
+    key = Key.read(variables[KEY_VARIABLE])
     path.write_bytes(seal(Key(key.launch, b"\0" * 32), "payload", content))  # the launch's number is no secret
     assert "was changed" in rejection(variables)
     assert not bomb.exists()
@@ -675,18 +732,18 @@ def test_nothing_of_an_unsigned_payload_is_run(posted: tuple[dict[str, str], Pat
 def test_a_payload_of_another_launch_is_rejected(posted: tuple[dict[str, str], Path], tmp_path: Path) -> None:
     variables, path = posted
     earlier = path.read_bytes()
-    key = Key.read(variables[KEY])
+    key = Key.read(variables[KEY_VARIABLE])
     for other in (Key.new(), Key(Key.new().launch, key.secret)):  # also if a secret is used twice
         with PrivateFolder() as folder:
             write_private(folder.path / "payload", earlier)
-            recorded = rejection({PAYLOAD: str(folder.path / "payload"), KEY: other.text()})
+            recorded = rejection({PAYLOAD_VARIABLE: str(folder.path / "payload"), KEY_VARIABLE: other.text()})
             assert "does not belong to this launch, but to an earlier one" in recorded
     path.write_bytes(seal(key, "result", b"x"))
     assert "is not a payload" in rejection(variables)
     path.unlink()
     assert "it does not exist: the launch that it belongs to has ended" in rejection(variables)
-    assert "CALLSHEET_PAYLOAD_KEY is not in its environment" in rejection({PAYLOAD: str(path)})
-    recorded = rejection({PAYLOAD: str(path), KEY: "no key at all, but the secret of another program"})
+    assert "CALLSHEET_PAYLOAD_KEY is not in its environment" in rejection({PAYLOAD_VARIABLE: str(path)})
+    recorded = rejection({PAYLOAD_VARIABLE: str(path), KEY_VARIABLE: "no key at all, but the secret of another program"})
     assert "is not one that callsheet made" in recorded
     assert "no key at all" not in recorded
     assert "secret=" not in repr(key)
@@ -721,10 +778,10 @@ def test_links_pipes_folders_and_giants_are_rejected(posted: tuple[dict[str, str
     real.rename(path)
     link = tmp_path / "folder"
     link.symlink_to(path.parent)
-    assert "it is a symbolic link" in rejection({**variables, PAYLOAD: str(link / path.name)})
+    assert "it is a symbolic link" in rejection({**variables, PAYLOAD_VARIABLE: str(link / path.name)})
     with pytest.raises(TransportError, match="is larger than 10 bytes"):
         read_private(path, largest=10)
-    assert "it does not exist" in rejection({**variables, PAYLOAD: str(tmp_path / "nowhere" / "payload")})
+    assert "it does not exist" in rejection({**variables, PAYLOAD_VARIABLE: str(tmp_path / "nowhere" / "payload")})
 
 
 def test_a_file_or_folder_of_another_user_is_rejected(

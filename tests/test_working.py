@@ -27,7 +27,7 @@ class Stream(io.StringIO):
 
 def shown(monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool) -> str:
     stream = Stream(is_terminal=is_terminal)
-    for name in ("_TERMINAL_SECONDS", "_FIRST_SECONDS", "_NEXT_SECONDS"):
+    for name in ("_TERMINAL_PAUSE_SECONDS", "_FIRST_LINE_SECONDS", "_NEXT_LINE_SECONDS"):
         monkeypatch.setattr(module, name, 0.01)
     monkeypatch.setattr("sys.stderr", stream)
     with working("counting"):

@@ -3,6 +3,7 @@
     python tools/behavior.py OLD_CHECKOUT                          record both, print every difference, exit 1 if one has no reason
     python tools/behavior.py OLD_CHECKOUT --only hosts recipes     only these parts
     python tools/behavior.py OLD_CHECKOUT --table FILE             also write the result as a table
+    python tools/behavior.py OLD_CHECKOUT --results FILE           continue an interrupted comparison of the same two commits
 
 The parts are
 
@@ -31,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -103,13 +105,18 @@ def main() -> int:
     arguments.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="the parts to record; by default all")
     arguments.add_argument("--names", nargs="+", help="record only these hosts and recipes")
     arguments.add_argument("--table", type=Path, help="write the result to this file")
+    arguments.add_argument("--results", type=Path, help="keep the result of each part in this file, and do not compare it again")
     given = arguments.parse_args()
     old = given.old.resolve()
+    results = Results(given.results, f"{commit(old)}, {commit(ROOT)}")
     found: list[Comparison] = []
     for part in given.only:
         for name in {"hosts": HOSTS, "recipes": RECIPES, "run_folders": RECIPES}.get(part, ("",)):
             if not given.names or not name or name in given.names:
-                found.append(compared := compare_rejections(old) if part == "rejections" else compare(part, name, old))
+                compared = results.get(f"{part} {name}".strip())
+                if compared is None:
+                    results.add(compared := compare_rejections(old) if part == "rejections" else compare(part, name, old))
+                found.append(compared)
                 shown = compared.unexplained + [each for each in compared.differences if each.reason]
                 print(compared, *shown[:40], sep="\n", flush=True)
     unexplained = sum(len(each.unexplained) for each in found)
@@ -122,21 +129,50 @@ def main() -> int:
     return bool(unexplained)
 
 
+class Results:
+    """The results of the parts that were compared so far, in a file. Reasons are not kept, so that new ones apply to old results.
+
+    Args:
+        path: the file, or None to keep nothing.
+        commits: the compared commits; results of other commits are dropped.
+    """
+
+    def __init__(self, path: Path | None, commits: str) -> None:
+        self._path, self._commits = path, commits
+        known = json.loads(path.read_text("utf-8")) if path and path.exists() else {}
+        self._parts: dict[str, Any] = known["parts"] if known.get("commits") == commits else {}
+
+    def get(self, title: str) -> Comparison | None:
+        """Return the known result of a part, or None."""
+        if title == "rejections" or title not in self._parts:  # comparing rejections takes no time
+            return None
+        compared, varying, not_compared, differences = self._parts[title]
+        explained = [Difference(key, was, is_, reason(title, key, change(was, is_))) for key, was, is_ in differences]
+        return Comparison(title, compared, varying, explained, not_compared)
+
+    def add(self, one: Comparison) -> None:
+        """Keep a result."""
+        differences = [(each.key, each.was, each.is_) for each in one.differences]
+        self._parts[one.title] = (one.compared, one.varying, one.not_compared, differences)
+        if self._path:
+            self._path.write_text(json.dumps({"commits": self._commits, "parts": self._parts}), "utf-8")
+
+
 def compare(part: str, name: str, old: Path) -> Comparison:
     """Record this part in the older checkout, twice, and in this one, and compare the values."""
     title = f"{part} {name}".strip()
     interpreter = Path(OWN_INTERPRETERS.get(name, sys.executable)).absolute()
     if not interpreter.exists():
         return Comparison(title, not_compared=f"there is no {interpreter}")
-    first, second = (record(old, part, name, interpreter, old) for _ in range(2))
-    found = record(ROOT, part, name, interpreter, old)
-    for each, where in ((first, "the older checkout"), (found, "this checkout")):
-        if problem := each.get("not there") or each.get("failed"):
-            return Comparison(
-                title,
-                not_compared=f"{where} cannot run it: {problem}",
-                differences=[Difference("run", "works", "fails", "")] if each is found else [],
-            )
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        first, second, found = threads.map(lambda tree: record(tree, part, name, interpreter, old), (old, old, ROOT))
+    if "not there" in first:
+        return Comparison(title, not_compared="the older checkout does not have it")
+    for each in (first, second):
+        if "failed" in each:
+            return Comparison(title, not_compared=f"the older checkout cannot run it: {each['failed']}")
+    if problem := found.get("not there") or found.get("failed"):
+        return Comparison(title, 1, 0, [Difference("run", "works", f"fails: {problem}", "")])
     same = {key: value for key, value in first.items() if second.get(key, ABSENT) == value}
     varying = renamed(dict.fromkeys((first.keys() | second.keys()) - same.keys())).keys()
     stable = renamed(same)
@@ -161,6 +197,7 @@ def record(tree: Path, part: str, name: str, interpreter: Path, old: Path) -> di
             "PYTHONHASHSEED": "0",
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
+            "KERAS_BACKEND": "torch",
             "COLUMNS": "100",
         }
         ran = subprocess.run(
@@ -183,7 +220,7 @@ def renamed(values: dict[str, Any]) -> dict[str, Any]:
     """Replace old names in the keys, and in the values that are names."""
 
     def name(text: Any) -> Any:
-        return re.sub(r"[^/ ]+", lambda word: RENAMED.get(word[0], word[0]), text) if isinstance(text, str) else text
+        return re.sub(r"\w+", lambda word: RENAMED.get(word[0], word[0]), text) if isinstance(text, str) else text
 
     return {name(key): name(value) if isinstance(value, str) and " " not in value else value for key, value in values.items()}
 
@@ -198,9 +235,12 @@ def compare_rejections(old: Path) -> Comparison:
     differences = [Difference(str(one), one.message, other.message, REWORDED) for one, other in reworded]
     for one in missing:
         text = reason("rejections", str(one), "removed")
-        differences.append(Difference(f"{one} (in {one.test}; the closest now is: {closest(one, now)})", "expected", ABSENT, text))
+        differences.append(
+            Difference(f"{one} (in {one.test}; the closest now is: {closest(one, now)})", "expected", ABSENT, text)
+        )
     for other in added:
-        differences.append(Difference(f"{other} (in {other.test})", ABSENT, "expected", reason("rejections", str(other), "added")))
+        text = reason("rejections", str(other), "added")
+        differences.append(Difference(f"{other} (in {other.test})", ABSENT, "expected", text))
     return Comparison("rejections", len(before), 0, differences)
 
 
@@ -223,8 +263,16 @@ def table(found: list[Comparison], old: Path) -> Iterator[str]:
     if any(each.not_compared for each in found):
         yield from ("", "Not compared:", "")
         yield from (f"- {each.title}: {cell(each.not_compared)}" for each in found if each.not_compared)
-    yield from ("", "## Differences and their reasons", "", "| reason | where | values | for example |", "| --- | --- | --- | --- |")
+    yield from (
+        "",
+        "## Differences and their reasons",
+        "",
+        "| reason | where | values | for example |",
+        "| --- | --- | --- | --- |",
+    )
     yield from differences_by_reason(found)
+    yield from ("", "## Names that were replaced before values were compared", "", "| then | now |", "| --- | --- |")
+    yield from (f"| `{before}` | `{now}` |" for before, now in RENAMED.items())
     reworded = [one for each in found for one in each.differences if one.reason == REWORDED]
     if reworded:
         yield from ("", "## Messages of rejections that were reworded", "", "| error | then | now |", "| --- | --- | --- |")

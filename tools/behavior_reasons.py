@@ -15,6 +15,11 @@ RENAMED: dict[str, str] = {
     "refuse": "reject",
     "refused": "rejected",
     "hears": "listens",
+    "NOT_TOLD": "NOT_FIRED",
+    "TOLD_AT": "FIRED_AT",
+    "TOLD_AT_EVALUATION": "FIRED_AT_EVALUATION",
+    "TOLD_FROM": "FIRED_AT",
+    "TOLD": "HOST_EVENTS",
 }
 """Maps the old name of a field, metric, option or public name to the new one."""
 
@@ -40,7 +45,63 @@ class Reason:
 
 REWORDED = "The message is in plain English now (STYLE.md). The test, the rejected input and the class of the error are the same."
 
-REASONS: tuple[Reason, ...] = ()
+NEW_NAMES = {
+    r"callsheet\.bridges\.ultralytics": "New: the Ultralytics bridge.",
+    r"callsheet\.plugins\.": "New: the plugins for axolotl and ms-swift.",
+    r"callsheet\.launcher": "The module of `launch` is a public import path now.",
+    r"callsheet\.bridges\.matrix/": "New: the matrix has the trainers of other libraries that are built on a framework's trainer.",
+    r"callsheet\.checkpoint/|callsheet/CostReport|callsheet\.compat\.automodel/BaseRecipe|callsheet\.recipes/DistillationTask": (
+        "A class or function that the docs refer to, or that signatures of public functions contain, is public now."
+    ),
+    r"callsheet\.errors/": "A helper of other modules, beside the errors; users do not need it.",
+    r"callsheet\.report/(Imported|import_runs)": "New: `callsheet import` and its function.",
+    r"callsheet\.report/(leave|withdraw)_request": "The functions behind the buttons of the live report are public now.",
+}
+OLD_NAMES = {
+    r"callsheet/(?!TimeUnit)": "The public face is small: `callsheet` exports the few errors that programs catch. All are in `callsheet.errors`.",
+    r"callsheet/TimeUnit": "The public face is small: `Time` and `Interval` take units as strings. `TimeUnit` is in `callsheet.core.time`.",
+    r"callsheet\.metrics/": "The public module has `MetricLog` alone; the module that defines it is `callsheet.run.metrics`.",
+    r"callsheet\.bridges\.bare/": "The public module has `attach` alone; its parts are in modules of their own.",
+    r"in docs/callsheet/": "The old docs imported an error from `callsheet`; it is in `callsheet.errors`.",
+    r"in docs/callsheet\.recipes\.": "Data, models and tasks of recipes are in subfolders. The name is imported from `callsheet.recipes`, as before.",
+}
+
+REASONS: tuple[Reason, ...] = (
+    *(Reason(text, "names", key, "added") for key, text in NEW_NAMES.items()),
+    *(Reason(text, "names", key, "removed") for key, text in OLD_NAMES.items()),
+    Reason("New commands.", "commands", "(compare|delete|exec|import|mark)/", "added"),
+    Reason("New options of the commands that list, report and watch runs.", "commands", "(runs|report|watch)/", "added"),
+    Reason("An option of a new command, in the examples of `callsheet --help`.", "commands", "callsheet/", "added"),
+    Reason("New: the Ultralytics bridge.", "matrix", "ultralytics/", "added"),
+    Reason(
+        "New: the matrix has the trainers of other libraries that are built on a framework's trainer.",
+        "matrix",
+        ".*/derived/",
+        "added",
+    ),
+    Reason(
+        "A row of the matrix has a new name; its verdict is the same.",
+        "matrix",
+        "lightning/guests/EarlyStopping (in the midst|during)",
+    ),
+    *(
+        Reason(
+            "With `strict=False`, a callback that reads a field which the framework does not provide is not called at that event, "
+            "and training and the other callbacks continue. Before, its error ended the run of all callbacks.",
+            part,
+            key,
+        )
+        for part, key in (("matrix", "instructlab/callbacks/SpeedMonitor/"), ("hosts instructlab", "outcome with built-ins"))
+    ),
+    Reason(
+        "New files in a run's folder: its settings and its environment.",
+        "(recipes|run_folders)",
+        r"file/(settings|environment)\.json",
+        "added",
+    ),
+    Reason("New fields of the records of events.", "(recipes|run_folders)", r"events \d+/(seconds|epochs)", "added"),
+    Reason("New: a wrong declaration of `requests` or `required_fields` is rejected.", "rejections", ".*halt", "added"),
+)
 """The first reason that explains a difference is the one that is reported."""
 
 

@@ -36,8 +36,17 @@ COMMANDS = (
     *("", "train", "train pretrain", "show", "exec", "events", "bridges", "recipes", "evaluate", "predict", "export", "runs"),
     *("mark", "delete", "import", "report", "compare", "watch"),
 )
-SHORT = ("--eval_interval", "3ba", "--seed", "5", "--device", "cpu", "--runs_folder", "runs")
+SHORT = ("--log_interval", "1ba", "--eval_interval", "4ba", "--seed", "5", "--device", "cpu", "--runs_folder", "runs")
 """Arguments of a short run of a recipe."""
+
+ONLY_TRACED = ("instructlab",)
+"""Hosts that give callbacks neither the model nor the optimizer, so that the built-ins have nothing to do there."""
+
+MEASURED = re.compile("/(system|memory)/")
+"""Matches metrics that are measured, so that they can be equal in two runs only by chance."""
+
+TIMES_ALONE = ("costs", "timeline")
+"""Files of a run that contain only times."""
 
 
 def hosts(name: str, _: Path) -> dict[str, Any]:
@@ -55,7 +64,7 @@ def hosts(name: str, _: Path) -> dict[str, Any]:
         def __init__(self) -> None:
             self.found: dict[str, Any] = {}
             self.fired: Counter[str] = Counter()
-            self.last = "the start"
+            self.last, self.outcome = "the start", ""
 
         def on_event(self, ctx: Context) -> None:
             event = str(ctx.event)
@@ -63,6 +72,8 @@ def hosts(name: str, _: Path) -> dict[str, Any]:
             moment = f"{event} {self.fired[event]}"
             self.found[moment], self.last = self.last, event
             self.found.update({f"{moment}/{field}": shown(getattr(ctx, field)) for field in every_field if ctx.has(field)})
+            if event == "on_run_end":
+                self.outcome = str(ctx.run.outcome)
             if event == "on_log":
                 self.found.update({f"{moment}/metric/{key}": shown(value) for key, value in ctx.record.values.items()})
 
@@ -70,17 +81,15 @@ def hosts(name: str, _: Path) -> dict[str, Any]:
     # Older checkouts have the loops in `homes`.
     package = next((each for each in ("bridges.loops", "bridges.homes") if importlib.util.find_spec(each)), None)
     if package is None or not importlib.util.find_spec(f"{package}.{name}"):
-        return {"not there": f"This checkout has no host {name!r}."}
+        return {"not there": name}
     loop, points = importlib.import_module(f"{package}.{name}"), importlib.import_module(f"{package}.job").POINTS
-    found: dict[str, Any] = {}
     trace = Trace()
-    try:
-        everything = [EMA(), LRMonitor(), OptimizerMonitor(), CheckpointSaver(save_interval="3ba"), trace]
-        model = loop.train(points, Path.cwd() / "both", everything, strict=False)
-    except Exception as error:
-        found["rejected with all callbacks"] = type(error).__name__
+    everything = [EMA(), LRMonitor(), OptimizerMonitor(batch_log_interval=2), CheckpointSaver(save_interval="3ba"), trace]
+    model = loop.train(points, Path.cwd() / "both", everything, strict=False)
+    found: dict[str, Any] = {"outcome with built-ins": trace.outcome}
+    if name in ONLY_TRACED:
         trace = Trace()
-        model = loop.train(points, Path.cwd() / "alone", [LRMonitor(), trace], strict=False)
+        model = loop.train(points, Path.cwd() / "alone", [trace], strict=False)
     found["weights"] = digest(model)
     found["weights without callbacks"] = digest(loop.train(points, Path.cwd() / "none", None))
     return found | trace.found
@@ -117,7 +126,7 @@ def digest(model: Any) -> str:
 
 def recipes(name: str, _: Path) -> dict[str, Any]:
     """Record a few steps of the recipe on its own data, started from the command line."""
-    callsheet("train", name, "--max_duration", "6ba", *SHORT)
+    callsheet("train", name, "--max_duration", "4ba", *SHORT)
     [folder] = Path("runs").iterdir()
     return {f"file/{path.name}": "there" for path in folder.iterdir()} | records(folder)
 
@@ -141,7 +150,11 @@ def callsheet(*arguments: str, tree: Path | None = None, check: bool = True) -> 
     """
     environment = os.environ | ({"PYTHONPATH": str(tree / "src")} if tree else {})
     ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "callsheet", *arguments], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-W", "ignore", "-m", "callsheet", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if ran.returncode and check:
         raise RuntimeError(f"callsheet {' '.join(arguments)}: {ran.stderr[-1000:]}")
@@ -149,11 +162,12 @@ def callsheet(*arguments: str, tree: Path | None = None, check: bool = True) -> 
 
 
 def records(folder: Path) -> dict[str, Any]:
-    """Return what is in the JSON lines of a run's folder, without the file of costs, which has only times."""
+    """Return what is in the JSON lines of a run's folder."""
     found: dict[str, Any] = {}
     for file in sorted(folder.glob("*.jsonl")):
-        for number, line in enumerate(file.read_text().splitlines() if file.stem != "costs" else ()):
-            found.update({f"{file.stem} {number:04d}/{key}": value for key, value in flat(json.loads(line))})
+        for number, line in enumerate(file.read_text().splitlines() if file.stem not in TIMES_ALONE else ()):
+            values = {f"{file.stem} {number:04d}/{key}": value for key, value in flat(json.loads(line))}
+            found.update({key: value for key, value in values.items() if not MEASURED.search(key)})
     return found
 
 
@@ -167,11 +181,11 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def matrix(_: str, __: Path) -> dict[str, Any]:
-    """Record the verdict of each cell of the matrix."""
+    """Record the verdict of each cell of the matrix, and what each guest does: only listens, reads, or drives."""
     found: dict[str, Any] = {}
     for file in sorted((package_folder() / "bridges" / "matrix").glob("*.json")):
         for key, value in flat(json.loads(file.read_text())):
-            if key.endswith("/verdict") or key.endswith("/kind") or (isinstance(value, str) and len(value) < 12):
+            if value and key.endswith(("/verdict", "/tier")):
                 found[f"{file.stem}/{key}"] = value
     return found
 
@@ -205,11 +219,17 @@ def public_modules() -> list[str]:
             module = f"callsheet.{name}.{each.name}"
             if each.ispkg or each.name == "bare" or name == "plugins":
                 found.append(module)
-                try:
-                    importlib.import_module(module)
-                except ImportError:
-                    continue  # its framework is not installed; `public_names` reads its source
+                imported(module)
     return sorted({*found, *(each for each in sys.modules if each.startswith("callsheet.compat.") and has_names(each))})
+
+
+def imported(module: str) -> Any:
+    """Return a module, or None if it does not exist or its framework is not installed."""
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # also an error of callsheet that says which package is missing
+        print(f"{module}: {error}", file=sys.stderr)
+        return None
 
 
 def has_names(module: str) -> bool:
@@ -219,10 +239,7 @@ def has_names(module: str) -> bool:
 
 def public_names(module: str) -> list[str]:
     """Return the names that a module offers: of `__all__`, or those that its source defines at the top level."""
-    try:
-        offered = getattr(importlib.import_module(module), "__all__", None)
-    except ImportError:
-        offered = None
+    offered = getattr(imported(module), "__all__", None)
     if offered is not None:
         return list(offered)
     path = path_of(module)
@@ -251,7 +268,9 @@ def documented_imports(old: Path) -> set[tuple[str, str]]:
     found: set[tuple[str, str]] = set()
     pages = [old / "README.md", *(old / "docs").rglob("*.md"), *(old / "examples").rglob("*.py")]
     for page in pages:
-        for module, names in re.findall(r"^\s*from (callsheet[\w.]*) import (\([^)]*\)|[^\n(]+)", page.read_text("utf-8"), re.MULTILINE):
+        for module, names in re.findall(
+            r"^\s*from (callsheet[\w.]*) import (\([^)]*\)|[^\n(]+)", page.read_text("utf-8"), re.MULTILINE
+        ):
             listed = re.sub(r"#.*", "", names).strip("()\n ").split(",")
             found |= {(module, name.split(" as ")[0].strip()) for name in listed if name.strip().isidentifier() or " as " in name}
     return found
@@ -259,14 +278,10 @@ def documented_imports(old: Path) -> set[tuple[str, str]]:
 
 def can_import(module: str, name: str) -> bool:
     """Return whether `from module import name` works, or is in a module whose framework is not installed."""
-    try:
-        imported = importlib.import_module(module)
-    except ImportError as error:
-        return not str(getattr(error, "name", "")).startswith("callsheet") and name in public_names(module)
-    try:
-        return hasattr(imported, name) or importlib.util.find_spec(f"{module}.{name}") is not None
-    except ModuleNotFoundError:
-        return False
+    found = imported(module)
+    if found is None:
+        return name in public_names(module)
+    return hasattr(found, name) or path_of(f"{module}.{name}") is not None
 
 
 def commands(_: str, __: Path) -> dict[str, Any]:

@@ -49,7 +49,9 @@ def expected(tests: Path, renamed: Mapping[str, str], subjects: Iterable[str] = 
         for name, function in functions.items():
             if name.startswith("test_"):
                 test = _Test(function, functions, helpers)
-                found += [Rejection(subject, _named(error, renamed), _plain(text, renamed), name) for error, text in test.expected()]
+                found += [
+                    Rejection(subject, _named(error, renamed), _plain(text, renamed), name) for error, text in test.expected()
+                ]
     return found
 
 
@@ -63,7 +65,9 @@ def paired(
     """
     old_left, new_left, equal = list(old), list(new), []
     for one in list(old_left):
-        same = [other for other in new_left if (other.subject, other.error, other.message) == (one.subject, one.error, one.message)]
+        same = [
+            other for other in new_left if (other.subject, other.error, other.message) == (one.subject, one.error, one.message)
+        ]
         if same:
             other = max(same, key=lambda each: _similarity(one.test, each.test))
             equal.append((one, other))
@@ -101,14 +105,16 @@ def likeness(one: Rejection, other: Rejection) -> float:
 
 
 def _similarity(one: str, other: str) -> float:
-    words = [re.findall(r"\w+|[^\w\s]", text.replace("_", " ")) for text in (one, other)]
-    return SequenceMatcher(None, *words, autojunk=False).ratio()
+    words, others = (re.findall(r"\w+|[^\w\s]", text.replace("_", " ")) for text in (one, other))
+    return SequenceMatcher(None, words, others, autojunk=False).ratio()
 
 
 class _Test:
     """A test function, with what its module's other functions give it."""
 
-    def __init__(self, function: ast.FunctionDef, functions: Mapping[str, ast.FunctionDef], helpers: Mapping[str, ast.FunctionDef]):
+    def __init__(
+        self, function: ast.FunctionDef, functions: Mapping[str, ast.FunctionDef], helpers: Mapping[str, ast.FunctionDef]
+    ):
         self.function, self.functions, self.helpers = function, functions, helpers
         self.parameters = dict(self._parameters())
         self.messages: dict[str, str] = {}
@@ -122,7 +128,7 @@ class _Test:
             if isinstance(node, ast.With):
                 for item in node.items:
                     call = item.context_expr
-                    if not _is_raises(call):
+                    if not isinstance(call, ast.Call) or not _is_raises(call):
                         continue
                     error = ast.unparse(call.args[0])
                     pattern = next((keyword.value for keyword in call.keywords if keyword.arg == "match"), None)
@@ -133,7 +139,9 @@ class _Test:
                     if isinstance(item.optional_vars, ast.Name):
                         self.messages[item.optional_vars.id] = error
             elif isinstance(node, ast.Assign) and (error := self._error_of(node.value)):
-                self.messages.update({name.id: error for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)})
+                self.messages.update(
+                    {name.id: error for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+                )
             elif isinstance(node, ast.Assert):
                 for error, text in self._asserted(node.test):
                     compared.add(error)
@@ -145,7 +153,9 @@ class _Test:
     @property
     def _catches(self) -> bool:
         """Whether the test catches an error itself or with a helper; else it reads what a program prints about one."""
-        called = {node.func.id for node in ast.walk(self.function) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+        called = {
+            node.func.id for node in ast.walk(self.function) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        }
         return any(_raises(self.function)) or bool(called & self.helpers.keys())
 
     def _printed(self, test: ast.expr) -> list[str]:
@@ -246,8 +256,8 @@ def _in_order(function: ast.FunctionDef) -> Iterator[ast.AST]:
     return visit(function)
 
 
-def _is_raises(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.raises" and bool(node.args)
+def _is_raises(call: ast.Call) -> bool:
+    return ast.unparse(call.func) == "pytest.raises" and bool(call.args)
 
 
 def _raises(function: ast.FunctionDef) -> Iterator[ast.Call]:

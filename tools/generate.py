@@ -17,7 +17,7 @@ import built_on
 from callsheet.bridges import matrix
 from callsheet.cli.shipped import RECIPES
 from callsheet.core import lifecycle
-from callsheet.core.lifecycle import ANYWHERE, EVENTS, FIELDS, POINTS, SPANS, description, fields_available
+from callsheet.core.lifecycle import ANYWHERE_EVENTS, EVENTS, FIELDS, POINTS, SPANS, description, fields_available
 from lifecycle_picture import picture
 from recipe_keys import SHARED, keys_of, keys_of_all, keys_of_recipe, may_change, table
 
@@ -79,7 +79,7 @@ def field_table() -> list[str]:
 
 def order_table() -> list[str]:
     rows = [f"| `{span.name}` | `{span.order.replace('|', chr(92) + '|')}` |" for span in SPANS.values() if span.order]
-    anywhere = ", ".join(f"`{name}`" for name in POINTS if name in ANYWHERE)
+    anywhere = ", ".join(f"`{name}`" for name in POINTS if name in ANYWHERE_EVENTS)
     return ["| span | what may occur directly inside |", "| --- | --- |", *rows, f"| any | {anywhere} |"]
 
 

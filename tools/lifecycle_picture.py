@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from callsheet.core.lifecycle import ANYWHERE, POINTS, SPANS, names_in
+from callsheet.core.lifecycle import ANYWHERE_EVENTS, POINTS, SPANS, names_in
 
 WIDTH = 660
 PADDING = 11
@@ -83,7 +83,7 @@ def drawn_box(box: Box, x: float, y: float, width: float, depth: int) -> list[st
 def picture() -> str:
     """Return the lifecycle as an SVG image."""
     run = nested("run", set())
-    anywhere = [name for name in POINTS if name in ANYWHERE]
+    anywhere = [name for name in POINTS if name in ANYWHERE_EVENTS]
     height = PADDING + run.height + 30 + LEAF + 14 + 3 * 20 + PADDING
     y = PADDING + run.height
     width = (WIDTH - 2 * PADDING - GAP * (len(anywhere) - 1)) / len(anywhere)

@@ -70,7 +70,7 @@ def _guest_hint(thing: object) -> str:
 
 foreign_hints.append(_guest_hint)
 
-_ON_DEMAND = {
+_ON_DEMAND_NAMES = {
     "callsheet.bridges.bare": ("attach",),
     "callsheet.core.background": ("Background",),
     "callsheet.core.costs": ("CostReport",),
@@ -90,7 +90,7 @@ _SUBPACKAGES = (
 )
 """The public submodules. Each is imported when it is first read as an attribute, such as `callsheet.callbacks`."""
 
-__getattr__ = attributes(__name__, {name: module for module, names in _ON_DEMAND.items() for name in names}, _SUBPACKAGES)
+__getattr__ = attributes(__name__, {name: module for module, names in _ON_DEMAND_NAMES.items() for name in names}, _SUBPACKAGES)
 
 
 def __dir__() -> list[str]:

@@ -13,7 +13,7 @@ from torch import nn
 from callsheet import Callback, Context
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.torch_hooks import BackwardWatch
-from callsheet.core.lifecycle import ALWAYS, FIELDS
+from callsheet.core.lifecycle import ALWAYS_AVAILABLE, FIELDS
 
 from .cells import loop_of
 from .loops.job import POINTS
@@ -39,7 +39,7 @@ def reading(read: Read, *names: str) -> Callback:
     """Return a callback that listens to the events `names` and records the available fields in `read`."""
 
     def recorded(self: Callback, ctx: Context) -> None:
-        fields = {name: getattr(ctx, name) for name in FIELDS if name not in ALWAYS and ctx.has(name)}
+        fields = {name: getattr(ctx, name) for name in FIELDS if name not in ALWAYS_AVAILABLE and ctx.has(name)}
         shown = {name: _number(value) for name, value in fields.items() if name not in ("optimizer", "scheduler", "outputs")}
         read.setdefault(str(ctx.event), []).append(shown | {name: name for name in fields if name not in shown})
 

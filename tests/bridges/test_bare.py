@@ -34,7 +34,7 @@ from callsheet.callbacks import (
 from callsheet.checkpoint import read_checkpoint, read_manifest, write_checkpoint
 from callsheet.errors import CheckpointError, ConfigError, NotSupported, RequestRejected
 from callsheet.loggers import CSVLogger, FileLogger, JSONLLogger, TensorboardLogger
-from callsheet.run.agreement import LONGEST_PERIOD
+from callsheet.run.agreement import MAX_PERIOD_STEPS
 from callsheet.testing import Recorder, check_events, run_ranks
 from trainer.resumed_data import ATTACH, Case, result_of  # type: ignore[import-not-found]  # the tests are not a package for mypy
 
@@ -731,7 +731,7 @@ def ddp(folder: str, stop_on: int) -> tuple[list[float], str, int]:
     rank = torch.distributed.get_rank()
     model, optimizer, _ = parts()
     wrapped = nn.parallel.DistributedDataParallel(model)
-    data = [(torch.full((2, 3), 0.1 * (rank + step % 3)), torch.zeros(2, 1)) for step in range(3 * LONGEST_PERIOD)]
+    data = [(torch.full((2, 3), 0.1 * (rank + step % 3)), torch.zeros(2, 1)) for step in range(3 * MAX_PERIOD_STEPS)]
 
     class One(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
@@ -757,7 +757,7 @@ def test_two_ranks_stop_together_and_save_one_checkpoint(tmp_path: Path) -> None
     assert one == other
     assert outcome == its_outcome == "stopped"
     assert step == its_step
-    assert 5 <= step <= 5 + 2 * LONGEST_PERIOD  # ranks exchange requests once per period: one period to send it, one to read it
+    assert 5 <= step <= 5 + 2 * MAX_PERIOD_STEPS  # ranks exchange requests once per period: one period to send it, one to read it
     saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir()]
     assert saved  # both ranks write one checkpoint; earlier ones were deleted
     assert all(int(name.removeprefix("ep0-ba")) in (*range(100, step, 100), step) for name in saved)

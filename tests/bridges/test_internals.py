@@ -376,7 +376,7 @@ from bridges.loops import bare
 from bridges.loops.job import POINTS
 from callsheet.bridges import torch_hooks
 from callsheet.testing import Recorder
-assert torch_hooks._is_tracing is torch_hooks.torch.jit.is_tracing and not torch_hooks._HAS_FLAG
+assert torch_hooks._is_tracing is torch_hooks.torch.jit.is_tracing and not torch_hooks._HAS_COMPILING_FLAG
 recorder = Recorder()
 observed, alone = (bare.train(POINTS, Path(sys.argv[2]), given).state_dict() for given in ([recorder], None))
 assert all(torch_hooks.torch.equal(observed[name], alone[name]) for name in alone)

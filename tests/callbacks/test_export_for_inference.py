@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from callsheet import Callback, CallbackManager, Context, Trainer
 from callsheet.callbacks import EMA, CheckpointSaver
 from callsheet.callbacks.export_for_inference import ExportForInferenceCallback
+from callsheet.callbacks.support.inference_files import Format
 from callsheet.errors import CheckpointError, ConfigError, MissingPackage
 from callsheet.loggers.logger import Logger
 from callsheet.testing import run_ranks
@@ -459,7 +460,7 @@ def test_rejects_bad_arguments(options: dict[str, Any], message: str) -> None:
         ExportForInferenceCallback(**options)
 
 
-def on_ranks(folder: str, parallel: str, save_format: str, exports: bool) -> Any:
+def on_ranks(folder: str, parallel: str, save_format: Format, exports: bool) -> Any:
     files = RecordsFiles()
     averaged: Sequence[Callback] = [EMA(decay=0.9)] if parallel == "fsdp" else []
     export = [ExportForInferenceCallback(save_format=save_format, dynamic_shapes="all")] if exports else []

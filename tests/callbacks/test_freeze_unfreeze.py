@@ -48,6 +48,7 @@ class RecordsSteps(Callback):
 
     def on_train_step_end(self, ctx: Context) -> None:
         self.weights.append(weights_of(ctx.model))
+        assert ctx.grad_norm is not None
         self.norms.append(float(ctx.grad_norm))
         self.has_gradient.append(ctx.model.state_dict(keep_vars=True)["body.0.weight"].grad is not None)
         self.requires_grad.append(ctx.model.body[0].weight.requires_grad)

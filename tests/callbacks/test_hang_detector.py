@@ -268,7 +268,7 @@ def test_rejects_bad_arguments() -> None:
     with pytest.raises(ConfigError, match="exit_code=0"):
         HangDetector(exit_code=0)
     with pytest.raises(ConfigError, match="did you mean 'raise'"):
-        HangDetector(action="rais")
+        HangDetector(action="rais")  # type: ignore[arg-type]  # the mistake that is tested
 
 
 @pytest.mark.test_all

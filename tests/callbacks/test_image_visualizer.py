@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from callsheet import Callback, Context, Trainer
-from callsheet.callbacks.image_visualizer import ImageVisualizer
+from callsheet.callbacks.image_visualizer import ImageVisualizer, Mode
 from callsheet.callbacks.support.pictures import PALETTE
 from callsheet.errors import ConfigError
 from callsheet.loggers import Logger
@@ -411,7 +411,7 @@ def test_a_new_run_starts_from_scratch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["input", "segmentation"])
-def test_training_is_not_affected(mode: str, tmp_path: Path) -> None:
+def test_training_is_not_affected(mode: Mode, tmp_path: Path) -> None:
     _, watched = fit(tmp_path / "watched", ImageVisualizer(mode=mode, interval=1))
     _, bare = fit(tmp_path / "bare")
     assert watched == bare

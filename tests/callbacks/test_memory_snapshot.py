@@ -55,4 +55,4 @@ def test_rejects_bad_arguments() -> None:
     with pytest.raises(ConfigError, match="interval=0"):
         MemorySnapshot(interval=0)
     with pytest.raises(ConfigError, match="stacks='c'"):
-        MemorySnapshot(stacks="c")
+        MemorySnapshot(stacks="c")  # type: ignore[arg-type]  # the mistake that is tested

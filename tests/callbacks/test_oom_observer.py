@@ -65,4 +65,4 @@ def test_rejects_bad_arguments() -> None:
     with pytest.raises(ConfigError, match="max_entries=0"):
         OOMObserver(max_entries=0)
     with pytest.raises(ConfigError, match="stacks='c'"):
-        OOMObserver(stacks="c")
+        OOMObserver(stacks="c")  # type: ignore[arg-type]  # the mistake that is tested

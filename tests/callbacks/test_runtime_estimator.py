@@ -149,4 +149,4 @@ def test_rejects_bad_arguments() -> None:
     with pytest.raises(ConfigError, match="skip_batches=-1"):
         RuntimeEstimator(skip_batches=-1)
     with pytest.raises(ConfigError, match="did you mean 'hours'"):
-        RuntimeEstimator(time_unit="hour")
+        RuntimeEstimator(time_unit="hour")  # type: ignore[arg-type]  # the mistake that is tested

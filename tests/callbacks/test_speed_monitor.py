@@ -551,4 +551,4 @@ def test_rejects_bad_arguments() -> None:
     with pytest.raises(ConfigError, match="peak_flops=0"):
         SpeedMonitor(peak_flops=0)
     with pytest.raises(ConfigError, match="did you mean 'bf16'"):
-        SpeedMonitor(precision="bf_16")
+        SpeedMonitor(precision="bf_16")  # type: ignore[arg-type]  # the mistake that is tested

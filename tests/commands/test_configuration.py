@@ -190,24 +190,31 @@ def test_names_in_other_places_are_left_alone() -> None:
         (["--optimizer.qqq", "x"], "optimizer.qqq: AdamW does not take 'qqq' (it takes lr, betas, eps, weight_decay,"),
         (["--optimizer", "torch.optim.Adamm"], "optimizer: torch.optim has no 'Adamm'; did you mean 'Adam'?"),
         (["--optimizer", "Adamm"], "optimizer: there is no class 'Adamm'; did you mean 'Adam'?"),
-        (["--optimizer", "3"], "optimizer: 3 is not a class; give a class_path such as torch.optim.AdamW"),
+        (
+            ["--optimizer", '{"class_pth": "torch.optim.SGD"}'],
+            "optimizer.class_pth: AdamW does not take 'class_pth'; did you mean 'optimizer.class_path'?",
+        ),
+        (["--optimizer", "3"], "optimizer: 3 does not name a class; give a class_path such as torch.optim.AdamW"),
         (["--optimizer", "callsheet.callbacks.EMA"], "optimizer: callsheet.callbacks.EMA is not a subclass of Optimizer"),
         (
             ["--optimizer", '{"class_path": "torch.optim.SGD", "name": "x"}'],
             "there is no key 'optimizer.name' (there are class_path, init_args",
         ),
-        (["--scheduler.step_size", "3"], "scheduler.step_size is given without a class before it; give --scheduler"),
+        (
+            ["--scheduler.step_size", "3"],
+            "scheduler: step_size does not name a class; give a class_path such as package.module.Class",
+        ),
         (["--scheduler", "torch.optim.lr_scheduler.StepLR"], "scheduler: StepLR needs 'step_size' among its init_args"),
         (
             ["--callbacks+=callsheet.callbacks.LRMonitr"],
-            "callbacks: callsheet.callbacks has no 'LRMonitr'; did you mean 'LRMonitor'?",
+            "callbacks[1]: callsheet.callbacks has no 'LRMonitr'; did you mean 'LRMonitor'?",
         ),
-        (["--callbacks+=nowhere.Some"], "callbacks: cannot import 'nowhere.Some': there is no module 'nowhere'"),
+        (["--callbacks+=nowhere.Some"], "callbacks[1]: cannot import 'nowhere.Some': there is no module 'nowhere'"),
         (
             ["--callbacks+=callsheet.callbacks.CheckpointSaver", "--callbacks.keep", "x"],
-            "callbacks.keep=x: CheckpointSaver expects int or null",
+            "callbacks[1].keep=x: CheckpointSaver expects int or null",
         ),
-        (["--callbacks+=callsheet.callbacks.LoadCheckpoint"], "callbacks: LoadCheckpoint needs 'path' among its init_args"),
+        (["--callbacks+=callsheet.callbacks.LoadCheckpoint"], "callbacks[1]: LoadCheckpoint needs 'path' among its init_args"),
         (["--batch_size"], "argument --batch_size: expected one argument"),
         (["--batch_size", "many"], "batch_size=many: give int"),
         (["--eval_batch_size", "x"], "eval_batch_size=x: give int or null"),
@@ -239,11 +246,11 @@ def test_a_value_that_does_not_fit_is_reported_in_one_line(
     [
         (
             "optimizer: {class_path: torch.optim.SGD, init_args: {lrr: 1}}",
-            "optimizer.lrr: SGD does not take 'lrr'; did you mean 'lr'?",
+            "optimizer.lrr: SGD does not take 'lrr'; did you mean 'optimizer.lr'?",
         ),
         (
-            "optimizer: {class_pth: torch.optim.SGD}",
-            "there is no key 'optimizer.class_pth'; did you mean 'optimizer.class_path'?",
+            "callbacks: [{class_pth: callsheet.callbacks.EMA}]",
+            "callbacks[0]: class_pth does not name a class; give a class_path such as callsheet.callbacks.SpeedMonitor",
         ),
         (
             "callbacks: [{class_path: callsheet.callbacks.EMA, nme: x}]",
@@ -296,14 +303,14 @@ def test_errors_do_not_name_the_variable_of_a_similar_or_overridden_key(
 
 
 def test_an_error_of_a_class_names_the_source_of_the_value(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("other.yaml").write_text("seed: 1\nparallel: fsdb\n")
-    with pytest.raises(ConfigError, match=r"^other\.yaml:2: unknown parallel 'fsdb'"):
+    Path("other.yaml").write_text("seed: 1\neval_interval: 3 epochs\n")
+    with pytest.raises(ConfigError, match=r"^other\.yaml:2: eval_interval='3 epochs': unknown unit"):
         prepared("pretrain", ["--config", "other.yaml"], command="show")
-    monkeypatch.setenv("CALLSHEET_PARALLEL", "fsdc")
-    with pytest.raises(ConfigError, match=r"^CALLSHEET_PARALLEL: unknown parallel 'fsdc'"):
+    monkeypatch.setenv("CALLSHEET_EVAL_INTERVAL", "4 epochs")
+    with pytest.raises(ConfigError, match=r"^CALLSHEET_EVAL_INTERVAL: eval_interval='4 epochs': unknown unit"):
         prepared("pretrain", command="show")
-    with pytest.raises(ConfigError, match=r"^unknown parallel 'fsdd'"):
-        prepared("pretrain", ["--parallel", "fsdd"], command="show")
+    with pytest.raises(ConfigError, match=r"^eval_interval='5 epochs': unknown unit"):
+        prepared("pretrain", ["--eval_interval", "5 epochs"], command="show")
 
 
 @pytest.mark.parametrize(
@@ -326,6 +333,22 @@ def test_an_error_in_a_part_of_a_value_names_its_source(place: Path, arguments: 
         prepared("finetune", arguments, command="show")
     assert str(rejected.value).startswith(said)
     assert "\n" not in str(rejected.value)
+
+
+def test_a_missing_argument_is_reported_only_if_no_later_source_gives_it(place: Path) -> None:
+    Path("loads.yaml").write_text("seed: 1\ncallbacks: [callsheet.callbacks.LoadCheckpoint]\n")
+    step = ["--scheduler", "torch.optim.lr_scheduler.StepLR", "--scheduler.step_size"]
+    for arguments, said in (
+        (
+            ["--config", "loads.yaml", "--callbacks+=callsheet.callbacks.LRMonitor"],
+            "loads.yaml:2: callbacks[0]: LoadCheckpoint needs 'path' among its init_args",
+        ),
+        ([*step, "x"], "scheduler.step_size=x: StepLR expects int"),
+        ([*step, "3", "--sed", "3"], "there is no key 'sed'; did you mean 'seed'?"),
+    ):
+        with pytest.raises(ConfigError) as rejected:
+            prepared("tiny.yaml", arguments, command="show")
+        assert str(rejected.value).startswith(said)
 
 
 @pytest.mark.parametrize(

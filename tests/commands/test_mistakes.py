@@ -26,7 +26,10 @@ SAVER = "callbacks:\n  - class_path: callsheet.callbacks.LRMonitor\n  - class_pa
             "mine.yaml:6: callbacks[1] (CheckpointSaver): save_interval='5 epochs'",
         ),
         (BASE + "precision: bf17\n", "mine.yaml:4: precision=bf17: give one of fp32, bf16, fp16; did you mean 'bf16'?"),
-        (BASE + "callbacks: SpeedMonitor\n", "mine.yaml:4: callbacks: SpeedMonitor is not a list; write [SpeedMonitor]"),
+        (
+            BASE + "callbacks: SpeedMonitor\n",
+            "mine.yaml:4: callbacks=SpeedMonitor: give list of Callback, such as [SpeedMonitor]",
+        ),
         (BASE + "optimizer: adamw\n", "mine.yaml:4: optimizer: there is no class 'adamw'; did you mean 'AdamW'?"),
         (
             "recipe: pretrain\nmax_duration: 3\n",

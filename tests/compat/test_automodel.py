@@ -429,7 +429,7 @@ def test_a_configuration_is_read_from_a_file_and_the_command_line(tmp_path: Path
         automodel.parse_args_and_load_config(path, ["--seed"])
     with pytest.raises(ConfigError, match="no configuration is named"):
         automodel.parse_args_and_load_config(None, [])
-    assert FinetuneRecipeForVLM.OURS.__name__ == "FinetuneVLM"
+    assert FinetuneRecipeForVLM.RECIPE_CLASS.__name__ == "FinetuneVLM"
     with pytest.raises(ConfigError, match="teacher_model: a distillation needs a teacher"):
         KnowledgeDistillationRecipeForNextTokenPrediction(llm(tmp_path))
     labeled = classification(tmp_path)

@@ -17,6 +17,7 @@ from callsheet.callbacks import CheckpointSaver, LRMonitor, NaNMonitor, SpeedMon
 from callsheet.errors import MissingPackage
 from callsheet.loggers import JSONLLogger
 from callsheet.testing import Subject, run_ranks
+from callsheet.trainer.parallel import ParallelKind
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -175,7 +176,7 @@ def test_an_out_of_memory_error_lists_remedies() -> None:
     assert any("allocated now" in note and "precision='bf16'" in note for note in caught.value.__notes__)
 
 
-def over_nccl(kind: str) -> list[str]:
+def over_nccl(kind: ParallelKind) -> list[str]:
     model, data = parts("cpu")
     losses: list[str] = []
     with Trainer(

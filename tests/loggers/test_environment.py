@@ -71,7 +71,7 @@ def test_a_large_diff_is_cut(repository: Path, monkeypatch: pytest.MonkeyPatch) 
     (repository / "train.py").write_text("x = 1\n" * 100_000)
     found = recorded(monkeypatch, repository)["git"]
     assert found["is_diff_cut"]
-    assert len(found["diff"]) <= environment._MAX_DIFF
+    assert len(found["diff"]) <= environment._MAX_DIFF_CHARACTERS
 
 
 @pytest.mark.parametrize(
@@ -112,9 +112,9 @@ def test_a_run_writes_it_without_waiting(tmp_path: Path, monkeypatch: pytest.Mon
     ) as trainer:  # fmt: skip
         trainer.fit()
         assert begun.is_set()
-        assert not (tmp_path / "a" / environment.FILE).exists()
+        assert not (tmp_path / "a" / environment.ENVIRONMENT_FILE).exists()
         may_continue.set()
-    assert json.loads((tmp_path / "a" / environment.FILE).read_text())["git"] == {"commit": "abc"}
+    assert json.loads((tmp_path / "a" / environment.ENVIRONMENT_FILE).read_text())["git"] == {"commit": "abc"}
 
 
 def test_a_failure_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:

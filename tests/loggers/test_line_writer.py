@@ -138,7 +138,7 @@ def test_a_forked_process_does_not_write_lines_of_its_parent(tmp_path: Path) -> 
 
 
 def test_the_number_of_waiting_lines_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("callsheet.loggers.support.line_writer._KEPT_BYTES", 20)
+    monkeypatch.setattr("callsheet.loggers.support.line_writer._MAX_KEPT_BYTES", 20)
     (tmp_path / "deep").write_text("no folder")
     writer = LineWriter(tmp_path, NEVER)
     for number in range(30):
@@ -152,7 +152,7 @@ def test_the_number_of_waiting_lines_is_bounded(tmp_path: Path, monkeypatch: pyt
 
 
 def test_without_failures_there_is_no_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("callsheet.loggers.support.line_writer._KEPT_BYTES", 20)
+    monkeypatch.setattr("callsheet.loggers.support.line_writer._MAX_KEPT_BYTES", 20)
     writer = LineWriter(tmp_path, NEVER)
     for line in (b"x" * 100, *[b"y" * 7] * 30, b"z" * 100):
         writer.append("a", line)

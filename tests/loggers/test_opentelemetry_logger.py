@@ -29,7 +29,7 @@ from torch import nn
 from callsheet import Callback, CallbackManager, Context, Trainer
 from callsheet.core.registration import handlers_of
 from callsheet.errors import ConfigError
-from callsheet.loggers.opentelemetry_logger import OpenTelemetryLogger
+from callsheet.loggers.opentelemetry_logger import OpenTelemetryLogger, Steps
 from callsheet.testing import run_ranks
 
 DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 3
@@ -275,7 +275,7 @@ def test_the_outcome_is_reported(tmp_path: Path, collector: Collector, act: Call
 
 
 @pytest.mark.parametrize(("steps", "each"), [("none", 0), ("all", 6)])
-def test_steps_are_traced_as_requested(tmp_path: Path, collector: Collector, steps: str, each: int) -> None:
+def test_steps_are_traced_as_requested(tmp_path: Path, collector: Collector, steps: Steps, each: int) -> None:
     fit(tmp_path, OpenTelemetryLogger(endpoint=collector.url, steps=steps))
     for name in ("train_step", "forward", "backward", "optimizer_step"):
         assert len(collector.named(name)) == each

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from callsheet import Callback, Context, Trainer
 from callsheet.callbacks import CheckpointSaver
 from callsheet.testing import RankProcesses, Recorder
+from callsheet.trainer.parallel import ParallelKind
 
 TIMEOUT, GRACE = 5.0, 6.0
 ANSWER = TIMEOUT / 4
@@ -71,7 +72,7 @@ class Scenario:
     seed: int
     kind: str
     world_size: int
-    parallel: str
+    parallel: ParallelKind
     data: str
     lengths: tuple[int, ...]
     """The number of batches of each rank's own data. For shared data: the number of all samples, once for each rank."""

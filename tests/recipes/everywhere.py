@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from callsheet import Callback, Context
-from callsheet.core.lifecycle import ALWAYS, FIELDS
+from callsheet.core.lifecycle import ALWAYS_AVAILABLE, FIELDS
 
 
 class Story(Callback):
@@ -18,7 +18,7 @@ class Story(Callback):
         self.recorded: list[tuple[str, int, int, tuple[str, ...]]] = []
 
     def on_event(self, ctx: Context) -> None:
-        fields = tuple(name for name in FIELDS if name not in ALWAYS and ctx.has(name))
+        fields = tuple(name for name in FIELDS if name not in ALWAYS_AVAILABLE and ctx.has(name))
         self.recorded.append((str(ctx.event), ctx.step, ctx.epoch, fields))
 
 
@@ -38,6 +38,7 @@ class Report(Callback):
     def on_train_step_end(self, ctx: Context) -> None:
         self.steps += 1
         self.losses.append(ctx.loss_dict["loss"].item())
+        assert ctx.grad_norm is not None
         self.norms.append(ctx.grad_norm.item())
         ctx.log({"everywhere/steps": self.steps}, across="same")
         ctx.user_state["everywhere/steps"] = self.steps

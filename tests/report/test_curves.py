@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from callsheet import MetricsRecord
 from callsheet.report import RunFolder
 from callsheet.report.contents import contents
-from callsheet.report.curves import MOST_POINTS, OTHERS, curves, families, thinned
+from callsheet.report.curves import MAX_POINTS_PER_CURVE, OTHERS_FAMILY, curves, families, thinned
 
 SPLITS = ["train", "validation"]
 
@@ -52,7 +52,7 @@ def test_a_spike_and_a_nan_among_many_are_drawn() -> None:
     drawn = curves(run_of([MetricsRecord(step, {"train/loss": values.get(step, 1.0)}) for step in range(100_000)]))
     curve = drawn["curves"]["train/loss"]
     points = dict(zip(curve["x"], curve["y"], strict=True))
-    assert len(points) <= MOST_POINTS
+    assert len(points) <= MAX_POINTS_PER_CURVE
     assert (points[12_345], points[54_321], points[99_999]) == (99.0, None, 1.0)
     assert (curve["count"], curve["odd"], curve["odd_at"]) == (100_000, 1, [(54_321, "NaN")])
 
@@ -105,7 +105,7 @@ def test_families() -> None:
     assert found == {
         "memory": [("memory", ["resident"]), ("ooms", ["ooms"])],
         "z": [("a", ["a"]), ("layer.2", ["layer.2"]), ("layer.10", ["layer.10"])],
-        OTHERS: [("alone/x", ["x"]), ("gpu/use", ["0", "1"])],
+        OTHERS_FAMILY: [("alone/x", ["x"]), ("gpu/use", ["0", "1"])],
         "time": [("batch", ["batch"]), ("token", ["token"])],
     }
 
@@ -167,5 +167,5 @@ def test_the_tiles_agree_with_the_charts(is_monitored: bool) -> None:
 def test_odd_names() -> None:
     assert charts(["", "/", "loss", "train/", "/x", "a//b"]) == {
         "": [("loss", ["loss"]), ("", [""]), ("/", ["/"]), ("train/", ["train/"]), ("x", ["x"])],
-        OTHERS: [("a//b", ["/b"])],
+        OTHERS_FAMILY: [("a//b", ["/b"])],
     }

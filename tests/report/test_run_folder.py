@@ -22,7 +22,7 @@ from callsheet.callbacks import CheckpointSaver
 from callsheet.loggers import read_metrics
 from callsheet.report import RunFolder, RunReader, data, image_bytes
 from callsheet.report import records as records_module
-from callsheet.report.lines import _LONGEST_LINE
+from callsheet.report.lines import _MAX_LINE_BYTES
 from callsheet.report.perfetto import trace_json
 from callsheet.run.run_lock import RunLock
 
@@ -244,7 +244,7 @@ def test_incomplete_lines_are_skipped_and_counted(crafted: Path) -> None:
 
 def test_an_endless_line_is_skipped(crafted: Path) -> None:
     with open(crafted / "metrics.jsonl", "wb") as file:
-        file.write(b"[" * (_LONGEST_LINE + 5) + b"\n")
+        file.write(b"[" * (_MAX_LINE_BYTES + 5) + b"\n")
     write(crafted, "metrics.jsonl", record(2, loss=1.0))
     run = RunFolder.read(crafted)
     assert ([each.step for each in run.records], run.torn_lines) == ([2], 1)
@@ -259,8 +259,8 @@ def test_numbers_that_are_not_in_json(crafted: Path) -> None:
 
 
 def test_memory_is_bounded(crafted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records_module, "_MOST_VALUES", 3000)
-    monkeypatch.setattr(records_module, "_RARE", 50)
+    monkeypatch.setattr(records_module, "_MAX_VALUES", 3000)
+    monkeypatch.setattr(records_module, "_MAX_RARE_VALUES", 50)
     lines = []
     for step in range(5000):
         line = record(step, loss=math.sin(step), norm=1.0)

@@ -363,7 +363,7 @@ def test_a_malformed_request_is_answered_without_a_traceback(
 def test_connections_are_few_and_end_when_they_send_nothing(
     ended: Path, serve: Callable[[Path], WatchServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "_MOST_CONNECTIONS", 4)
+    monkeypatch.setattr(watch, "_MAX_CONNECTIONS", 4)
     server = serve(ended)
     address = ("127.0.0.1", server.server_address[1])
     silent = [socket.create_connection(address, timeout=30) for _ in range(4)]

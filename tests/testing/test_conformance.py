@@ -562,7 +562,7 @@ class LeavesOnFailure(Callback):
     ],
 )
 def test_leaves_nothing(what: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("callsheet.testing.leftovers.PATIENCE", 0.2)
+    monkeypatch.setattr("callsheet.testing.leftovers.PATIENCE_SECONDS", 0.2)
     LeavesSomething.kept.clear()
     try:
         assert found in finds("leaves_nothing", partial(LeavesSomething, what=what), tmp_path)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from callsheet import Callback, CallsheetError, Context, RunInfo
-from callsheet.core.lifecycle import ALWAYS, ANYWHERE, EVENTS, FIELDS, POINTS, SPANS, fields_available
+from callsheet.core.lifecycle import ALWAYS_AVAILABLE, ANYWHERE_EVENTS, EVENTS, FIELDS, POINTS, SPANS, fields_available
 from callsheet.core.manager import CallbackManager
 from callsheet.errors import ConfigError, UnknownEventError
 from callsheet.testing import GrammarChecker, GrammarError, Recorder, check_events
@@ -396,7 +396,7 @@ def readable_along(events: list[str]) -> list[tuple[str, frozenset[str]]]:
     seen = []
     for event in events:
         checker.check(event)
-        seen.append((event, checker.readable() - frozenset(ALWAYS)))
+        seen.append((event, checker.readable() - frozenset(ALWAYS_AVAILABLE)))
     return seen
 
 
@@ -463,14 +463,14 @@ def test_fields_that_are_always_available_are_readable_at_every_event() -> None:
     checker = GrammarChecker()
     for event in trained(*STEP):
         checker.check(event)
-        assert checker.readable() >= frozenset(ALWAYS)
+        assert checker.readable() >= frozenset(ALWAYS_AVAILABLE)
 
 
 @pytest.mark.parametrize("name", ["one step", "everything at a step's boundary", "everything after a round"])
 def test_the_checker_s_fields_equal_those_of_the_table(name: str) -> None:
     """`fields_available` uses an event's place in the canonical order, the checker the events that were fired."""
     for event, readable in readable_along(ACCEPTED[name]):
-        if event not in ANYWHERE:
+        if event not in ANYWHERE_EVENTS:
             assert readable <= set(fields_available(event)), event
 
 
@@ -501,14 +501,14 @@ def test_the_recorder_receives_every_event_in_order_with_the_readable_fields() -
 def test_the_recorder_is_called_last_and_reads_what_others_wrote() -> None:
     class Writes(Callback):
         def on_loss_end(self, ctx: Context) -> None:
-            ctx.loss = 2.0
+            ctx.outputs = 2.0
 
-    recorder = Recorder(fields=("loss",))
+    recorder = Recorder(fields=("outputs",))
     manager = CallbackManager([recorder, Writes()])
     ctx = Context(RunInfo("test"))
-    ctx.loss = 1.0
+    ctx.outputs = 1.0
     manager.fire("on_loss_end", ctx)
-    assert recorder.values["loss"] == [("on_loss_end", 2.0)]
+    assert recorder.values["outputs"] == [("on_loss_end", 2.0)]
 
 
 def test_the_recorder_rejects_an_unknown_field() -> None:
@@ -519,4 +519,4 @@ def test_the_recorder_rejects_an_unknown_field() -> None:
 def test_every_order_of_the_table_can_be_read_and_has_known_names() -> None:
     for span in SPANS.values():
         assert read_order(span.order).first() <= SPANS.keys() | POINTS.keys()
-    assert set(FIELDS) > set(ALWAYS)
+    assert set(FIELDS) > set(ALWAYS_AVAILABLE)

@@ -28,6 +28,7 @@ from callsheet.callbacks import CheckpointSaver
 from callsheet.checkpoint import find_checkpoints
 from callsheet.testing import RankEnd, RankProcesses
 from callsheet.trainer import Parallel, SeededDataset
+from callsheet.trainer.parallel import ParallelKind
 
 SAMPLES, EPOCHS = 43, 2
 GLOBAL_BATCH = 4
@@ -76,7 +77,7 @@ class RecordsLosses(Callback):
 class Setting:
     """The configuration of a run."""
 
-    parallel: str = "single"
+    parallel: ParallelKind = "single"
     world_size: int = 1
     shard_size: int | None = None
     workers: int = 0

@@ -17,9 +17,10 @@ from callsheet.callbacks import CheckpointSaver, LRMonitor, NaNMonitor, SpeedMon
 from callsheet.checkpoint import find_checkpoints
 from callsheet.loggers import JSONLLogger, ProgressBarLogger, read_metrics
 from callsheet.testing import Recorder, check_events, run_ranks
+from callsheet.trainer.parallel import ParallelKind
 
 
-def trained(folder: str, parallel: str, watched: bool, poison: int = 0) -> dict[str, Any]:
+def trained(folder: str, parallel: ParallelKind, watched: bool, poison: int = 0) -> dict[str, Any]:
     torch.manual_seed(1)
     inputs = torch.randn(23, 3, generator=torch.Generator().manual_seed(4))
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))

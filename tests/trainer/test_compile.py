@@ -17,6 +17,7 @@ from callsheet.errors import ConfigError
 from callsheet.testing import Recorder, check_events
 from callsheet.testing.ranks import run_ranks
 from callsheet.trainer.arguments import check_cuda_graphs
+from callsheet.trainer.parallel import ParallelKind
 
 HAS_COMPILER = shutil.which("c++") is not None and Path(sysconfig.get_paths()["include"], "Python.h").exists()
 
@@ -45,7 +46,7 @@ class Small(nn.Module):
         return self.last(self.first(inputs).tanh())
 
 
-def train(compile: Any, parallel: str = "auto", **changes: Any) -> tuple[list[float], list[str], int]:
+def train(compile: Any, parallel: ParallelKind = "auto", **changes: Any) -> tuple[list[float], list[str], int]:
     """Return the losses, the events, and the number of compiled graphs."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -113,7 +114,7 @@ def tiny_llama() -> Any:
     return LlamaForCausalLM(config)
 
 
-def train_llama(is_checkpointing: bool, parallel: str = "auto") -> tuple[list[float], int]:
+def train_llama(is_checkpointing: bool, parallel: ParallelKind = "auto") -> tuple[list[float], int]:
     """Return the losses, and how often a block's forward ran."""
     model, losses, forwards = tiny_llama(), Losses(), 0
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from callsheet import Background, Callback, Context, MetricsRecord, Trainer
-from callsheet.core.lifecycle import ALWAYS, EVENTS, FIELDS, fields_available
+from callsheet.core.lifecycle import ALWAYS_AVAILABLE, EVENTS, FIELDS, fields_available
 from callsheet.testing import run_ranks
 
 RANKS = 4
@@ -46,7 +46,7 @@ class Checker(Callback):
 
     def on_event(self, ctx: Context) -> None:
         event = str(ctx.event)
-        for name in (*ALWAYS, *fields_available(event)):
+        for name in (*ALWAYS_AVAILABLE, *fields_available(event)):
             if not ctx.has(name):
                 self.faults.append(f"{name} is not available at {event} on rank {ctx.run.rank}")
             elif name in REPLICATED and name not in ("event", "state", "control", "exception", "model"):

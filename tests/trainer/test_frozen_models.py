@@ -14,6 +14,7 @@ from torch.nn.functional import mse_loss
 from callsheet.callbacks import CheckpointSaver
 from callsheet.testing import run_ranks
 from callsheet.trainer import Task, Trainer
+from callsheet.trainer.parallel import ParallelKind
 
 
 class DistanceTask(Task):
@@ -31,7 +32,7 @@ class DistanceTask(Task):
         return mse_loss(*outputs)
 
 
-def follow(folder: Path, parallel: str) -> tuple[float, list[bool], list[float], bool]:
+def follow(folder: Path, parallel: ParallelKind) -> tuple[float, list[bool], list[float], bool]:
     torch.manual_seed(0)
     model, leader = (nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5 * i), nn.Linear(8, 2)) for i in range(2))
     leader.train()

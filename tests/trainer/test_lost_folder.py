@@ -19,6 +19,7 @@ from callsheet.core.ranks import Ranks
 from callsheet.core.run_state import RunInfo
 from callsheet.errors import RunLockLostError
 from callsheet.loggers import CSVLogger, FileLogger, JSONLLogger
+from callsheet.loggers.file_logger import Capture
 from callsheet.run import run_lock
 from callsheet.testing import Subject
 
@@ -75,7 +76,7 @@ def test_a_built_in_writes_nothing_to_a_lost_folder(name: str, subjects: Mapping
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("capture", ["python", "fd"])
-def test_the_log_of_the_output_gets_neither_what_is_printed_nor_the_traceback(capture: str, tmp_path: Path) -> None:
+def test_the_log_of_the_output_gets_neither_what_is_printed_nor_the_traceback(capture: Capture, tmp_path: Path) -> None:
     def lose(ctx: Context) -> None:
         if ctx.step == 2:
             print("incomplete", end="", flush=True)

@@ -20,6 +20,7 @@ from callsheet.core.ranks import read_ranks
 from callsheet.errors import ConfigError
 from callsheet.testing.ranks import run_ranks
 from callsheet.trainer import ForwardStepTask, Parallel
+from callsheet.trainer.parallel import ParallelKind
 
 GLOBAL_BATCH, EPOCHS = 8, 2
 SAMPLES = 17
@@ -70,6 +71,7 @@ class Norms(Callback):
         self.norms: list[float] = []
 
     def on_train_step_end(self, ctx: Context) -> None:
+        assert ctx.grad_norm is not None
         self.norms.append(float(ctx.grad_norm))
 
 
@@ -331,7 +333,7 @@ class Normalised(nn.Module):
         return self.linear(self.norm(inputs))
 
 
-def train_normalised(kind: str) -> dict[str, Any]:
+def train_normalised(kind: ParallelKind) -> dict[str, Any]:
     """Train rank r on values around 10 r, so that the statistics of the ranks differ."""
     rank = read_ranks().rank
     torch.manual_seed(0)
@@ -443,7 +445,7 @@ def test_what_cannot_work_is_rejected_on_all_ranks() -> None:
 
 def test_the_argument_itself_is_checked() -> None:
     with pytest.raises(ConfigError, match=r"unknown parallel 'dpp'; did you mean 'ddp'"):
-        Parallel("dpp")
+        Parallel("dpp")  # type: ignore[arg-type]  # the mistake that is tested
     with pytest.raises(ConfigError, match="shard_size and blocks are for parallel='fsdp', not 'ddp'"):
         Parallel("ddp", shard_size=2)
     with pytest.raises(ConfigError, match="not 'auto'"):

@@ -90,6 +90,7 @@ class RecordsSteps(Callback):
     def on_train_step_end(self, ctx: Context) -> None:
         self.skipped.append(ctx.step_skipped)
         self.rates.append(ctx.learning_rate)
+        assert ctx.grad_norm is not None
         self.norms.append(float(ctx.grad_norm))
         self.losses.append(float(ctx.loss))
         self.weights.append(weights_of(ctx.model))

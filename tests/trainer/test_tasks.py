@@ -116,8 +116,9 @@ def test_its_metrics_need_predictions_and_targets() -> None:
 def test_metrics_are_passed_to_the_task_or_to_the_trainer() -> None:
     with pytest.raises(ConfigError, match="set the metrics of a Task on the task"):
         Trainer(linear(), SupervisedTask(mse_loss), DATA, metrics={"mean": MeanMetric()})
+    metrics: dict[str, Any] = {"accuracy": lambda outputs, targets: 1.0}
     with pytest.raises(ConfigError, match=r"metrics\['accuracy'\] is function, not a torchmetrics Metric"):
-        Trainer(linear(), mse_loss, DATA, metrics={"accuracy": lambda outputs, targets: 1.0})
+        Trainer(linear(), mse_loss, DATA, metrics=metrics)
 
 
 @pytest.mark.parametrize("task", [None, nn.MSELoss, "mse"])

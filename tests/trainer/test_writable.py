@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from callsheet import Callback, Context, Trainer
 from callsheet.testing.ranks import run_ranks
 from callsheet.trainer import Parallel
+from callsheet.trainer.parallel import ParallelKind
 
 pytestmark = pytest.mark.test_all
 
@@ -68,7 +69,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(what: str, kind: str, parallel: str) -> dict[str, tuple[float, list[float]]]:
+def train(what: str, kind: str, parallel: ParallelKind) -> dict[str, tuple[float, list[float]]]:
     """Return the weight after one step and the reported loss, for each entry of `WAYS`."""
     found = {}
     for name, parts in WAYS.items():
@@ -92,19 +93,19 @@ def train(what: str, kind: str, parallel: str) -> dict[str, tuple[float, list[fl
     return found
 
 
-def train_all(kind: str, parallel: str) -> dict[str, Any]:
+def train_all(kind: str, parallel: ParallelKind) -> dict[str, Any]:
     distributed.init_process_group("gloo", timeout=timedelta(seconds=20))
     return {what: train(what, kind, parallel) for what in WRITTEN}
 
 
 @functools.cache
-def trained_on_ranks(kind: str, parallel: str) -> list[dict[str, Any]]:
+def trained_on_ranks(kind: str, parallel: ParallelKind) -> list[dict[str, Any]]:
     return run_ranks(train_all, 2, kind, parallel)
 
 
 @pytest.mark.parametrize("what", WRITTEN)
 @pytest.mark.parametrize(("parallel", "kind"), [("single", "list"), ("ddp", "samples"), ("ddp", "list"), ("fsdp", "samples")])
-def test_written_fields_take_effect(what: str, parallel: str, kind: str) -> None:
+def test_written_fields_take_effect(what: str, parallel: ParallelKind, kind: str) -> None:
     factor = 1 if what in ("nothing", "halved") else 4
     expected = (pytest.approx(WEIGHT - LR * factor * 2 * WEIGHT), [pytest.approx(factor * WEIGHT**2)])
     ranks = [{what: train(what, kind, parallel)}] if parallel == "single" else trained_on_ranks(kind, parallel)

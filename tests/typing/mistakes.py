@@ -24,7 +24,7 @@ from callsheet.callbacks import (
     ThresholdStopper,
 )
 from callsheet.loggers import ConsoleLogger, FileLogger, OpenTelemetryLogger, WandBLogger
-from callsheet.trainer import Parallel
+from callsheet.trainer import Parallel, SupervisedTask
 
 
 class Wrong(Callback):
@@ -48,6 +48,10 @@ class Typos(Callback):
         ctx.control.pause("now")  # error
         ctx.control.save("now", kind="last")  # error
         print(ctx.stepp)  # error
+        print(ctx.loss.itm())  # error
+        print(ctx.grad_norm.item())  # error
+        print(ctx.loss_dict["loss"].itm())  # error
+        ctx.log({"a": 1.0}, weight="heavy")  # error
 
     @every(1.5)  # error
     def on_log(self, ctx: Context) -> None:
@@ -95,6 +99,12 @@ def train(model: nn.Module, optimizer: Any) -> None:
     Trainer(model, precision="fp8")  # error
     Trainer(model, parallel="tensor")  # error
     Trainer(model, log_ranks="first")  # error
+    Trainer(model, scheduler="cosine")  # error
+    Trainer(model, metrics={"accuracy": max})  # error
+    SupervisedTask(nn.functional.mse_loss, {"accuracy": max})  # error
+    attach(model=model, optimizer=optimizer, scheduler="cosine")  # error
+    attach(model=model, optimizer=optimizer, scaler=2.0)  # error
     with attach(model=model, optimizer=optimizer) as run:
         run.log({"a": 1.0}, over="average")  # error
         run.log({"a": 1.0}, across="min")  # error
+        run.log({"a": 1.0}, weight="heavy")  # error

@@ -14,7 +14,7 @@ from callsheet.report import imports
 @pytest.mark.parametrize(
     ("words", "table"),
     [
-        (runtime_estimator.Unit, runtime_estimator._SECONDS),
+        (runtime_estimator.Unit, runtime_estimator._SECONDS_PER_UNIT),
         (inference_files.Format, inference_files.FORMATS),
         (language_model.DtypeName, language_model._DTYPES),
         (imports.SourceKind, imports.KINDS),

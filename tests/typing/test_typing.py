@@ -22,8 +22,10 @@ strict = true
 follow_imports = skip
 [mypy-callsheet.*]
 follow_imports = normal
+[mypy-torch.*,torchmetrics.*]
+follow_imports = silent
 """
-"""Only callsheet's types are read, because mypy needs minutes for those of the frameworks. pyright reads those as well."""
+"""Of the packages, only callsheet, torch and torchmetrics are read: mypy needs minutes for the frameworks. pyright reads those as well."""
 # Only the installed wheel may be found.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
 USER_CODE, MISTAKES = HERE / "user_code.py", HERE / "mistakes.py"

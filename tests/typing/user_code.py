@@ -102,6 +102,7 @@ class Table(Logger):
     """A logger of the user's own, which overrides what its base class has set."""
 
     on_error = "raise"
+    ranks = "all"
 
     def on_log(self, ctx: Context) -> None:
         print(ctx.record.values)

@@ -1,6 +1,6 @@
 """Bridges: hosts run callsheet's callbacks in other frameworks' loops; guests run other frameworks' callbacks in callsheet's loop."""
 
-_FRAMEWORKS = {
+_BRIDGE_OF_PACKAGE = {
     "transformers": "huggingface",
     "lightning": "lightning",
     "pytorch_lightning": "lightning",
@@ -19,5 +19,5 @@ def guest_hint(thing: object) -> str:
     Return an empty string if callsheet has no bridge for the framework of `thing`.
     """
     packages = (kind.__module__.partition(".")[0] for kind in type(thing).__mro__)
-    bridge = next((_FRAMEWORKS[package] for package in packages if package in _FRAMEWORKS), None)
+    bridge = next((_BRIDGE_OF_PACKAGE[package] for package in packages if package in _BRIDGE_OF_PACKAGE), None)
     return f"; wrap it: callsheet.bridges.{bridge}.guest(...)" if bridge is not None else ""

@@ -29,23 +29,25 @@ from callsheet.run.parts import Stateful
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.run.run_names import check_run_name
 
-_SHARED = ("gradient_accumulation_steps", "max_duration", "log_interval", "loggers", "resume", "callbacks", "scheduler")
+_SHARED_ARGUMENTS = ("gradient_accumulation_steps", "max_duration", "log_interval", "loggers", "resume", "callbacks", "scheduler")
 """Arguments of the Trainer that `attach` has too."""
 
-_OF_EVALUATION = ("eval_interval", "eval_dataloader")
+_EVALUATION_ARGUMENTS = ("eval_interval", "eval_dataloader")
 """Arguments of the Trainer about evaluations, which `attach` does not have."""
-_EVALUATION = (
+_EVALUATION_HINT = (
     "the results of each evaluation that the loop makes to run.evaluated({'validation': {'loss': ...}}); evaluate=FUNCTION makes those that "
     "callbacks ask for"
 )
-"""The part of an error message that says what to use in `attach` instead of the arguments in `_OF_EVALUATION`."""
+"""The part of an error message that says what to use in `attach` instead of the arguments in `_EVALUATION_ARGUMENTS`."""
 
 
 def _familiar() -> dict[str, str]:
     """Return, for names of arguments that users may know from the Trainer or other frameworks, what to pass to `attach` instead."""
-    of_evaluation = {name: _EVALUATION for name, meant in TRAINER_ARGUMENTS.items() if meant.startswith(_OF_EVALUATION)}
-    shared = {name: meant for name, meant in TRAINER_ARGUMENTS.items() if meant.partition("=")[0] in _SHARED}
-    return shared | of_evaluation | dict.fromkeys(_OF_EVALUATION, _EVALUATION)
+    of_evaluation = {
+        name: _EVALUATION_HINT for name, meant in TRAINER_ARGUMENTS.items() if meant.startswith(_EVALUATION_ARGUMENTS)
+    }
+    shared = {name: meant for name, meant in TRAINER_ARGUMENTS.items() if meant.partition("=")[0] in _SHARED_ARGUMENTS}
+    return shared | of_evaluation | dict.fromkeys(_EVALUATION_ARGUMENTS, _EVALUATION_HINT)
 
 
 @names_unknown(_familiar)

@@ -55,7 +55,7 @@ class BoundaryOrder:
             return False
         if inside not in ("train", "round", "epoch"):
             return inside == "run"
-        return self.fired is not None and self.fired + what in _AT_BOUNDARIES
+        return self.fired is not None and self.fired + what in _BOUNDARY_PREFIXES
 
     def allows_save(self) -> bool:
         """Return whether the events of a checkpoint that the framework writes may be fired now."""
@@ -100,7 +100,7 @@ class BoundaryOrder:
         )
 
 
-_AT_BOUNDARIES = frozenset(
+_BOUNDARY_PREFIXES = frozenset(
     whole[:length]
     for record in ("", "L")
     for first in ("D", "DS")
@@ -108,7 +108,7 @@ _AT_BOUNDARIES = frozenset(
     for whole in (f"{record}EL{last}", f"{record}E{last}", f"{record}{first}EL{last}", f"{record}{first}E{last}")
     for length in range(1, len(whole) + 1)
 )
-"""All prefixes of the event sequences that `lifecycle.BOUNDARY` allows, with a letter for each event.
+"""All prefixes of the event sequences that `lifecycle.BOUNDARY_ORDER` allows, with a letter for each event.
 
 The events are a record (L), an evaluation (E), a due checkpoint (D), and its save (S).
 """

@@ -21,8 +21,8 @@ from callsheet.trainer.data.seeded import mixed
 
 logger = logging.getLogger("callsheet")
 
-_ARGUMENT = "run.steps(dataloader)"
-_LARGEST = (1 << 63) - 1
+_LOADER_ARGUMENT = "run.steps(dataloader)"
+_MAX_SEED = (1 << 63) - 1
 
 
 class DataPosition:
@@ -131,7 +131,7 @@ class DataPosition:
     def _set(self, loader: Any) -> None:
         """Store the dataloader of an epoch, and record whether the loop makes a new dataloader for each epoch."""
         if self._seed is None:  # use torch's initial seed, because reading it draws no random number
-            self._seed = mixed(torch.initial_seed()) & _LARGEST
+            self._seed = mixed(torch.initial_seed()) & _MAX_SEED
         if loader is self._loader:
             self._epochs, self._is_renewed = self._epochs + 1, False
             return
@@ -141,7 +141,7 @@ class DataPosition:
         if self._length != 0:
             # Each rank has a dataloader of its own, so use a process group that contains only this rank.
             groups = ProcessGroups(Ranks(), torch.device("cpu"), timeout=0)
-            self._data = PreshardedData(loader, groups, _ARGUMENT, self._seed, sets_epoch=False)
+            self._data = PreshardedData(loader, groups, _LOADER_ARGUMENT, self._seed, sets_epoch=False)
 
     def _restore(self, loader: Any, restored: Mapping[str, Any], epoch: int) -> Iterator[Any]:
         self._seed = restored["seed"]
@@ -175,7 +175,7 @@ class DataPosition:
         logger.warning(
             "%s: the resumed run may not get the batches that an unbroken one would: the generator of the dataloader begins with another "
             "state than in the run's first process, so it is left as it is. Seed it with the same number each time",
-            _ARGUMENT,
+            _LOADER_ARGUMENT,
         )
         return False
 
@@ -190,7 +190,7 @@ def _warn_of_wrapper(loader: Any) -> None:
             logger.warning(
                 "%s: the resumed run may not get the batches that an unbroken one would: %s wraps a %s with %s, which checkpoints do not "
                 "hold. Give run.steps the %s itself",
-                _ARGUMENT,
+                _LOADER_ARGUMENT,
                 type(loader).__name__,
                 type(inner).__name__,
                 what,

@@ -29,10 +29,10 @@ class Facade:
     A facade has a list of allowed attributes, and raises `NotSupported` for all others.
 
     A guest may read the attributes and properties of the class. It may write those in `WRITABLE`, and properties with a setter.
-    `OF` is the name of the replaced object in messages, such as `"Lightning's Trainer"`.
+    `REPLACED_OBJECT` is the name of the replaced object in messages, such as `"Lightning's Trainer"`.
     """
 
-    OF: ClassVar[str] = ""
+    REPLACED_OBJECT: ClassVar[str] = ""
     WRITABLE: ClassVar[frozenset[str]] = frozenset()
 
     def __getattr__(self, name: str) -> Any:
@@ -40,9 +40,11 @@ class Facade:
             raise AttributeError(name)  # no hint, since Python itself reads such names, for example when it copies an object
         # For an allowed name, Python calls `__getattr__` only if the property of this name has raised an AttributeError.
         if name in self._allowed():
-            raise NotOnTheList(f"{self.OF}: {name!r} cannot be read now, only while an event that provides it is fired")
+            raise NotOnTheList(
+                f"{self.REPLACED_OBJECT}: {name!r} cannot be read now, only while an event that provides it is fired"
+            )
         raise NotOnTheList(
-            f"{self.OF} has here no {name!r}: a guest may use {', '.join(sorted(self._allowed()))}; for the rest, run the callback in "
+            f"{self.REPLACED_OBJECT} has here no {name!r}: a guest may use {', '.join(sorted(self._allowed()))}; for the rest, run the callback in "
             "its own framework"
         )
 
@@ -51,7 +53,9 @@ class Facade:
         if name.startswith("_") or name in self.WRITABLE or (isinstance(own, property) and own.fset is not None):
             object.__setattr__(self, name, value)
         else:
-            raise NotOnTheList(f"{self.OF}: a guest may not write {name!r}, only {', '.join(sorted(self.WRITABLE)) or 'nothing'}")
+            raise NotOnTheList(
+                f"{self.REPLACED_OBJECT}: a guest may not write {name!r}, only {', '.join(sorted(self.WRITABLE)) or 'nothing'}"
+            )
 
     def _allowed(self) -> set[str]:
         own = {name for kind in type(self).__mro__[:-1] for name in vars(kind)} - set(vars(Facade))
@@ -113,9 +117,9 @@ class Guest(Callback):
     """Runs a callback of another framework in callsheet's loop, by calling the methods that the callback overrides.
 
     Each bridge has a subclass. `EVENTS` lists the methods of the foreign callback that are called at each event of callsheet, in
-    order, and `handler` makes the handler of each. `OWN` lists methods of the guest itself that are called before these. If the
-    framework keeps state for all its callbacks together, this state is in an object of class `COMMON`, which all guests of a call
-    sheet share. The methods of that object are called first.
+    order, and `handler` makes the handler of each. `OWN_HANDLERS` lists methods of the guest itself that are called before these.
+    If the framework keeps state for all its callbacks together, this state is in an object of class `COMMON`, which all guests of a
+    call sheet share. The methods of that object are called first.
 
     Args:
         foreign: the callback, an instance.
@@ -138,11 +142,11 @@ class Guest(Callback):
     """The framework's base class of callbacks. Methods that a callback inherits unchanged are not called. None: all methods are called."""
     EVENTS: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """For each event of callsheet, the methods of the foreign callback that are called when the event is fired."""
-    OWN: ClassVar[Mapping[str, str]] = {}
+    OWN_HANDLERS: ClassVar[Mapping[str, str]] = {}
     """For each event of callsheet, the guest's own method that is called before the methods of the foreign callback."""
     COMMON: ClassVar[type[Common] | None] = None
     """The class of the state that all guests of a call sheet share, or None."""
-    NEVER: ClassVar[tuple[str, ...]] = ()
+    NEVER_CALLED: ClassVar[tuple[str, ...]] = ()
     """Methods of the foreign callback that callsheet never calls."""
 
     common: Any = None
@@ -159,9 +163,9 @@ class Guest(Callback):
         self.phase = phase
         if self.COMMON is not None:
             self.common = self.COMMON()
-        self._reject([theirs for theirs in self.NEVER if self.listens_to(theirs)], strict)
+        self._reject([theirs for theirs in self.NEVER_CALLED if self.listens_to(theirs)], strict)
         for event in OURS:
-            handlers = [getattr(self, self.OWN[event])] if event in self.OWN else []
+            handlers = [getattr(self, self.OWN_HANDLERS[event])] if event in self.OWN_HANDLERS else []
             handlers += [
                 self.handler(theirs, getattr(foreign, theirs, None))
                 for theirs in self.EVENTS.get(event, ())

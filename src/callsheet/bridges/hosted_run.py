@@ -41,7 +41,7 @@ from callsheet.run.run_names import check_folder, check_run_name, new_name
 from callsheet.run.signals import SignalWatch
 from callsheet.trainer.arguments import duration, log_boundary
 
-_OF_CHECKPOINTS = ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published")
+_CHECKPOINT_EVENTS = ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published")
 """The events of a checkpoint that the framework writes."""
 
 
@@ -181,7 +181,7 @@ class HostedRun(Run):
         """Create the lifecycle driver of training. With `keeps_loss=True`, every step's loss is read, even if no callback needs it."""
         # A checkpoint contains the last step's loss. If callsheet writes the checkpoints, a handler of any event may request one.
         # If the framework writes the checkpoints, only handlers of checkpoint events may read the last step's loss.
-        may_read_loss = EVENTS if self._writes_checkpoints else _OF_CHECKPOINTS
+        may_read_loss = EVENTS if self._writes_checkpoints else _CHECKPOINT_EVENTS
         return LifecycleDriver(
             self.spans,
             {
@@ -498,7 +498,7 @@ class HostedRun(Run):
             if self.step_skipped and not ctx.has("learning_rate"):
                 self.set_learning_rate()
             # Assign all fields first, because `del` raises an AttributeError if a field has no value.
-            ctx.loss, ctx.learning_rate = None, 0.0
+            ctx.loss, ctx.learning_rate = None, 0.0  # type: ignore[assignment]  # deleted below
             ctx.grad_norm, ctx.step_skipped = None, False
             del ctx.loss, ctx.learning_rate, ctx.grad_norm, ctx.step_skipped
         elif not self.step_skipped:

@@ -38,8 +38,8 @@ SEQUENCE: Mapping[str, tuple[str, ...]] = {
 }
 """For each span whose inner spans have a fixed order, the names of these inner spans in that order."""
 
-_REPEATED = frozenset(name for span in SPANS.values() for name in re.findall(r"([a-z_]+)\+", span.order))
-_CLOSING = frozenset(closes for field in FIELDS.values() for _, closes in field.windows) | {
+_REPEATED_SPANS = frozenset(name for span in SPANS.values() for name in re.findall(r"([a-z_]+)\+", span.order))
+_CLOSING_EVENTS = frozenset(closes for field in FIELDS.values() for _, closes in field.windows) | {
     field.kept_until for field in FIELDS.values()
 }
 
@@ -50,7 +50,7 @@ _STEP_GROUPS = (
     ("optimizer_step",),
 )
 """Groups of the spans in a step, including the fetch. If no span in a group has listeners, the driver leaves out the whole group."""
-_BACKWARD, _AFTER_BACKWARD = 1, (2, 3)
+_BACKWARD_GROUP, _GROUPS_AFTER_BACKWARD = 1, (2, 3)
 """Indices into `_STEP_GROUPS`: the group that contains `backward`, and the two groups after this one."""
 
 Act = Callable[[], None]
@@ -76,8 +76,8 @@ class DrivenSpan:
         self.span = span
         self.before_start = before.get(SPANS[name].start_event)
         self.act_at_end = before.get(SPANS[name].end_event)
-        self.closes = SPANS[name].end_event if SPANS[name].end_event in _CLOSING else None
-        self.is_repeated = name in _REPEATED
+        self.closes = SPANS[name].end_event if SPANS[name].end_event in _CLOSING_EVENTS else None
+        self.is_repeated = name in _REPEATED_SPANS
         self.parent: DrivenSpan | None = None
         self.sequence: list[DrivenSpan] = []
         # Before this span ends, the events of the first `needed` spans of `sequence` must have been fired.
@@ -177,10 +177,10 @@ class LifecycleDriver:
         has_changed, self.seen_links = self.seen_links < 0, self._run_spans.links
         lack_listeners = [all(driven.span.starts is None and driven.span.ends is None for driven in group) for group in self._groups]
         # If a handler of a later event reads the outputs of the forward pass, treat the forward pass as having listeners.
-        lack_listeners[_BACKWARD] &= "outputs" not in self._ctx.kept
+        lack_listeners[_BACKWARD_GROUP] &= "outputs" not in self._ctx.kept
         # The start of a later span ends the backward pass. So if the backward pass has listeners, later spans must be reported too.
-        for later in _AFTER_BACKWARD:
-            lack_listeners[later] &= lack_listeners[_BACKWARD]
+        for later in _GROUPS_AFTER_BACKWARD:
+            lack_listeners[later] &= lack_listeners[_BACKWARD_GROUP]
         step = self._step
         has_listeners = not all(lack_listeners) or step.span.starts is not None or step.span.ends is not None
         is_read = has_listeners or self._is_recorded()

@@ -19,10 +19,10 @@ from callsheet.errors import NotSupported
 
 logger = logging.getLogger("callsheet")
 
-_ALWAYS_FIRED = frozenset({"on_run_start", "on_run_end"})
+_ALWAYS_FIRED_EVENTS = frozenset({"on_run_start", "on_run_end"})
 """Events that every host fires. A callback cannot work in a host that fires none of the other events to which it listens."""
 
-_CAUSES: Mapping[str, str] = {
+_MISSING_SPAN_CAUSES: Mapping[str, str] = {
     "forward": (
         ": backward() was called before the model was. If the step trains another model first, such as a GAN's discriminator, give that one"
         " as the model. If the loop calls submodules of the model, make it call the model itself"
@@ -96,12 +96,12 @@ class SupportCheck:
         elif without_step and self.strict:
             raise NotSupported(without_step)
         for span, event in events_of(driver.synthesized):
-            self._reject_listeners(event, "did not fire in its first step", _CAUSES.get(span, ""))
+            self._reject_listeners(event, "did not fire in its first step", _MISSING_SPAN_CAUSES.get(span, ""))
         driver.synthesized.clear()
 
     def served(self, never: Collection[str]) -> Callable[[Any], bool]:
         """Return a function that tests whether its argument listens to a fired event other than the run's start and end."""
-        fired = (event for event in EVENTS if event not in _ALWAYS_FIRED and event not in never)
+        fired = (event for event in EVENTS if event not in _ALWAYS_FIRED_EVENTS and event not in never)
         served = {_key(each) for event in fired for each in self._manager.list_callbacks(event)}
         return lambda listener: _key(listener) in served
 

@@ -101,7 +101,7 @@ class Hook:
 
 # Read torch's private flags, because `torch.jit.is_tracing` and `torch.compiler.is_compiling` cost four more calls per pass.
 _is_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", torch.jit.is_tracing)  # type: ignore[attr-defined]
-_HAS_FLAG = hasattr(torch.compiler, "_is_compiling_flag")
+_HAS_COMPILING_FLAG = hasattr(torch.compiler, "_is_compiling_flag")
 
 
 def is_traced() -> bool:
@@ -109,7 +109,7 @@ def is_traced() -> bool:
 
     The hook must be decorated with `not_compiled`, so that Dynamo does not compile this function.
     """
-    return (torch.compiler._is_compiling_flag if _HAS_FLAG else torch.compiler.is_compiling()) or _is_tracing()
+    return (torch.compiler._is_compiling_flag if _HAS_COMPILING_FLAG else torch.compiler.is_compiling()) or _is_tracing()
 
 
 def not_compiled(function: Function, *, recursive: bool = True) -> Function:

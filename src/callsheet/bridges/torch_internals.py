@@ -2,19 +2,19 @@
 
 PACKAGE = "torch"
 
-_EVAL_FRAME = "torch._C._dynamo.eval_frame"
-_MORE_GRAPHS = "torch.compile compiles callsheet's hooks with the user's code, so a compiled step may have more graphs"
-_STAY = "if callsheet fails in this hook, the hook stays registered, and does nothing"
+_EVAL_FRAME_MODULE = "torch._C._dynamo.eval_frame"
+_HAS_MORE_GRAPHS = "torch.compile compiles callsheet's hooks with the user's code, so a compiled step may have more graphs"
+_HOOK_STAYS = "if callsheet fails in this hook, the hook stays registered, and does nothing"
 
 WITHOUT = {
     "torch._C._is_tracing": "`torch.jit.is_tracing` is called instead, which is slower",
     "torch.compiler._is_compiling_flag": "`torch.compiler.is_compiling` is called instead, which is slower",
-    f"{_EVAL_FRAME}._FrameAction": _MORE_GRAPHS,
-    f"{_EVAL_FRAME}._FrameExecStrategy": _MORE_GRAPHS,
-    f"{_EVAL_FRAME}.set_code_exec_strategy": _MORE_GRAPHS,
-    "torch._dynamo.eval_frame.DisableContext._torchdynamo_disable": _MORE_GRAPHS,
-    "torch.optim.Optimizer._optimizer_step_pre_hooks": _STAY,
-    "torch.optim.Optimizer._optimizer_step_post_hooks": _STAY,
+    f"{_EVAL_FRAME_MODULE}._FrameAction": _HAS_MORE_GRAPHS,
+    f"{_EVAL_FRAME_MODULE}._FrameExecStrategy": _HAS_MORE_GRAPHS,
+    f"{_EVAL_FRAME_MODULE}.set_code_exec_strategy": _HAS_MORE_GRAPHS,
+    "torch._dynamo.eval_frame.DisableContext._torchdynamo_disable": _HAS_MORE_GRAPHS,
+    "torch.optim.Optimizer._optimizer_step_pre_hooks": _HOOK_STAYS,
+    "torch.optim.Optimizer._optimizer_step_post_hooks": _HOOK_STAYS,
     "torch.amp.GradScaler._scale": "a run with a loss scaler is rejected",
     "torch.Tensor._version": "the host of Keras reads the learning rate from the device whenever it is used, which is slower",
     "torch.autograd.Variable._execution_engine": (

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from callsheet.bridges.hosted_run import HostedRun
@@ -19,10 +20,10 @@ class TrainingHooks:
         run: the run.
         model: the model that the loop calls.
         optimizer: the optimizer that the loop steps, or None.
-        scaler: the `torch.amp.GradScaler` that scales the loss, or None.
+        scaler: the `torch.amp.GradScaler` that scales the loss, or an object like it, or None.
     """
 
-    def __init__(self, run: HostedRun, model: nn.Module, optimizer: Optimizer | None, scaler: GradScaler | None = None) -> None:
+    def __init__(self, run: HostedRun, model: nn.Module, optimizer: Optimizer | None, scaler: Any = None) -> None:
         self._driver = run.driver
         self.forward = ForwardHooks(run.driver, run.ctx, model)
         self.backward = BackwardWatch(run.driver, run.ctx, scaler)

@@ -37,7 +37,7 @@ TESTED: Mapping[str, tuple[str, ...]] = {
 On the page docs/bridges/versions.md, these versions have the verdict `works`.
 """
 
-_ALSO_IN: Mapping[str, str] = {"lightning": "pytorch-lightning"}
+_EQUIVALENT_PACKAGE: Mapping[str, str] = {"lightning": "pytorch-lightning"}
 """For each package listed here, another package with the same content and versions, which may be installed instead."""
 
 warned: set[str] = set()
@@ -146,7 +146,7 @@ def _assigns(function: Any, attribute: str) -> bool:
 
 
 def _installed(package: str) -> str | None:
-    for name in (package, _ALSO_IN.get(package, package)):
+    for name in (package, _EQUIVALENT_PACKAGE.get(package, package)):
         try:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -20,10 +20,10 @@ from callsheet.run.copies import add_hook
 
 logger = logging.getLogger("callsheet")
 
-_WHOLE = "(model)"
-_MEANS = ("mean", "std", "l2_norm", "kurtosis", "zeros")
+_WHOLE_MODEL = "(model)"
+_STATISTICS = ("mean", "std", "l2_norm", "kurtosis", "zeros")
 # Collect outputs of the same shape until they have this many elements in total. Then compute their statistics in one go.
-_BATCHED_NUMBERS = 2**20
+_BATCHED_ELEMENTS = 2**20
 _lock = threading.Lock()  # DataParallel runs its replicas in several threads, so hooks may be called at the same time
 
 
@@ -89,7 +89,7 @@ class ActivationMonitor(Callback):
             return
         for name, module in ctx.model.named_modules():
             if self._is_wanted(name, module):
-                self._remove_hooks.append(add_hook(module.register_forward_hook, self._hook(name or _WHOLE)))
+                self._remove_hooks.append(add_hook(module.register_forward_hook, self._hook(name or _WHOLE_MODEL)))
 
     def on_forward_end(self, ctx: Context) -> None:
         """Remove the forward hooks, and log the statistics of the modules' outputs."""
@@ -117,7 +117,7 @@ class ActivationMonitor(Callback):
 
     def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def look(module: nn.Module, inputs: Any, outputs: Any) -> None:
-            self._has_seen = self._has_seen or name != _WHOLE
+            self._has_seen = self._has_seen or name != _WHOLE_MODEL
             tensors = list(_tensors(outputs))
             for i, tensor in enumerate(tensors):
                 self._add(name if len(tensors) == 1 else f"{name}.{i}", tensor)
@@ -151,7 +151,7 @@ class ActivationMonitor(Callback):
             if max(times) > 1:
                 found = torch.stack([part.mean(1) for part in found.split(times, 1)], 1)
                 greatest = torch.stack([part.amax() for part in greatest.split(times)])
-            ctx.log({tuple([f"{family}/{kind}/{name}" for kind in _MEANS for name in names]): found.flatten()}, over="mean")
+            ctx.log({tuple([f"{family}/{kind}/{name}" for kind in _STATISTICS for name in names]): found.flatten()}, over="mean")
             most_of = tuple([f"{family}/max/{name}" for name in names])
             self._greatest[most_of] = torch.maximum(self._greatest[most_of], greatest) if most_of in self._greatest else greatest
         ctx.log(self._greatest if len(self._greatest) == 1 else _by_name(self._greatest), across="max")
@@ -187,8 +187,8 @@ class _Seen:
         place, self._count = self._count, self._count + 1
         key, size = (tensor.shape, tensor.dtype), tensor.numel()
         same = self._waiting.setdefault(key, [])
-        same.append((place, tensor.clone() if size < _BATCHED_NUMBERS else tensor))
-        if len(same) * size >= _BATCHED_NUMBERS:
+        same.append((place, tensor.clone() if size < _BATCHED_ELEMENTS else tensor))
+        if len(same) * size >= _BATCHED_ELEMENTS:
             self._look_at(self._waiting.pop(key))
         return place
 

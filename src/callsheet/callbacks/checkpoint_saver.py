@@ -11,6 +11,7 @@ from callsheet.callbacks.support.metric_mode import Mode, sign_of
 from callsheet.checkpoint.rotation import forget, held_by, is_of_run, rotate
 from callsheet.core.callback import Callback, label_of, one_of
 from callsheet.core.context import Context
+from callsheet.core.control import SaveKind
 from callsheet.core.time import Interval, Time
 from callsheet.errors import ConfigError
 
@@ -112,7 +113,8 @@ class CheckpointSaver(Callback):
         is_stopped = ctx.control.stop_requested is not None
         if (is_periodic or is_final) and (self._saved_at != step or (is_final and is_stopped and not self._saved_stop)):
             self._saved_at, self._saved_stop = step, is_stopped
-            why, kind = ("training ends here", "final") if is_final else (str(self._interval), "periodic")
+            why = "training ends here" if is_final else str(self._interval)
+            kind: SaveKind = "final" if is_final else "periodic"
             ctx.control.save(why, kind=kind, by=label_of(self), replicated=True)
         if self._best_at == step:
             self._saved_at, self._best_at, self._saved_stop = step, -1, is_stopped

@@ -13,6 +13,7 @@ from typing import Any
 from callsheet.checkpoint.disk_thread import finish_deletions
 from callsheet.core.callback import Callback, label_of
 from callsheet.core.context import Context
+from callsheet.core.ranks import RankGate
 from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")
@@ -41,7 +42,7 @@ class DiskSpaceGuard(Callback):
     """
 
     phase = "decide"
-    ranks = "local_zero"
+    ranks: RankGate = "local_zero"
     requests = ("stop", "save")
 
     def __init__(

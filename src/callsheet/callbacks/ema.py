@@ -16,7 +16,7 @@ from callsheet.core.context import Context
 from callsheet.core.time import Interval, Time, TimeUnit
 from callsheet.errors import CheckpointError, ConfigError
 
-_OF: WeakKeyDictionary[nn.Module, EMA] = WeakKeyDictionary()
+_EMA_OF_MODEL: WeakKeyDictionary[nn.Module, EMA] = WeakKeyDictionary()
 """For each model that is being trained, the `EMA` callback that may swap the model's weights. A model can have only one `EMA`."""
 
 
@@ -91,7 +91,7 @@ class EMA(Callback):
 
     def on_run_start(self, ctx: Context) -> None:
         """Raise ConfigError if another EMA callback already swaps the weights of this model."""
-        other = _OF.setdefault(ctx.model, self)
+        other = _EMA_OF_MODEL.setdefault(ctx.model, self)
         if other is not self:
             raise ConfigError(
                 f"{label_of(other)} and {label_of(self)} would put their averages in the same model; keep one of them"
@@ -99,8 +99,8 @@ class EMA(Callback):
 
     def on_run_end(self, ctx: Context) -> None:
         """Allow another EMA callback to swap the model's weights after this run."""
-        if _OF.get(ctx.model) is self:
-            del _OF[ctx.model]
+        if _EMA_OF_MODEL.get(ctx.model) is self:
+            del _EMA_OF_MODEL[ctx.model]
 
     def on_checkpoint_load_start(self, ctx: Context) -> None:
         """Reset this object, which may have been used in an earlier run."""

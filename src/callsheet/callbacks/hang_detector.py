@@ -27,7 +27,7 @@ logger = logging.getLogger("callsheet")
 Action = Literal["warn", "raise", "kill"]
 ACTIONS: tuple[Action, ...] = get_args(Action)
 # The signal that interrupts the training thread. It is a real-time signal that other libraries rarely use.
-_SIGNAL = signal.SIGRTMAX - 3 if sys.platform == "linux" else None
+_INTERRUPT_SIGNAL = signal.SIGRTMAX - 3 if sys.platform == "linux" else None
 _MIN_SAMPLES = 3  # how many step times must be measured before they determine the time limit
 _ACTION_SECONDS = 10.0  # time limit for writing the stacks, and for logging; then `action` is carried out anyway
 _OTHER_RANKS_SECONDS = 2.0  # time for the other ranks to notice the hang too and write their stacks
@@ -98,7 +98,7 @@ class HangDetector(Callback):
         self._hung_after = 0  # the last completed step before the reported hang
         self._pausing_until = 0  # up to this step, the time limit of a step is `pause_seconds`
         self._is_over: threading.Event | None = None
-        self._previous: Any = None  # the earlier handler of `_SIGNAL`, to restore after training
+        self._previous: Any = None  # the earlier handler of `_INTERRUPT_SIGNAL`, to restore after training
 
     def on_run_start(self, ctx: Context) -> None:
         """Raise ConfigError if there is no folder to which the stacks of the threads can be written."""
@@ -118,8 +118,8 @@ class HangDetector(Callback):
         self._rank, self._state, self._pausing_until = ctx.run.rank, ctx.state, ctx.state.timestamp.batch + 1
         self._beat = time.monotonic()
         thread = threading.current_thread()
-        if self._action == "raise" and _SIGNAL is not None and thread is threading.main_thread():
-            self._previous = signal.signal(_SIGNAL, self._raise)
+        if self._action == "raise" and _INTERRUPT_SIGNAL is not None and thread is threading.main_thread():
+            self._previous = signal.signal(_INTERRUPT_SIGNAL, self._raise)
         self._is_over = threading.Event()
         watch = threading.Thread(target=self._watch, args=(self._is_over, thread), name="callsheet-hangs", daemon=True)
         watch.start()
@@ -149,8 +149,8 @@ class HangDetector(Callback):
         if self._is_over is not None:
             self._is_over.set()
             self._is_over = None
-        if self._previous is not None and _SIGNAL is not None:
-            signal.signal(_SIGNAL, self._previous)
+        if self._previous is not None and _INTERRUPT_SIGNAL is not None:
+            signal.signal(_INTERRUPT_SIGNAL, self._previous)
             self._previous = None
 
     # --- code that runs in the background thread ---
@@ -219,9 +219,9 @@ class HangDetector(Callback):
             _call_with_timeout(_ACTION_SECONDS, logging.shutdown)
             os._exit(self._exit_code)
         if trained.ident is not None and not is_over.is_set():
-            if self._previous is not None and _SIGNAL is not None:
+            if self._previous is not None and _INTERRUPT_SIGNAL is not None:
                 # Prefer a signal: unlike the asynchronous exception below, it also interrupts a sleep or a read.
-                signal.pthread_kill(trained.ident, _SIGNAL)
+                signal.pthread_kill(trained.ident, _INTERRUPT_SIGNAL)
             else:
                 import ctypes
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from callsheet.callbacks.support.pictures import Key, Pictures, images_in, labels_in, predictions_in
 from callsheet.core.callback import Callback, label_of, one_of
 from callsheet.core.context import Context
+from callsheet.core.ranks import RankGate
 from callsheet.core.time import Interval, Time, TimeUnit, elapsed_fraction
 from callsheet.errors import ConfigError
 
@@ -47,7 +48,7 @@ class ImageVisualizer(Callback):
         ConfigError: an argument is invalid, or the batch has no value for `input_key` or `target_key`.
     """
 
-    ranks = "zero"
+    ranks: RankGate = "zero"
     required_fields = ("batch", "microbatch", "outputs")
 
     def __init__(

@@ -18,7 +18,7 @@ from callsheet.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger("callsheet")
 
-_MODEL = "model."
+_MODEL_PREFIX = "model."
 
 
 class LoadCheckpoint(Callback):
@@ -91,7 +91,7 @@ class LoadCheckpoint(Callback):
         scratch = _Scratch()
 
         def target(name: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
-            name = name.removeprefix(_MODEL) if name.startswith(_MODEL) else ""
+            name = name.removeprefix(_MODEL_PREFIX) if name.startswith(_MODEL_PREFIX) else ""
             if name in wanted and wanted[name].shape == size:
                 return wanted[name]
             if name in wanted:

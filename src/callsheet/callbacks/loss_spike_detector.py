@@ -19,7 +19,7 @@ logger = logging.getLogger("callsheet")
 Action = Literal["warn", "save", "stop"]
 ACTIONS: tuple[Action, ...] = get_args(Action)
 
-_TO_DEVIATION = 1.4826  # standard deviation / median absolute deviation of a normal distribution
+_STD_PER_MAD = 1.4826  # standard deviation / median absolute deviation of a normal distribution
 _MIN_RELATIVE_SPREAD = 0.001  # lower bound of spread / median, so that a tiny change after constant losses is no spike
 
 
@@ -89,7 +89,7 @@ class LossSpikeDetector(Callback):
         if 2 * len(self._window) < (self._window.maxlen or 0):
             return None
         middle = median(self._window)
-        spread = max(_TO_DEVIATION * median(abs(each - middle) for each in self._window), _MIN_RELATIVE_SPREAD * abs(middle))
+        spread = max(_STD_PER_MAD * median(abs(each - middle) for each in self._window), _MIN_RELATIVE_SPREAD * abs(middle))
         return (loss - middle) / spread if spread else math.copysign(math.inf, loss) if loss else 0.0
 
     def _act(self, ctx: Context, loss: float) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from callsheet.core.callback import Callback
 from callsheet.core.context import Context
 
-_RECORDED = "train/learning_rate"  # metric of every training record: the learning rate of the first parameter group
+_LEARNING_RATE_METRIC = "train/learning_rate"  # metric of every training record: the learning rate of the first parameter group
 
 
 class LRMonitor(Callback):
@@ -44,8 +44,8 @@ class LRMonitor(Callback):
         if len(groups) > 1:
             ctx.unmute(self, "on_optimizer_step_end")  # the handler was muted while the optimizer had only one group
         # If no step was trained since the last record, the new record is about an evaluation, so it gets no rate.
-        if not rates and _RECORDED in values and ctx.step != self._last_step:
-            rates = [values[_RECORDED]]
+        if not rates and _LEARNING_RATE_METRIC in values and ctx.step != self._last_step:
+            rates = [values[_LEARNING_RATE_METRIC]]
         if rates:
             self._last_step = ctx.step
         names = (f"lr/{type(ctx.optimizer).__name__}/{group.get('name', i)}" for i, group in enumerate(groups))

@@ -13,7 +13,7 @@ from callsheet.core.context import Context
 if sys.platform != "win32":
     import resource
 
-_DEVICE = {
+_DEVICE_STATISTICS = {
     "allocated": "allocated_bytes.all.current",
     "peak_allocated": "allocated_bytes.all.peak",
     "active": "active_bytes.all.current",
@@ -45,7 +45,7 @@ class MemoryMonitor(Callback):
         here = _resident(float(psutil.Process().memory_info().rss if is_on_cuda else ctx.record.memory_bytes))
         if is_on_cuda:
             stats = torch.cuda.memory_stats(ctx.run.device)
-            here |= {name: float(stats.get(key, 0)) for name, key in _DEVICE.items()}
+            here |= {name: float(stats.get(key, 0)) for name, key in _DEVICE_STATISTICS.items()}
         there = ctx.gather(here)
         highest = {name: max(rank.get(name, 0.0) for rank in there) for name in here}
         ctx.log({f"{self.name or 'memory'}/{name}": value for name, value in highest.items()}, across="same")

@@ -29,7 +29,7 @@ class MemorySnapshot(Callback):
     snapshot, one by tensors and one by the allocator's segments; the pages load their script from the network. Training continues
     while they are drawn; the end of the run waits up to two minutes for them. Loggers receive rank 0's snapshot, and its pages
     when the run ends. If an exception ends the recording early, what was recorded is written. A run that is resumed after those
-    steps records nothing. Recording costs some microseconds per allocation; before and after, the callback costs a comparison per
+    steps records nothing. Recording makes each allocation slower; before and after, the callback costs a comparison per
     step.
 
     Without CUDA there is nothing to record, and a warning says so. Torch keeps only one recording per process: if the recordings

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from callsheet.callbacks.support.flop_count import has_compiled
 from callsheet.core.callback import Callback
 from callsheet.core.context import Context
+from callsheet.core.ranks import RankGate
 from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")
@@ -39,7 +40,7 @@ class ModelSummary(Callback):
     """
 
     phase = "report"
-    ranks = "zero"
+    ranks: RankGate = "zero"
     required_fields = ("model",)
 
     def __init__(self, *, depth: int = 2, flops: bool = False, prints: bool = True) -> None:

@@ -18,7 +18,7 @@ logger = logging.getLogger("callsheet")
 Action = Literal["raise", "warn"]
 ACTIONS: tuple[Action, ...] = get_args(Action)
 
-_FOLD = 256  # stack this many losses into one tensor, because each separate tensor takes a block of device memory
+_LOSSES_PER_TENSOR = 256  # stack this many losses into one tensor, because each separate tensor takes a block of device memory
 
 
 class NaNMonitor(Callback):
@@ -58,7 +58,7 @@ class NaNMonitor(Callback):
         if not losses and not self._folded:
             self._first = ctx.step
         losses.append(ctx.loss)
-        if len(losses) >= _FOLD:
+        if len(losses) >= _LOSSES_PER_TENSOR:
             self._folded.append(torch.stack(on_one_device(losses)))
             losses.clear()
 

@@ -15,6 +15,7 @@ from callsheet.callbacks.support.destinations import Address, Destination, Notif
 from callsheet.core.callback import Callback, label_of, one_of
 from callsheet.core.context import Context
 from callsheet.core.lane_options import LaneOptions
+from callsheet.core.ranks import RankGate
 from callsheet.core.run_state import Outcome
 from callsheet.core.time import Interval, Time, Timestamp, elapsed_fraction
 from callsheet.errors import ConfigError, text_of
@@ -24,9 +25,9 @@ logger = logging.getLogger("callsheet")
 NotifiedEvent = Literal["start", "end", "failure", "preemption"]
 EVENTS: tuple[NotifiedEvent, ...] = get_args(NotifiedEvent)
 
-_COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
-_RULE = re.compile(r"\s*(\S+?)\s*(<=|>=|<|>)\s*(\S+)\s*")
-_MAX_CHARACTERS = 3000  # longer exception messages are truncated in a notification
+_COMPARISONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+_RULE_PATTERN = re.compile(r"\s*(\S+?)\s*(<=|>=|<|>)\s*(\S+)\s*")
+_MAX_MESSAGE_CHARACTERS = 3000  # longer exception messages are truncated in a notification
 
 
 class Notify(Callback):
@@ -66,7 +67,7 @@ class Notify(Callback):
     """
 
     phase = "report"
-    ranks = "zero"
+    ranks: RankGate = "zero"
     lane = "background"
     on_error = "isolate"
 
@@ -151,8 +152,8 @@ class Notify(Callback):
         error = ctx.exception
         if error is None or isinstance(error, KeyboardInterrupt):  # after Ctrl-C, `on_run_end` sends the notification
             return
-        kind, message = type(error).__name__, text_of(error)[:_MAX_CHARACTERS]
-        more = "\n".join((f"{kind}: {message}", *getattr(error, "__notes__", ())))[: 2 * _MAX_CHARACTERS]
+        kind, message = type(error).__name__, text_of(error)[:_MAX_MESSAGE_CHARACTERS]
+        more = "\n".join((f"{kind}: {message}", *getattr(error, "__notes__", ())))[: 2 * _MAX_MESSAGE_CHARACTERS]
         facts = {"type": kind, "message": message, "span": ctx.span, "rank": ctx.run.rank}
         where = f"at step {ctx.step}, in {ctx.span}, on rank {ctx.run.rank}"
         self._notify(ctx, "failure", f"failed {where}: {kind}", more, exception=facts)
@@ -204,7 +205,7 @@ class Notify(Callback):
 
 def _read_rule(text: str) -> tuple[str, Any, float]:
     """Parse a rule such as `loss < 1.5` into the metric, the comparison and the bound."""
-    found = _RULE.fullmatch(text)
+    found = _RULE_PATTERN.fullmatch(text)
     try:
         name, sign, bound = found.groups() if found is not None else ("", "", "nan")
         number = float(bound)
@@ -212,4 +213,4 @@ def _read_rule(text: str) -> tuple[str, Any, float]:
         number = math.nan
     if math.isnan(number):
         raise ConfigError(f"when={text!r}: write a metric, one of <, <=, >, >=, and a number, as in 'validation/loss < 1.5'")
-    return name, _COMPARE[sign], number
+    return name, _COMPARISONS[sign], number

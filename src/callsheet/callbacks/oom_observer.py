@@ -28,7 +28,7 @@ class OOMObserver(Callback):
     When the exception leaves the trainer, another process draws two `.html` pages from the snapshot, one by tensors and one by
     the allocator's segments; the pages load their script from the network. The end of the run waits up to two minutes for the
     pages, and the pages of rank 0 are logged. A snapshot is also written for an out-of-memory error that the program catches;
-    each snapshot replaces the one before. Recording costs some microseconds per allocation.
+    each snapshot replaces the one before. Recording makes each allocation slower.
 
     Without CUDA there is nothing to observe, and a warning says so. Torch keeps only one recording per process, so do not use
     this callback together with `MemorySnapshot`.

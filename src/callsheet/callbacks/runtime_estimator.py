@@ -13,7 +13,7 @@ from callsheet.core.time import TimeUnit
 from callsheet.errors import ConfigError
 
 Unit = Literal["seconds", "minutes", "hours", "days"]
-_SECONDS: dict[Unit, float] = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0, "days": 86400.0}
+_SECONDS_PER_UNIT: dict[Unit, float] = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0, "days": 86400.0}
 
 
 class RuntimeEstimator(Callback):
@@ -41,7 +41,7 @@ class RuntimeEstimator(Callback):
     def __init__(self, *, skip_batches: int = 1, time_unit: Unit = "seconds") -> None:
         if skip_batches < 0:
             raise ConfigError(f"skip_batches={skip_batches}: give 0 or more")
-        self._unit = one_of("time_unit", time_unit, tuple(_SECONDS))
+        self._unit = one_of("time_unit", time_unit, tuple(_SECONDS_PER_UNIT))
         self._skip_batches = skip_batches
         self._counts = ""  # time unit of `max_duration`, in which progress is measured
         self._seconds = self._progress = 0.0  # training time and progress measured so far, without warm-up and pauses
@@ -81,7 +81,7 @@ class RuntimeEstimator(Callback):
         if estimate is not None:
             suffix = "" if self._unit == "seconds" else f"_{self._unit}"
             name = f"{self.name or 'time'}/remaining_estimate{suffix}"
-            ctx.log({name: estimate / _SECONDS[self._unit]}, across="same")
+            ctx.log({name: estimate / _SECONDS_PER_UNIT[self._unit]}, across="same")
 
     def on_eval_all_start(self, ctx: Context) -> None:
         """Pause the measurement of training time, because an evaluation begins."""

@@ -9,9 +9,16 @@ import time
 from pathlib import Path
 
 from callsheet.callbacks.support.listeners import announce, withdraw
-from callsheet.callbacks.support.trigger_file import MAX_BYTES, MAX_REASON_CHARACTERS, WORDS, claimed_lines, printable
+from callsheet.callbacks.support.trigger_file import (
+    MAX_FILE_BYTES,
+    MAX_REASON_CHARACTERS,
+    TRIGGER_WORDS,
+    claimed_lines,
+    printable,
+)
 from callsheet.core.callback import Callback, label_of
 from callsheet.core.context import Context
+from callsheet.core.ranks import RankGate
 from callsheet.errors import ConfigError, RequestRejected, did_you_mean
 
 logger = logging.getLogger("callsheet")
@@ -40,7 +47,7 @@ class SaveOnTrigger(Callback):
     """
 
     phase = "decide"
-    ranks = "zero"
+    ranks: RankGate = "zero"
     requests = ("stop", "save", "evaluate")
     writes_to_run_folder = True
 
@@ -107,7 +114,7 @@ class SaveOnTrigger(Callback):
             return []
         try:
             with open(self._path, "rb") as file:
-                content = file.read(MAX_BYTES)
+                content = file.read(MAX_FILE_BYTES)
             if not content.endswith(b"\n") and time.time() - status.st_mtime < _SETTLED_SECONDS:
                 return []
             return claimed_lines(self._path, "taken")
@@ -132,9 +139,13 @@ class SaveOnTrigger(Callback):
             elif word == "stop":
                 ctx.control.stop(why, resumable=True)  # after a resumable stop, the command that started the run can resume it
             else:
-                words = ", ".join(WORDS)
+                words = ", ".join(TRIGGER_WORDS)
                 logger.warning(
-                    "%s: unknown request %r%s (one of %s)", label_of(self), word[:40], did_you_mean(word[:40], WORDS), words
+                    "%s: unknown request %r%s (one of %s)",
+                    label_of(self),
+                    word[:40],
+                    did_you_mean(word[:40], TRIGGER_WORDS),
+                    words,
                 )
         except RequestRejected as error:
             logger.warning("%s: %s", label_of(self), error)

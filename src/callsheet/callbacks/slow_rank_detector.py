@@ -17,7 +17,7 @@ from callsheet.errors import ConfigError
 logger = logging.getLogger("callsheet")
 
 _STAGES = ("fetch", "forward")
-_COMPARING = ("on_fetch_start", "on_fetch_end", "on_forward_start", "on_forward_end", "on_log")
+_COMPARISON_EVENTS = ("on_fetch_start", "on_fetch_end", "on_forward_start", "on_forward_end", "on_log")
 
 
 class SlowRankDetector(Callback):
@@ -65,7 +65,7 @@ class SlowRankDetector(Callback):
         self._is_on_cuda = ctx.run.device.startswith("cuda")
         self._in_a_row = {key: count for key, count in self._in_a_row.items() if int(key.split()[1]) < ctx.run.world_size}
         self._forget(ctx.step)
-        (ctx.mute if ctx.run.world_size == 1 else ctx.unmute)(self, *_COMPARING)
+        (ctx.mute if ctx.run.world_size == 1 else ctx.unmute)(self, *_COMPARISON_EVENTS)
 
     def on_fetch_start(self, ctx: Context) -> None:
         self._began = perf_counter()

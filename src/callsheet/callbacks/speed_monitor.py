@@ -17,12 +17,12 @@ from callsheet.errors import ConfigError
 logger = logging.getLogger("callsheet")
 
 PrecisionChoice = Literal["auto", PeakPrecision]
-CHOICES: tuple[PrecisionChoice, ...] = get_args(PrecisionChoice)
+PRECISION_CHOICES: tuple[PrecisionChoice, ...] = get_args(PrecisionChoice)
 
 # Events whose handlers are muted once the FLOPs of a step are known.
-_COUNTING = ("on_forward_end", "on_forward_backward_end")
+_FLOP_EVENTS = ("on_forward_end", "on_forward_backward_end")
 # Events whose handlers are muted if FLOPs can be derived from the run's token count.
-_BATCHES = ("on_fetch_end", "on_forward_backward_start")
+_BATCH_EVENTS = ("on_fetch_end", "on_forward_backward_start")
 
 
 class SpeedMonitor(Callback):
@@ -72,7 +72,7 @@ class SpeedMonitor(Callback):
             raise ConfigError(f"window_size={window_size}: give at least one batch")
         if peak_flops is not None and not 0 < peak_flops < math.inf:
             raise ConfigError(f"peak_flops={peak_flops}: give what one device can do in FLOP/s, such as 312e12")
-        self._precision = one_of("precision", precision, CHOICES)
+        self._precision = one_of("precision", precision, PRECISION_CHOICES)
         self._window = SpeedWindow(window_size)
         self._window_size = window_size
         self._counts_flops = count_flops
@@ -93,9 +93,9 @@ class SpeedMonitor(Callback):
         self._device, self._is_cpu = device_name(ctx.run.device), ctx.run.device.startswith("cpu")
         is_known = any(peak_flops(self._device, precision) for precision in PRECISIONS)
         self._flops.begin_run(ctx.model, needs_precision=is_known and self._peak_flops is None and self._precision == "auto")
-        ctx.unmute(self, *_BATCHES, *_COUNTING)
+        ctx.unmute(self, *_BATCH_EVENTS, *_FLOP_EVENTS)
         if not self._counts_flops:
-            ctx.mute(self, *_BATCHES, *_COUNTING)
+            ctx.mute(self, *_BATCH_EVENTS, *_FLOP_EVENTS)
 
     def on_fetch_end(self, ctx: Context) -> None:
         """Pass the batch to the FLOP counter."""
@@ -116,7 +116,7 @@ class SpeedMonitor(Callback):
         if self._flops.counter is not None:
             self._flops.end_step()
         if self._flops.is_settled:
-            ctx.mute(self, *_COUNTING, *(_BATCHES if self._flops.by_tokens else ()))
+            ctx.mute(self, *_FLOP_EVENTS, *(_BATCH_EVENTS if self._flops.by_tokens else ()))
 
     def on_log(self, ctx: Context) -> None:
         now = ctx.state.timestamp
@@ -133,7 +133,7 @@ class SpeedMonitor(Callback):
             numbers = [each for _, each in there]
             if not self._flops.by_tokens and None not in numbers and sum(numbers) == tokens:
                 self._flops.by_tokens = True
-                ctx.mute(self, *_BATCHES)
+                ctx.mute(self, *_BATCH_EVENTS)
         if self._flops.trouble:
             self._log_once(
                 "FLOPs are not logged: %s; give the model a flops_per_batch(batch) for forward and backward", self._flops.trouble

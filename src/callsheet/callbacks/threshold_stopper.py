@@ -16,7 +16,7 @@ from callsheet.errors import ConfigError, did_you_mean
 logger = logging.getLogger("callsheet")
 
 Records = Literal["all", "epoch", "none"]
-RECORDS: tuple[Records, ...] = get_args(Records)
+RECORD_CHOICES: tuple[Records, ...] = get_args(Records)
 
 
 class ThresholdStopper(Callback):
@@ -49,7 +49,7 @@ class ThresholdStopper(Callback):
         if not math.isfinite(threshold):
             raise ConfigError(f"threshold={threshold!r}: give a finite number")
         self._is_min = is_lower_better(mode, monitor)
-        self._records = one_of("records", records, RECORDS)
+        self._records = one_of("records", records, RECORD_CHOICES)
         self._monitor = monitor
         self._threshold = threshold
         self._begin()

@@ -8,6 +8,7 @@ from typing import Any
 
 from callsheet.core.callback import Callback
 from callsheet.core.context import Context
+from callsheet.core.ranks import RankGate
 from callsheet.core.time import Time, TimeUnit
 from callsheet.errors import ConfigError
 
@@ -17,7 +18,7 @@ class TimeLimit(Callback):
 
     All time is counted: set-up, waiting for data, evaluating and saving. For a resumed run, the time of earlier processes up to
     its checkpoint is counted too, but not the time between processes. Rank 0's clock is used. All ranks learn of the stop request
-    within about 0.2 seconds and stop at the same step, after the evaluation in progress if there is one. The `margin` is for what
+    within about a quarter of a second and stop at the same step, after the evaluation in progress if there is one. The `margin` is for what
     follows: the evaluations at a run's end and the checkpoint. To use several limits, give each its own `name`.
 
     Args:
@@ -33,7 +34,7 @@ class TimeLimit(Callback):
     """
 
     phase = "decide"
-    ranks = "zero"
+    ranks: RankGate = "zero"
     requests = ("stop", "save")
 
     def __init__(

@@ -17,7 +17,7 @@ from callsheet.errors import ConfigError
 
 logger = logging.getLogger("callsheet")
 
-_BUSY: WeakSet[TorchProfiler] = WeakSet()
+_ACTIVE_PROFILERS: WeakSet[TorchProfiler] = WeakSet()
 """The `TorchProfiler` callbacks of this process that are profiling now.
 
 Torch's own flags do not show a profiler that is in its warm-up, and two profilers at once crash the process.
@@ -120,7 +120,7 @@ class TorchProfiler(Callback):
         done = ctx.step - self._skip - self._wait
         if done < 0 or done % length or (self._repeat and done // length >= self._repeat):
             return
-        if _BUSY or torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled():
+        if _ACTIVE_PROFILERS or torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled():
             logger.warning(
                 "%s: the steps from %d on are not profiled, because another profiler is running", label_of(self), ctx.step + 1
             )
@@ -131,13 +131,13 @@ class TorchProfiler(Callback):
         self._profiler = profile(
             activities=activities, schedule=stretch, on_trace_ready=lambda made: self._write(ctx, made), **self._options
         )
-        _BUSY.add(self)
+        _ACTIVE_PROFILERS.add(self)
         self._profiler.start()
 
     def _end(self, ctx: Context) -> None:
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
-            _BUSY.discard(self)
+            _ACTIVE_PROFILERS.discard(self)
             profiler.stop()  # `stop` also writes the trace, unless `step` has already done so
 
     def _write(self, ctx: Context, made: Any) -> None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-_NICENESS = 5
+_NICENESS_INCREMENT = 5
 """The difference between the niceness of a disk thread and that of the process. A higher niceness means a lower priority.
 
 A higher value would make a save very slow if many processes compete for the processor.
@@ -43,4 +43,4 @@ def finish_deletions() -> None:
 
 def _lower_priority() -> None:
     if sys.platform == "linux":  # other systems have no priority for a single thread
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS_INCREMENT)

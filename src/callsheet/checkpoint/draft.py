@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
-from callsheet.checkpoint.layout import SHARED, own
+from callsheet.checkpoint.layout import SHARED_PREFIX, own
 from callsheet.checkpoint.plain import Json, flatten
 from callsheet.checkpoint.seal import plain_info
 from callsheet.checkpoint.tensors import check_storable, local_part
@@ -42,7 +42,7 @@ class Draft:
         """
         state, shared_tensors = flatten(shared)
         document, own_tensors = flatten(local)
-        tensors = {SHARED + name: tensor for name, tensor in shared_tensors.items()}
+        tensors = {SHARED_PREFIX + name: tensor for name, tensor in shared_tensors.items()}
         tensors |= {own(rank) + name: tensor for name, tensor in own_tensors.items()}
         parts = {name: local_part(tensor) for name, tensor in tensors.items()}
         for name, part in parts.items():

@@ -23,8 +23,8 @@ from callsheet.checkpoint.storage import FileSeal
 from callsheet.checkpoint.tensors import DTYPE_OF, DTYPES
 from callsheet.errors import CheckpointError
 
-_MANY_DIMENSIONS = 64
-_MANY_ELEMENTS = 1 << 63
+_MAX_DIMENSIONS = 64
+_ELEMENTS_LIMIT = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +126,9 @@ def _read_entry(index: Index, room: dict[str, int], name: str, entry: Json) -> N
 
 
 def _size(values: list[Any], dimensions: int) -> torch.Size:
-    if len(values) != dimensions or dimensions > _MANY_DIMENSIONS or not all(type(n) is int and n >= 0 for n in values):
+    if len(values) != dimensions or dimensions > _MAX_DIMENSIONS or not all(type(n) is int and n >= 0 for n in values):
         raise ValueError(f"{values} is not a size or offset in {dimensions} dimensions")
-    if math.prod(max(n, 1) for n in values) >= _MANY_ELEMENTS:
+    if math.prod(max(n, 1) for n in values) >= _ELEMENTS_LIMIT:
         raise ValueError(f"the size {values} is too large")
     return torch.Size(values)
 

@@ -46,15 +46,15 @@ class Names:
         return f"shard-{rank:05d}{self.infix}.safetensors"
 
 
-NAMES = (Names(""), Names(".2"))
+FILE_NAMES = (Names(""), Names(".2"))
 
 
 def names_in(files: Container[str]) -> Names | None:
-    """Return the item of `NAMES` whose file names occur in `files`, or None if `files` are not the files of a checkpoint."""
-    return next((names for names in NAMES if names.state in files and names.index in files), None)
+    """Return the item of `FILE_NAMES` whose file names occur in `files`, or None if `files` are not the files of a checkpoint."""
+    return next((names for names in FILE_NAMES if names.state in files and names.index in files), None)
 
 
-SHARED = "state."
+SHARED_PREFIX = "state."
 """The prefix of the names of tensors in the state that all ranks share."""
 
 

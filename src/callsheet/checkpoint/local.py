@@ -14,7 +14,7 @@ from typing import BinaryIO
 from callsheet.checkpoint.storage import Chunk, FileSeal, Folder, digested, plain_name
 from callsheet.errors import CheckpointError
 
-_HINTS = {
+_HINT_OF_ERRNO = {
     errno.ENOSPC: "free space on the disk, or keep fewer checkpoints",
     errno.EDQUOT: "free space in the quota, or keep fewer checkpoints",
     errno.EFBIG: "raise the limit on file sizes (ulimit -f)",
@@ -126,7 +126,7 @@ def os_errors(verb: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        hint = _HINTS.get(error.errno or 0, "")
+        hint = _HINT_OF_ERRNO.get(error.errno or 0, "")
         raise CheckpointError(f"cannot {verb} {path}: {error.strerror or error}{hint and f'; {hint}'}") from error
 
 

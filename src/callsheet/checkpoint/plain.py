@@ -32,9 +32,9 @@ from callsheet.errors import CheckpointError
 Json = Any  # None, bool, int, finite float, str, and lists and string-keyed dicts of these
 Path = tuple["Path | None", object]  # (path of the enclosing container, key in it); made into text only when needed
 
-_DEEPEST = 100  # the maximum depth of a tree; deeper trees are mistakes, and recursive JSON readers may fail on them
+_MAX_DEPTH = 100  # the maximum depth of a tree; deeper trees are mistakes, and recursive JSON readers may fail on them
 # NumPy dtypes whose bytes are plain values. Objects and records are not among them.
-_NUMBERS_AND_TIMES = re.compile(r"[<>|][biufcmM]\d+(\[\w+\])?")
+_PLAIN_DTYPE_PATTERN = re.compile(r"[<>|][biufcmM]\d+(\[\w+\])?")
 
 
 def flatten(tree: object) -> tuple[Json, dict[str, torch.Tensor]]:
@@ -129,7 +129,7 @@ class _Flattening:
         numpy = sys.modules.get("numpy")  # if NumPy is not imported, the value cannot be an array
         if numpy and (kind is numpy.ndarray or isinstance(value, numpy.generic)):
             dtype, data = value.dtype.str, base64.b64encode(value.tobytes()).decode()
-            if _NUMBERS_AND_TIMES.fullmatch(dtype):
+            if _PLAIN_DTYPE_PATTERN.fullmatch(dtype):
                 return {"$array": [dtype, list(value.shape), data]} if kind is numpy.ndarray else {"$scalar": [dtype, data]}
             raise CheckpointError(f"{_at(_text_of(path))}: a NumPy {value.dtype} is not plain data; give its .tolist()")
         raise CheckpointError(
@@ -142,8 +142,8 @@ class _Flattening:
             raise CheckpointError(
                 f"{_at(_text_of(path))}: the {type(value).__name__} contains itself; leave the inner reference out"
             )
-        if len(self._open) == _DEEPEST:
-            raise CheckpointError(f"{_at(_text_of(path))}: nested deeper than {_DEEPEST} levels; flatten the state")
+        if len(self._open) == _MAX_DEPTH:
+            raise CheckpointError(f"{_at(_text_of(path))}: nested deeper than {_MAX_DEPTH} levels; flatten the state")
         self._open.add(id(value))
         document: Json
         if isinstance(value, list | tuple):
@@ -210,7 +210,7 @@ def _joined(document: Json, tensors: Mapping[str, torch.Tensor], path: str, dept
         values = [_joined(item, tensors, _step(path, key), depth + 1) for key, (_, item) in zip(keys, pairs, strict=True)]
         return dict(zip(keys, values, strict=True))
 
-    if depth > 2 * _DEEPEST:  # the limit is doubled, because a tuple or dict may take two levels, as in {"$tuple": [...]}
+    if depth > 2 * _MAX_DEPTH:  # the limit is doubled, because a tuple or dict may take two levels, as in {"$tuple": [...]}
         raise CheckpointError(f"{_at(path)}: the document is nested too deep; it was not written by callsheet")
     try:
         match document:
@@ -252,7 +252,7 @@ def _array(dtype: str, shape: list[Any], data: str) -> Any:
     import numpy
 
     content = base64.b64decode(data, validate=True)
-    if not _NUMBERS_AND_TIMES.fullmatch(dtype) or not all(type(n) is int and n >= 0 for n in shape):
+    if not _PLAIN_DTYPE_PATTERN.fullmatch(dtype) or not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError(f"no NumPy array of {dtype!r}, {shape}")
     if len(content) != math.prod(shape) * numpy.dtype(dtype).itemsize:
         raise ValueError(f"{len(content)} bytes for an array of {dtype}, {shape}")

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from callsheet.checkpoint.folder import open_folder
 from callsheet.checkpoint.index import Index, read_index
-from callsheet.checkpoint.layout import KIND, SHARED, names_in, own
+from callsheet.checkpoint.layout import KIND, SHARED_PREFIX, names_in, own
 from callsheet.checkpoint.plain import parse, unflatten
 from callsheet.checkpoint.ranks import RankGroup
 from callsheet.checkpoint.seal import Seal, seal_of
@@ -126,14 +126,14 @@ class _Reading:
         self._tensors: dict[str, Tensor] = {}
         for name, described in index.tensors.items():
             size, dtype = described.size, described.properties.dtype
-            if name.startswith(SHARED):
-                found = target(name.removeprefix(SHARED), size, dtype) if target is not None else None
+            if name.startswith(SHARED_PREFIX):
+                found = target(name.removeprefix(SHARED_PREFIX), size, dtype) if target is not None else None
                 self._tensors[name] = (
                     torch.empty(size, dtype=dtype, device=device) if found is None else _fitting(name, found, size)
                 )
             elif name.startswith(own(rank)):
                 self._tensors[name] = torch.empty(size, dtype=dtype, device=device)
-        self.shared = self._tree(names.state, SHARED)
+        self.shared = self._tree(names.state, SHARED_PREFIX)
         self.local = self._tree(names.local(rank), own(rank))
         self._planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._planner.set_up_planner(self._tensors, index.metadata(self._tensors))

@@ -16,7 +16,7 @@ from callsheet.core.context import Context
 
 # `ctx.user_state` has, under this key, a dict of the kept checkpoints, oldest first.
 # For each checkpoint, the dict has the callbacks that keep it, and whether its weights and loss are finite.
-_CLAIMS = "checkpoint_claims"
+_CLAIMS_KEY = "checkpoint_claims"
 
 
 def rotate(ctx: Context, by: str, keep: int | None) -> bool:
@@ -30,7 +30,7 @@ def rotate(ctx: Context, by: str, keep: int | None) -> bool:
     info = ctx.checkpoint
     if info is None or by not in info.requested_by:
         return False
-    claims: dict[str, dict[str, Any]] = ctx.user_state.setdefault(_CLAIMS, {})
+    claims: dict[str, dict[str, Any]] = ctx.user_state.setdefault(_CLAIMS_KEY, {})
     claims.setdefault(_name(ctx, info.path), {"by": list(info.requested_by), "is_finite": info.is_finite})
     held = held_by(ctx, by)
     while keep is not None and len(held) > keep:
@@ -48,13 +48,13 @@ def held_by(ctx: Context, by: str) -> list[str]:
 
     Checkpoints that were deleted by hand are left out.
     """
-    claims: dict[str, dict[str, Any]] = ctx.user_state.get(_CLAIMS, {})
+    claims: dict[str, dict[str, Any]] = ctx.user_state.get(_CLAIMS_KEY, {})
     return [name for name, claim in claims.items() if by in claim["by"] and open_folder(_path(ctx, name)).is_folder()]
 
 
 def forget(ctx: Context) -> None:
     """Forget which callbacks keep which checkpoints, because the loaded checkpoint belongs to another run."""
-    ctx.user_state.pop(_CLAIMS, None)
+    ctx.user_state.pop(_CLAIMS_KEY, None)
 
 
 def is_of_run(ctx: Context, path: str) -> bool:

@@ -21,10 +21,10 @@ from callsheet.checkpoint.storage import FileSeal, Folder, plain_name
 from callsheet.errors import CheckpointError
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT_VERSION = 1
 
-_SEALED = re.compile(rb'\{"sha256": "([0-9a-f]{64})",(.*)', re.DOTALL)
-_MANY_RANKS = 1 << 24
+_SEALED_PATTERN = re.compile(rb'\{"sha256": "([0-9a-f]{64})",(.*)', re.DOTALL)
+_MAX_RANKS = 1 << 24
 
 
 class Unsealed(CheckpointError):
@@ -92,7 +92,7 @@ def write_seal(
     _check_present(folder, found, sealed.files)
     if not replace and MANIFEST in found:
         raise CheckpointError(f"{folder.path} is already sealed; write to a new folder")
-    body = json.dumps({"format": FORMAT, **asdict(sealed), "info": flatten(sealed.info)[0]}, indent=1, allow_nan=False)[
+    body = json.dumps({"format": FORMAT_VERSION, **asdict(sealed), "info": flatten(sealed.info)[0]}, indent=1, allow_nan=False)[
         1:
     ].encode()
     content = b'{"sha256": "%s",' % hashlib.sha256(body).hexdigest().encode() + body
@@ -119,7 +119,7 @@ def manifest_of(folder: Folder) -> Seal:
                 f"{folder.path} is not a checkpoint: it has no {MANIFEST}, so its writer never finished; use another"
             ) from None
         raise  # the manifest may exist, but cannot be read, so raise this error and not `Unsealed`
-    parts = _SEALED.fullmatch(content)
+    parts = _SEALED_PATTERN.fullmatch(content)
     if parts is None or hashlib.sha256(parts[2]).hexdigest().encode() != parts[1]:
         raise Unsealed(f"{folder.path} is not a checkpoint: its {MANIFEST} is truncated or was changed; use another")
     try:
@@ -142,11 +142,11 @@ def seal_of(folder: Folder) -> Seal:
 
 def _parsed(content: dict[str, Any], folder: Folder) -> Seal:
     version = content["format"]
-    if type(version) is not int or not 1 <= version <= FORMAT:
-        reason = f"its {MANIFEST} has format {version!r}, and this version of callsheet reads up to {FORMAT}"
+    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
+        reason = f"its {MANIFEST} has format {version!r}, and this version of callsheet reads up to {FORMAT_VERSION}"
         raise CheckpointError(f"{folder.path}: {reason}; use a newer callsheet")
     ranks = content["world_size"]
-    if type(ranks) is not int or not 1 <= ranks <= _MANY_RANKS:
+    if type(ranks) is not int or not 1 <= ranks <= _MAX_RANKS:
         raise ValueError(f"world_size {ranks!r}")
     files = {
         plain_name(folder.path, name): FileSeal(int(file["size_bytes"]), str(file["sha256"]))

@@ -12,7 +12,7 @@ from callsheet.errors import CheckpointError
 
 Chunk = bytes | memoryview
 
-_PIECE = 1 << 22  # bytes; files are read and digested in pieces of this size
+_PIECE_BYTES = 1 << 22  # bytes; files are read and digested in pieces of this size
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ def measure(folder: Folder, name: str) -> FileSeal:
     """Read an existing file, and return its size and digest."""
     seal: list[FileSeal] = []
     with folder.open(name) as file:
-        for _ in digested(iter(lambda: file.read(_PIECE), b""), seal):
+        for _ in digested(iter(lambda: file.read(_PIECE_BYTES), b""), seal):
             pass
     return seal[0]
 

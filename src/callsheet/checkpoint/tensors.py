@@ -45,10 +45,10 @@ DTYPES = {  # the dtypes that the safetensors library can read
 }
 DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 
-_LONGEST_HEADER = 100_000_000  # bytes; the safetensors library has the same limit
+_MAX_HEADER_BYTES = 100_000_000  # bytes; the safetensors library has the same limit
 # Tensors are checked, digested and written in pieces of this many bytes. Such a piece stays in the CPU cache.
 # With smaller pieces, a write would wait for training more often: each operation on a piece takes the interpreter lock.
-_PIECE = 1 << 22
+_PIECE_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def write_tensors(
         yield len(header).to_bytes(8, "little") + header
         for key, tensor in zip(order, (tensors[key] for key in order) if data is None else data, strict=True):
             host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-            for piece in host.view(-1).split(_PIECE // host.itemsize):
+            for piece in host.view(-1).split(_PIECE_BYTES // host.itemsize):
                 if look is not None:
                     look(key, piece)
                 yield memory_of(piece)
@@ -131,7 +131,7 @@ def read_header(file: BinaryIO, size_bytes: int, source: str) -> dict[str, Entry
     """
     try:
         length = int.from_bytes(file.read(8), "little")
-        if length > min(size_bytes - 8, _LONGEST_HEADER):
+        if length > min(size_bytes - 8, _MAX_HEADER_BYTES):
             raise ValueError(f"its header has {length} bytes")
         header = json.loads(file.read(length))
         header.pop("__metadata__", None)

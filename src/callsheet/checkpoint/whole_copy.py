@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-_SHARDING = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
+_SHARDING_PREFIXES = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
 """The prefixes of the attributes that torch's `fully_shard` sets on modules."""
 
 
@@ -51,7 +51,7 @@ def _of_shards(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     fresh = vars(nn.Module())
     for module, empty in made:
         for name, value in vars(module).items():
-            if name.startswith(_SHARDING):
+            if name.startswith(_SHARDING_PREFIXES):
                 continue
             if name in ("_forward_hooks", "_forward_pre_hooks"):
                 value = type(value)((key, hook) for key, hook in value.items() if not _is_of_sharding(hook))

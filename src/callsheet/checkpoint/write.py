@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from callsheet.checkpoint.draft import Draft
 from callsheet.checkpoint.folder import clear, cleared, open_folder, remove
 from callsheet.checkpoint.index import index_document
-from callsheet.checkpoint.layout import KIND, MARKER, NAMES, SHARED, Names, names_in, own
+from callsheet.checkpoint.layout import FILE_NAMES, KIND, MARKER, SHARED_PREFIX, Names, names_in, own
 from callsheet.checkpoint.plain import Json, dump
 from callsheet.checkpoint.ranks import RankGroup, RankLost
 from callsheet.checkpoint.seal import MANIFEST, Seal, write_seal
@@ -25,7 +25,7 @@ from callsheet.checkpoint.storage import FileSeal, Folder
 from callsheet.checkpoint.tensors import write_tensors
 from callsheet.errors import CheckpointError
 
-_NOTE = f"A checkpoint of callsheet. Without a valid {MANIFEST} it was left by a killed process, and may be deleted.\n"
+_MARKER_TEXT = f"A checkpoint of callsheet. Without a valid {MANIFEST} it was left by a killed process, and may be deleted.\n"
 
 Check = Callable[[str, Tensor], bool]
 
@@ -127,10 +127,10 @@ class Writing:
         self._check_owner()
         self._old = cleared(self._folder, self._overwrite)
         self._is_to_clear = True
-        names = next(names for names in NAMES if self._old is None or names_in(self._old.files) != names)
+        names = next(names for names in FILE_NAMES if self._old is None or names_in(self._old.files) != names)
         self._index = index_document(assigned, names.shard)
         if MARKER not in self._folder.entries():
-            self._folder.write(MARKER, [_NOTE.encode()])
+            self._folder.write(MARKER, [_MARKER_TEXT.encode()])
         return [(names, [item.index.fqn for item in plan.items if _holds_any(item)]) for plan in assigned]
 
     def _write(self, names: Names, mine: list[str]) -> tuple[dict[str, FileSeal], bool]:
@@ -150,7 +150,7 @@ class Writing:
     def _look(self, name: str, piece: Tensor) -> None:
         """Call `is_good` with a piece of a tensor that is being written, unless `is_good` has rejected an earlier piece."""
         if self._is_good is not None and not self._is_bad_here:
-            self._is_bad_here = not self._is_good(name.removeprefix(SHARED).removeprefix(own(self._ranks.rank)), piece)
+            self._is_bad_here = not self._is_good(name.removeprefix(SHARED_PREFIX).removeprefix(own(self._ranks.rank)), piece)
 
     def _seal(self, written: Sequence[tuple[dict[str, FileSeal], bool]]) -> list[Seal]:
         """On rank 0, write the manifest for the files that all ranks have written."""

@@ -9,17 +9,7 @@ from typing import Any
 
 from callsheet.cli import environment
 from callsheet.errors import ConfigError
-from callsheet.recipes.yaml_file import line_of, read_yaml, reject_deep
-
-
-class Part(dict[str, Any]):
-    """A value for only a part of a key, given by a dotted key: `--optimizer.lr 1` gives `optimizer` the value `Part(lr="1")`."""
-
-
-def split(key: str, value: Any) -> tuple[str, Any]:
-    """Split a key at its first dot, if it has one: `("optimizer.lr", 1)` becomes `("optimizer", Part(lr=1))`."""
-    first, dot, rest = key.partition(".")
-    return (first, Part({rest: value})) if dot else (key, value)
+from callsheet.recipes.yaml_file import line_of, loaded, read_yaml, reject_deep
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +22,16 @@ class Source:
     path: Path | None = None
     variable: str = ""
 
-    @property
-    def is_command_line(self) -> bool:
-        """Whether the values come from the command line."""
-        return self.path is None and not self.variable
-
     def gives(self, key: str) -> bool:
         """Return whether this source has a value for `key` or for a key inside it, such as `a.b` for `a`."""
-        node: Any = self.values
-        while key and isinstance(node, Mapping):
-            first, _, key = key.partition(".")
-            node = {each.removesuffix("+"): value for each, value in (split(str(word), value) for word, value in node.items())}
-            if first not in node:
+        node: Any = {}
+        merge(node, self.values)
+        for word in key.split("."):
+            if not isinstance(node, Mapping):
+                break
+            if word not in node:
                 return False
-            node = node[first]
+            node = node[word]
         return True
 
     def place(self, key: str) -> str:
@@ -54,6 +40,38 @@ class Source:
             return f"{self.variable}: " if self.variable else ""
         line = line_of(self.path, key)
         return f"{self.path}:{line}: " if line else f"{self.path}: "
+
+
+def merge(tree: dict[str, Any], values: Mapping[Any, Any]) -> None:
+    """Set values in the tree `tree` by their keys, as jsonargparse does. The mappings in `values` are not changed.
+
+    A key may be dotted: `optimizer.lr` sets an argument of the class that the tree has for `optimizer`. If the tree has a list, its last item is
+    changed. The value of a key that ends in `+` is added to a list.
+    """
+    for key, value in values.items():
+        word, dot, rest = str(key).partition(".")
+        name = word.removesuffix("+")
+        content, before = {rest: value} if dot else loaded(value), loaded(tree.get(name))
+        if name != word:
+            tree[name] = [*(before if isinstance(before, list) else []), *(content if isinstance(content, list) else [content])]
+        elif isinstance(content, Mapping) and "class_path" not in content:
+            tree[name] = (
+                [*before[:-1], _changed(before[-1], content)]
+                if isinstance(before, list) and before
+                else _changed(before, content)
+            )
+        else:
+            tree[name] = value
+
+
+def _changed(before: Any, content: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the mapping `before`, or the class whose import path is `before`, after parts of it were set to the values `content`."""
+    after = {"class_path": before} if isinstance(before, str) else dict(before) if isinstance(before, Mapping) else {}
+    is_for_class = "class_path" in after and not any(
+        str(key).partition(".")[0] in ("init_args", "dict_kwargs") for key in content
+    )
+    merge(after, {"init_args": content} if is_for_class else content)
+    return after
 
 
 def sources_of(path: Path, variables: Mapping[str, str], overrides: Sequence[str]) -> Iterator[Source]:

@@ -13,20 +13,20 @@ from callsheet.cli.key_types import names_code, parts_of, typed_keys
 from callsheet.core.ranks import read_ranks
 from callsheet.errors import ConfigError, did_you_mean
 from callsheet.recipes.yaml_file import loaded
-from callsheet.transport.payload import KEY, PAYLOAD
+from callsheet.transport.payload import KEY_VARIABLE, PAYLOAD_VARIABLE
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
-PREFIX = "CALLSHEET_"
+VARIABLE_PREFIX = "CALLSHEET_"
 
-_FILES = ("recipe", "config")
+_FILE_KEYS = ("recipe", "config")
 """Keys that name a file. Such a file may name code to import."""
 
 
 def variable(key: str) -> str:
     """Return the name of the environment variable for a key: `CALLSHEET_MODEL__HIDDEN_SIZE` for `model.hidden_size`."""
-    return PREFIX + key.replace(".", "__").upper()
+    return VARIABLE_PREFIX + key.replace(".", "__").upper()
 
 
 def arguments(parser: ArgumentParser, variables: Mapping[str, str]) -> dict[str, str]:
@@ -38,7 +38,7 @@ def arguments(parser: ArgumentParser, variables: Mapping[str, str]) -> dict[str,
         ConfigError: a variable would decide which code is imported.
     """
     types = typed_keys(parser)
-    rejected = [key for key, kind in types.items() if names_code(kind)] + list(_FILES)
+    rejected = [key for key, kind in types.items() if names_code(kind)] + list(_FILE_KEYS)
     keys = {variable(key): key for key in types if key not in rejected}
     found: dict[str, str] = {}
     for name, value in sorted(_ours(variables)):
@@ -78,9 +78,13 @@ def _parts(variable: str) -> str:
 
 
 def _near(name: str, keys: Collection[str]) -> str:
-    near = did_you_mean(name.removeprefix(PREFIX), [key.removeprefix(PREFIX) for key in keys])
-    return near.replace("mean '", f"mean '{PREFIX}")
+    near = did_you_mean(name.removeprefix(VARIABLE_PREFIX), [key.removeprefix(VARIABLE_PREFIX) for key in keys])
+    return near.replace("mean '", f"mean '{VARIABLE_PREFIX}")
 
 
 def _ours(variables: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    return ((name, value) for name, value in variables.items() if name.startswith(PREFIX) and name not in (KEY, PAYLOAD))
+    return (
+        (name, value)
+        for name, value in variables.items()
+        if name.startswith(VARIABLE_PREFIX) and name not in (KEY_VARIABLE, PAYLOAD_VARIABLE)
+    )

@@ -17,7 +17,7 @@ from callsheet.core.callback import Callback
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
-_PLAIN = (str, int, float, bool, bytes, complex, type(None), list, tuple, dict, set, frozenset, PurePath, Enum)
+_PLAIN_TYPES = (str, int, float, bool, bytes, complex, type(None), list, tuple, dict, set, frozenset, PurePath, Enum)
 
 
 def typed_keys(parser: ArgumentParser) -> dict[str, Any]:
@@ -38,21 +38,22 @@ def names_code(kind: Any) -> bool:
     if inspect.isclass(kind) and is_dataclass(kind):
         return any(map(names_code, get_type_hints(kind).values()))
     if inspect.isclass(kind) and get_origin(kind) is None:
-        return not issubclass(kind, _PLAIN)
+        return not issubclass(kind, _PLAIN_TYPES)
     return any(names_code(part) for part in get_args(kind) if part is not Ellipsis and not isinstance(part, list))
 
 
-def base_of(kind: Any) -> type | None:
-    """If a value of this type is the import path of a class, return the base class that this class must have. Otherwise return None.
+def class_of(kind: Any) -> tuple[type | None, int]:
+    """Return the base class of the classes whose import paths are values of this type, and how many arguments the recipe's code passes to them.
 
-    If the type is a `Callable`, the base class is its return type. If the type is a class, the base class is this class.
+    If the type is a `Callable`, the base class is its return type, and the recipe's code passes the arguments of the `Callable`, such
+    as the model's parameters for an optimizer. Return `(None, 0)` for other types.
     """
     if get_origin(kind) is Callable:
-        made = get_args(kind)[1]
-        return made if inspect.isclass(made) else None
+        arguments, made = get_args(kind)
+        return (made if inspect.isclass(made) else None), len(arguments)
     if inspect.isclass(kind) and get_origin(kind) is None:
-        return kind if names_code(kind) else None
-    return next(filter(None, map(base_of, get_args(kind))), None)
+        return (kind if names_code(kind) else None), 0
+    return next((found for found in map(class_of, get_args(kind)) if found[0]), (None, 0))
 
 
 def parts_of(kind: Any) -> type | None:
@@ -68,16 +69,6 @@ def item_of(kind: Any, container: type) -> Any:
         return get_args(kind)[-1]
     is_union = get_origin(kind) in (Union, types.UnionType)
     return next(filter(None, (item_of(part, container) for part in get_args(kind) if is_union)), None)
-
-
-def partial_arguments(kind: Any) -> int:
-    """Return how many positional arguments the recipe's code itself passes to a class. These arguments are not keys of a recipe.
-
-    An example is the model's parameters, which are passed to an optimizer.
-    """
-    if get_origin(kind) is Callable:
-        return len(get_args(kind)[0])
-    return max((partial_arguments(part) for part in get_args(kind) if not isinstance(part, list)), default=0)
 
 
 def in_words(kind: Any) -> str:

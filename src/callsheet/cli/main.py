@@ -39,21 +39,21 @@ examples:
 callsheet COMMAND --help explains a command.
 """
 
-_RECIPE_FIRST = ("train", "show")
+_RECIPE_FIRST_COMMANDS = ("train", "show")
 """Commands whose first argument is a recipe; all further arguments are keys of this recipe and their values."""
 
-_TAKE_KEYS = ("evaluate", "predict", "export")
+_KEY_TAKING_COMMANDS = ("evaluate", "predict", "export")
 """Commands whose own arguments may be followed by values for keys of the recipe."""
 
-_OF_RECIPES = ("torch", "yaml", "jsonargparse", "transformers")
+_RECIPE_MODULES = ("torch", "yaml", "jsonargparse", "transformers")
 """Modules that are needed to read any recipe."""
 
-_A_RUN = "the folder of a run, or the name of a run in the folder runs"
-_A_RUN_OR_RECIPE = f"{_A_RUN}, or the recipe file of a run"
-_RUNS = "the name or the folder of a run, a folder that contains runs, or a pattern such as 'lr-*'"
-_RUNS_FOLDER = "the folder that contains the named runs (default: runs)"
-_GROUP_BY = "combine runs with the same value of this setting into one group; seed: runs that differ only in their seeds"
-_KEYS_MAY_FOLLOW = "\n\nTo override settings of the run, add keys of its recipe, such as --device cpu or --eval_batch_size 64."
+_RUN_HELP = "the folder of a run, or the name of a run in the folder runs"
+_RUN_OR_RECIPE_HELP = f"{_RUN_HELP}, or the recipe file of a run"
+_RUNS_HELP = "the name or the folder of a run, a folder that contains runs, or a pattern such as 'lr-*'"
+_RUNS_FOLDER_HELP = "the folder that contains the named runs (default: runs)"
+_GROUP_BY_HELP = "combine runs with the same value of this setting into one group; seed: runs that differ only in their seeds"
+_KEYS_HELP = "\n\nTo override settings of the run, add keys of its recipe, such as --device cpu or --eval_batch_size 64."
 
 AddsCommand = Callable[..., argparse.ArgumentParser]
 """A function that adds a command, given the command's name, function, description and example, and returns its argument parser."""
@@ -71,11 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words and not words[0].startswith("-") and words[0] not in (commands := parser.get_default("commands")):
         parser.error(_no_command(words[0], commands))
     given, rest = parser.parse_known_args(arguments)
-    is_of_recipe = given.command in _RECIPE_FIRST
+    is_of_recipe = given.command in _RECIPE_FIRST_COMMANDS
     strays = rest
     if is_of_recipe:
         strays = []
-    elif given.command in _TAKE_KEYS:
+    elif given.command in _KEY_TAKING_COMMANDS:
         strays = _without_a_key(rest)
     if strays:
         given.parser.error(unknown_arguments(strays, given.parser._option_string_actions))
@@ -83,8 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if is_of_recipe and given.recipe is None:
             return _recipe_missing(given.command, rest)
         run: Callable[[argparse.Namespace, list[str]], int] = given.run
-        if given.command in (*_RECIPE_FIRST, *_TAKE_KEYS):
-            need(*_OF_RECIPES, extra="hf", wanted_by=f"callsheet {given.command}")
+        if given.command in (*_RECIPE_FIRST_COMMANDS, *_KEY_TAKING_COMMANDS):
+            need(*_RECIPE_MODULES, extra="hf", wanted_by=f"callsheet {given.command}")
         with needed_by(f"callsheet {given.command}"):
             return run(given, rest)
     except CallsheetError as error:
@@ -190,10 +190,9 @@ def _add_evaluate(command: AddsCommand) -> None:
         "evaluate",
         _evaluate,
         "evaluate a run's model on all validation datasets and the test data, without changing the run",
-        "  callsheet evaluate stdlib-lm\n  callsheet evaluate runs/big --checkpoint ep0-ba500 --out scores.json"
-        + _KEYS_MAY_FOLLOW,
+        "  callsheet evaluate stdlib-lm\n  callsheet evaluate runs/big --checkpoint ep0-ba500 --out scores.json" + _KEYS_HELP,
     )
-    evaluate.add_argument("a_run", metavar="RUN", help=_A_RUN_OR_RECIPE)
+    evaluate.add_argument("a_run", metavar="RUN", help=_RUN_OR_RECIPE_HELP)
     evaluate.add_argument("--out", metavar="FILE", help="also write the results to this file, as JSON")
     _add_checkpoint(evaluate)
 
@@ -205,10 +204,9 @@ def _add_predict(command: AddsCommand) -> None:
         "write the answer of a run's model for each row of data, as JSON lines",
         "  callsheet predict runs/topics --input new.jsonl --out answers.jsonl\n\n"
         "The answers are in the order of the rows. FILE is written only when all answers are complete. Until then, an existing FILE is not\n"
-        "changed. An interrupted command writes no FILE; if you repeat the command, it starts from the first row."
-        + _KEYS_MAY_FOLLOW,
+        "changed. An interrupted command writes no FILE; if you repeat the command, it starts from the first row." + _KEYS_HELP,
     )
-    predict.add_argument("a_run", metavar="RUN", help=_A_RUN_OR_RECIPE)
+    predict.add_argument("a_run", metavar="RUN", help=_RUN_OR_RECIPE_HELP)
     predict.add_argument(
         "--input", metavar="ROWS", required=True, help="a file of JSON lines, a Parquet file, or a folder of such files"
     )
@@ -222,9 +220,9 @@ def _add_export(command: AddsCommand) -> None:
         _export,
         "write a run's model and its tokenizer or processor to a folder that from_pretrained loads",
         "  callsheet export stdlib-lm exported\n\nIf the run has the callback EMA, the averaged weights are written."
-        + _KEYS_MAY_FOLLOW,
+        + _KEYS_HELP,
     )
-    export.add_argument("a_run", metavar="RUN", help=_A_RUN_OR_RECIPE)
+    export.add_argument("a_run", metavar="RUN", help=_RUN_OR_RECIPE_HELP)
     export.add_argument("folder", metavar="FOLDER", help="the folder to create")
     _add_checkpoint(export)
 
@@ -279,8 +277,8 @@ def _add_mark(command: AddsCommand) -> None:
         "  callsheet mark lr-1 lr-2 --tag baseline --note 'before the new tokenizer'\n  callsheet mark 'old-*' --archive\n"
         "  callsheet mark lr-1",
     )
-    mark.add_argument("runs", nargs="+", metavar="RUN", help=_RUNS)
-    mark.add_argument("--folder", default="runs", metavar="FOLDER", help=_RUNS_FOLDER)
+    mark.add_argument("runs", nargs="+", metavar="RUN", help=_RUNS_HELP)
+    mark.add_argument("--folder", default="runs", metavar="FOLDER", help=_RUNS_FOLDER_HELP)
     mark.add_argument("--tag", action="append", default=[], metavar="TAG", help="add this tag; may be repeated")
     mark.add_argument("--untag", action="append", default=[], metavar="TAG", help="remove this tag; may be repeated")
     mark.add_argument("--note", metavar="TEXT", help="set the note, in place of an earlier note; an empty text removes the note")
@@ -298,8 +296,8 @@ def _add_delete(command: AddsCommand) -> None:
         "delete runs with their checkpoints, after a confirmation",
         "  callsheet delete lr-3\n  callsheet delete 'old-*' --yes\n\nCheckpoints outside the run's folder are not deleted.",
     )
-    delete.add_argument("runs", nargs="+", metavar="RUN", help=_RUNS)
-    delete.add_argument("--folder", default="runs", metavar="FOLDER", help=_RUNS_FOLDER)
+    delete.add_argument("runs", nargs="+", metavar="RUN", help=_RUNS_HELP)
+    delete.add_argument("--folder", default="runs", metavar="FOLDER", help=_RUNS_FOLDER_HELP)
     delete.add_argument("--yes", action="store_true", help="delete without asking for confirmation")
 
 
@@ -341,7 +339,7 @@ def _add_report(command: AddsCommand) -> None:
         "write the report of a run as one self-contained HTML page, and a trace for Perfetto next to it",
         "  callsheet report stdlib-lm\n  callsheet report /data/runs/big --out big.html",
     )
-    report.add_argument("a_run", metavar="RUN", help=_A_RUN)
+    report.add_argument("a_run", metavar="RUN", help=_RUN_HELP)
     report.add_argument("-o", "--out", metavar="FILE", help="the file to write (default: report.html in the run's folder)")
 
 
@@ -356,15 +354,15 @@ def _add_compare(command: AddsCommand) -> None:
         "CONDITION is a metric, one of >, >=, < and <=, and the limit of its difference from the baseline. METRIC means the last value of the\n"
         "metric, and best(METRIC) its best value. If the noise is known, the whole 95 % confidence interval must be beyond the limit.",
     )
-    compare.add_argument("runs", nargs="*", metavar="RUN", help=_RUNS)
-    compare.add_argument("--folder", default="runs", metavar="FOLDER", help=_RUNS_FOLDER)
+    compare.add_argument("runs", nargs="*", metavar="RUN", help=_RUNS_HELP)
+    compare.add_argument("--folder", default="runs", metavar="FOLDER", help=_RUNS_FOLDER_HELP)
     compare.add_argument(
         "--last",
         type=int,
         metavar="N",
         help="compare only the newest N of the named runs; without names, of all runs in the folder",
     )
-    compare.add_argument("--group-by", metavar="KEY", help=_GROUP_BY)
+    compare.add_argument("--group-by", metavar="KEY", help=_GROUP_BY_HELP)
     compare.add_argument(
         "--metric", action="append", default=[], metavar="NAME", help="print only the values of this metric; may be repeated"
     )
@@ -399,11 +397,11 @@ def _add_watch(command: AddsCommand) -> None:
         "  ssh -t -L 8080:127.0.0.1:8080 trainer.example callsheet watch runs/big --port 8080 --no-browser",
     )
     watch.add_argument(
-        "runs", nargs="*", metavar="RUN", help=f"{_RUNS}. A run that does not exist yet is shown as soon as it begins"
+        "runs", nargs="*", metavar="RUN", help=f"{_RUNS_HELP}. A run that does not exist yet is shown as soon as it begins"
     )
-    watch.add_argument("--folder", default="runs", metavar="FOLDER", help=_RUNS_FOLDER)
+    watch.add_argument("--folder", default="runs", metavar="FOLDER", help=_RUNS_FOLDER_HELP)
     watch.add_argument("--last", type=int, metavar="N", help="show the newest N runs, and all runs that begin later")
-    watch.add_argument("--group-by", metavar="KEY", help=_GROUP_BY)
+    watch.add_argument("--group-by", metavar="KEY", help=_GROUP_BY_HELP)
     watch.add_argument("--port", type=int, default=0, help="the port of the server (default: any free port)")
     watch.add_argument("--no-browser", action="store_true", help="print the address, but do not open a browser")
 

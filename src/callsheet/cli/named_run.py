@@ -10,11 +10,11 @@ from callsheet.errors import ConfigError, did_you_mean
 from callsheet.report.index import is_run, run_names
 from callsheet.report.notes import read_notes
 
-RUNS = Path("runs")
+RUNS_FOLDER = Path("runs")
 """The default folder of runs."""
 
 
-def run_folder(run: str, folder: Path = RUNS) -> Path:
+def run_folder(run: str, folder: Path = RUNS_FOLDER) -> Path:
     """Return the folder of the run that `run` names: a path, or the name of a run in `folder`.
 
     Raises:
@@ -59,7 +59,7 @@ def runs_named(word: str, folder: Path, *, with_archived: bool = False) -> Itera
     yield from listed
 
 
-def nearest(run: str, folder: Path = RUNS) -> str:
+def nearest(run: str, folder: Path = RUNS_FOLDER) -> str:
     """Return a hint such as `; did you mean 'x'?` with the existing run whose name is closest to `run`, or an empty text."""
     path = Path(run)
     beside = path.parent if path.name != run else folder

@@ -11,7 +11,7 @@ from callsheet.core.callback import Callback
 FORMAT = "callsheet"
 """The name under which jsonargparse knows the format of recipe files: YAML in which a callback may have the key `name`."""
 
-NAMED = f"{__name__}.named"
+NAMED_PATH = f"{__name__}.named"
 """The import path of the function `named`. A call of this function replaces each callback that has a `name` in a recipe file."""
 
 
@@ -42,7 +42,7 @@ def with_calls(content: Any) -> Any:
     spec = {key: with_calls(value) for key, value in content.items()}
     if "class_path" in spec and spec.get("name"):
         name = spec.pop("name")
-        return {"class_path": NAMED, "init_args": {"callback": spec, "name": name}}
+        return {"class_path": NAMED_PATH, "init_args": {"callback": spec, "name": name}}
     return spec
 
 
@@ -52,7 +52,7 @@ def with_names(content: Any) -> Any:
         return [with_names(each) for each in content]
     if not isinstance(content, dict):
         return content
-    if content.get("class_path") == NAMED:
+    if content.get("class_path") == NAMED_PATH:
         spec = with_names(content["init_args"]["callback"])
         return {"class_path": spec["class_path"], "name": content["init_args"]["name"], **spec}
     return {key: with_names(value) for key, value in content.items()}

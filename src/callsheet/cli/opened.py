@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from callsheet.cli import names
-from callsheet.cli.named_run import RUNS
+from callsheet.cli.named_run import RUNS_FOLDER
 from callsheet.cli.recipe import CONFIG, current_file, errors_on_first_rank, values_of
 from callsheet.cli.shipped import RECIPES, recipe_path
 from callsheet.core.callback import Callback
@@ -21,7 +21,7 @@ from callsheet.report.index import run_names
 if TYPE_CHECKING:
     from callsheet.recipes.recipe import Recipe
 
-_UNCLAIMED = "the checkpoint holds the state of callbacks that are not here"
+_UNCLAIMED_WARNING = "the checkpoint holds the state of callbacks that are not here"
 
 
 def opened(
@@ -64,18 +64,18 @@ def name_of(job: Recipe[Any]) -> str:
 
 def _described(run: str) -> tuple[Path, Path | None]:
     """Return the recipe file and the folder of the run `run`. If `run` is a recipe and not a run, the folder is None."""
-    for folder in [RUNS / run, Path(run)] if Path(run).name == run else [Path(run)]:
+    for folder in [RUNS_FOLDER / run, Path(run)] if Path(run).name == run else [Path(run)]:
         if (folder / CONFIG).is_file():
             return folder / CONFIG, folder.resolve() if folder.name in ("", "..") else folder
     if Path(run).is_file() or (run in RECIPES and not Path(run).exists()):
         return recipe_path(run), None
-    if (there := next((folder for folder in (Path(run), RUNS / run) if folder.is_dir()), None)) is not None:
+    if (there := next((folder for folder in (Path(run), RUNS_FOLDER / run) if folder.is_dir()), None)) is not None:
         raise ConfigError(
             f"{there} has no {CONFIG}, so it is not the run of a recipe; give the recipe file that it was trained with"
         )
-    beside = RUNS if Path(run).name == run else Path(run).parent
+    beside = RUNS_FOLDER if Path(run).name == run else Path(run).parent
     near = did_you_mean(Path(run).name, [*run_names(beside), *RECIPES])
-    raise ConfigError(f"there is no run {run!r}{near} (a run's folder, its name in {RUNS}/, or a recipe file)")
+    raise ConfigError(f"there is no run {run!r}{near} (a run's folder, its name in {RUNS_FOLDER}/, or a recipe file)")
 
 
 def _checkpoint_at(folder: Path, checkpoint: str | None) -> str | None:
@@ -90,7 +90,7 @@ def _checkpoint_at(folder: Path, checkpoint: str | None) -> str | None:
 
 def _changes_weights(spec: Any) -> bool:
     path, init_args = spec.class_path, spec.get("init_args")
-    if path == names.NAMED:
+    if path == names.NAMED_PATH:
         return _changes_weights(init_args.callback)
     kind = import_path(path)
     return isinstance(kind, type) and issubclass(kind, Callback) and kind.phase == "change"
@@ -105,7 +105,7 @@ def _without_warning_of_unused_states() -> Iterator[None]:
     logger = logging.getLogger("callsheet")
 
     def keep(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith(_UNCLAIMED)
+        return not record.getMessage().startswith(_UNCLAIMED_WARNING)
 
     logger.addFilter(keep)
     try:

@@ -80,7 +80,7 @@ class Values:
         for key in (key for key, kind in kinds.items() if names_code(kind) and item_of(kind, list)):
             for number, spec in enumerate(self.given.get(key) or []):
                 if _rejects(spec, error):
-                    own = spec.init_args.callback if spec.class_path == names.NAMED else spec
+                    own = spec.init_args.callback if spec.class_path == names.NAMED_PATH else spec
                     at = f"{key}[{number}]"
                     return f"{self._source_of(key).place(at)}{at} ({own.class_path.rpartition('.')[2]}): "
         named = re.match(r"(?:unknown )?([\w.]+)", str(error))

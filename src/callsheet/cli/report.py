@@ -6,7 +6,7 @@ from callsheet.cli.named_run import run_folder
 from callsheet.errors import CallsheetError, ConfigError
 from callsheet.report.page import write_report
 
-_RECORDS = ("metrics.jsonl", "events.jsonl")
+_RECORD_FILES = ("metrics.jsonl", "events.jsonl")
 """The files that JSONLLogger writes for every run."""
 
 
@@ -18,7 +18,7 @@ def report(run: str, *, out: str | None = None) -> str:
         CallsheetError: the page cannot be written to `out`.
     """
     folder = run_folder(run)
-    if not any((folder / name).is_file() for name in _RECORDS):
+    if not any((folder / name).is_file() for name in _RECORD_FILES):
         raise ConfigError(
             f"{folder} holds no records of a run: the logger JSONLLogger writes them (add it to `loggers`, from callsheet.loggers)"
         )

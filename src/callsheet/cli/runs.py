@@ -19,9 +19,9 @@ from callsheet.loggers.support.json_text import json_text
 from callsheet.report.index import MetricRow, RunRow, is_run, runs_in
 from callsheet.report.lines import printable
 
-LOSS = "train/loss"
-METRIC = "validation/loss"
-_LONGEST_CELL = 100  # longer cells of the table are cut to this many characters; the JSON output is complete
+LOSS_METRIC = "train/loss"
+DEFAULT_METRIC = "validation/loss"
+_MAX_CELL_CHARACTERS = 100  # longer cells of the table are cut to this many characters; the JSON output is complete
 
 Value = str | float
 """The value of a column: text, or a number. Empty text and NaN mean that the run has no value."""
@@ -63,17 +63,17 @@ _COLUMNS = {
     "reason": _plain_column("reason", lambda row: row.reason),
     "checkpoint": _plain_column("checkpoint", lambda row: row.best_checkpoint),
 }
-_SHORT = {"loss": f"last({LOSS})", "last": "last({})", "lowest": "lowest({})", "highest": "highest({})"}
+_SHORT_NAMES = {"loss": f"last({LOSS_METRIC})", "last": "last({})", "lowest": "lowest({})", "highest": "highest({})"}
 """Short names of columns, and the column that each name selects. `{}` is the metric that `--metric` names."""
-COLUMNS = (*_COLUMNS, *_SHORT)
-DEFAULT = ("name", "outcome", "steps", "duration", "loss", "last", "lowest", "highest", "started", "device", "reason")
-_OF_METRIC = re.compile(r"(last|lowest|highest)\((.+)\)")
+COLUMNS = (*_COLUMNS, *_SHORT_NAMES)
+DEFAULT_COLUMNS = ("name", "outcome", "steps", "duration", "loss", "last", "lowest", "highest", "started", "device", "reason")
+_METRIC_COLUMN_PATTERN = re.compile(r"(last|lowest|highest)\((.+)\)")
 
-_CONDITION = re.compile(r"\s*(.+?)\s*(<=|>=|!=|=|<|>|~)\s*(.*?)\s*")
-_COMPARED: dict[str, Callable[[Any, Any], bool]] = {
+_CONDITION_PATTERN = re.compile(r"\s*(.+?)\s*(<=|>=|!=|=|<|>|~)\s*(.*?)\s*")
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
 }  # fmt: skip
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_SECONDS_PER_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def runs(
@@ -83,7 +83,7 @@ def runs(
     columns: Sequence[str] = (),
     sort: str = "started",
     is_reversed: bool = False,
-    metric: str = METRIC,
+    metric: str = DEFAULT_METRIC,
     shows_archived: bool = False,
     as_json: bool = False,
 ) -> str:
@@ -109,10 +109,10 @@ def runs(
     conditions = [_condition(text) for text in where]
     shows_archived = shows_archived or any(name == "archived" for name, _, _ in conditions)
     chosen = [name.strip() for name in columns if name.strip()]
-    shown = chosen or list(DEFAULT)
+    shown = chosen or list(DEFAULT_COLUMNS)
     used = [*(shown if not as_json else ()), sort, *(name for name, _, _ in conditions)]
     # `used` may also contain names of columns. They have no effect, because no metric or setting has the name of a column.
-    names = {LOSS, metric, *used, *(match[2] for name in used if (match := _OF_METRIC.fullmatch(name)))}
+    names = {LOSS_METRIC, metric, *used, *(match[2] for name in used if (match := _METRIC_COLUMN_PATTERN.fullmatch(name)))}
     try:
         with working(f"reading the runs in {folder}", is_shown=sys.stderr.isatty()):
             found = runs_in(folder, metrics=None if as_json else names, settings=None if as_json else names)
@@ -120,7 +120,7 @@ def runs(
         raise ConfigError(f"{error}; give the folder that contains the runs' folders") from None
     if found.note:
         print(f"callsheet: {found.note}", file=sys.stderr)
-    unknown = [*used, *([metric] if metric != METRIC else [])]
+    unknown = [*used, *([metric] if metric != DEFAULT_METRIC else [])]
     _check_names(folder, found.rows, unknown)
     rows = [row for row in found.rows if shows_archived or not row.is_archived]
     hidden = len(found.rows) - len(rows)
@@ -148,13 +148,13 @@ def _column(name: str, metric: str) -> Column:
     """Return the column `name`: one of `_COLUMNS`, a value such as `lowest(METRIC)`, a metric's last value, or a setting."""
     if name in _COLUMNS:
         return _COLUMNS[name]
-    if name in _SHORT:
+    if name in _SHORT_NAMES:
         is_last = name in ("loss", "last")
-        found = _column(_SHORT[name].format(metric), metric)
+        found = _column(_SHORT_NAMES[name].format(metric), metric)
         return Column(
-            (LOSS if name == "loss" else metric) if is_last else name, found.value, found.text, found.greatest_first, True
+            (LOSS_METRIC if name == "loss" else metric) if is_last else name, found.value, found.text, found.greatest_first, True
         )
-    if match := _OF_METRIC.fullmatch(name):
+    if match := _METRIC_COLUMN_PATTERN.fullmatch(name):
         return _metric_column(match[2], match[1], name)
 
     def value(row: RunRow) -> Value:
@@ -179,7 +179,7 @@ def _metric_column(metric: str, what: str, head: str) -> Column:
 
 def _check_names(folder: str, rows: Iterable[RunRow], names: Sequence[str]) -> None:
     """Raise ConfigError if one of the names is neither a column nor a metric or setting of any run."""
-    plain = [match[2] if (match := _OF_METRIC.fullmatch(name)) else name for name in names if name not in COLUMNS]
+    plain = [match[2] if (match := _METRIC_COLUMN_PATTERN.fullmatch(name)) else name for name in names if name not in COLUMNS]
     missing = [name for name in plain if not any(name in row.metrics or name in row.settings for row in rows)]
     if missing:
         every = [*COLUMNS, *{name for row in runs_in(folder).rows for name in (*row.metrics, *row.settings)}]
@@ -193,7 +193,7 @@ def _check_names(folder: str, rows: Iterable[RunRow], names: Sequence[str]) -> N
 
 
 def _condition(text: str) -> tuple[str, str, str]:
-    match = _CONDITION.fullmatch(text)
+    match = _CONDITION_PATTERN.fullmatch(text)
     if match is None:
         raise ConfigError(
             f"--where {text!r} is no condition; give NAME, one of < <= > >= = != ~, and a value, such as 'validation/loss < 2', "
@@ -219,7 +219,7 @@ def _fulfils(column: Column, row: RunRow, compared: str, wanted: str) -> bool:
     number = _number_of(column, wanted)
     if number is None:
         raise ConfigError(f"--where {column.head} {compared} {wanted!r}: give {_expected(column)}")
-    return not isinstance(value, str) and not math.isnan(value) and _COMPARED[compared](value, number)
+    return not isinstance(value, str) and not math.isnan(value) and _COMPARISONS[compared](value, number)
 
 
 def _is_equal(column: Column, row: RunRow, value: Value, wanted: str) -> bool:
@@ -237,7 +237,7 @@ def _number_of(column: Column, text: str) -> float | None:
     """Convert text to a number for comparison with the column, such as a date for `started`, or `90s` or `2m` for `duration`."""
     if column is _COLUMNS["started"]:
         return _date(text)
-    unit = _SECONDS.get(text[-1:]) if column is _COLUMNS["duration"] else None
+    unit = _SECONDS_PER_UNIT.get(text[-1:]) if column is _COLUMNS["duration"] else None
     number = _number_in(text if unit is None else text[:-1])
     return number if number is None or unit is None else number * unit
 
@@ -287,7 +287,7 @@ def _table(rows: Sequence[RunRow], columns: Sequence[Column]) -> str:
 
 
 def _cell(text: str) -> str:
-    short = text if len(text) <= _LONGEST_CELL else f"{text[: _LONGEST_CELL - 3]}..."
+    short = text if len(text) <= _MAX_CELL_CHARACTERS else f"{text[: _MAX_CELL_CHARACTERS - 3]}..."
     return printable(short)
 
 

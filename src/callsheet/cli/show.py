@@ -9,13 +9,13 @@ from typing import Any
 
 import yaml
 
-from callsheet.cli.named_run import RUNS, nearest
+from callsheet.cli.named_run import RUNS_FOLDER, nearest
 from callsheet.cli.recipe import Prepared, prepared
 from callsheet.cli.shipped import RECIPES, file_of_run
 from callsheet.errors import ConfigError, did_you_mean
 from callsheet.report.index import is_run
 
-_APART = frozenset({"recipe", "callbacks", "loggers", "config"})
+_UNLISTED_KEYS = frozenset({"recipe", "callbacks", "loggers", "config"})
 """Keys that are not listed as settings. Callbacks and loggers are in the call sheet."""
 
 
@@ -27,20 +27,20 @@ def show(recipe: str, overrides: list[str]) -> str:
     """
     if not recipe.endswith(".py") and not Path(recipe).is_file() and recipe not in RECIPES:
         if (run := file_of_run(recipe)) is None:
-            if there := next((folder for folder in (RUNS / recipe, Path(recipe)) if is_run(folder)), None):
+            if there := next((folder for folder in (RUNS_FOLDER / recipe, Path(recipe)) if is_run(folder)), None):
                 raise ConfigError(
                     f"{there} has no config.yaml, so it is not the run of a recipe; callsheet report {recipe} shows its settings"
                 )
             raise ConfigError(
                 f"there is no recipe or run {recipe!r}{_near(recipe)} (a YAML file; a recipe: {', '.join(RECIPES)}; a run's folder, or its "
-                f"name in {RUNS}/)"
+                f"name in {RUNS_FOLDER}/)"
             )
         recipe = str(run)
     what = prepared(recipe, overrides, command="show")
     settings = yaml.safe_load(what.resolved)
     lines = [str(what.job.callbacks.call_sheet()), "", *_described(what, overrides), ""]
     width = max(map(len, settings))
-    lines += [f"  {name:<{width}}  {_short(value)}" for name, value in settings.items() if name not in _APART]
+    lines += [f"  {name:<{width}}  {_short(value)}" for name, value in settings.items() if name not in _UNLISTED_KEYS]
     lines += ["", *_folder(settings), f"Start it: callsheet train {shlex.join([recipe, *overrides])}"]
     return "\n".join(lines)
 

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("callsheet")
 
 _ENDING_EVENTS = frozenset({Event.RUN_END, Event.EXCEPTION})  # events that even a disabled callback receives
-_ALWAYS_CALLED = frozenset({"report", "restore"})  # phases whose handlers are called even after another handler failed
+_ALWAYS_CALLED_PHASES = frozenset({"report", "restore"})  # phases whose handlers are called even after another handler failed
 
-_SHORT_LINES, _SHORT_WIDTH = 20, 80  # the size of `CallSheet.short()`, which fits on one screen
-_LABEL_WIDTH, _OPTION_WIDTH = 26, 14
+_SHORT_LINES, _SHORT_LINE_CHARACTERS = 20, 80  # the size of `CallSheet.short()`, which fits on one screen
+_MAX_LABEL_CHARACTERS, _MAX_OPTION_CHARACTERS = 26, 14
 
 
 @dataclass(eq=False, slots=True)
@@ -198,10 +198,10 @@ class CallSheet:
         if not ordered:
             return "no callbacks"
         shown = ordered if len(ordered) < _SHORT_LINES else ordered[: _SHORT_LINES - 2]  # without the first line and the last
-        rows = [(_clipped(registration.label, _LABEL_WIDTH), *_options(entries)) for registration, entries in shown]
+        rows = [(_clipped(registration.label, _MAX_LABEL_CHARACTERS), *_options(entries)) for registration, entries in shown]
         columns = [each for each in zip(("callback", "phase", "ranks", "lane"), *rows, strict=True) if any(each[1:])]
         widths = [max(map(len, column)) for column in columns]
-        room = _SHORT_WIDTH - sum(widths) - len(widths)
+        room = _SHORT_LINE_CHARACTERS - sum(widths) - len(widths)
         events = ["handles", *(_clipped(_handled(entries, room), room) for _, entries in shown)]
         lines = [
             " ".join(cell.ljust(width) for cell, width in zip((*line, last), (*widths, 0), strict=True)).rstrip()
@@ -293,7 +293,7 @@ def recover(compiled_event: CompiledEvent, failed: Handler, error: BaseException
         f"raised by callback {registration.label} ({registration.source}) at {event}, step {ctx.step}, rank {ctx.run.rank}"
     )
     for handler, entry in calls[place + 1 :]:
-        if event in _ENDING_EVENTS or entry.phase in _ALWAYS_CALLED:
+        if event in _ENDING_EVENTS or entry.phase in _ALWAYS_CALLED_PHASES:
             try:
                 handler(ctx)
             except BaseException as another:
@@ -341,7 +341,7 @@ def _options(entries: Sequence[HandlerEntry]) -> tuple[str, str, str]:
 
 def _option(values: Iterable[str], default: str) -> str:
     distinct = list(dict.fromkeys(values))
-    return "" if distinct == [default] else _clipped("/".join(distinct), _OPTION_WIDTH)
+    return "" if distinct == [default] else _clipped("/".join(distinct), _MAX_OPTION_CHARACTERS)
 
 
 def _handled(entries: Sequence[HandlerEntry], width: int) -> str:

@@ -287,7 +287,7 @@ def _gated(gate: RankGate, function: F) -> F:
     return _mark(lambda: {"ranks": gate})(on_those_ranks)  # type: ignore[return-value]  # the wrapper has the signature of `function`
 
 
-_GATE = _gated("zero", lambda: None).__code__
+_GATE_CODE = _gated("zero", lambda: None).__code__
 
 
 def ungated(handler: Callable[..., Any]) -> Callable[..., Any]:
@@ -296,7 +296,7 @@ def ungated(handler: Callable[..., Any]) -> Callable[..., Any]:
     The call sheet checks the rank once, when it is compiled, so the wrapper's check at each call is not needed.
     """
     function: Any = getattr(handler, "__func__", handler)
-    if getattr(function, "__code__", None) is not _GATE:
+    if getattr(function, "__code__", None) is not _GATE_CODE:
         return handler
     inner: Callable[..., Any] = function.__wrapped__
     return inner.__get__(handler.__self__) if hasattr(handler, "__self__") else inner

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Never, Protocol
 from callsheet.core import ranks as distributed
 from callsheet.core.control import Control
 from callsheet.core.events import Event
-from callsheet.core.lifecycle import ALWAYS, FIELDS
+from callsheet.core.lifecycle import ALWAYS_AVAILABLE, FIELDS
 from callsheet.errors import ConfigError, FieldNotAvailable, RequestRejected, did_you_mean
 
 if TYPE_CHECKING:
@@ -346,7 +346,7 @@ class Context:
         Args:
             name: the name of the field, such as `loss`.
         """
-        reads = _READS.get(name)
+        reads = _READERS.get(name)
         if reads is None:
             return hasattr(self, name)
         try:
@@ -362,14 +362,14 @@ class Context:
             event: the name of the event that was fired.
         """
         if self.kept:
-            for name, keeps in _CLOSED_BY.get(event, ()):
+            for name, keeps in _FIELDS_CLOSED_BY.get(event, ()):
                 if not (keeps and name in self.kept):  # delete the field, unless a callback keeps it with `keep_fields`
                     setattr(self, name, None)
                     delattr(self, name)
         else:
             delete = _DELETERS.get(event)
             if delete is None:
-                delete = _DELETERS[event] = _deleter(name for name, _ in _CLOSED_BY.get(event, ()))
+                delete = _DELETERS[event] = _deleter(name for name, _ in _FIELDS_CLOSED_BY.get(event, ()))
             delete(self)
 
     def close_all(self, *, before: str = "") -> None:
@@ -378,7 +378,7 @@ class Context:
         Args:
             before: the name of an event; the fields that `close(before)` deletes are kept. Empty: no such field is kept.
         """
-        left = {*ALWAYS, *(name for name, _ in _CLOSED_BY.get(before, ()))}
+        left = {*ALWAYS_AVAILABLE, *(name for name, _ in _FIELDS_CLOSED_BY.get(before, ()))}
         for name in FIELDS:
             if name not in left and self.has(name):
                 delattr(self, name)
@@ -424,7 +424,7 @@ def _new_state() -> TrainState:
     return TrainState()
 
 
-_READS: dict[str, Callable[[Context], Any]] = {name: vars(Context)[name].__get__ for name in FIELDS}
+_READERS: dict[str, Callable[[Context], Any]] = {name: vars(Context)[name].__get__ for name in FIELDS}
 """For each field, the function that reads its slot. It bypasses `Context.__getattr__`, which would format an error message."""
 
 
@@ -435,11 +435,11 @@ def _not_available(name: str, event: str | None) -> str:
     return f"ctx.{name} is not available {f'at {event}' if event else 'here'}; it is available {windows or 'once the loop has set it'}"
 
 
-_CLOSED_BY: dict[str, tuple[tuple[str, bool], ...]] = {}
+_FIELDS_CLOSED_BY: dict[str, tuple[tuple[str, bool], ...]] = {}
 for _field in FIELDS.values():
     for _event in {*(closes for _, closes in _field.windows), *filter(None, [_field.kept_until])}:
         _keeps = _event == _field.windows[0][1]  # whether the field stays available after `_event` if `keep_fields` has it
-        _CLOSED_BY[_event] = (*_CLOSED_BY.get(_event, ()), (_field.name, _keeps))
+        _FIELDS_CLOSED_BY[_event] = (*_FIELDS_CLOSED_BY.get(_event, ()), (_field.name, _keeps))
 
 
 def _deleter(names: Iterable[str]) -> Callable[[Context], None]:

@@ -54,7 +54,7 @@ class Request(NamedTuple):
 class Control:
     """The methods with which callbacks make requests to the loop: `stop`, `save`, `evaluate`, `set_gradient_accumulation` and `load`.
 
-    An unsupported request raises `RequestRejected` at once. In the loop of another framework, an unsupported request is ignored
+    An unsupported request raises `RequestRejected` at once. In the loop of a host (of another framework, or with `attach`), it is ignored
     instead, and an error is logged once for each callback, so that training continues.
 
     Args:
@@ -311,7 +311,7 @@ def _asker() -> str:
     frame keeps that frame's variables, a model for example, alive until the frame's function returns.
     """
     asking = frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename not in _DISPATCH:
+    while frame is not None and frame.f_code.co_filename not in _DISPATCH_FILES:
         code = frame.f_code
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         # Test for `Hooks`, the base class of `Callback`, because importing `Callback` here would be circular.
@@ -321,6 +321,6 @@ def _asker() -> str:
     return asking.f_code.co_qualname
 
 
-_DISPATCH = frozenset(
+_DISPATCH_FILES = frozenset(
     os.path.join(os.path.dirname(__file__), name) for name in ("manager.py", "spans.py", "call_sheet.py", "wrappers.py")
 )

@@ -30,7 +30,7 @@ CostMode = Literal["sampled", "all", "off"]
 MODES: tuple[CostMode, ...] = get_args(CostMode)
 
 WINDOW_STEPS = 4
-_FIRST_STEP = 2  # the first steps are not timed, since they include memory allocation and compilation
+_UNTIMED_STEPS = 2  # the first steps are not timed, since they include memory allocation and compilation
 _STEPS_PER_TIMED_STEP = 16  # on average, at most one in `_STEPS_PER_TIMED_STEP` steps is timed
 # The pause between timing windows: `_MAX_PAUSE_SECONDS` or `_PAUSE_SHARE` of the run's time so far, whichever is less.
 _MAX_PAUSE_SECONDS, _PAUSE_SHARE = 5.0, 0.25
@@ -44,10 +44,10 @@ _MIN_TIMED_STEPS = 20
 # `_CLEAR_SHARE` is a fraction of the step's time, and `_CLEAR_SECONDS` is a time per step.
 _CLEAR_SHARE, _CLEAR_SECONDS = 0.25, 10e-3
 
-_STEP = ("fetch", "train_step")
+_STEP_SPANS = ("fetch", "train_step")
 """The names of the spans that make up one training step."""
 # The event `on_checkpoint_due` is fired after the step, but its time counts as part of the step.
-_STEP_PARTS = (*_STEP, "on_checkpoint_due")
+_STEP_PARTS = (*_STEP_SPANS, "on_checkpoint_due")
 
 
 def _path_events() -> frozenset[str]:
@@ -55,7 +55,7 @@ def _path_events() -> frozenset[str]:
 
     These are the events of the spans in a step, and `on_checkpoint_due`, which is fired after each step.
     """
-    spans = [*_STEP, "eval_step", "test_step", "predict_step"]
+    spans = [*_STEP_SPANS, "eval_step", "test_step", "predict_step"]
     for name in spans:  # the loop also visits the names that its body appends to `spans`
         spans += [inner for inner in names_in(SPANS[name].order) if inner in SPANS and inner not in spans]
     return frozenset(
@@ -249,7 +249,7 @@ class Costs:
         elif not self.has_begun:
             self.has_begun, self._first = True, step
             if self.mode != "off":
-                self.next_step = step + _FIRST_STEP
+                self.next_step = step + _UNTIMED_STEPS
         elif step >= self.next_step:
             self._switch(step)
             return True

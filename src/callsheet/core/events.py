@@ -72,7 +72,7 @@ class Event(StrEnum):
     # end of generated: events
 
 
-_EVENTS = {event.value: event for event in Event}
+_EVENT_OF_NAME = {event.value: event for event in Event}
 
 
 def as_event(name: str) -> Event:
@@ -82,7 +82,7 @@ def as_event(name: str) -> Event:
         UnknownEventError: there is no such event; the message suggests a similar name.
     """
     try:
-        return _EVENTS[name]
+        return _EVENT_OF_NAME[name]
     except KeyError:
         raise UnknownEventError(f"unknown event {name!r}{event_hint(name)}") from None
 

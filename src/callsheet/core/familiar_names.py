@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-FAMILIAR: Mapping[str, str] = {
+CALLBACKS: Mapping[str, str] = {
     "CSVLoggerCallback": "CSVLogger",
     "Checkpoint": "CheckpointSaver",
     "CheckpointCallback": "CheckpointSaver",

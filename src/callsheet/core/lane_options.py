@@ -11,7 +11,7 @@ Overflow = Literal["block", "drop_oldest", "latest"]
 """What happens when the queue of a lane is full; see `LaneOptions`."""
 OVERFLOWS: tuple[Overflow, ...] = get_args(Overflow)
 
-NOT_IN_LANES = ("model", "optimizer", "scheduler")
+FIELDS_NOT_IN_LANES = ("model", "optimizer", "scheduler")
 """Fields that a callback in a lane never receives, since training keeps changing them."""
 
 

@@ -5,8 +5,8 @@ maps of event names and the expected results in the tests are generated from thi
 
 A span is a named part of a run with two events, `on_<span>_start` and `on_<span>_end`. A point is a single event, without a start
 and an end. A span's `order` says what may occur directly inside it, as a regular expression over the names of spans and points:
-`a b` is a then b, `a | b` either, `a?` at most one, `a*` any number, `a+` at least one. Points in `ANYWHERE` may occur in any
-span.
+`a b` is a then b, `a | b` either, `a?` at most one, `a*` any number, `a+` at least one. Points in `ANYWHERE_EVENTS` may occur
+in any span.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Field(NamedTuple):
     kept_until: str = ""
 
 
-_SAVE = "(on_checkpoint_due checkpoint_save?)?"
-BOUNDARY = f"(on_log? (eval_all on_log?)? {_SAVE} | on_log? {_SAVE} eval_all on_log? {_SAVE})"
+_SAVE_ORDER = "(on_checkpoint_due checkpoint_save?)?"
+BOUNDARY_ORDER = f"(on_log? (eval_all on_log?)? {_SAVE_ORDER} | on_log? {_SAVE_ORDER} eval_all on_log? {_SAVE_ORDER})"
 """The spans and events that may occur after a step, an epoch or a round, as a regular expression. `on_log` comes first.
 
 A checkpoint is saved after the evaluation, so that "best" includes its result. A checkpoint for resuming may also be saved before
@@ -98,19 +98,19 @@ SPANS: dict[str, Span] = {
             "train",
             "Called when training begins. The model is in training mode.",
             "Called when training has finished, was stopped, or was preempted, but not when it failed.",
-            f"((round {BOUNDARY})* | {BOUNDARY} (round {BOUNDARY})*)",
+            f"((round {BOUNDARY_ORDER})* | {BOUNDARY_ORDER} (round {BOUNDARY_ORDER})*)",
         ),
         Span(
             "round",
             "Called before a round (a group of epochs). Most runs have one round.",
             "Called after the last epoch of a round, or when training stops within the round.",
-            f"((epoch {BOUNDARY})* | {BOUNDARY} (epoch {BOUNDARY})*)",
+            f"((epoch {BOUNDARY_ORDER})* | {BOUNDARY_ORDER} (epoch {BOUNDARY_ORDER})*)",
         ),
         Span(
             "epoch",
             "Called before an epoch (a pass over the training data), and again when a run resumes in the middle of an epoch.",
             "Called after an epoch (a pass over the training data), or when training stops within the epoch.",
-            f"((fetch+ train_step {BOUNDARY})* fetch* | {BOUNDARY} (fetch+ train_step {BOUNDARY})* fetch*)",
+            f"((fetch+ train_step {BOUNDARY_ORDER})* fetch* | {BOUNDARY_ORDER} (fetch+ train_step {BOUNDARY_ORDER})* fetch*)",
         ),
         Span(
             "fetch",
@@ -232,13 +232,15 @@ POINTS: dict[str, Point] = {
     )
 }
 
-ANYWHERE = frozenset({"on_checkpoint_published", "on_preempt", "on_exception"})
+ANYWHERE_EVENTS = frozenset({"on_checkpoint_published", "on_preempt", "on_exception"})
 """The single events (events that neither start nor end a span) that may occur inside any span."""
 
 _STEP_ENDS = {"eval": "on_eval_step_end", "test": "on_test_step_end", "predict": "on_predict_step_end"}
-_EVALUATION = tuple((f"on_{loop}_step_start", end) for loop, end in _STEP_ENDS.items())
-_EVAL_OUTPUTS = tuple((f"on_{loop}_forward_end", end) for loop, end in _STEP_ENDS.items())
-_CHECKPOINT = tuple((event, event) for event in ("on_checkpoint_load_end", "on_checkpoint_save_start", "on_checkpoint_save_end"))
+_EVALUATION_WINDOWS = tuple((f"on_{loop}_step_start", end) for loop, end in _STEP_ENDS.items())
+_EVAL_OUTPUT_WINDOWS = tuple((f"on_{loop}_forward_end", end) for loop, end in _STEP_ENDS.items())
+_CHECKPOINT_WINDOWS = tuple(
+    (event, event) for event in ("on_checkpoint_load_end", "on_checkpoint_save_start", "on_checkpoint_save_end")
+)
 
 FIELDS: dict[str, Field] = {
     field.name: field
@@ -286,7 +288,7 @@ FIELDS: dict[str, Field] = {
             "this rank's batch as the dataloader returns it, on the device; if a step uses several batches, the current batch; None when the data "
             "has run out",
             "local",
-            (("on_fetch_end", "on_train_step_end"), *_EVALUATION),
+            (("on_fetch_end", "on_train_step_end"), *_EVALUATION_WINDOWS),
             ("on_fetch_end",),
         ),
         Field(
@@ -302,7 +304,7 @@ FIELDS: dict[str, Field] = {
             "Any",
             'what the model returned; available to the step\'s end if a callback declares `keep_fields = ("outputs",)`',
             "local",
-            (("on_forward_end", "on_loss_end"), *_EVAL_OUTPUTS),
+            (("on_forward_end", "on_loss_end"), *_EVAL_OUTPUT_WINDOWS),
             ("on_forward_end", "on_eval_forward_end"),
             kept_until="on_train_step_end",
         ),
@@ -389,7 +391,7 @@ FIELDS: dict[str, Field] = {
             "CheckpointInfo | None",
             "path, step, epoch, kind, losses and size of the checkpoint, and who requested it; None when nothing was loaded",
             "replicated",
-            (*_CHECKPOINT, ("on_checkpoint_published", "on_checkpoint_published")),
+            (*_CHECKPOINT_WINDOWS, ("on_checkpoint_published", "on_checkpoint_published")),
         ),
         Field("exception", "BaseException", "the exception that was raised", "local", (("on_exception", "on_exception"),)),
         Field(
@@ -411,7 +413,7 @@ def names_in(order: str) -> list[str]:
 def canonical_order() -> tuple[str, ...]:
     """Return all events, each once, in the order in which they occur in a run.
 
-    The points of `ANYWHERE`, which may occur at any time, come just before `on_run_end`.
+    The points of `ANYWHERE_EVENTS`, which may occur at any time, come just before `on_run_end`.
     """
     events: dict[str, None] = {}
 
@@ -460,17 +462,17 @@ def description(event: str) -> str:
 def fields_available(event: str) -> tuple[str, ...]:
     """Return the names of the fields that are available at `event` but not at every event, in the order of `FIELDS`.
 
-    At a point of `ANYWHERE`, the fields of the surrounding span are available too, but are not in the result.
+    At a point of `ANYWHERE_EVENTS`, the fields of the surrounding span are available too, but are not in the result.
     """
     return tuple(
         field.name
         for field in FIELDS.values()
         if field.windows
-        and (any(event in window for window in field.windows) if event in ANYWHERE else is_available(field.name, event))
+        and (any(event in window for window in field.windows) if event in ANYWHERE_EVENTS else is_available(field.name, event))
     )
 
 
-ALWAYS: tuple[str, ...] = tuple(field.name for field in FIELDS.values() if not field.windows)
+ALWAYS_AVAILABLE: tuple[str, ...] = tuple(field.name for field in FIELDS.values() if not field.windows)
 """The fields that are available at every event."""
 
 
@@ -490,13 +492,15 @@ def tree() -> str:
                 draw(child, depth + 1)
 
     draw("run", 0)
-    return "\n".join([*lines, "anywhere: " + ", ".join(name for name in POINTS if name in ANYWHERE)])
+    return "\n".join([*lines, "anywhere: " + ", ".join(name for name in POINTS if name in ANYWHERE_EVENTS)])
 
 
-_PLACE = {event: place for place, event in enumerate(EVENTS)}
+_PLACE_OF_EVENT = {event: place for place, event in enumerate(EVENTS)}
 
 
 def is_available(field: str, event: str) -> bool:
     """Return whether the context's field `field` is available when `event` is fired, according to the lifecycle table."""
     windows = FIELDS[field].windows
-    return not windows or any(_PLACE[opens] <= _PLACE[event] <= _PLACE[closes] for opens, closes in windows)
+    return not windows or any(
+        _PLACE_OF_EVENT[opens] <= _PLACE_OF_EVENT[event] <= _PLACE_OF_EVENT[closes] for opens, closes in windows
+    )

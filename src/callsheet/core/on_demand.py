@@ -50,9 +50,9 @@ def attributes(package: str, modules: Mapping[str, str], subpackages: Collection
 def _hint(package: str, name: str) -> str:
     if name.startswith("_"):
         return ""
-    from callsheet.core.familiar_names import FAMILIAR
+    from callsheet.core.familiar_names import CALLBACKS
 
-    here = FAMILIAR.get(name, name)
+    here = CALLBACKS.get(name, name)
     names = {each: importlib.import_module(each).__all__ for each in _PACKAGES}
     found = next((each for each in names if here in names[each] and (each != package or here != name)), "")
     if found:

@@ -26,7 +26,7 @@ from callsheet.core.callback import (
 )
 from callsheet.core.control import REQUESTS
 from callsheet.core.events import as_event, event_hint
-from callsheet.core.lane_options import NOT_IN_LANES
+from callsheet.core.lane_options import FIELDS_NOT_IN_LANES
 from callsheet.core.lifecycle import EVENTS, FIELDS
 from callsheet.core.ranks import RankGate, check_gate
 from callsheet.core.states import keeps_state
@@ -36,8 +36,8 @@ from callsheet.errors import ConfigError, NotACallbackError, RegistrationError, 
 if TYPE_CHECKING:
     from callsheet.core.context import Context
 
-_EVENTS = frozenset(EVENTS)
-_NO_EVENTS = frozenset({"on_event", "on_error"})
+_EVENT_NAMES = frozenset(EVENTS)
+_OTHER_HANDLERS = frozenset({"on_event", "on_error"})
 
 
 class RegisterOptions(TypedDict, total=False):
@@ -89,11 +89,11 @@ def check_callback(callback: object) -> Callback:
         hint = "".join(of(callback) for of in foreign_hints)
         raise NotACallbackError(f"{callback!r} is not a callback: callbacks derive from callsheet.Callback{hint}")
     for name in _public_names(callback):
-        if name.startswith("on_") and name not in _EVENTS | _NO_EVENTS and callable(getattr(callback, name)):
+        if name.startswith("on_") and name not in _EVENT_NAMES | _OTHER_HANDLERS and callable(getattr(callback, name)):
             raise UnknownEventError(_at(f"unknown event {name!r}{event_hint(name)}", callback, getattr(callback, name)))
         if (
             marks(getattr(callback, name, None)) != Marks()
-            and name not in _EVENTS
+            and name not in _EVENT_NAMES
             and marks(getattr(callback, name)).ranks is None
         ):
             raise RegistrationError(
@@ -139,7 +139,7 @@ def handlers_of(callback: Callback) -> dict[str, Callable[..., Any]]:
         return dict.fromkeys(EVENTS, callback.on_event)
     if not events:
         for name in _public_names(callback):
-            if f"on_{name}" in _EVENTS and callable(getattr(callback, name)):
+            if f"on_{name}" in _EVENT_NAMES and callable(getattr(callback, name)):
                 raise RegistrationError(
                     _at(f"has no handlers; did you mean on_{name} instead of {name}?", callback, getattr(callback, name))
                 )
@@ -263,7 +263,7 @@ def _policy(owner: Any, own: Marks, given: Mapping[str, Any], label: str, source
                 "it draws random numbers, and a lane would draw them in the middle of training: use a generator of its own, and leave "
                 "draws_random out"
             )
-        if lane != "inline" and (never := [name for name in owner.snapshot_fields if name in NOT_IN_LANES]):
+        if lane != "inline" and (never := [name for name in owner.snapshot_fields if name in FIELDS_NOT_IN_LANES]):
             raise ConfigError(
                 f"snapshot_fields: {', '.join(never)} is not available in a lane, since training keeps changing it; read it inline, and "
                 "log numbers"
@@ -295,7 +295,7 @@ def _public_names(callback: Callback) -> Iterator[str]:
 
     Properties are left out, because reading one would run its code.
     """
-    base = set(dir(Callback)) - _EVENTS
+    base = set(dir(Callback)) - _EVENT_NAMES
     for name in dict.fromkeys([*dir(type(callback)), *vars(callback)]):
         if not name.startswith("_") and name not in base:
             static = inspect.getattr_static(callback, name, None)

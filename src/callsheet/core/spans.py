@@ -84,11 +84,11 @@ class Span:
         dispatcher.current = outer
 
 
-_EDGES: dict[str, tuple[tuple[str, str], ...]] = {}
+_EDGES_OF_EVENT: dict[str, tuple[tuple[str, str], ...]] = {}
 """For every start or end event, the name of its span, and the attribute of `Span` that holds the compiled event."""
 for _span in SPANS.values():
     for _event, _side in ((_span.start_event, "starts"), (_span.end_event, "ends")):
-        _EDGES[_event] = (*_EDGES.get(_event, ()), (_span.name, _side))
+        _EDGES_OF_EVENT[_event] = (*_EDGES_OF_EVENT.get(_event, ()), (_span.name, _side))
 
 
 class Spans:
@@ -140,7 +140,7 @@ class Spans:
         self.links += 1
         for event in events:
             compiled = table[event]
-            for name, side in _EDGES.get(event, ()):
+            for name, side in _EDGES_OF_EVENT.get(event, ()):
                 setattr(getattr(self, name), side, compiled if compiled[0] is not None else None)
 
 

@@ -30,16 +30,16 @@ class TimeUnit(StrEnum):
     SECOND = "sec"
 
 
-_FRACTIONAL = frozenset({TimeUnit.DURATION, TimeUnit.SECOND})
-_WHOLE = ", and only dur and sec take fractions; give whole ones, as in '10ba'"
+_FRACTIONAL_UNITS = frozenset({TimeUnit.DURATION, TimeUnit.SECOND})
+_WHOLE_NUMBER_HINT = ", and only dur and sec take fractions; give whole ones, as in '10ba'"
 # For hints in error messages: the error for "10steps" suggests the unit "ba".
-_SPELLED_OUT = {unit.name.lower(): unit for unit in TimeUnit} | {"step": TimeUnit.BATCH}
+_UNIT_OF_NAME = {unit.name.lower(): unit for unit in TimeUnit} | {"step": TimeUnit.BATCH}
 
-# The patterns `_COUNT` and `_CLOCK` also match some invalid numbers, which int() and float() reject afterwards.
+# The patterns `_COUNT_PATTERN` and `_CLOCK_PATTERN` also match some invalid numbers, which int() and float() reject afterwards.
 # The patterns are strings, so that `re` compiles each pattern at its first use and not when this module is imported.
-_COUNT = r"([+-]?[\d._]+(?:e[+-]?\d+)?)\s*([a-z]*)"
-_CLOCK = r"(?:([\d._]+)\s*h)?\s*(?:([\d._]+)\s*m)?\s*(?:([\d._]+)\s*s)?"
-_LOOSE = re.ASCII | re.IGNORECASE
+_COUNT_PATTERN = r"([+-]?[\d._]+(?:e[+-]?\d+)?)\s*([a-z]*)"
+_CLOCK_PATTERN = r"(?:([\d._]+)\s*h)?\s*(?:([\d._]+)\s*m)?\s*(?:([\d._]+)\s*s)?"
+_PATTERN_FLAGS = re.ASCII | re.IGNORECASE
 
 
 def _unit(word: str) -> TimeUnit:
@@ -48,7 +48,7 @@ def _unit(word: str) -> TimeUnit:
     except ValueError:
         given = word.lower()
         meant = next(
-            (unit for name, unit in _SPELLED_OUT.items() if given.startswith(name) or (given[1:] and name.startswith(given))),
+            (unit for name, unit in _UNIT_OF_NAME.items() if given.startswith(name) or (given[1:] and name.startswith(given))),
             given,
         )
         units = [unit.value for unit in TimeUnit]
@@ -58,19 +58,19 @@ def _unit(word: str) -> TimeUnit:
 
 def _number(digits: str, unit: TimeUnit, text: str) -> float:
     try:
-        return float(digits) if unit in _FRACTIONAL else int(digits)
+        return float(digits) if unit in _FRACTIONAL_UNITS else int(digits)
     except ValueError:
-        kind = "number" if unit in _FRACTIONAL else f"whole number{_WHOLE}"
+        kind = "number" if unit in _FRACTIONAL_UNITS else f"whole number{_WHOLE_NUMBER_HINT}"
         raise ConfigError(f"{digits!r} in {text!r} is no {kind}") from None
 
 
 def _read(text: str) -> tuple[float, TimeUnit]:
     """Return the number and the unit of a text such as `"10ba"`, `"0.5dur"` or `"1h30m"`. Raise ConfigError if the text is invalid."""
     bare = text.strip()
-    if bare and (clock := re.fullmatch(_CLOCK, bare, _LOOSE)):
+    if bare and (clock := re.fullmatch(_CLOCK_PATTERN, bare, _PATTERN_FLAGS)):
         hours, minutes, seconds = (_number(part or "0", TimeUnit.SECOND, text) for part in clock.groups())
         return 3600 * hours + 60 * minutes + seconds, TimeUnit.SECOND
-    count = re.fullmatch(_COUNT, bare, _LOOSE)
+    count = re.fullmatch(_COUNT_PATTERN, bare, _PATTERN_FLAGS)
     if count is None:
         raise ConfigError(f"{text!r} is no time; write a number and a unit, as in '10ba', '0.5dur' or '1h30m'")
     number, word = count.groups()
@@ -121,10 +121,10 @@ class Time:
         unit = _unit(unit)
         if isinstance(value, bool) or not isinstance(value, int | float) or not -math.inf < value < math.inf:
             raise ConfigError(f"{value!r} is no number of {unit.value!r}; give a finite one, as in '10{unit.value}'")
-        if unit in _FRACTIONAL:
+        if unit in _FRACTIONAL_UNITS:
             value = float(value) + 0.0  # -0.0 becomes 0.0, so that equal times have the same string
         elif not isinstance(value, int):
-            raise ConfigError(f"{value!r} {unit.value} is no whole number{_WHOLE}")
+            raise ConfigError(f"{value!r} {unit.value} is no whole number{_WHOLE_NUMBER_HINT}")
         object.__setattr__(self, "value", value)
         object.__setattr__(self, "unit", unit)
 
@@ -159,7 +159,7 @@ class Time:
         return how(self.value, other.value)
 
     def _scaled(self, value: float) -> Time:
-        return Time(value if self.unit in _FRACTIONAL else math.floor(value), self.unit)
+        return Time(value if self.unit in _FRACTIONAL_UNITS else math.floor(value), self.unit)
 
     def __lt__(self, other: Time | str) -> bool:
         return self._with(other, lambda a, b: a < b)
@@ -215,9 +215,9 @@ class Time:
         return f'Time("{self}")'
 
 
-# The index of each unit's counter in a `Timestamp`. The first six fields of a `Timestamp` are in the order of `_COUNTED`.
-_COUNTED = [unit for unit in TimeUnit if unit is not TimeUnit.DURATION]
-_SLOT: dict[TimeUnit, int] = {unit: slot for slot, unit in enumerate(_COUNTED)}
+# The index of each unit's counter in a `Timestamp`. The first six fields of a `Timestamp` are in the order of `_COUNTED_UNITS`.
+_COUNTED_UNITS = [unit for unit in TimeUnit if unit is not TimeUnit.DURATION]
+_SLOT_OF_UNIT: dict[TimeUnit, int] = {unit: slot for slot, unit in enumerate(_COUNTED_UNITS)}
 
 
 class Timestamp(NamedTuple):
@@ -294,7 +294,7 @@ class Timestamp(NamedTuple):
             ConfigError: the unit is `dur`, which depends on `max_duration` too.
         """
         try:
-            return self[_SLOT[unit]]
+            return self[_SLOT_OF_UNIT[unit]]
         except KeyError:
             raise ConfigError(f"a timestamp does not count {str(unit)!r}; use elapsed_fraction() for 'dur'") from None
 
@@ -425,7 +425,7 @@ class Interval:
         Raises:
             ConfigError: the interval is in `dur`, and `elapsed` is None.
         """
-        slot = _SLOT.get(self.every.unit)
+        slot = _SLOT_OF_UNIT.get(self.every.unit)
         if slot is not None:
             return int(timestamp[slot] // self.every.value)
         if elapsed is None:

@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_TERMINAL_SECONDS = 1.0
-_FIRST_SECONDS, _NEXT_SECONDS = 5.0, 30.0  # if stderr is no terminal: seconds before the first line, and between lines
+_TERMINAL_PAUSE_SECONDS = 1.0
+_FIRST_LINE_SECONDS, _NEXT_LINE_SECONDS = 5.0, 30.0  # if stderr is no terminal: seconds before the first line, and between lines
 
 
 @contextmanager
@@ -36,14 +36,14 @@ def _show(what: str, is_done: threading.Event) -> None:
     stream, began = sys.stderr, time.monotonic()
     try:
         is_terminal = stream.isatty()
-        pause = _TERMINAL_SECONDS if is_terminal else _FIRST_SECONDS
+        pause = _TERMINAL_PAUSE_SECONDS if is_terminal else _FIRST_LINE_SECONDS
         is_shown = False
         while not is_done.wait(pause):
             seconds = time.monotonic() - began
             # On a terminal, the cursor returns to the start of the status line, so that other output overwrites it.
             stream.write(f"\r{what}: {seconds:.0f} s\x1b[K\r" if is_terminal else f"{what}: {seconds:.0f} s so far\n")
             stream.flush()
-            is_shown, pause = True, _TERMINAL_SECONDS if is_terminal else _NEXT_SECONDS
+            is_shown, pause = True, _TERMINAL_PAUSE_SECONDS if is_terminal else _NEXT_LINE_SECONDS
         if is_shown and is_terminal:
             stream.write("\r\x1b[K")
             stream.flush()

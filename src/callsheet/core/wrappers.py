@@ -26,7 +26,7 @@ Timed = Callable[[Handler, "HandlerEntry"], Handler]
 FAILURES_ALLOWED = 3
 """How many failures in a row disable an isolated callback."""
 
-NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR})
+NOT_WRITABLE_ERRNOS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR})
 """The `errno` values of file errors that would occur again in every further attempt."""
 
 
@@ -145,7 +145,7 @@ def failed(registration: Registration, event: str, ctx: Context, error: Exceptio
     where = f"{event}, step {ctx.step}, rank {ctx.run.rank}"
     kind, text = type(error).__name__, text_of(error)
     registration.last_failure = f"{kind}: {text} (at {where})"
-    if isinstance(error, OSError) and error.errno in NOT_WRITABLE and error.filename is not None:
+    if isinstance(error, OSError) and error.errno in NOT_WRITABLE_ERRNOS and error.filename is not None:
         registration.cannot_write = registration.is_off = True
         logger.error(
             "Callback %s may not use %s (%s), so it is switched off in this run; training continues. Make the folder writable, or choose "

@@ -21,7 +21,7 @@ from callsheet.core.callback import Callback
 from callsheet.core.lifecycle import EVENTS
 from callsheet.core.ranks import read_ranks
 from callsheet.errors import is_from_signal_handler, text_of
-from callsheet.exec.log_pace import FIRST_INTERVAL, LogPace
+from callsheet.exec.log_pace import FIRST_INTERVAL_STEPS, LogPace
 from callsheet.exec.lone_run import LoneRun
 from callsheet.exec.loop_batches import NO_DATA, LoopBatches, batch_of
 from callsheet.exec.loop_evaluations import LoopEvaluations
@@ -33,9 +33,9 @@ HOST = "this script"
 """The name of the observed loop in messages, in place of a framework's name."""
 _REGULAR_STEPS = 20
 """After this number of regular steps (one new batch and one model call per loss), the first loss of a step marks its start."""
-_UNKNOWN = (0, 0)
+_UNKNOWN_COUNTS = (0, 0)
 """The numbers of samples and tokens if they are unknown."""
-_NEVER = tuple(event for event in EVENTS if event.startswith(("on_test", "on_predict", "on_checkpoint_due", "on_preempt")))
+_NEVER_FIRED = tuple(event for event in EVENTS if event.startswith(("on_test", "on_predict", "on_checkpoint_due", "on_preempt")))
 """Events that are never fired, because nothing that a hand-written loop does corresponds to them."""
 
 
@@ -171,7 +171,7 @@ class BareLoop(NotCopied):
         # With FSDP, `_with_gradients` stays empty, because FSDP keeps the gradients elsewhere between microbatches.
         self._with_gradients = [] if any(hasattr(each, "placements") for each in parameters) else parameters
         # Two pairs of a number of samples and a number of tokens: of the latest microbatch, and of one whose loss was discarded.
-        self._of_microbatch = self._discarded = _UNKNOWN
+        self._of_microbatch = self._discarded = _UNKNOWN_COUNTS
         self._was_called = False  # whether the model was called with gradients since the last step ended
         self._trains_in_eval_mode = not model.training  # for example, to freeze the statistics of batch normalization
         self._in_forward: Literal["train", "eval", ""] = ""  # the purpose of the running forward pass; empty if none is running
@@ -211,7 +211,7 @@ class BareLoop(NotCopied):
 
     def _begin(self, loss: Tensor | None, batch: Any, counts: tuple[int, int], has_closure: bool) -> None:
         run = self.run
-        self._support.before_run(_NEVER, run.control)
+        self._support.before_run(_NEVER_FIRED, run.control)
         run.begin()
         self._install_forward_hooks()
         self.watch.listen(True)
@@ -439,8 +439,8 @@ class BareLoop(NotCopied):
         if self._has_lost_gradients():
             self.gradients_are_discarded()
         # An earlier loss of the same outputs was discarded, and its count of samples too. Restore that count for this loss.
-        if not self._is_in_microbatch and self._discarded != _UNKNOWN:
-            self.run.counted, self._discarded = self._discarded, _UNKNOWN
+        if not self._is_in_microbatch and self._discarded != _UNKNOWN_COUNTS:
+            self.run.counted, self._discarded = self._discarded, _UNKNOWN_COUNTS
         self._is_in_microbatch = False
 
     def _has_lost_gradients(self) -> bool:
@@ -465,7 +465,7 @@ class BareLoop(NotCopied):
         if self._is_in_microbatch:
             self.run.counted = self._of_microbatch  # keep the counts of the open microbatch, because its loss is still to come
         else:
-            self.run.counted, self._discarded = _UNKNOWN, self._of_microbatch
+            self.run.counted, self._discarded = _UNKNOWN_COUNTS, self._of_microbatch
 
     def other_optimizer_steps(self) -> None:
         """Handle a step of an optimizer that is not observed. Discard the latest losses if they may belong to that optimizer."""
@@ -571,7 +571,7 @@ class BareLoop(NotCopied):
             if not self._sees_forward:
                 run.driver.synthesized.clear()
             self._support.after_first_step(run.driver)
-        elif not steps % FIRST_INTERVAL:
+        elif not steps % FIRST_INTERVAL_STEPS:
             run.keep_pace()
             if not self._is_plain and not run.driver.has_listeners:
                 self._install_forward_hooks()
@@ -651,7 +651,7 @@ class BareLoop(NotCopied):
         if self._driver.listen():
             self._listen()
         self._driver.start_step()
-        self.run.counted = self._of_microbatch = self._discarded = _UNKNOWN
+        self.run.counted = self._of_microbatch = self._discarded = _UNKNOWN_COUNTS
         self.watch.total, self._is_in_microbatch, self.watch.is_on = None, False, True
 
     def end_iteration(self) -> None:
@@ -698,22 +698,22 @@ class BareLoop(NotCopied):
     def _count(self) -> None:
         """Count the samples and tokens of a new batch. If there is none, count again the batch whose loss was discarded last."""
         batches = self._batches
-        counts = _UNKNOWN
+        counts = _UNKNOWN_COUNTS
         if batches.new is not None:
             counts = batches.counts_of(batches.new)
             batches.latest, batches.new = batches.new if self._driver.has_listeners and batches.new is not NO_DATA else None, None
-        if counts != _UNKNOWN:
+        if counts != _UNKNOWN_COUNTS:
             self._of_microbatch = counts
         else:
             counts = self._discarded
             self._be_irregular()
         run = self.run
         before = run.counted
-        if before == _UNKNOWN:
+        if before == _UNKNOWN_COUNTS:
             run.counted = counts
         elif not self.watch.is_in_closure:  # the optimizer may call a closure several times, so count the samples once
             run.counted = before[0] + counts[0], before[1] + counts[1]
-        self._discarded = _UNKNOWN
+        self._discarded = _UNKNOWN_COUNTS
 
     def _begin_evaluated_batch(self, batch: Any) -> None:
         self._batches.forget_other()

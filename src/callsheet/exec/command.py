@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from callsheet.core.optional import need
 from callsheet.errors import CallsheetError, unknown_arguments
 from callsheet.exec.observation import Observation
-from callsheet.exec.observers import VARIABLE
+from callsheet.exec.observers import CALLBACKS_VARIABLE
 from callsheet.exec.script import Script, hide_our_frames
 
 _DESCRIPTION = """\
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         need("torch", extra="train", wanted_by="callsheet exec")
         observation = Observation(
             script,
-            callbacks=options.callbacks or os.environ.get(VARIABLE) or None,
+            callbacks=options.callbacks or os.environ.get(CALLBACKS_VARIABLE) or None,
             run_name=options.run_name,
             runs_folder=options.runs_folder,
             log_interval=options.log_interval,

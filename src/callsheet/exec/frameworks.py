@@ -33,7 +33,7 @@ class Frameworks:
     def __init__(self, observation: Observation) -> None:
         self._observation = observation
         self._undo: list[Callable[[], None]] = []
-        self.actions: Mapping[str, Callable[[ModuleType], None]] = {module: self._wrap for module, *_ in _METHODS}
+        self.actions: Mapping[str, Callable[[ModuleType], None]] = {module: self._wrap for module, *_ in _WRAPPED_METHODS}
         """For the name of each framework's module, the function to call when the module is imported."""
 
     def remove(self) -> None:
@@ -42,7 +42,7 @@ class Frameworks:
             self._undo.pop()()
 
     def _wrap(self, module: ModuleType) -> None:
-        for name, owner_name, method, around in _METHODS:
+        for name, owner_name, method, around in _WRAPPED_METHODS:
             if name == module.__name__:
                 self._wrap_method(module, owner_name, method, around)
 
@@ -187,12 +187,12 @@ def _host(observation: Observation, callbacks: Sequence[Any], bridge: str, *, ha
         bridge: the module that has the framework's `host`.
         has_interval: whether the framework has a log interval of its own.
     """
-    from callsheet.exec.log_pace import FIRST_INTERVAL, LogPace
+    from callsheet.exec.log_pace import FIRST_INTERVAL_STEPS, LogPace
 
     try:
         if observation.is_observed_otherwise(callbacks):
             return None
-        steps = observation.log_interval or FIRST_INTERVAL
+        steps = observation.log_interval or FIRST_INTERVAL_STEPS
         options = {} if has_interval else {"log_interval": steps}
         made = importlib.import_module(bridge).host(
             observation.make(LogPace(steps)),
@@ -219,7 +219,7 @@ def _trained(observation: Observation, hosted: Any, train: Callable[[], Any]) ->
             raise
 
 
-_METHODS: Sequence[tuple[str, str, str, Around]] = (
+_WRAPPED_METHODS: Sequence[tuple[str, str, str, Around]] = (
     (
         "transformers.trainer",
         "Trainer",

@@ -6,10 +6,10 @@ from callsheet.bridges.boundary_order import HostedRecords
 from callsheet.core.context import Context
 from callsheet.core.time import Interval
 
-FIRST_INTERVAL = 10
+FIRST_INTERVAL_STEPS = 10
 """The number of steps from one metrics record to the next, unless the user sets another number or the steps are very short."""
-_MIN_SECONDS = 2.0  # if less training time than this lies between two records, the interval is doubled
-_MAX_SECONDS = 10.0
+_MIN_INTERVAL_SECONDS = 2.0  # if less training time than this lies between two records, the interval is doubled
+_MAX_INTERVAL_SECONDS = 10.0
 
 
 class LogPace:
@@ -22,7 +22,7 @@ class LogPace:
     """
 
     def __init__(self, steps: int | None) -> None:
-        self.steps = steps or FIRST_INTERVAL
+        self.steps = steps or FIRST_INTERVAL_STEPS
         """The current number of steps from one metrics record to the next."""
         self._is_fixed = steps is not None
         self._last = 0.0
@@ -33,16 +33,16 @@ class LogPace:
         `seconds` is the total training time at the new record.
         """
         since, self._last = seconds - self._last, seconds
-        if self._is_fixed or since >= _MIN_SECONDS:
+        if self._is_fixed or since >= _MIN_INTERVAL_SECONDS:
             return False
         self.steps *= 2
         return True
 
     def shorten(self, seconds: float) -> bool:
         """Reset `steps`, the steps from one record to the next, to ten if the last record is too many `seconds` of training ago. Return whether it changed."""
-        if self._is_fixed or self.steps == FIRST_INTERVAL or seconds < _MAX_SECONDS:
+        if self._is_fixed or self.steps == FIRST_INTERVAL_STEPS or seconds < _MAX_INTERVAL_SECONDS:
             return False
-        self.steps = FIRST_INTERVAL
+        self.steps = FIRST_INTERVAL_STEPS
         return True
 
 

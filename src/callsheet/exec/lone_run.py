@@ -18,7 +18,7 @@ from callsheet.core.time import Interval, Timestamp
 from callsheet.errors import NotSupported
 from callsheet.exec.log_pace import PacedRecords
 
-_GATHERING = (SpeedMonitor, MemoryMonitor, SystemMetricsMonitor)
+_GATHERING_CALLBACKS = (SpeedMonitor, MemoryMonitor, SystemMetricsMonitor)
 """Callbacks whose only collective is `ctx.gather`. They work on one rank, because `LoneContext.gather` needs no other rank."""
 
 
@@ -100,7 +100,7 @@ def check_observers(run: LoneRun) -> None:
     """
     able, is_alone = run.control.able, read_ranks().world_size == 1
     for each in run.manager.callbacks:
-        if each.collective and not is_alone and not isinstance(each, _GATHERING):
+        if each.collective and not is_alone and not isinstance(each, _GATHERING_CALLBACKS):
             raise NotSupported(f"{label_of(each)} calls collectives, and only one rank is observed here; leave the callback out")
         if asked := ", ".join(f"ctx.control.{request}" for request in inner(each).requests if request not in able):
             raise NotSupported(

@@ -34,7 +34,7 @@ such as that of a GAN, the observed optimizer steps more often than that.
 """
 
 
-MOST_LOOPS = 20
+MAX_LOOPS = 20
 """The largest number of observed loops in a script. The search also stops if the models of so many optimizers are not found.
 
 Some scripts make a new model and optimizer thousands of times, as in federated learning. A run for each would make the script slow.
@@ -323,10 +323,10 @@ class LoopFinder:
         if optimizer in self._seen or (before is not None and not self._count_other_step()):
             return
         self._seen.add(optimizer)
-        if self._found >= MOST_LOOPS or self._not_found >= MOST_LOOPS:
+        if self._found >= MAX_LOOPS or self._not_found >= MAX_LOOPS:
             if not self._is_limit_logged and self._found:
                 self._is_limit_logged = True
-                warn(f"{MOST_LOOPS} loops of this script were observed; further ones are not")
+                warn(f"{MAX_LOOPS} loops of this script were observed; further ones are not")
             return
         model = model_of(optimizer)
         if model is None:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from callsheet.bridges.torch_hooks import BackwardWatch, Hook, OptimizerHooks, untraced
-from callsheet.exec.log_pace import FIRST_INTERVAL
+from callsheet.exec.log_pace import FIRST_INTERVAL_STEPS
 
 if TYPE_CHECKING:
     from callsheet.exec.bare_loop import BareLoop
@@ -64,7 +64,7 @@ class LoopOptimizerHooks(OptimizerHooks):
             loop.unreported_counts = None
             loss, loop.watch.total = loop.watch.total, None
             steps = loop.run.count_unreported_step(optimizer, loss, *counts)
-            if not steps % FIRST_INTERVAL:
+            if not steps % FIRST_INTERVAL_STEPS:
                 loop.after_step(steps)
         except Exception as error:
             self._fail(error, self._after, getattr(optimizer, "_optimizer_step_post_hooks", {}), self._ends)

@@ -16,7 +16,7 @@ from callsheet.errors import CallsheetError, ConfigError, did_you_mean
 if TYPE_CHECKING:
     from callsheet.exec.log_pace import LogPace
 
-VARIABLE = "CALLSHEET_CALLBACKS"
+CALLBACKS_VARIABLE = "CALLSHEET_CALLBACKS"
 """The environment variable that may name the file of callbacks. Only `callsheet exec` reads it."""
 
 Observers = Callable[["LogPace"], list[Callback]]

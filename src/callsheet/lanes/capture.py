@@ -14,29 +14,29 @@ from typing import TYPE_CHECKING, Any
 
 from callsheet.core.context import Context
 from callsheet.core.events import Event, as_event
-from callsheet.core.lane_options import NOT_IN_LANES
-from callsheet.core.lifecycle import ALWAYS, FIELDS, fields_available
+from callsheet.core.lane_options import FIELDS_NOT_IN_LANES
+from callsheet.core.lifecycle import ALWAYS_AVAILABLE, FIELDS, fields_available
 from callsheet.core.page_locked import keep_if_device_failed, page_locked
 from callsheet.core.run_state import TrainState
 from callsheet.errors import FieldNotAvailable
-from callsheet.lanes.snapshot import ON_REQUEST, Inbox, LaneControl, Snapshot
+from callsheet.lanes.snapshot import FIELDS_ON_REQUEST, Inbox, LaneControl, Snapshot
 
 if TYPE_CHECKING:
     from callsheet.core.call_sheet import Registration
     from callsheet.lanes.queue import Lane
 
-_BY_DEFAULT = tuple(name for name in FIELDS if name not in (*ALWAYS, *NOT_IN_LANES, *ON_REQUEST))
-_OF_STATE = ("timestamp", "previous_timestamp", "course")
+_DEFAULT_FIELDS = tuple(name for name in FIELDS if name not in (*ALWAYS_AVAILABLE, *FIELDS_NOT_IN_LANES, *FIELDS_ON_REQUEST))
+_STATE_ATTRIBUTES = ("timestamp", "previous_timestamp", "course")
 """Attributes of `TrainState` that every snapshot contains.
 
 They need no copy, because they are replaced and never changed in place.
 """
 _NEW_FIELDS = frozenset({"loss", "grad_norm"})
 """Fields that a snapshot need not copy if the loop makes new tensors for these fields in each step: see `Context.loss_is_new`."""
-_STILL_FIELDS = frozenset({"step_skipped", "boundary", "eval_name", "standalone", "span", "exception"})
-_PLAIN = frozenset({int, float, str, bool, type(None), Event})
+_UNCHANGING_FIELDS = frozenset({"step_skipped", "boundary", "eval_name", "standalone", "span", "exception"})
+_PLAIN_TYPES = frozenset({int, float, str, bool, type(None), Event})
 _UNAVAILABLE = object()
-_BEFORE_FIELDS = 4 + len(_OF_STATE)
+_FIRST_FIELD_PLACE = 4 + len(_STATE_ATTRIBUTES)
 
 Values = tuple[Any, ...] | list[Any]
 """The captured values of one event: the function that delivers the event, the snapshot class, and the values of the fields.
@@ -129,15 +129,17 @@ class SnapshotCapture:
         self._by, self._inbox, self._numbers = by, inbox, numbers
         wanted = [
             name
-            for name in dict.fromkeys(needs or _BY_DEFAULT)
-            if name not in (*NOT_IN_LANES, "event", "run", "state", "step", "epoch", "control")
+            for name in dict.fromkeys(needs or _DEFAULT_FIELDS)
+            if name not in (*FIELDS_NOT_IN_LANES, "event", "run", "state", "step", "epoch", "control")
         ]
-        self._names = tuple(name for name in wanted if name in available or name in ALWAYS)
-        self._changing = tuple(place for place, name in enumerate(self._names, _BEFORE_FIELDS) if name not in _STILL_FIELDS)
-        numbers.names.update(name for name in self._names if name not in _STILL_FIELDS)
+        self._names = tuple(name for name in wanted if name in available or name in ALWAYS_AVAILABLE)
+        self._changing = tuple(
+            place for place, name in enumerate(self._names, _FIRST_FIELD_PLACE) if name not in _UNCHANGING_FIELDS
+        )
+        numbers.names.update(name for name in self._names if name not in _UNCHANGING_FIELDS)
         self._state: TrainState | None = None  # the `TrainState` for which the snapshot class `_kind` is valid
         self._kind: type[Snapshot] = Snapshot
-        new = tuple(place for place, name in enumerate(self._names, _BEFORE_FIELDS) if name in _NEW_FIELDS)
+        new = tuple(place for place, name in enumerate(self._names, _FIRST_FIELD_PLACE) if name in _NEW_FIELDS)
         self._functions = _compiled_functions(self._names, self._changing, new)
 
     def enqueuer(
@@ -178,7 +180,7 @@ class SnapshotCapture:
 
     def take(self, deliver: Deliver, ctx: Context) -> Values:
         """Capture the fields, and copy values that may change later. The training thread calls this method."""
-        always = [getattr(ctx.state, name) for name in _OF_STATE]
+        always = [getattr(ctx.state, name) for name in _STATE_ATTRIBUTES]
         fields = [getattr(ctx, name) if ctx.has(name) else _UNAVAILABLE for name in self._names]
         values = [deliver, self.snapshot_class_for(ctx)[0], ctx.step, ctx.epoch, *always, *fields]
         numbers = self._numbers.of(ctx)
@@ -188,7 +190,7 @@ class SnapshotCapture:
 
     def arrived(self, values: Values) -> Values:
         """Wait for the copies from the device, and return the captured values with every `Pending` scalar replaced by its tensor."""
-        return (*values[:_BEFORE_FIELDS], *map(_arrived, values[_BEFORE_FIELDS:]))
+        return (*values[:_FIRST_FIELD_PLACE], *map(_arrived, values[_FIRST_FIELD_PLACE:]))
 
     def drop_unavailable(self, made: Snapshot) -> None:
         """Delete from a snapshot the fields that were not available when the event was fired."""
@@ -221,7 +223,7 @@ def _compiled_functions(names: tuple[str, ...], changing: tuple[int, ...], new: 
     The functions are generated because both run for every event in a lane, and loops over the names cost more
     (`benchmarks/results/shortcuts.md`). The source contains only names from the lifecycle's table.
     """
-    of_state = [f"state.{name}" for name in _OF_STATE]
+    of_state = [f"state.{name}" for name in _STATE_ATTRIBUTES]
     taken = ["ctx.step", "ctx.epoch", *of_state, *(f"ctx.{name}" for name in names)]
     filled = ["made.step", "made.epoch", *of_state, *(f"made.{name}" for name in names)]
     is_new = {place: f" and not (are_new and is_lone(values[{place}]))" for place in new}
@@ -270,7 +272,7 @@ def deliverer(capture, event, registration, handler, answered, fails):
     return deliver
 """
     scope: dict[str, Any] = {
-        "plain": _PLAIN, "FieldNotAvailable": FieldNotAvailable, "new": object.__new__, "TrainState": TrainState,
+        "plain": _PLAIN_TYPES, "FieldNotAvailable": FieldNotAvailable, "new": object.__new__, "TrainState": TrainState,
         "is_lone": _is_lone,
     }  # fmt: skip
     exec(source, scope)
@@ -302,7 +304,7 @@ def _collect(value: Any, scalars: list[Any]) -> None:
 
 def copied(value: Any, scalars: Mapping[int, Any]) -> Any:
     """Return `value` with its containers and tensors copied. Other objects are copied with `copy.deepcopy`."""
-    if type(value) in _PLAIN or value is _UNAVAILABLE:
+    if type(value) in _PLAIN_TYPES or value is _UNAVAILABLE:
         return value
     if _is_tensor(value):
         return scalars[id(value)] if id(value) in scalars else value.detach().clone()

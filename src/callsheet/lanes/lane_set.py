@@ -33,8 +33,8 @@ logger = logging.getLogger("callsheet")
 
 T = TypeVar("T")
 
-_BEFORE_THE_END = 0.8  # a lane may use this fraction of its deadline for the events before `on_run_end`
-_BEFORE_LOGGERS_END = 0.9  # before loggers handle `on_run_end`, other lanes may use this fraction of their deadlines
+_SHARE_BEFORE_RUN_END = 0.8  # a lane may use this fraction of its deadline for the events before `on_run_end`
+_SHARE_BEFORE_LOGGERS_END = 0.9  # before loggers handle `on_run_end`, other lanes may use this fraction of their deadlines
 _SETTLE_SECONDS = 0.2  # how long the last metrics record waits for values that callbacks in lanes log
 _STATE_SECONDS = 1.0  # how long `state_dict` may take for a callback whose lane has hung before
 _MIN_STATE_SECONDS = 0.1  # `state_dict` is given at least this long, even if a preemption signal leaves no time
@@ -168,7 +168,7 @@ class LaneSet:
         def drain_lanes(ctx: Context) -> None:
             drain(
                 [each.lane for registration, each in self._lanes.items() if registration in registrations],
-                share=_BEFORE_LOGGERS_END,
+                share=_SHARE_BEFORE_LOGGERS_END,
             )
             self.process_messages(ctx)
 
@@ -195,7 +195,7 @@ class LaneSet:
         """Limit how long a checkpoint waits for callbacks in lanes, because this process will be killed in `seconds`."""
         self._until = time.monotonic() + seconds
 
-    def drain(self, share: float = _BEFORE_THE_END) -> list[str]:
+    def drain(self, share: float = _SHARE_BEFORE_RUN_END) -> list[str]:
         """Wait until callbacks in other threads have handled all events so far, but use up at most `share` of each deadline.
 
         Return a description of the events that were not delivered.

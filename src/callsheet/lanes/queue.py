@@ -28,7 +28,7 @@ _starting = threading.RLock()  # this lock is held while a lane's thread is star
 _LOOK_SECONDS = 0.1  # time between two checks of a queue; a check wakes a thread, which delays training by about 0.2 ms
 _IDLE_LOOK_SECONDS = 0.4  # the longest time between two checks by the dispatcher thread, while all lanes are idle
 _WAIT_SECONDS = 0.002  # time between two checks of a lane while the training thread waits for the lane
-_LOOK_EVERY = 64  # in a lane that is never empty, the number of items between two checks of its thread's processor time
+_ITEMS_PER_LOOK = 64  # in a lane that is never empty, the number of items between two checks of its thread's processor time
 
 
 class Undelivered(NamedTuple):
@@ -243,7 +243,7 @@ class Lane:
         items, popleft, run = self.items, self.items.popleft, self._run
         self._in_hand = True  # set before the item leaves the queue, so that `left` counts the item at any time
         while items:
-            for _ in range(_LOOK_EVERY):
+            for _ in range(_ITEMS_PER_LOOK):
                 try:
                     item = popleft()
                 except IndexError:  # the queue is empty, perhaps because its last item was just dropped

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Never, NoReturn
 from callsheet.core.context import NO_VALUES, Across, Context, Over, check_logged
 from callsheet.core.control import Control, Request, SaveKind
 from callsheet.core.events import Event
-from callsheet.core.lane_options import NOT_IN_LANES
-from callsheet.core.lifecycle import ALWAYS, ANYWHERE, fields_available
+from callsheet.core.lane_options import FIELDS_NOT_IN_LANES
+from callsheet.core.lifecycle import ALWAYS_AVAILABLE, ANYWHERE_EVENTS, fields_available
 from callsheet.core.run_state import RunInfo
 from callsheet.errors import FieldNotAvailable, RequestRejected, did_you_mean, text_of
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("callsheet")
 
-ON_REQUEST = ("user_state", "batch", "microbatch", "outputs", "loss", "loss_dict", "grad_norm", "eval_losses")
+FIELDS_ON_REQUEST = ("user_state", "batch", "microbatch", "outputs", "loss", "loss_dict", "grad_norm", "eval_losses")
 """Fields that a snapshot holds only if the callback names them in `snapshot_fields`, because they must be copied."""
 
 
@@ -261,7 +261,7 @@ class Snapshot(Context):
         )
 
     def has(self, name: str) -> bool:
-        return name in _SAME or super().has(name)
+        return name in _ALWAYS_HELD_FIELDS or super().has(name)
 
     def control_values(self) -> dict[str, Any]:
         """Return the requests of `control` as plain data, to send them to a callback in another process."""
@@ -279,18 +279,20 @@ class Snapshot(Context):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            if name in NOT_IN_LANES:
+            if name in FIELDS_NOT_IN_LANES:
                 raise FieldNotAvailable(
                     f"ctx.{name} is not available in a lane, since training keeps changing it; use it inline, and log numbers"
                 )
-            if name in ON_REQUEST and (self.event in ANYWHERE or name in (*ALWAYS, *fields_available(self.event))):
+            if name in FIELDS_ON_REQUEST and (
+                self.event in ANYWHERE_EVENTS or name in (*ALWAYS_AVAILABLE, *fields_available(self.event))
+            ):
                 raise FieldNotAvailable(
                     f"ctx.{name} is not in this snapshot; to get it, set snapshot_fields = ({name!r}, ...) in the callback's class"
                 )
             return super().__getattr__(name)
 
 
-_SAME = frozenset({"control", "event", "run"})
+_ALWAYS_HELD_FIELDS = frozenset({"control", "event", "run"})
 
 
 def snapshot_of(fields: Mapping[str, Any], control: LaneControl) -> Snapshot:

@@ -13,7 +13,7 @@ from typing import Any
 
 from callsheet.errors import CallsheetError, DistributedError
 
-_FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in ')
+_FRAME_PATTERN = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in ')
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def _with_source(text: str) -> str:
     found = []
     for line, after in zip(lines, [*lines[1:], ""], strict=True):
         found.append(line)
-        frame = _FRAME.match(line)
+        frame = _FRAME_PATTERN.match(line)
         if frame and not after.startswith("    "):
             source = linecache.getline(frame["file"], int(frame["line"])).strip()
             found += [f"    {source}"] if source else []

@@ -24,15 +24,15 @@ from callsheet.core.callback import Callback
 from callsheet.errors import ConfigError
 from callsheet.launcher.failures import LaunchError, RankFailure, failure_of
 from callsheet.launcher.recipe_job import Launchable, job_of
-from callsheet.launcher.worker import PID, result_name
+from callsheet.launcher.worker import PID_FILE_PREFIX, result_name
 from callsheet.run.signals import GRACE_SECONDS
 from callsheet.transport import payload
 from callsheet.transport.data import decode
-from callsheet.transport.payload import KEY, PAYLOAD, pack
+from callsheet.transport.payload import KEY_VARIABLE, PAYLOAD_VARIABLE, pack
 from callsheet.transport.preflight import command
 from callsheet.transport.sealed import Key, read_private, unseal
 
-_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+_HANDLED_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
 
 @overload
@@ -141,7 +141,7 @@ def launch(
     sent = pack(callbacks, allow_pickle=allow_pickle, extra=call)
     stopped: signal.Signals | None = None
     with sent.post() as variables, _restored_signals():
-        specs = _Specs(Path(variables[PAYLOAD]).parent, variables, prefix=prefix)
+        specs = _Specs(Path(variables[PAYLOAD_VARIABLE]).parent, variables, prefix=prefix)
         config = _config(specs, nproc_per_node, max_restarts=max_restarts, grace=grace_seconds)
         python, *arguments = command("callsheet.launcher.worker")
         failed: Mapping[int, ProcessFailure] = {}
@@ -153,7 +153,7 @@ def launch(
             failed = error.failures
         finally:
             _kill_remaining_workers(specs.folder)
-        results, failures = _collected(specs, Key.read(variables[KEY]), range(0 if stopped else nproc_per_node), failed)
+        results, failures = _collected(specs, Key.read(variables[KEY_VARIABLE]), range(0 if stopped else nproc_per_node), failed)
     if stopped is not None:
         signal.raise_signal(stopped)  # raise the signal again, for the handler that was set before `launch()`
         raise SystemExit(128 + stopped)
@@ -196,7 +196,7 @@ class _Specs(DefaultLogsSpecs):
 
 def _config(specs: _Specs, ranks: int, *, max_restarts: int, grace: float) -> LaunchConfig:
     # Do not handle a signal that this process ignores, for example under nohup.
-    handled = [name for name in _SIGNALS if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN]
+    handled = [name for name in _HANDLED_SIGNALS if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN]
     newer = {"shutdown_timeout": math.ceil(grace), "signals_to_handle": ",".join(handled)}
     return LaunchConfig(
         min_nodes=1,
@@ -237,8 +237,8 @@ def _collected(
 
 def _kill_remaining_workers(folder: Path) -> None:
     """Kill workers that torch's launcher has lost track of, because a signal came while the launcher started or ended them."""
-    for file in folder.glob(f"{PID}*"):
-        pid = int(file.name.removeprefix(PID))
+    for file in folder.glob(f"{PID_FILE_PREFIX}*"):
+        pid = int(file.name.removeprefix(PID_FILE_PREFIX))
         with suppress(ChildProcessError, ProcessLookupError):  # ignore a worker that has ended: its process id may be reused
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 os.killpg(pid, signal.SIGKILL)
@@ -252,7 +252,7 @@ def _restored_signals() -> Iterator[None]:
     """
     variable = "TORCHELASTIC_SIGNALS_TO_HANDLE"
     is_main, variable_before = threading.current_thread() is threading.main_thread(), os.environ.get(variable)
-    earlier = {signal.Signals[name]: signal.getsignal(signal.Signals[name]) for name in _SIGNALS} if is_main else {}
+    earlier = {signal.Signals[name]: signal.getsignal(signal.Signals[name]) for name in _HANDLED_SIGNALS} if is_main else {}
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ from callsheet.errors import ConfigError
 Job = tuple[Callable[..., Any], tuple[Any, ...], list[Callback]]
 """What each rank calls: a function, its arguments, and its callbacks."""
 
-_OF_EVERY_RECIPE = ("config", "callbacks", "loggers", "resolved")
+_COMMON_PARAMETERS = ("config", "callbacks", "loggers", "resolved")
 
 
 @runtime_checkable
@@ -91,4 +91,4 @@ def _own_arguments(kind: type) -> list[str]:
 
     The values are read from the recipe's attributes of the same names.
     """
-    return [name for name in inspect.signature(kind).parameters if name not in _OF_EVERY_RECIPE]
+    return [name for name in inspect.signature(kind).parameters if name not in _COMMON_PARAMETERS]

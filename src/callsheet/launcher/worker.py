@@ -12,10 +12,10 @@ from typing import Any
 
 from callsheet.launcher.failures import report_of
 from callsheet.transport.data import encode
-from callsheet.transport.payload import KEY, PAYLOAD, Unpacked, open_payload
+from callsheet.transport.payload import KEY_VARIABLE, PAYLOAD_VARIABLE, Unpacked, open_payload
 from callsheet.transport.sealed import Key, seal, write_private
 
-PID = "pid-"
+PID_FILE_PREFIX = "pid-"
 """The prefix of the names of files that list the running workers. Each worker creates one file, whose name ends with its process id."""
 
 _LOOK_SECONDS = 0.5
@@ -28,10 +28,10 @@ def result_name(rank: int, attempt: int) -> str:
 
 def main() -> None:
     """Run the launched function on one rank. The exit code of the process says whether the function failed."""
-    folder = Path(os.environ[PAYLOAD]).parent
+    folder = Path(os.environ[PAYLOAD_VARIABLE]).parent
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    (folder / f"{PID}{os.getpid()}").touch(mode=0o600)
-    key = Key.read(os.environ.get(KEY, ""))  # read the key before `open_payload` removes it from the environment
+    (folder / f"{PID_FILE_PREFIX}{os.getpid()}").touch(mode=0o600)
+    key = Key.read(os.environ.get(KEY_VARIABLE, ""))  # read the key before `open_payload` removes it from the environment
     code, content = _answer(folder, rank)
     if content and folder.exists():  # if the folder is gone, no process waits for the result
         write_private(folder / result_name(rank, attempt), seal(key, "result", content))

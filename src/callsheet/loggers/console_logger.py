@@ -16,7 +16,7 @@ from callsheet.loggers.support.figures import outcome, place, results, speeds
 
 Stream = Literal["stdout", "stderr"]
 STREAMS: tuple[Stream, ...] = get_args(Stream)
-_CELL = 60  # print at most this many characters of a table cell
+_MAX_CELL_CHARACTERS = 60  # print at most this many characters of a table cell
 
 
 class ConsoleLogger(Logger):
@@ -132,7 +132,7 @@ class ConsoleLogger(Logger):
 
 def _cell(value: Any) -> str:
     text = _plain(f"{value:.4g}" if isinstance(value, float) else str(value))
-    return text if len(text) <= _CELL else f"{text[: _CELL - 3]}..."
+    return text if len(text) <= _MAX_CELL_CHARACTERS else f"{text[: _MAX_CELL_CHARACTERS - 3]}..."
 
 
 def _plain(text: str) -> str:

@@ -17,7 +17,7 @@ from callsheet.loggers.logger import Logger
 from callsheet.loggers.support.file_names import folder_of, replace_file
 from callsheet.loggers.support.resumption import ValidRecords, valid_records
 
-_FIELDS = ("step", "time", *(field.name for field in fields(MetricsRecord) if field.name not in ("step", "values")))
+_FIRST_COLUMNS = ("step", "time", *(field.name for field in fields(MetricsRecord) if field.name not in ("step", "values")))
 
 
 class CSVLogger(Logger):
@@ -61,8 +61,8 @@ class CSVLogger(Logger):
     def on_log(self, ctx: Context) -> None:
         if self._path is None or not ctx.run.may_write(self._path):
             return
-        cells: dict[str, Any] = {name: getattr(ctx.record, name, "") for name in _FIELDS} | {"time": time.time()}
-        cells |= {f"metric/{name}" if name in _FIELDS else name: value for name, value in ctx.record.values.items()}
+        cells: dict[str, Any] = {name: getattr(ctx.record, name, "") for name in _FIRST_COLUMNS} | {"time": time.time()}
+        cells |= {f"metric/{name}" if name in _FIRST_COLUMNS else name: value for name, value in ctx.record.values.items()}
         new = [name for name in cells if name not in self._columns]
         is_repeated = self._valid.are_repeated_by(ctx.record.step)
         if new or is_repeated:
@@ -125,8 +125,8 @@ def _read(path: Path) -> tuple[list[str], list[list[str]]]:
         content = ""
     whole = io.StringIO(content[: content.rfind("\n") + 1], newline="")
     columns, *rows = list(csv.reader(whole)) or [[]]
-    if columns[: len(_FIELDS)] != list(_FIELDS):
-        return list(_FIELDS), []
+    if columns[: len(_FIRST_COLUMNS)] != list(_FIRST_COLUMNS):
+        return list(_FIRST_COLUMNS), []
     return columns, [row for row in rows if len(row) == len(columns) and row[0].isdecimal()]
 
 

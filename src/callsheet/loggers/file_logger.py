@@ -24,7 +24,7 @@ from callsheet.loggers.support.stream_tee import StreamTee
 Capture = Literal["python", "fd"]
 CAPTURES: tuple[Capture, ...] = get_args(Capture)
 
-_MAX_EARLY = 10_000  # the maximum number of pieces of output to keep in memory before the run may write to its folder
+_MAX_EARLY_PIECES = 10_000  # the maximum number of pieces of output to keep in memory before the run may write to its folder
 _written: set[Path | None] = set()
 
 
@@ -61,7 +61,7 @@ class FileLogger(Logger):
         self._log: OutputLog | DescriptorCapture | None = None  # the open log; None until the run may write to its folder
         self._path: Path | None = None
         self._run: RunInfo | None = None  # the current run; None while no log file is open
-        self._early: deque[tuple[str, str]] = deque(maxlen=_MAX_EARLY)
+        self._early: deque[tuple[str, str]] = deque(maxlen=_MAX_EARLY_PIECES)
         self._tees: list[StreamTee] = []
 
     @at("change")  # run in the first phase, so that what other callbacks print is captured

@@ -31,7 +31,7 @@ from callsheet.loggers.support.line_writer import LineWriter
 from callsheet.loggers.support.resumption import ValidRecords, valid_records
 
 _ENVIRONMENT_SECONDS = 3.0  # how long the end of a run waits for the thread that reads the environment with git
-_FIELDS = tuple(field.name for field in fields(MetricsRecord))
+_RECORD_FIELDS = tuple(field.name for field in fields(MetricsRecord))
 
 
 class JSONLLogger(Logger):
@@ -121,7 +121,7 @@ class JSONLLogger(Logger):
             **facts,
             **_process_and_versions(),
         )
-        path, run = self._folder / environment.FILE, ctx.run
+        path, run = self._folder / environment.ENVIRONMENT_FILE, ctx.run
 
         def write(found: dict[str, Any]) -> None:
             if not run.has_lost_folder:
@@ -136,7 +136,7 @@ class JSONLLogger(Logger):
                 self._append_resume()
             self._valid = ValidRecords()
             self._records += 1
-            self._append(METRICS, {**{name: getattr(ctx.record, name) for name in _FIELDS}, "time": time.time()})
+            self._append(METRICS, {**{name: getattr(ctx.record, name) for name in _RECORD_FIELDS}, "time": time.time()})
 
     def on_eval_all_start(self, ctx: Context) -> None:
         """Store the time at which the evaluation starts, to log its duration."""

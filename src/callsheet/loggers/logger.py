@@ -9,6 +9,7 @@ from typing import Any
 from callsheet.core.callback import Callback, OnError, Phase
 from callsheet.core.context import Context
 from callsheet.core.costs import CostReport, Window
+from callsheet.core.ranks import RankGate
 
 
 class Logger(Callback):
@@ -18,7 +19,7 @@ class Logger(Callback):
     """
 
     phase: Phase = "report"
-    ranks = "zero"
+    ranks: RankGate = "zero"
     on_error: OnError | None = "isolate"
 
     def log_hyperparameters(self, ctx: Context, values: Mapping[str, Any]) -> None:

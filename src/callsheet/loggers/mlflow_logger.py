@@ -14,9 +14,9 @@ from callsheet.core.lane_options import LaneOptions
 from callsheet.core.run_state import Outcome
 from callsheet.errors import ConfigError
 from callsheet.loggers.support.mlflow_runs import (
-    LONGEST_NAME,
-    LONGEST_PARAM,
-    LONGEST_TAG,
+    MAX_NAME_CHARACTERS,
+    MAX_PARAM_CHARACTERS,
+    MAX_TAG_CHARACTERS,
     active_run,
     allowed,
     client_for,
@@ -28,10 +28,10 @@ from callsheet.loggers.support.pixels import as_pixels
 from callsheet.loggers.support.retry_queue import RetryQueue
 from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret, plain
 
-_STATUS = {Outcome.PREEMPTED: "KILLED", Outcome.INTERRUPTED: "KILLED", Outcome.FAILED: "FAILED"}
+_STATUS_OF_OUTCOME = {Outcome.PREEMPTED: "KILLED", Outcome.INTERRUPTED: "KILLED", Outcome.FAILED: "FAILED"}
 # How many requests may time out at the run's end. The last records and the run's outcome are each sent at most twice.
 _REQUESTS_AT_END = 4
-_AT_ONCE = 100  # the most params or tags that MLflow accepts in one request
+_MAX_ENTRIES_PER_REQUEST = 100  # the most params or tags that MLflow accepts in one request
 
 
 class MLflowLogger(Tracker):
@@ -150,22 +150,22 @@ class MLflowLogger(Tracker):
 
     def _settings(self, ctx: Context, values: Mapping[str, Any]) -> None:
         entities = self._module().entities
-        latest = {allowed(name): str(value)[:LONGEST_PARAM] for name, value in values.items()}
+        latest = {allowed(name): str(value)[:MAX_PARAM_CHARACTERS] for name, value in values.items()}
         new = [entities.Param(name, value) for name, value in latest.items() if name not in self._params]
-        for start in range(0, len(new), _AT_ONCE):
-            self._send(params=new[start : start + _AT_ONCE])
+        for start in range(0, len(new), _MAX_ENTRIES_PER_REQUEST):
+            self._send(params=new[start : start + _MAX_ENTRIES_PER_REQUEST])
         self._params = latest | self._params
         changed = {f"changed.{name}": value for name, value in latest.items() if self._params[name] != value}
-        tags = [entities.RunTag(name[:LONGEST_NAME], value[:LONGEST_TAG]) for name, value in changed.items()]
-        for start in range(0, len(tags), _AT_ONCE):
-            self._send(tags=tags[start : start + _AT_ONCE])
+        tags = [entities.RunTag(name[:MAX_NAME_CHARACTERS], value[:MAX_TAG_CHARACTERS]) for name, value in changed.items()]
+        for start in range(0, len(tags), _MAX_ENTRIES_PER_REQUEST):
+            self._send(tags=tags[start : start + _MAX_ENTRIES_PER_REQUEST])
 
     def _fail(self, ctx: Context, error: str) -> None:
-        self._send(tags=[self._module().entities.RunTag("callsheet.exception", error[:LONGEST_TAG])])
+        self._send(tags=[self._module().entities.RunTag("callsheet.exception", error[:MAX_TAG_CHARACTERS])])
 
     def _close(self, ctx: Context, outcome: Outcome) -> None:
         with patience(self._module(), self.timeout):
-            self._client.set_terminated(self.run_id, _STATUS.get(outcome, "FINISHED"))
+            self._client.set_terminated(self.run_id, _STATUS_OF_OUTCOME.get(outcome, "FINISHED"))
             self._client.set_tag(self.run_id, "callsheet.outcome", outcome.value)
 
     def _send(self, **entries: list[Any]) -> None:

@@ -20,11 +20,11 @@ from callsheet.loggers.support.opentelemetry_facts import about, attribute, inst
 from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret
 
 Steps = Literal["none", "sampled", "all"]
-STEPS: tuple[Steps, ...] = get_args(Steps)
+STEP_CHOICES: tuple[Steps, ...] = get_args(Steps)
 
-_ALWAYS = ("data_init", "train", "epoch", "eval_all", "eval", "test", "predict", "checkpoint_save")
-_STEP = tuple(name for name in SPANS if name not in {*_ALWAYS, "run", "checkpoint_load", "round"})
-_SLICES = 1000  # log at most this many spans of a timeline, because the SDK's queue holds only 2048
+_ALWAYS_LOGGED_SPANS = ("data_init", "train", "epoch", "eval_all", "eval", "test", "predict", "checkpoint_save")
+_STEP_SPANS = tuple(name for name in SPANS if name not in {*_ALWAYS_LOGGED_SPANS, "run", "checkpoint_load", "round"})
+_MAX_SLICES = 1000  # log at most this many spans of a timeline, because the SDK's queue holds only 2048
 _PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
@@ -66,7 +66,7 @@ class OpenTelemetryLogger(Tracker):
     def __init__(
         self, *, endpoint: str | None = None, service_name: str | None = None, steps: Steps = "sampled", timeout: float = 5.0
     ) -> None:
-        one_of("value of steps", steps, STEPS)
+        one_of("value of steps", steps, STEP_CHOICES)
         check_no_secret("endpoint", endpoint, "OTEL_EXPORTER_OTLP_HEADERS in the environment")
         if not timeout > 0:
             raise ConfigError(f"timeout={timeout!r} must be above zero")
@@ -83,7 +83,8 @@ class OpenTelemetryLogger(Tracker):
         self._open_spans: list[tuple[str, Any]] = []  # the OpenTelemetry spans that have not ended, outermost first
         self._gauges: dict[str, Any] = {}
         self._run_began = self._load_began = 0
-        for name in (*_ALWAYS, *(_STEP if steps == "all" else ())):  # handle the events of steps only if all steps are logged
+        # Handle the events of steps only if all steps are logged.
+        for name in (*_ALWAYS_LOGGED_SPANS, *(_STEP_SPANS if steps == "all" else ())):
             setattr(self, SPANS[name].start_event, partial(self._begin, name))
             setattr(self, SPANS[name].end_event, partial(self._end, name))
 
@@ -124,7 +125,7 @@ class OpenTelemetryLogger(Tracker):
         steps = self._span("steps", facts, began)
         steps.end(ended)
         around = [(ended, steps)]
-        for each in [part for part in window.slices if part.callback or part.name in _STEP][:_SLICES]:
+        for each in [part for part in window.slices if part.callback or part.name in _STEP_SPANS][:_MAX_SLICES]:
             start = began + round(each.begin * 1e9)
             end = start + round(each.seconds * 1e9)
             while len(around) > 1 and start >= around[-1][0]:

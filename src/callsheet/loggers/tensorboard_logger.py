@@ -15,7 +15,7 @@ from callsheet.loggers.support.file_names import folder_of, path_from
 from callsheet.loggers.support.pixels import as_pixels, png
 from callsheet.loggers.support.tracker import Opened, Tracker, plain
 
-_QUEUE = 1000  # size of the writer's queue; if it is full, the logger's thread waits for the disk
+_MAX_QUEUED_EVENTS = 1000  # size of the writer's queue; if it is full, the logger's thread waits for the disk
 
 
 class TensorboardLogger(Tracker):
@@ -95,7 +95,7 @@ class TensorboardLogger(Tracker):
         if 0 < pause <= 1:  # wait for the next second, because TensorBoard sorts files by names that contain whole seconds
             time.sleep(pause)
         self._writer = import_module("tensorboard.summary.writer.event_file_writer").EventFileWriter(
-            str(folder), _QUEUE, self.flush_seconds
+            str(folder), _MAX_QUEUED_EVENTS, self.flush_seconds
         )
         is_resumed = run_id is not None and ctx.checkpoint is not None
         log = import_module("tensorboard.compat.proto.event_pb2").SessionLog

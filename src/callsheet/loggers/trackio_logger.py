@@ -17,7 +17,7 @@ from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret, 
 
 logger = logging.getLogger("callsheet")
 
-_LEVELS = {Outcome.FAILED: "ERROR", Outcome.INTERRUPTED: "WARN", Outcome.PREEMPTED: "WARN"}
+_LEVEL_OF_OUTCOME = {Outcome.FAILED: "ERROR", Outcome.INTERRUPTED: "WARN", Outcome.PREEMPTED: "WARN"}
 
 
 class TrackioLogger(Tracker):
@@ -153,5 +153,5 @@ class TrackioLogger(Tracker):
         current = self._module().context_vars.current_run
         if current.get() is run:
             current.set(None)
-        run.alert(f"run {outcome.value}", level=self._module().AlertLevel[_LEVELS.get(outcome, "INFO")], step=ctx.step)
+        run.alert(f"run {outcome.value}", level=self._module().AlertLevel[_LEVEL_OF_OUTCOME.get(outcome, "INFO")], step=ctx.step)
         run.finish()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from callsheet.bridges.huggingface import HuggingFaceHost, host
-from callsheet.exec.log_pace import FIRST_INTERVAL, LogPace
+from callsheet.exec.log_pace import FIRST_INTERVAL_STEPS, LogPace
 from callsheet.exec.observers import observers_of
 
 
@@ -18,6 +18,6 @@ def host_of(file: str | os.PathLike[str] | None) -> HuggingFaceHost:
     Raises:
         ConfigError: the file cannot be read, or a callback in it cannot be made.
     """
-    made = host(observers_of(file)(LogPace(FIRST_INTERVAL)), strict=False)
+    made = host(observers_of(file)(LogPace(FIRST_INTERVAL_STEPS)), strict=False)
     made.only_observes = file is None
     return made

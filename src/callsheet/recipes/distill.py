@@ -33,9 +33,9 @@ from callsheet.trainer.tasks import Task
 
 logger = logging.getLogger("callsheet")
 
-BEFORE = "distill/before"
+BEFORE_KEY = "distill/before"
 """The key in `ctx.user_state` under which the student's cross entropies before training are stored."""
-TEACHER, HARD_LABELS = "teacher", "hard_labels"
+TEACHER_FOLDER, HARD_LABELS_FOLDER = "teacher", "hard_labels"
 """The subfolders of the run's folder for the teacher, and for the student that is trained on the labels alone."""
 
 
@@ -138,12 +138,12 @@ class Distill(Finetune):
         trainer = self.trainer
         if self.config.evaluate_first and trainer.state.evaluators and not trainer.state.timestamp.batch:
             found = trainer.evaluate()
-            trainer.ctx.user_state[BEFORE] = {name: losses["ce_loss"] for name, losses in found.items()}
+            trainer.ctx.user_state[BEFORE_KEY] = {name: losses["ce_loss"] for name, losses in found.items()}
 
     def finish(self) -> None:
         """Compute the results of student, teacher and baselines, and let the student answer the prompts."""
         super().finish()
-        before = self.trainer.ctx.user_state.get(BEFORE, {})
+        before = self.trainer.ctx.user_state.get(BEFORE_KEY, {})
         results: dict[str, float] = {}
         for name, found in self.evaluated.items():
             results |= {f"{name}/ce_loss": found["ce_loss"], f"{name}, teacher": found["teacher_loss"]}
@@ -159,7 +159,7 @@ class Distill(Finetune):
         super().run()
         if self.config.compare_with_hard_labels and not self.trainer.preempted:
             steps = self.trainer.state.timestamp.batch
-            other = self._inner_recipe(HARD_LABELS, self.config.model, f"{steps}ba", self.config.lora)
+            other = self._inner_recipe(HARD_LABELS_FOLDER, self.config.model, f"{steps}ba", self.config.lora)
             _run(other)
             self.results |= {f"{name}, labels alone": found["loss"] for name, found in other.evaluated.items()}
             self.write_results()
@@ -185,15 +185,15 @@ class Distill(Finetune):
         Raises:
             ConfigError: the run is resumed, and its teacher is missing.
         """
-        exported = self.folder / TEACHER / "export"
-        recipe = self._inner_recipe(TEACHER, self.config.teacher, self.config.teacher_length(), None)
+        exported = self.folder / TEACHER_FOLDER / "export"
+        recipe = self._inner_recipe(TEACHER_FOLDER, self.config.teacher, self.config.teacher_length(), None)
 
         def look() -> bool:
-            kept = self._aside / TEACHER if self._aside is not None and self.config.resume == AUTO else None
+            kept = self._aside / TEACHER_FOLDER if self._aside is not None and self.config.resume == AUTO else None
             # Continue with the teacher in the renamed folder of an earlier run, if that run ended while it trained the teacher.
             if kept is not None and not self.folder.exists() and _is_run_of(kept, recipe):
                 self.folder.mkdir(parents=True)
-                kept.rename(self.folder / TEACHER)
+                kept.rename(self.folder / TEACHER_FOLDER)
             is_there = exported.exists()  # a folder with this name is complete, because an export gets this name only at its end
             if not is_there and find_checkpoints(self.folder / "checkpoints").checkpoints:
                 raise ConfigError(

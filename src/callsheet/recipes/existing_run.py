@@ -21,7 +21,7 @@ from callsheet.run.store import attempt_store, keeper_of_store, within
 
 logger = logging.getLogger("callsheet")
 
-_SHOWN, _LONGEST = 4, 60
+_MAX_SHOWN_VALUES, _MAX_VALUE_CHARACTERS = 4, 60
 """The maximum number of values that a message lists, and the maximum number of characters of each value."""
 
 NEW = "new"
@@ -122,7 +122,9 @@ def reject_another_job(path: Path, resolved: str, may_change: Collection[str]) -
     changed = sorted(key for key in now if key not in may_change and now[key] != before.get(key))
     if changed:
         values = [each for key in changed for each in _differences(key, before.get(key), now[key])]
-        shown = "; ".join(values[:_SHOWN]) + (f"; and {len(values) - _SHOWN} more" if len(values) > _SHOWN else "")
+        shown = "; ".join(values[:_MAX_SHOWN_VALUES]) + (
+            f"; and {len(values) - _MAX_SHOWN_VALUES} more" if len(values) > _MAX_SHOWN_VALUES else ""
+        )
         raise ConfigError(
             f"{path.parent} holds a run with another {', '.join(changed)} ({shown}). Give the run's own values to resume it; --resume new "
             "sets it aside and starts a new run; --run_name NAME starts another beside it"
@@ -163,7 +165,7 @@ def _differences(key: str, before: Any, now: Any) -> list[str]:
 
 def _short(value: Any) -> str:
     text = "nothing" if value is None else str(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return text if len(text) <= _MAX_VALUE_CHARACTERS else f"{text[:_MAX_VALUE_CHARACTERS]}..."
 
 
 def set_aside(folder: Path) -> Path | None:

@@ -28,7 +28,7 @@ from callsheet.recipes.tasks.token_counts import TokenCounts
 from callsheet.trainer.arguments import positive
 from callsheet.trainer.tasks import HuggingFaceTask, Task
 
-BEFORE = "finetune/before"
+BEFORE_KEY = "finetune/before"
 """The key in `ctx.user_state` under which the model's losses before training are stored."""
 
 
@@ -193,11 +193,11 @@ class Finetune(Recipe[FinetuneConfig]):
         trainer = self.trainer
         if self.config.evaluate_first and trainer.state.evaluators and not trainer.state.timestamp.batch:
             found = trainer.evaluate()
-            trainer.ctx.user_state[BEFORE] = {name: losses["loss"] for name, losses in found.items()}
+            trainer.ctx.user_state[BEFORE_KEY] = {name: losses["loss"] for name, losses in found.items()}
 
     def finish(self) -> None:
         """Compute `results` (the losses and the baselines), and let the model answer the prompts."""
-        before = self.trainer.ctx.user_state.get(BEFORE, {})
+        before = self.trainer.ctx.user_state.get(BEFORE_KEY, {})
         train = self.sets.examples["train"]
         counts = TokenCounts(train, len(self.tokenizer)) if isinstance(train, Examples) else None
         for name, found in self.evaluated.items():

@@ -24,8 +24,8 @@ from callsheet.recipes.recipe import TRIAL_BATCHES, Recipe
 from callsheet.recipes.tasks.generation import FINAL_TABLE
 from callsheet.trainer.arguments import positive
 
-MAJORITY = "always the commonest completion"
-_COUNTED = 10_000
+MAJORITY_BASELINE = "always the commonest completion"
+_MAX_COUNTED_ROWS = 10_000
 """The maximum number of training rows that are searched for the most common answer, which is the baseline."""
 
 
@@ -153,7 +153,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
             self.results[f"{name}/exact_match"] = exact = sum(right) / len(right)
             self.evaluated[name] = {**self.evaluated[name], "exact_match": exact}
             if usual is not None:
-                self.results[f"{name}, {MAJORITY}"] = wanted.count(usual) / len(wanted)
+                self.results[f"{name}, {MAJORITY_BASELINE}"] = wanted.count(usual) / len(wanted)
             lines += [list(line) for line in zip([e.place for e in examples], wanted, answers, strict=True)][:8]
         self.generations = lines
         self.trainer.ctx.log_table(FINAL_TABLE, ["row", "completion", "answer"], lines)
@@ -206,7 +206,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
         rows, form = self.rows["train"], self.forms["train"]
         if isinstance(rows, Stream):
             return None  # a stream can be read only once, so read nothing in advance
-        counts = Counter(form.completion(rows[i], rows.place(i)).strip() for i in range(min(len(rows), _COUNTED)))
+        counts = Counter(form.completion(rows[i], rows.place(i)).strip() for i in range(min(len(rows), _MAX_COUNTED_ROWS)))
         return counts.most_common(1)[0][0]
 
 

@@ -11,7 +11,7 @@ import yaml
 from callsheet.errors import ConfigError
 from callsheet.report.lines import is_shallow
 
-_TOO_DEEP = ": its lists and mappings are nested too deeply; give at most 60 levels"
+_TOO_DEEP_MESSAGE = ": its lists and mappings are nested too deeply; give at most 60 levels"
 
 
 def read_yaml(path: Path) -> Any:
@@ -42,9 +42,9 @@ def read_yaml(path: Path) -> Any:
     except ValueError as error:  # PyYAML raises ValueError for an invalid value, such as a date with a month 13
         raise ConfigError(f"{path}: a value cannot be read: {error}; put it in quotes if it is a text") from None
     except RecursionError:
-        raise ConfigError(f"{path}{_TOO_DEEP}") from None
+        raise ConfigError(f"{path}{_TOO_DEEP_MESSAGE}") from None
     if not is_shallow(value):
-        raise ConfigError(f"{path}{_TOO_DEEP}")
+        raise ConfigError(f"{path}{_TOO_DEEP_MESSAGE}")
     return value
 
 
@@ -66,7 +66,7 @@ def reject_deep(value: Any, place: str) -> None:
     except RecursionError:
         is_read = False
     if not is_read:
-        raise ConfigError(f"{place}{_TOO_DEEP}")
+        raise ConfigError(f"{place}{_TOO_DEEP_MESSAGE}")
 
 
 def _syntax_error(error: yaml.YAMLError, text: str) -> str:

@@ -18,11 +18,11 @@ from callsheet.report.lines import number, whole
 from callsheet.report.problems import problems
 from callsheet.report.run_folder import RunFolder
 
-_MOST_WINDOWS, _MOST_SLICES = 40, 80_000
-_MOST_MARKS, _MOST_EVENTS, _MOST_ROWS, _MOST_TABLE_ENTRIES = 10_000, 400, 500, 60
-_MOST_IMAGE_STEPS, _MOST_IMAGES = 120, 64
-_MOST_SAMPLES = 40
-_LONGEST_CELL, _LONGEST_LOG, _LONGEST_TEXT = 4_000, 30_000, 200_000
+_MAX_WINDOWS, _MAX_SLICES = 40, 80_000
+_MAX_MARKS, _MAX_EVENTS, _MAX_ROWS, _MAX_TABLE_ENTRIES = 10_000, 400, 500, 60
+_MAX_IMAGE_STEPS, _MAX_IMAGES_PER_STEP = 120, 64
+_MAX_SAMPLES = 40
+_MAX_CELL_CHARACTERS, _MAX_LOG_CHARACTERS, _MAX_TEXT_CHARACTERS = 4_000, 30_000, 200_000
 
 
 def contents(run: RunFolder) -> dict[str, Any]:
@@ -41,15 +41,15 @@ def contents(run: RunFolder) -> dict[str, Any]:
         "costs": costs_table(run.costs),
         "results": _final_results(run.results),
         "evaluations": _evaluations(evaluations),
-        "checkpoints": [checkpoint_row(run, each) for each in run.checkpoints[-_MOST_ROWS:]],
+        "checkpoints": [checkpoint_row(run, each) for each in run.checkpoints[-_MAX_ROWS:]],
         "images": images_by_name(run),
         "tables": {name: table_entries(entries) for name, entries in run.tables.items()},
-        "call_sheet": run.call_sheet[:_LONGEST_TEXT],
-        "config": run.config_text[:_LONGEST_TEXT],
+        "call_sheet": run.call_sheet[:_MAX_TEXT_CHARACTERS],
+        "config": run.config_text[:_MAX_TEXT_CHARACTERS],
         "settings": _settings(run),
-        "events": [_event(event) for event in run.events[-_MOST_EVENTS:]],
+        "events": [_event(event) for event in run.events[-_MAX_EVENTS:]],
         "events_in_all": len(run.events),
-        "logs": {name: text[-_LONGEST_LOG:] for name, text in run.logs.items()},
+        "logs": {name: text[-_MAX_LOG_CHARACTERS:] for name, text in run.logs.items()},
     }
 
 
@@ -58,7 +58,7 @@ def _settings(run: RunFolder) -> list[tuple[str, list[tuple[str, str]]]]:
     groups = {"Settings": "settings", "Callbacks": "callbacks", "Code": "code", "Hardware": "hardware", "Packages": "packages"}
     found, described = [], settings(run)
     for title, group in groups.items():
-        rows = [(name, cell_text(text)) for name, text in described[group].items() if text][: 4 * _MOST_ROWS]
+        rows = [(name, cell_text(text)) for name, text in described[group].items() if text][: 4 * _MAX_ROWS]
         if rows:
             found.append((title, rows))
     return found
@@ -151,16 +151,16 @@ def _marks(run: RunFolder, evaluations: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the steps of resumes, evaluations and checkpoints, which the charts mark."""
     saved = [{"step": each["step"], "kind": cell_text(each.get("kind"))} for each in run.checkpoints if not each["is_undone"]]
     return {
-        "resumes": [{"step": resume.step, "dropped": resume.dropped} for resume in run.resumes if resume.step][-_MOST_MARKS:],
-        "evaluations": evenly([each["step"] for each in evaluations], _MOST_MARKS),
-        "checkpoints": evenly(saved, _MOST_MARKS),
+        "resumes": [{"step": resume.step, "dropped": resume.dropped} for resume in run.resumes if resume.step][-_MAX_MARKS:],
+        "evaluations": evenly([each["step"] for each in evaluations], _MAX_MARKS),
+        "checkpoints": evenly(saved, _MAX_MARKS),
     }
 
 
 def _chosen(windows: list[Window]) -> list[Window]:
     """Return as many timing windows (groups of timed steps) as fit into a page. The first and the last are always included."""
-    most = _MOST_WINDOWS
-    while most > 2 and sum(len(window.slices) for window in evenly(windows, most)) > _MOST_SLICES:
+    most = _MAX_WINDOWS
+    while most > 2 and sum(len(window.slices) for window in evenly(windows, most)) > _MAX_SLICES:
         most = most * 3 // 4
     return evenly(windows, most)
 
@@ -201,7 +201,7 @@ def _evaluations(evaluations: list[dict[str, Any]]) -> dict[str, Any]:
     names = [f"{dataset}/{name}" for each in evaluations for dataset, values in each["results"].items() for name in values]
     columns = list(dict.fromkeys(names))[:40]
     rows = []
-    for each in evaluations[-_MOST_ROWS:]:
+    for each in evaluations[-_MAX_ROWS:]:
         values = {f"{dataset}/{name}": value for dataset, found in each["results"].items() for name, value in found.items()}
         rows.append({"step": each["step"], "time": each["time"], "values": [values.get(name, math.nan) for name in columns]})
     return {"columns": columns, "rows": rows}
@@ -213,8 +213,8 @@ def _final_results(content: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "step": whole(content.get("step")),
         "unit": cell_text(content.get("unit")),
-        "rows": [(cell_text(name), number(value)) for name, value in rows.items()][:_MOST_ROWS] if isinstance(rows, dict) else [],
-        "samples": [cell_text(sample) for sample in samples[:_MOST_SAMPLES]] if isinstance(samples, list) else [],
+        "rows": [(cell_text(name), number(value)) for name, value in rows.items()][:_MAX_ROWS] if isinstance(rows, dict) else [],
+        "samples": [cell_text(sample) for sample in samples[:_MAX_SAMPLES]] if isinstance(samples, list) else [],
     }
 
 
@@ -252,10 +252,10 @@ def images_by_name(run: RunFolder) -> dict[str, list[dict[str, Any]]]:
         if earlier is None:
             earlier = {"step": each["step"], "time": each["time"], "files": []}
             entries.append(earlier)
-        earlier["files"] = list(dict.fromkeys([*earlier["files"], *each["files"]]))[:_MOST_IMAGES]
+        earlier["files"] = list(dict.fromkeys([*earlier["files"], *each["files"]]))[:_MAX_IMAGES_PER_STEP]
     for entries in found.values():
         entries.sort(key=lambda entry: entry["step"])
-    return {name: evenly(entries, _MOST_IMAGE_STEPS) for name, entries in found.items()}
+    return {name: evenly(entries, _MAX_IMAGE_STEPS) for name, entries in found.items()}
 
 
 def table_entries(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -265,10 +265,10 @@ def table_entries(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "step": each["step"],
             "time": each["time"],
             "columns": each["columns"],
-            "rows": [[_plain_cell(cell) for cell in row] for row in each["rows"][:_MOST_ROWS]],
+            "rows": [[_plain_cell(cell) for cell in row] for row in each["rows"][:_MAX_ROWS]],
             "in_all": len(each["rows"]),
         }
-        for each in reversed(entries[-_MOST_TABLE_ENTRIES:])
+        for each in reversed(entries[-_MAX_TABLE_ENTRIES:])
     ]
 
 
@@ -340,4 +340,4 @@ def cell_text(value: Any) -> str:
     if isinstance(value, (list, tuple)) and all(isinstance(each, (str, int, float)) for each in value):
         value = ", ".join(map(str, value))
     text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return text if len(text) <= _LONGEST_CELL else f"{text[:_LONGEST_CELL]} ... ({len(text):,} characters)"
+    return text if len(text) <= _MAX_CELL_CHARACTERS else f"{text[:_MAX_CELL_CHARACTERS]} ... ({len(text):,} characters)"

@@ -10,27 +10,27 @@ from typing import Any
 from callsheet.core.run_state import MetricsRecord
 from callsheet.report.run_folder import RunFolder
 
-MOST_POINTS = 2_000
+MAX_POINTS_PER_CURVE = 2_000
 """The maximum number of points of one curve."""
 # The maximum number of points in all curves of a page together, so that the page has only a few megabytes.
-_POINTS_IN_ALL = 500_000
-FEWEST_POINTS = 16
+_MAX_POINTS_PER_PAGE = 500_000
+MIN_POINTS_PER_CURVE = 16
 """The minimum number of points of one curve, if the metric was logged that often."""
-_MOST_ODD = 50  # the maximum number of NaN and infinite values to mark in one curve
+_MAX_ODD_POINTS = 50  # the maximum number of NaN and infinite values to mark in one curve
 
 _SPLITS = ("train", "validation", "val", "eval", "test")
 _ODD_NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
-_TOGETHER = ("lr", "memory")
+_FAMILIES_IN_ONE_CHART = ("lr", "memory")
 """Families whose metrics have the same unit and so share a chart."""
-_APART = ("alloc_retries", "ooms")
-_PER_DEVICE = "per device"
-_MEMORY = ("memory/peak_allocated", "memory/peak_resident", "memory/allocated", "memory/resident")
+_METRICS_APART = ("alloc_retries", "ooms")
+_PER_DEVICE_LABEL = "per device"
+_MEMORY_METRICS = ("memory/peak_allocated", "memory/peak_resident", "memory/allocated", "memory/resident")
 """The metrics that the page can show as memory use, the preferred metric first."""
-_FIRST = ("", "throughput", "lr", "memory")
+_FIRST_FAMILIES = ("", "throughput", "lr", "memory")
 """The families that the page shows first, in this order. The empty family has the metrics of training and evaluations."""
-OTHERS = "others"
+OTHERS_FAMILY = "others"
 """The family of metrics whose own family would have only one chart."""
-_LAST = (OTHERS, "time")
+_LAST_FAMILIES = (OTHERS_FAMILY, "time")
 
 
 def curves(run: RunFolder) -> dict[str, Any]:
@@ -42,8 +42,8 @@ def curves(run: RunFolder) -> dict[str, Any]:
     lists its curves by name and label.
     """
     points = points_of(run)
-    most = shares(points, room=_POINTS_IN_ALL, most=MOST_POINTS)
-    known = axis(run, most=2 * MOST_POINTS)
+    most = shares(points, room=_MAX_POINTS_PER_PAGE, most=MAX_POINTS_PER_CURVE)
+    known = axis(run, most=2 * MAX_POINTS_PER_CURVE)
     return {
         "axis": {name: known[name] for name in ("step", "seconds", "tokens")},
         "curves": {name: drawn_curve(steps, values, most[name.partition("/")[0]]) for name, (steps, values) in points.items()},
@@ -65,7 +65,7 @@ def memory(run: RunFolder) -> tuple[str, list[float]]:
 
     This is the first of these that was logged: the device's peak, the process's peak, or the current use.
     """
-    for name in _MEMORY:
+    for name in _MEMORY_METRICS:
         if values := [record.values[name] for record in run.records if name in record.values]:
             return name, values
     return "memory/process", [float(record.memory_bytes) for record in run.records if record.memory_bytes]
@@ -113,10 +113,10 @@ def families(names: Iterable[str], splits: Sequence[str]) -> list[dict[str, Any]
     for (family, title), members in charts.items():
         if single[family] == 1 and family == "lr":  # show a single learning rate next to the loss
             family = ""
-        elif single[family] == 1 and family not in _FIRST:  # a group with a single chart gets no separate heading
-            family, title = OTHERS, f"{family}/{title}"
-        if len(members) > 1 and any(member["label"] == _PER_DEVICE for member in members):
-            members = [member if member["label"] == _PER_DEVICE else {**member, "label": "all"} for member in members]
+        elif single[family] == 1 and family not in _FIRST_FAMILIES:  # a group with a single chart gets no separate heading
+            family, title = OTHERS_FAMILY, f"{family}/{title}"
+        if len(members) > 1 and any(member["label"] == _PER_DEVICE_LABEL for member in members):
+            members = [member if member["label"] == _PER_DEVICE_LABEL else {**member, "label": "all"} for member in members]
         members.sort(key=lambda member: _before(member["label"], splits))
         found.setdefault(family, []).append({"title": title, "curves": members})
     for family, drawn in found.items():
@@ -166,14 +166,14 @@ def shares(names: Iterable[str], *, room: int, most: int) -> dict[str, int]:
     Args:
         names: the names of the curves; a name may occur more than once.
         room: how many points all curves may have together. Very many curves may exceed this number, because each gets at least
-            `FEWEST_POINTS`.
+            `MIN_POINTS_PER_CURVE`.
         most: how many points one curve may have.
     """
     sizes = Counter(name.partition("/")[0] for name in names)
     found: dict[str, int] = {}
     for place, (family, size) in enumerate(sorted(sizes.items(), key=lambda item: item[1])):
         share = room // (size * (len(sizes) - place))
-        found[family] = min(most, max(FEWEST_POINTS, share))
+        found[family] = min(most, max(MIN_POINTS_PER_CURVE, share))
         room -= min(room, found[family] * size)
     return found
 
@@ -202,7 +202,7 @@ def drawn_curve(steps: Sequence[int], values: Sequence[float], most: int, *, dig
         "y": [_short(values[place], digits) for place in places],
         "count": len(values),
         "odd": len(odd),
-        "odd_at": odd[:_MOST_ODD],
+        "odd_at": odd[:_MAX_ODD_POINTS],
     }
 
 
@@ -256,10 +256,10 @@ def _place(name: str, splits: Sequence[str]) -> tuple[str, str, str]:
         return "", name, name
     if family in splits:
         return "", rest, family
-    if family in _TOGETHER:
-        return family, rest if rest in _APART else family, rest
+    if family in _FAMILIES_IN_ONE_CHART:
+        return family, rest if rest in _METRICS_APART else family, rest
     if rest.startswith("device/") and len(rest) > len("device/"):
-        return family, rest.removeprefix("device/"), _PER_DEVICE
+        return family, rest.removeprefix("device/"), _PER_DEVICE_LABEL
     stem, _, last = rest.rpartition("/")
     if stem and last.isdigit():  # metrics that end in a number, such as one per device, share a chart
         return family, stem, last
@@ -277,9 +277,9 @@ def _before(label: str, splits: Sequence[str]) -> tuple[Any, ...]:
 
 
 def _family_order(family: str) -> tuple[Any, ...]:
-    if family in _FIRST:
-        return _FIRST.index(family), family
-    return len(_FIRST) + (1 + _LAST.index(family) if family in _LAST else 0), family
+    if family in _FIRST_FAMILIES:
+        return _FIRST_FAMILIES.index(family), family
+    return len(_FIRST_FAMILIES) + (1 + _LAST_FAMILIES.index(family) if family in _LAST_FAMILIES else 0), family
 
 
 def _natural(text: str) -> list[tuple[int, str]]:

@@ -24,11 +24,11 @@ from callsheet.run.run_marker import MARKER
 logger = logging.getLogger("callsheet")
 
 INDEX = ".index.sqlite"
-_VERSION = 4
-_APPLICATION = 0x63737831  # the `application_id` in the SQLite file, by which callsheet recognizes its index files
+_SCHEMA_VERSION = 4
+_APPLICATION_ID = 0x63737831  # the `application_id` in the SQLite file, by which callsheet recognizes its index files
 _LOCK_TIMEOUT_SECONDS = 10.0  # how long to wait while another process writes the index
-_MARKS = (MARKER, "metrics.jsonl", "events.jsonl", "config.yaml", "call_sheet.txt", "checkpoints")
-_DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB")
+_RUN_FILES = (MARKER, "metrics.jsonl", "events.jsonl", "config.yaml", "call_sheet.txt", "checkpoints")
+_DAMAGE_ERRORS = ("SQLITE_CORRUPT", "SQLITE_NOTADB")
 
 _SCHEMA = f"""
 DROP TABLE IF EXISTS runs;
@@ -47,8 +47,8 @@ CREATE TABLE settings (
     run TEXT, name TEXT, value TEXT,
     PRIMARY KEY (run, name)
 ) WITHOUT ROWID;
-PRAGMA application_id = {_APPLICATION};
-PRAGMA user_version = {_VERSION};
+PRAGMA application_id = {_APPLICATION_ID};
+PRAGMA user_version = {_SCHEMA_VERSION};
 """
 
 
@@ -109,7 +109,7 @@ class Runs:
 
 def is_run(folder: Path) -> bool:
     """Return whether the folder contains files that only a run writes."""
-    return any((folder / mark).exists() for mark in _MARKS)
+    return any((folder / mark).exists() for mark in _RUN_FILES)
 
 
 def run_names(folder: str | os.PathLike[str]) -> list[str]:
@@ -151,7 +151,7 @@ def runs_in(
         try:
             return Runs(_kept(path, wanted))
         except sqlite3.DatabaseError as error:
-            if not isinstance(error, _Damaged) and not getattr(error, "sqlite_errorname", "").startswith(_DAMAGED):
+            if not isinstance(error, _Damaged) and not getattr(error, "sqlite_errorname", "").startswith(_DAMAGE_ERRORS):
                 raise
             logger.debug("%s is damaged (%s); it is rebuilt", path / INDEX, error)
             _remove(path / INDEX)
@@ -239,17 +239,17 @@ def _row(name: str, run: RunFolder) -> RunRow:
 
 # --- access to the SQLite file ---
 
-_COLUMNS = tuple(each.name for each in fields(RunRow) if each.name not in ("metrics", "settings"))
-_METRIC = tuple(each.name for each in fields(MetricRow))
+_RUN_COLUMNS = tuple(each.name for each in fields(RunRow) if each.name not in ("metrics", "settings"))
+_METRIC_COLUMNS = tuple(each.name for each in fields(MetricRow))
 
 
 def _insert(index: sqlite3.Connection, row: RunRow, version: str) -> None:
-    marks = ", ".join("?" * (len(_COLUMNS) + 1))
-    values = [_storable(getattr(row, column)) for column in _COLUMNS]
-    index.execute(f"INSERT INTO runs ({', '.join(_COLUMNS)}, version) VALUES ({marks})", (*values, version))
+    marks = ", ".join("?" * (len(_RUN_COLUMNS) + 1))
+    values = [_storable(getattr(row, column)) for column in _RUN_COLUMNS]
+    index.execute(f"INSERT INTO runs ({', '.join(_RUN_COLUMNS)}, version) VALUES ({marks})", (*values, version))
     index.executemany(
-        f"INSERT INTO metrics (run, name, {', '.join(_METRIC)}) VALUES ({', '.join('?' * (len(_METRIC) + 2))})",
-        ((row.name, _storable(name), *(_storable(getattr(metric, column)) for column in _METRIC)) for name, metric in row.metrics.items()),
+        f"INSERT INTO metrics (run, name, {', '.join(_METRIC_COLUMNS)}) VALUES ({', '.join('?' * (len(_METRIC_COLUMNS) + 2))})",
+        ((row.name, _storable(name), *(_storable(getattr(metric, column)) for column in _METRIC_COLUMNS)) for name, metric in row.metrics.items()),
     )  # fmt: skip
     index.executemany(
         "INSERT OR IGNORE INTO settings (run, name, value) VALUES (?, ?, ?)",
@@ -271,13 +271,13 @@ def _storable(value: object) -> object:
 
 def _rows(index: sqlite3.Connection, wanted: _Wanted) -> Iterator[RunRow]:
     metrics: dict[str, dict[str, MetricRow]] = {}
-    for run, name, *values in _selected(index, "metrics", _METRIC, wanted.metrics):
-        metrics.setdefault(run, {})[name] = MetricRow(**_named(_METRIC, values))
+    for run, name, *values in _selected(index, "metrics", _METRIC_COLUMNS, wanted.metrics):
+        metrics.setdefault(run, {})[name] = MetricRow(**_named(_METRIC_COLUMNS, values))
     found_settings: dict[str, dict[str, str]] = {}
     for run, name, value in _selected(index, "settings", ("value",), wanted.settings):
         found_settings.setdefault(run, {})[name] = value
-    for found in index.execute(f"SELECT {', '.join(_COLUMNS)} FROM runs ORDER BY started DESC, name"):
-        row = _named(_COLUMNS, found)
+    for found in index.execute(f"SELECT {', '.join(_RUN_COLUMNS)} FROM runs ORDER BY started DESC, name"):
+        row = _named(_RUN_COLUMNS, found)
         row["is_archived"] = bool(row["is_archived"])
         yield RunRow(**row, metrics=metrics.get(row["name"], {}), settings=found_settings.get(row["name"], {}))
 
@@ -303,9 +303,9 @@ def _opened(path: Path) -> sqlite3.Connection:
             index.execute(question).fetchone()[0]
             for question in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
         )
-        if application != _APPLICATION and (application or tables):
+        if application != _APPLICATION_ID and (application or tables):
             raise sqlite3.DatabaseError(f"{path} is the database of another program")
-        if (application, version) != (_APPLICATION, _VERSION):
+        if (application, version) != (_APPLICATION_ID, _SCHEMA_VERSION):
             for statement in filter(str.strip, _SCHEMA.split(";")):
                 index.execute(statement)
         elif not _has_tables(index):
@@ -355,7 +355,7 @@ def _in_memory(path: Path) -> sqlite3.Connection:
         _check_plain_files(path)
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=1.0)) as file:
             marks = [file.execute(f"PRAGMA {pragma}").fetchone()[0] for pragma in ("application_id", "user_version")]
-            if marks == [_APPLICATION, _VERSION] and _has_tables(file):
+            if marks == [_APPLICATION_ID, _SCHEMA_VERSION] and _has_tables(file):
                 file.backup(index)
                 return index
     except (sqlite3.Error, OSError) as error:

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_LONGEST_LINE = 32 * 2**20
-_PIECE = 2**20
-_DEEPEST = 64  # the maximum depth of nesting in a line, so that recursive code does not reach Python's recursion limit
-_LATEST = 1e11  # the latest valid Unix time in seconds (in the year 5138)
+_MAX_LINE_BYTES = 32 * 2**20
+_PIECE_BYTES = 2**20
+_MAX_DEPTH = 64  # the maximum depth of nesting in a line, so that recursive code does not reach Python's recursion limit
+_MAX_UNIX_SECONDS = 1e11  # the latest valid Unix time in seconds (in the year 5138)
 
 
 def inside(folder: Path, name: str | os.PathLike[str]) -> Path | None:
@@ -81,10 +81,10 @@ class JsonLines:
             status = os.fstat(file.fileno())
             self._identity = (status.st_dev, status.st_ino)
             file.seek(self._offset)
-            while line := file.readline(_LONGEST_LINE):
+            while line := file.readline(_MAX_LINE_BYTES):
                 is_whole = line.endswith(b"\n")
-                if not is_whole and len(line) == _LONGEST_LINE:  # no run writes a line of this length, so skip the rest of it
-                    while (piece := file.readline(_PIECE)) and not piece.endswith(b"\n"):
+                if not is_whole and len(line) == _MAX_LINE_BYTES:  # no run writes a line of this length, so skip the rest of it
+                    while (piece := file.readline(_PIECE_BYTES)) and not piece.endswith(b"\n"):
                         pass
                     line, is_whole = b"too long", True
                 found = _object(line)
@@ -103,7 +103,7 @@ def _object(line: bytes) -> dict[str, Any] | None:
         found = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and (_brackets(line) <= _DEEPEST or is_shallow(found)) else None
+    return found if isinstance(found, dict) and (_brackets(line) <= _MAX_DEPTH or is_shallow(found)) else None
 
 
 def _brackets(line: bytes) -> int:
@@ -116,7 +116,7 @@ def is_shallow(value: Any) -> bool:
     An object that occurs several times, because of a YAML anchor, is checked once.
     """
     level = [value]
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_DEPTH):
         inner = [
             child
             for each in level
@@ -146,7 +146,7 @@ def number(value: Any) -> float:
 def moment(value: Any) -> float:
     """Return `value` as a float if it is a valid Unix time in seconds, otherwise NaN."""
     found = number(value)
-    return found if abs(found) < _LATEST else math.nan
+    return found if abs(found) < _MAX_UNIX_SECONDS else math.nan
 
 
 def finite(value: Any) -> float:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from callsheet.callbacks.support.listeners import listeners_in
-from callsheet.callbacks.support.trigger_file import WORDS, leave_request, withdraw_request
+from callsheet.callbacks.support.trigger_file import TRIGGER_WORDS, leave_request, withdraw_request
 from callsheet.core.callback import one_of
 from callsheet.errors import ConfigError, RequestRejected
 from callsheet.report.lines import text_of
@@ -98,7 +98,7 @@ class LiveRun:
             RequestRejected: the run accepts no requests; the message says why.
             OSError: the request cannot be written.
         """
-        one_of("act", act, WORDS)
+        one_of("act", act, TRIGGER_WORDS)
         with self._lock:
             if disabled_reason := self._refresh():
                 raise RequestRejected(disabled_reason)

@@ -14,8 +14,8 @@ from callsheet.loggers.support.file_names import replace_file
 from callsheet.report.lines import text_of
 
 NOTES = "notes.json"
-_MOST_BYTES = 2**16
-_TAG = re.compile(r"[\w.:/+@#-]{1,64}")
+_MAX_FILE_BYTES = 2**16
+_TAG_PATTERN = re.compile(r"[\w.:/+@#-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class Notes:
 def read_notes(folder: str | os.PathLike[str]) -> Notes:
     """Return the notes about the run in `folder`. If the file is missing or invalid, return empty notes."""
     try:
-        found = json.loads(text_of(Path(folder), NOTES, at_most=_MOST_BYTES))
+        found = json.loads(text_of(Path(folder), NOTES, at_most=_MAX_FILE_BYTES))
     except (ValueError, RecursionError):
         return Notes()
     if not isinstance(found, dict):
         return Notes()
     tags = found.get("tags")
-    valid = {tag for tag in tags if isinstance(tag, str) and _TAG.fullmatch(tag)} if isinstance(tags, list) else set()
+    valid = {tag for tag in tags if isinstance(tag, str) and _TAG_PATTERN.fullmatch(tag)} if isinstance(tags, list) else set()
     note = found.get("note")
     return Notes(tuple(sorted(valid)), note if isinstance(note, str) else "", found.get("is_archived") is True)
 
@@ -55,7 +55,7 @@ def change_notes(
         ConfigError: a tag is not 1 to 64 letters, digits and `. : / + @ # - _`, the note is too long, or the file cannot be written.
     """
     for tag in add:
-        if not _TAG.fullmatch(tag):
+        if not _TAG_PATTERN.fullmatch(tag):
             raise ConfigError(
                 f"the tag {tag!r} is not possible: a tag has 1 to 64 letters, digits or . : / + @ # - _, and no spaces"
             )
@@ -68,8 +68,8 @@ def change_notes(
         is_archived=before.is_archived if is_archived is None else is_archived,
     )
     content = json.dumps(asdict(after), indent=1).encode()
-    if len(content) >= _MOST_BYTES:
-        raise ConfigError(f"the notes of a run have at most {_MOST_BYTES:,} bytes, and these have {len(content):,}")
+    if len(content) >= _MAX_FILE_BYTES:
+        raise ConfigError(f"the notes of a run have at most {_MAX_FILE_BYTES:,} bytes, and these have {len(content):,}")
     path = Path(folder) / NOTES
     try:
         replace_file(path, content + b"\n")

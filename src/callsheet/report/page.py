@@ -21,7 +21,7 @@ from callsheet.report.perfetto import trace_json
 from callsheet.report.run_folder import RunFolder, image_bytes
 
 _SCRIPTS = ("dom.js", "tables.js", "frame.js", "charts.js", "curves.js", "timeline.js", "sections.js", "live.js", "live_controls.js", "main.js")  # fmt: skip
-_MOST_IMAGE_BYTES = 24 * 2**20  # the maximum size of all images in one page, in bytes
+_MAX_TOTAL_IMAGE_BYTES = 24 * 2**20  # the maximum size of all images in one page, in bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def page(run: RunFolder, *, live: Live | None = None) -> str:
     pixels: dict[str, str] = {}
     if live is None:
         pixels, content["images_left_out"] = image_uris(
-            content["images"], lambda file: image_bytes(run.path, file), room=_MOST_IMAGE_BYTES
+            content["images"], lambda file: image_bytes(run.path, file), room=_MAX_TOTAL_IMAGE_BYTES
         )
     return html_page(
         f"{run.name} - callsheet",

@@ -12,10 +12,10 @@ from callsheet.report.curves import thinned
 from callsheet.report.lines import moment as moment_of
 from callsheet.report.run_folder import RunFolder
 
-_PROCESS = 1
-_STEPS, _EVENTS = 1, 2  # thread ids in the trace: one for nested spans, one for events
-_MOST_COUNTERS, _MOST_POINTS = 60, 1_000
-_LONGEST = 2_000
+_PROCESS_ID = 1
+_STEPS_THREAD_ID, _EVENTS_THREAD_ID = 1, 2  # thread ids in the trace: one for nested spans, one for events
+_MAX_COUNTERS, _MAX_POINTS_PER_COUNTER = 60, 1_000
+_MAX_ARGUMENT_CHARACTERS = 2_000
 
 
 def trace(run: RunFolder) -> dict[str, Any]:
@@ -25,9 +25,9 @@ def trace(run: RunFolder) -> dict[str, Any]:
     )
     began = began if math.isfinite(began) else 0.0
     named = [
-        {"ph": "M", "pid": _PROCESS, "name": "process_name", "args": {"name": run.name}},
-        {"ph": "M", "pid": _PROCESS, "tid": _STEPS, "name": "thread_name", "args": {"name": "steps"}},
-        {"ph": "M", "pid": _PROCESS, "tid": _EVENTS, "name": "thread_name", "args": {"name": "events"}},
+        {"ph": "M", "pid": _PROCESS_ID, "name": "process_name", "args": {"name": run.name}},
+        {"ph": "M", "pid": _PROCESS_ID, "tid": _STEPS_THREAD_ID, "name": "thread_name", "args": {"name": "steps"}},
+        {"ph": "M", "pid": _PROCESS_ID, "tid": _EVENTS_THREAD_ID, "name": "thread_name", "args": {"name": "events"}},
     ]
     events = [event for window in run.windows for event in _window(window, began)]
     events += [*_instants(run, began), *_counters(run, began)]
@@ -65,8 +65,8 @@ def _window(window: Window, began: float) -> Iterator[dict[str, Any]]:
 def _slice(name: str, category: str, begin: int, length: int, args: dict[str, Any]) -> dict[str, Any]:
     return {
         "ph": "X",
-        "pid": _PROCESS,
-        "tid": _STEPS,
+        "pid": _PROCESS_ID,
+        "tid": _STEPS_THREAD_ID,
         "name": name,
         "cat": category,
         "ts": begin / 1000,
@@ -79,8 +79,8 @@ def _instants(run: RunFolder, began: float) -> Iterator[dict[str, Any]]:
     for event in run.events:
         moment = moment_of(event.get("time"))
         if math.isfinite(moment):
-            args = {name: str(value)[:_LONGEST] for name, value in event.items() if name not in ("time", "event")}
-            at = {"pid": _PROCESS, "tid": _EVENTS, "ts": round((moment - began) * 1e6, 3)}
+            args = {name: str(value)[:_MAX_ARGUMENT_CHARACTERS] for name, value in event.items() if name not in ("time", "event")}
+            at = {"pid": _PROCESS_ID, "tid": _EVENTS_THREAD_ID, "ts": round((moment - began) * 1e6, 3)}
             yield {"ph": "i", "s": "p", "name": event["event"], "cat": "event", "args": args, **at}
 
 
@@ -94,8 +94,8 @@ def _counters(run: RunFolder, began: float) -> Iterator[dict[str, Any]]:
                     times, values = points.setdefault(name, ([], []))
                     times.append(moment)
                     values.append(value)
-    for name in sorted(points, key=lambda name: (not name.startswith(("train/", "validation/")), name))[:_MOST_COUNTERS]:
+    for name in sorted(points, key=lambda name: (not name.startswith(("train/", "validation/")), name))[:_MAX_COUNTERS]:
         times, values = points[name]
-        for place in thinned(times, values, _MOST_POINTS):
+        for place in thinned(times, values, _MAX_POINTS_PER_COUNTER):
             at = round((times[place] - began) * 1e6, 3)
-            yield {"ph": "C", "pid": _PROCESS, "name": name, "ts": at, "args": {"value": values[place]}}
+            yield {"ph": "C", "pid": _PROCESS_ID, "name": name, "ts": at, "args": {"value": values[place]}}

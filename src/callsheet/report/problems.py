@@ -15,10 +15,12 @@ from callsheet.report.curves import odd_name
 from callsheet.report.lines import whole
 from callsheet.report.run_folder import LOST, RunFolder
 
-_MOST_NAMES = 8
-_MOST_LINES = 12
-_LONGEST = 600
-_MARKED = re.compile(r"\b(CRITICAL|ERROR|WARNING|WARN)\b|Traceback \(most recent call last\)|\b[A-Z]\w*(?:Warning|Error): ")
+_MAX_NAMES = 8
+_MAX_LINES = 12
+_MAX_LINE_CHARACTERS = 600
+_PROBLEM_LINE_PATTERN = re.compile(
+    r"\b(CRITICAL|ERROR|WARNING|WARN)\b|Traceback \(most recent call last\)|\b[A-Z]\w*(?:Warning|Error): "
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ def _not_finite(run: RunFolder) -> Iterator[Problem]:
                 counted[2] += 1
     if odd:
         lines = [f"{name}: {_times(times)}, first {value} at step {step}" for name, (step, value, times) in odd.items()]
-        yield Problem("error", f"Values that are not finite, of {_several(len(odd), 'metric')}", _listed(lines, _MOST_NAMES))
+        yield Problem("error", f"Values that are not finite, of {_several(len(odd), 'metric')}", _listed(lines, _MAX_NAMES))
     for checkpoint in run.checkpoints:
         if checkpoint.get("is_finite") is False:
             yield Problem(
@@ -150,9 +152,9 @@ def _costly(run: RunFolder) -> Iterator[Problem]:
 
 def _logged(run: RunFolder) -> Iterator[Problem]:
     for name, text in run.logs.items():
-        lines = [line.strip() for line in text.splitlines() if _MARKED.search(line)]
+        lines = [line.strip() for line in text.splitlines() if _PROBLEM_LINE_PATTERN.search(line)]
         if lines:
-            shown = _listed([_cut(line) for line in lines[-_MOST_LINES:]], _MOST_LINES)
+            shown = _listed([_cut(line) for line in lines[-_MAX_LINES:]], _MAX_LINES)
             yield Problem("note", f"Warnings or errors in {_several(len(lines), 'line')} of {name}", shown)
 
 
@@ -193,4 +195,4 @@ def _listed(lines: list[str], most: int) -> str:
 
 def _cut(value: Any) -> str:
     text = str(value or "")
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+    return text if len(text) <= _MAX_LINE_CHARACTERS else f"{text[:_MAX_LINE_CHARACTERS]} ..."

@@ -14,9 +14,9 @@ from typing import Any
 from callsheet.core.run_state import MetricsRecord
 from callsheet.report.lines import finite, moment, number, whole
 
-_MOST_VALUES = 6_000_000  # the maximum number of metric values in memory; if there are more, records are left out
-_LARGEST_STEP = 2**53  # the largest valid step: JSON readers that use doubles cannot represent larger integers exactly
-_RARE = 2_000  # if a metric has at most this many values, all of them are kept
+_MAX_VALUES = 6_000_000  # the maximum number of metric values in memory; if there are more, records are left out
+_MAX_STEP = 2**53  # the largest valid step: JSON readers that use doubles cannot represent larger integers exactly
+_MAX_RARE_VALUES = 2_000  # if a metric has at most this many values, all of them are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class RecordLines:
         self._names: dict[str, str] = {}  # each metric name once, so that equal names share one string object
         self._rare: set[str] | None = None  # names of metrics with few values; records with one of them are never left out
         self._values = 0
-        self._most_values = _MOST_VALUES
+        self._most_values = _MAX_VALUES
         self._stride = 1
 
     def add(self, line: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ class RecordLines:
             self._resume(line)
             return
         values, step = line.get("values"), line.get("step")
-        if not isinstance(values, dict) or not isinstance(step, int) or abs(step) > _LARGEST_STEP:
+        if not isinstance(values, dict) or not isinstance(step, int) or abs(step) > _MAX_STEP:
             return
         plain = {self._names.setdefault(name, name): number(value) for name, value in values.items()}
         record = MetricsRecord(
@@ -94,7 +94,7 @@ class RecordLines:
     def _rare_names(self) -> set[str]:
         if self._rare is None:
             count = Counter(name for record in self.kept for name in record.values)
-            self._rare = {name for name in self._names if count[name] <= _RARE}
+            self._rare = {name for name in self._names if count[name] <= _MAX_RARE_VALUES}
         return self._rare
 
     def _is_plain(self, record: MetricsRecord, rare: set[str]) -> bool:
@@ -115,4 +115,4 @@ class RecordLines:
         self._numbers = [self._numbers[place] for place in stays]
         self._values = sum(len(record.values) for record in self.kept)
         # If thinning has removed only a few records, the next record would exceed the limit again, so raise the limit.
-        self._most_values = max(_MOST_VALUES, 2 * self._values)
+        self._most_values = max(_MAX_VALUES, 2 * self._values)

@@ -36,17 +36,17 @@ RUNNING, LOST, ENDED = "running", "lost", "ended"
 - `lost`: all other runs.
 """
 
-_LINES = ("metrics.jsonl", "events.jsonl", "costs.jsonl", "timeline.jsonl", "images.jsonl")
-_TEXTS = ("hyperparameters.json", "settings.json", "environment.json", "config.yaml", "call_sheet.txt", "results.json")
-_MOST_TEXT, _LOG_TAIL = 2**20, 2**16
-_MOST_WINDOWS, _MOST_SLICES = 200, 20_000
-_MOST_TABLES, _TABLE_ENTRIES, _MOST_LOGS, _MOST_EVENTS = 200, 40, 64, 50_000
+_LINE_FILES = ("metrics.jsonl", "events.jsonl", "costs.jsonl", "timeline.jsonl", "images.jsonl")
+_TEXT_FILES = ("hyperparameters.json", "settings.json", "environment.json", "config.yaml", "call_sheet.txt", "results.json")
+_MAX_TEXT_BYTES, _LOG_TAIL_BYTES = 2**20, 2**16
+_MAX_WINDOWS, _MAX_SLICES_PER_WINDOW = 200, 20_000
+_MAX_TABLES, _MAX_ENTRIES_PER_TABLE, _MAX_LOGS, _MAX_EVENTS = 200, 40, 64, 50_000
 # A run counts as lost if it has written nothing for `_LOST_AFTER_SECONDS` and for `_LOST_AFTER_GAPS` times the usual gap.
 # The usual gap is the median time between two records of the run.
 _LOST_AFTER_SECONDS, _LOST_AFTER_GAPS = (300.0, 10)
-_LARGEST_IMAGE = 16 * 2**20
-_LARGEST_STEP = 2**53  # the largest valid step: JSON readers that use doubles cannot represent larger integers exactly
-_PNG = b"\x89PNG\r\n\x1a\n"
+_MAX_IMAGE_BYTES = 16 * 2**20
+_MAX_STEP = 2**53  # the largest valid step: JSON readers that use doubles cannot represent larger integers exactly
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 @dataclass(slots=True)
@@ -205,7 +205,7 @@ class RunReader:
     def _begin(self) -> None:
         self._lines: dict[str, JsonLines] = {}
         self._records = RecordLines()
-        self._events: deque[dict[str, Any]] = deque(maxlen=_MOST_EVENTS)
+        self._events: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
         self._costs: dict[str, CostReport] = {}
         self._windows: list[Window] = []
         self._images: list[dict[str, Any]] = []
@@ -226,7 +226,7 @@ class RunReader:
         for line in self._new("timeline.jsonl"):
             if (window := _window(line)) is not None:
                 self._windows.append(window)
-            if len(self._windows) > _MOST_WINDOWS:
+            if len(self._windows) > _MAX_WINDOWS:
                 del self._windows[1:-1:2]
         for line in self._new("images.jsonl"):
             files = line.get("files")
@@ -239,33 +239,33 @@ class RunReader:
                 if isinstance(columns, list) and isinstance(rows, list):
                     plain = [row for row in rows if isinstance(row, list)]
                     name = name if isinstance(name, str) else path.removeprefix("tables/").removesuffix(".jsonl")
-                    entries = self._tables.setdefault(name, deque(maxlen=_TABLE_ENTRIES))
+                    entries = self._tables.setdefault(name, deque(maxlen=_MAX_ENTRIES_PER_TABLE))
                     entries.append(_step_and_time(line) | {"columns": [str(column) for column in columns], "rows": plain})
 
     def _table_files(self) -> list[str]:
         found = (path.relative_to(self._path).as_posix() for path in sorted((self._path / "tables").rglob("*.jsonl")))
-        return [name for name in found if inside(self._path, name) is not None][:_MOST_TABLES]
+        return [name for name in found if inside(self._path, name) is not None][:_MAX_TABLES]
 
     def _log_files(self) -> list[str]:
         found = sorted((self._path / "logs").glob("*.log"), key=lambda path: (len(path.name), path.name))
-        return [path.relative_to(self._path).as_posix() for path in found][:_MOST_LOGS]
+        return [path.relative_to(self._path).as_posix() for path in found][:_MAX_LOGS]
 
     def _run(self, version: str) -> RunFolder:
         path, records, events = self._path, self._records, list(self._events)
         name = path.resolve().name  # the folder may have been renamed since training
         if not is_marked(path):  # a subfolder that a logger made has no marker: take the run's name from an event
             name = next((str(event["run"]) for event in events if event.get("run")), name)
-        config_text = text_of(path, "config.yaml", at_most=_MOST_TEXT)
+        config_text = text_of(path, "config.yaml", at_most=_MAX_TEXT_BYTES)
         run = RunFolder(
             path,
             name,
             last_write=self._last_write(),
             config=_yaml(config_text),
             config_text=config_text,
-            hyperparameters=_json_object(text_of(path, "hyperparameters.json", at_most=_MOST_TEXT)),
-            settings=_json_object(text_of(path, "settings.json", at_most=_MOST_TEXT)),
-            environment=_json_object(text_of(path, "environment.json", at_most=_MOST_TEXT)),
-            call_sheet=text_of(path, "call_sheet.txt", at_most=_MOST_TEXT),
+            hyperparameters=_json_object(text_of(path, "hyperparameters.json", at_most=_MAX_TEXT_BYTES)),
+            settings=_json_object(text_of(path, "settings.json", at_most=_MAX_TEXT_BYTES)),
+            environment=_json_object(text_of(path, "environment.json", at_most=_MAX_TEXT_BYTES)),
+            call_sheet=text_of(path, "call_sheet.txt", at_most=_MAX_TEXT_BYTES),
             records=list(records.kept),
             times=list(records.times),
             records_left_out=records.counted - len(records.kept),
@@ -280,8 +280,8 @@ class RunReader:
             tables={name: list(entries) for name, entries in self._tables.items() if entries},
             costs=list(self._costs.values()),
             windows=sorted(self._windows, key=lambda window: window.began),
-            logs={name: text_of(path, name, at_most=_LOG_TAIL, from_end=True) for name in self._log_files()},
-            results=_json_object(text_of(path, "results.json", at_most=_MOST_TEXT)),
+            logs={name: text_of(path, name, at_most=_LOG_TAIL_BYTES, from_end=True) for name in self._log_files()},
+            results=_json_object(text_of(path, "results.json", at_most=_MAX_TEXT_BYTES)),
             notes=read_notes(path),
             torn_lines=sum(lines.torn for lines in self._lines.values()),
             version=version,
@@ -301,7 +301,7 @@ class RunReader:
 
     def _inputs(self) -> Iterator[tuple[str, os.stat_result]]:
         """Yield the name and `os.stat` result of each file of the run, including files that only show that the run is alive."""
-        names = [*_LINES, *_TEXTS, *self._table_files(), *self._log_files(), NOTES, "heartbeat.json", "checkpoints"]
+        names = [*_LINE_FILES, *_TEXT_FILES, *self._table_files(), *self._log_files(), NOTES, "heartbeat.json", "checkpoints"]
         for name in names:
             try:
                 yield name, os.stat(self._path / name)
@@ -370,10 +370,10 @@ def image_bytes(folder: str | os.PathLike[str], file: str) -> bytes | None:
     if path is None or not path.is_relative_to((Path(folder) / "images").resolve()):
         return None
     try:
-        content = path.read_bytes() if path.stat().st_size <= _LARGEST_IMAGE else b""
+        content = path.read_bytes() if path.stat().st_size <= _MAX_IMAGE_BYTES else b""
     except OSError:  # the image was deleted in the meantime
         return None
-    return content if content.startswith(_PNG) else None
+    return content if content.startswith(_PNG_SIGNATURE) else None
 
 
 # --- parsing one line ---
@@ -430,10 +430,10 @@ def _window(line: dict[str, Any]) -> Window | None:
     try:
         slices = tuple(
             Slice(str(name), float(begin), float(seconds), int(step), str(callback))
-            for name, begin, seconds, step, callback in line["slices"][:_MOST_SLICES]
+            for name, begin, seconds, step, callback in line["slices"][:_MAX_SLICES_PER_WINDOW]
         )
         window: Window = _built(Window, line | {"slices": ()})
-        is_usable = all(map(_is_usable, (*slices, _whole_of(window)))) and abs(window.last_step) <= _LARGEST_STEP
+        is_usable = all(map(_is_usable, (*slices, _whole_of(window)))) and abs(window.last_step) <= _MAX_STEP
     except (KeyError, TypeError, ValueError, OverflowError):  # the line does not contain the timed spans of some steps
         return None
     return window._replace(slices=slices) if is_usable else None
@@ -444,7 +444,7 @@ def _is_usable(part: Slice) -> bool:
 
     A trace converts the times to whole nanoseconds, which fails for NaN and infinity.
     """
-    return math.isfinite(moment_of(part.begin)) and math.isfinite(moment_of(part.seconds)) and abs(part.step) <= _LARGEST_STEP
+    return math.isfinite(moment_of(part.begin)) and math.isfinite(moment_of(part.seconds)) and abs(part.step) <= _MAX_STEP
 
 
 def _whole_of(window: Window) -> Slice:

@@ -31,13 +31,13 @@ logger = logging.getLogger("callsheet")
 
 HOST = "127.0.0.1"
 # Accept any port: if ssh forwards the page, the browser may use another port than the server.
-_LOCAL_HOST = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?", re.ASCII | re.IGNORECASE)
-_OF_RUN = re.compile(r"/run/(0|[1-9]\d{0,5})(/.*)", re.ASCII | re.DOTALL)
-_LONGEST_REQUEST = 1024  # the maximum size of a request that a button of the page sends, in bytes
+_LOCAL_HOST_PATTERN = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?", re.ASCII | re.IGNORECASE)
+_RUN_PATH_PATTERN = re.compile(r"/run/(0|[1-9]\d{0,5})(/.*)", re.ASCII | re.DOTALL)
+_MAX_REQUEST_BYTES = 1024  # the maximum size of a request that a button of the page sends, in bytes
 _IDLE_SECONDS = 60.0  # if a connection has no complete request after this time, it is closed
-_MOST_CONNECTIONS = 32  # the maximum number of open connections, since each has a thread; a browser opens six
+_MAX_CONNECTIONS = 32  # the maximum number of open connections, since each has a thread; a browser opens six
 
-_ENTRY = '<!doctype html><meta charset="utf-8"><title>callsheet</title><link rel="icon" href="data:,"><meta http-equiv="refresh" content="0;url=/">'
+_ENTRY_PAGE = '<!doctype html><meta charset="utf-8"><title>callsheet</title><link rel="icon" href="data:,"><meta http-equiv="refresh" content="0;url=/">'
 """The answer to a request whose address has the token: a page that loads the page `/` at once.
 
 The cookie is `SameSite=Strict`: the browser sends it only with requests from the server's own pages, such as this second request.
@@ -60,7 +60,7 @@ class WatchServer(ThreadingHTTPServer):
         self.token = secrets.token_urlsafe(32)
         self.form_token = secrets.token_urlsafe(32)  # the page's buttons send this token, which other sites do not know
         self._tickets: set[str] = set()
-        self._room = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        self._room = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         self.waiting: dict[socket.socket, float] = {}  # connection -> when it began to wait for a complete request
         try:
             super().__init__((HOST, port), _Handler)
@@ -163,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
             if not self.server.lets_in(query["token"][-1]):
                 raise _Rejected(HTTPStatus.FORBIDDEN, "this address is used up; open the one that callsheet watch printed")
             cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
-            self._send(HTTPStatus.OK, "text/html", _ENTRY.encode(), {"Set-Cookie": cookie})
+            self._send(HTTPStatus.OK, "text/html", _ENTRY_PAGE.encode(), {"Set-Cookie": cookie})
             return
         self._check_cookie()
         watched, path = self._watched_at(path)
@@ -206,7 +206,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _watched_at(self, path: str) -> tuple[LiveRun | LiveComparison, str]:
         """Return the run (or comparison) for a path, and the rest of the path. For `/run/3/act` this is run 3 and `/act`."""
         watched = self.server.watched
-        if isinstance(watched, LiveComparison) and (found := _OF_RUN.fullmatch(path)):
+        if isinstance(watched, LiveComparison) and (found := _RUN_PATH_PATTERN.fullmatch(path)):
             number = int(found[1])
             if number < len(watched.runs):
                 return watched.runs[number], found[2]
@@ -214,8 +214,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _body(self) -> bytes:
         length = self.headers.get("Content-Length", "")
-        if not length.isascii() or not length.isdigit() or int(length) > _LONGEST_REQUEST:
-            raise _Rejected(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"send at most {_LONGEST_REQUEST} bytes, with a Content-Length")
+        if not length.isascii() or not length.isdigit() or int(length) > _MAX_REQUEST_BYTES:
+            raise _Rejected(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"send at most {_MAX_REQUEST_BYTES} bytes, with a Content-Length"
+            )
         body = self.rfile.read(int(length))
         self._request_is_whole()
         return body
@@ -231,7 +233,7 @@ class _Handler(BaseHTTPRequestHandler):
 
         Otherwise a foreign site could let its name resolve to this machine (DNS rebinding) and read the page.
         """
-        if not _LOCAL_HOST.fullmatch(self.headers.get("Host", "")):
+        if not _LOCAL_HOST_PATTERN.fullmatch(self.headers.get("Host", "")):
             raise _Rejected(HTTPStatus.FORBIDDEN, f"open the page as {HOST} or localhost")
 
     def _check_cookie(self) -> None:

@@ -18,7 +18,7 @@ PERIOD_SECONDS = 0.25
 A longer time delays requests. A shorter one slows the steps: if the ranks use all CPU cores, a message takes up to a
 millisecond.
 """
-LONGEST_PERIOD = 1000  # the maximum number of steps between two messages to the other ranks
+MAX_PERIOD_STEPS = 1000  # the maximum number of steps between two messages to the other ranks
 
 
 class Agreement:
@@ -125,8 +125,8 @@ class Agreement:
         steps, seconds = self._steps - step, self._sent[1] - moment
         if not moment or not steps:
             return self._period
-        due = steps * PERIOD_SECONDS / seconds if seconds else LONGEST_PERIOD
-        return 0 if due < 1 else min(LONGEST_PERIOD, round(due))
+        due = steps * PERIOD_SECONDS / seconds if seconds else MAX_PERIOD_STEPS
+        return 0 if due < 1 else min(MAX_PERIOD_STEPS, round(due))
 
     def _read(self) -> None:
         pending, self._pending = self._pending, None

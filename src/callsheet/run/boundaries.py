@@ -28,7 +28,7 @@ from callsheet.run.run_guard import RunGuard
 logger = logging.getLogger("callsheet")
 
 # The run's counts of samples, tokens and seconds are updated only at metrics records and at the ends of epochs.
-_COUNTED_AT_RECORDS = frozenset({TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.SECOND})
+_UNITS_COUNTED_AT_RECORDS = frozenset({TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.SECOND})
 
 
 class Boundaries:
@@ -82,13 +82,13 @@ class Boundaries:
         ctx.control.is_rescheduled = False
         ctx.control.look_again()
         steps = [self._agreement.next_step, self._manager.next_step, self._checkpoints.next_step]
-        moves_at_logs = longest is not None and longest.unit in _COUNTED_AT_RECORDS
+        moves_at_logs = longest is not None and longest.unit in _UNITS_COUNTED_AT_RECORDS
         if longest is not None and longest.unit is TimeUnit.BATCH:
             steps.append(int(longest.value))
         for schedule in self._evaluation.schedules.values():
             if schedule.every is not None:
                 steps.append(self._next_of(schedule.every))
-                moves_at_logs = moves_at_logs or schedule.every.every.unit in _COUNTED_AT_RECORDS
+                moves_at_logs = moves_at_logs or schedule.every.every.unit in _UNITS_COUNTED_AT_RECORDS
         if not moves_at_logs:
             self._next_due = min(steps)
         return min(*steps, self._next_of(self._records.every))

@@ -56,7 +56,7 @@ logger = logging.getLogger("callsheet")
 AUTO = "auto"
 """The value of `resume` that resumes the run from its newest valid checkpoint."""
 
-_OPTIMIZER_STATE = re.compile(r"optimizer\.state\.state\.(\d+)\.")
+_OPTIMIZER_STATE_PATTERN = re.compile(r"optimizer\.state\.state\.(\d+)\.")
 
 
 class Typed:
@@ -508,7 +508,7 @@ class Checkpoints:
                     f"{path} does not fit: its weight {rest!r} has the size {there}, and this model's has the size {here}"
                 )
             return self._tensors[rest]
-        if match := _OPTIMIZER_STATE.match(name):
+        if match := _OPTIMIZER_STATE_PATTERN.match(name):
             parameter = dict(enumerate(self._parameters())).get(int(match[1]))
             if isinstance(parameter, DTensor) and parameter.shape == size:
                 return torch.empty_like(parameter, dtype=dtype, requires_grad=False)

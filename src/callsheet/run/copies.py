@@ -18,7 +18,7 @@ from types import FunctionType
 from typing import Any
 
 _ABSENT: Any = object()
-_BEFORE = "_callsheet_before"
+_BEFORE_ATTRIBUTE = "_callsheet_before"
 """The name of the attribute in which a replacing function stores the value that it has replaced (`_ABSENT` if there was none)."""
 
 _reducers: dict[type, Any] = copyreg.dispatch_table
@@ -51,8 +51,8 @@ def _without_addition(name: str, value: Any) -> Any:
     """Return the attribute's value without the hook or function that callsheet added."""
     if isinstance(value, OrderedDict) and "hooks" in name and not _hooks.isdisjoint(value):
         return type(value)((key, hook) for key, hook in value.items() if key not in _hooks)
-    while isinstance(value, FunctionType) and _BEFORE in vars(value):
-        value = vars(value)[_BEFORE]
+    while isinstance(value, FunctionType) and _BEFORE_ATTRIBUTE in vars(value):
+        value = vars(value)[_BEFORE_ATTRIBUTE]
     return value
 
 
@@ -142,11 +142,11 @@ def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
     """Set an attribute of an object to a function, but not in copies of the object. Return a function that restores the earlier value."""
     attributes, reducer = vars(owner), _reducer_of(owner)
     reducer.begin()
-    setattr(value, _BEFORE, attributes.get(name, _ABSENT))
+    setattr(value, _BEFORE_ATTRIBUTE, attributes.get(name, _ABSENT))
     attributes[name] = value
 
     def restore() -> None:
-        before = vars(value).pop(_BEFORE)
+        before = vars(value).pop(_BEFORE_ATTRIBUTE)
         reducer.end()
         now = attributes.get(name)
         if now is value:
@@ -154,10 +154,10 @@ def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
             return
         # If another library has set the attribute since, keep its value, which may still call our function.
         # If callsheet has since set a newer function, which would later restore ours, then let it restore `before`.
-        while isinstance(now, FunctionType) and _BEFORE in vars(now):
-            if vars(now)[_BEFORE] is value:
-                setattr(now, _BEFORE, before)
+        while isinstance(now, FunctionType) and _BEFORE_ATTRIBUTE in vars(now):
+            if vars(now)[_BEFORE_ATTRIBUTE] is value:
+                setattr(now, _BEFORE_ATTRIBUTE, before)
                 return
-            now = vars(now)[_BEFORE]
+            now = vars(now)[_BEFORE_ATTRIBUTE]
 
     return restore

@@ -11,8 +11,8 @@ from callsheet.core.optional import load
 from callsheet.errors import DistributedError, text_of
 from callsheet.run.process_groups import LateAfterSignal
 
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "status_alloc_failed")
-_OF_A_COLLECTIVE = (
+_OUT_OF_MEMORY_TEXTS = ("out of memory", "can't allocate memory", "not enough memory", "status_alloc_failed")
+_COLLECTIVE_FAILURE_TEXTS = (
     "gloo",
     "nccl",
     "processgroup",
@@ -27,7 +27,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether the error says that a device or the host ran out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(sign in text_of(error).lower() for sign in _OUT_OF_MEMORY)
+    return isinstance(error, RuntimeError) and any(sign in text_of(error).lower() for sign in _OUT_OF_MEMORY_TEXTS)
 
 
 def is_of_collective(error: BaseException) -> bool:
@@ -41,7 +41,7 @@ def is_of_collective(error: BaseException) -> bool:
         return True
     if not isinstance(error, RuntimeError) or isinstance(error, DistributedError):
         return False
-    return type(error).__name__.startswith("Dist") or any(sign in text_of(error).lower() for sign in _OF_A_COLLECTIVE)
+    return type(error).__name__.startswith("Dist") or any(sign in text_of(error).lower() for sign in _COLLECTIVE_FAILURE_TEXTS)
 
 
 def out_of_memory_note(device: torch.device, hints: Iterable[str]) -> str:

@@ -160,7 +160,7 @@ class Lifetime:
             return "the training loop ended" if ctx.state.timestamp.batch > ctx.state.baseline.batch else ""
         if outcome is Outcome.STOPPED and ctx.control.stop_requested is not None:
             return stop_reason(ctx.control.stop_requested)
-        return _REASONS[outcome]
+        return _REASON_OF_OUTCOME[outcome]
 
 
 def stop_reason(request: Request) -> str:
@@ -168,7 +168,7 @@ def stop_reason(request: Request) -> str:
     return f"stopped by {one_line(f'{request.by}: {request.why}')}"
 
 
-_REASONS = {
+_REASON_OF_OUTCOME = {
     Outcome.STOPPED: "the training loop stopped early",
     Outcome.PREEMPTED: "the training loop was preempted",
     Outcome.INTERRUPTED: "interrupted with Ctrl-C",

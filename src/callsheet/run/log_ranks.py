@@ -9,7 +9,7 @@ from callsheet.core.ranks import Ranks
 from callsheet.errors import ConfigError, did_you_mean
 
 LogRanksChoice = Literal["zero", "all"]
-CHOICES: tuple[LogRanksChoice, ...] = get_args(LogRanksChoice)
+LOG_RANKS: tuple[LogRanksChoice, ...] = get_args(LogRanksChoice)
 
 
 class LogRanks:
@@ -27,8 +27,8 @@ class LogRanks:
     """
 
     def __init__(self, choice: LogRanksChoice, ranks: Ranks) -> None:
-        if choice not in CHOICES:
-            raise ConfigError(f"unknown log_ranks {choice!r}{did_you_mean(choice, CHOICES)} (one of {', '.join(CHOICES)})")
+        if choice not in LOG_RANKS:
+            raise ConfigError(f"unknown log_ranks {choice!r}{did_you_mean(choice, LOG_RANKS)} (one of {', '.join(LOG_RANKS)})")
         self._filters = choice == "zero" and ranks.rank > 0
         self._handlers: list[logging.Handler] = []
 

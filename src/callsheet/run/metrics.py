@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 OVER: tuple[Over, ...] = get_args(Over)
 ACROSS: tuple[Across, ...] = get_args(Across)
 
-_FOLD = 256  # replace the values of a name by their sum when there are this many, which limits memory
-_CUDA_GRAPHS = "torch._inductor.cudagraph_trees"  # the module that torch imports when it records the first CUDA graph
+_MAX_VALUES_PER_SERIES = 256  # replace the values of a name by their sum when there are this many, which limits memory
+_CUDA_GRAPHS_MODULE = "torch._inductor.cudagraph_trees"  # the module that torch imports when it records the first CUDA graph
 
 
 Schema = dict[str, tuple[Over, Across]]
@@ -81,7 +81,7 @@ class Series:
             if hasattr(weight, "device") and hasattr(value, "device"):
                 value, weight = on_one_device([value, weight])
             values.append(_wider(value) * _wider(weight))
-        if len(values) >= _FOLD:
+        if len(values) >= _MAX_VALUES_PER_SERIES:
             self.values = [_total(values)]
             self.weights = [_total(self.weights)] if self.weights else []
 
@@ -221,7 +221,7 @@ class MetricLog:
         while True:
             wanted = self._schema | self._how
             digest = _digest(wanted)
-            by_max = [name for name, (_, across) in self._schema.items() if across in _BY_MAX]
+            by_max = [name for name, (_, across) in self._schema.items() if across in _ACROSS_BY_MAX]
             by_sum = [name for name in self._schema if name not in by_max]
             sums, maxima = reducer.sum_and_max(
                 [slot for name in by_sum for slot in _sum_slots(totals.get(name), self._schema[name][1])],
@@ -267,7 +267,7 @@ class MetricLog:
             series.last = saved.get("last", series.values[-1] if series.values else None)  # earlier versions did not save `last`
 
 
-_BY_MAX = ("max", "same")
+_ACROSS_BY_MAX = ("max", "same")
 """The values of `across` for which the maximum over the ranks is computed.
 
 For `same`, all ranks have the same value, and the maximum returns it exactly. The sum over three ranks divided by three might
@@ -328,7 +328,7 @@ def lasting(tensor: Any) -> Any:
     on a CUDA device is copied.
     """
     detached = tensor.detach()
-    return detached.clone() if _CUDA_GRAPHS in sys.modules and detached.is_cuda else detached
+    return detached.clone() if _CUDA_GRAPHS_MODULE in sys.modules and detached.is_cuda else detached
 
 
 def scalar(name: str, value: Any) -> Any:

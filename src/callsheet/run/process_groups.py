@@ -31,7 +31,7 @@ LOOK_SECONDS = 0.5
 
 _TIMED_OUT, _CUT_OFF, _FAILED, _LEFT, _GAVE_UP = "timed out", "cut off", "failed", "left", "gave up"
 """The kinds of notes that a rank leaves in the rendezvous store when it ends; see `_Notes`."""
-_BROKEN = ("connection closed", "connection reset", "connection refused", "broken pipe")
+_BROKEN_CONNECTION_TEXTS = ("connection closed", "connection reset", "connection refused", "broken pipe")
 """Parts of torch's error messages that mean that the connection to a rank is broken."""
 
 
@@ -213,7 +213,7 @@ class ProcessGroups:
         """
         if self._presence is None:
             return "a rank was lost before or after the run, when it cannot be found out which one"
-        is_broken = any(sign in str(error).lower() for sign in _BROKEN)
+        is_broken = any(sign in str(error).lower() for sign in _BROKEN_CONNECTION_TEXTS)
         self._notes.leave(_CUT_OFF if is_broken else _TIMED_OUT, str(step))
         try:
             return self._notes.ask(lambda: self._ranks_at_fault(step, is_broken))

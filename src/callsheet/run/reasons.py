@@ -8,29 +8,29 @@ from typing import Any
 
 from callsheet.errors import text_of
 
-_LONGEST = 300  # the maximum length of a reason, in characters
-_URL = re.compile(r"\b(https?://)(?:[^\s/@'\"]*@)?([^\s/?#'\"<>]+)[^\s'\"<>)]*")
-_LOGIN = re.compile(r"(\b\w+://)[^\s/@'\"]+@")
-_SECRET = re.compile(
+_MAX_REASON_CHARACTERS = 300  # the maximum length of a reason, in characters
+_URL_PATTERN = re.compile(r"\b(https?://)(?:[^\s/@'\"]*@)?([^\s/?#'\"<>]+)[^\s'\"<>)]*")
+_LOGIN_PATTERN = re.compile(r"(\b\w+://)[^\s/@'\"]+@")
+_SECRET_PATTERN = re.compile(
     r"(?i)\b([\w-]*(?:password|passwd|passphrase|secret|token(?!iz)|(?:api|access|private)[_-]?key|credential|authorization)[\w-]*|pwd?)"
     r"([\"']?[^\S\n]*[=:][^\S\n]*)(?:bearer\s+|basic\s+)?[^\s,;)]+"  # matches only if the name and the value are on one line
 )
-_KEY_BLOCK = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
+_KEY_BLOCK_PATTERN = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
 
-_OF_TEXT = re.compile(r"(?i)tokens(_per_\w+)?$|(?:pad|eos|bos|unk|mask|cls|sep)_token$|token_ids?$")
+_TEXT_TOKEN_OPTION_PATTERN = re.compile(r"(?i)tokens(_per_\w+)?$|(?:pad|eos|bos|unk|mask|cls|sep)_token$|token_ids?$")
 """Names of options about the tokens of a text, such as `pad_token`, which are not credentials."""
 
-_TOKEN = re.compile(r"\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|pk-|xox[abeprs]-|AKIA|ASIA|AIza|eyJ)[\w.-]{12,}")
+_TOKEN_PATTERN = re.compile(r"\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|pk-|xox[abeprs]-|AKIA|ASIA|AIza|eyJ)[\w.-]{12,}")
 
 
-def one_line(text: str, *, at_most: int = _LONGEST) -> str:
+def one_line(text: str, *, at_most: int = _MAX_REASON_CHARACTERS) -> str:
     """Return `text` as one printable line, cut after `at_most` characters.
 
     Text that looks like a credential, such as the value after `token=`, is replaced by `...`. So is everything after the host of a
     URL.
     """
     plain = " ".join("".join(each if each.isprintable() else " " for each in text[: 20 * at_most]).split())
-    plain = without_credentials(_URL.sub(r"\1\2/...", plain))
+    plain = without_credentials(_URL_PATTERN.sub(r"\1\2/...", plain))
     return plain if len(plain) <= at_most else f"{plain[: at_most - 3]}..."
 
 
@@ -40,7 +40,9 @@ def without_credentials(text: str) -> str:
     The removed text is a private key in PEM form, the login in a URL, the value after a name such as `token=`, and any word with the
     prefix of a well-known kind of token.
     """
-    return _TOKEN.sub("...", _SECRET.sub(r"\1\2...", _LOGIN.sub(r"\1...@", _KEY_BLOCK.sub("...", text))))
+    return _TOKEN_PATTERN.sub(
+        "...", _SECRET_PATTERN.sub(r"\1\2...", _LOGIN_PATTERN.sub(r"\1...@", _KEY_BLOCK_PATTERN.sub("...", text)))
+    )
 
 
 def is_secret(name: str) -> bool:
@@ -48,7 +50,7 @@ def is_secret(name: str) -> bool:
 
     A number of tokens, such as `max_new_tokens`, is not a credential, and neither is the id of a special token.
     """
-    return not _OF_TEXT.search(name) and without_credentials(f"{name}=x").endswith("=...")
+    return not _TEXT_TOKEN_OPTION_PATTERN.search(name) and without_credentials(f"{name}=x").endswith("=...")
 
 
 def without_secrets(values: Any) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from callsheet.core.control import Control
 from callsheet.core.run_state import RunInfo
-from callsheet.core.wrappers import NOT_WRITABLE
+from callsheet.core.wrappers import NOT_WRITABLE_ERRNOS
 from callsheet.errors import ConfigError, RunInUseError
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS, RunLock
@@ -18,7 +18,7 @@ from callsheet.run.run_marker import mark_run
 
 logger = logging.getLogger("callsheet")
 
-_SLICE_SECONDS = 1.0
+_WAIT_SLICE_SECONDS = 1.0
 
 
 class RunGuard:
@@ -68,7 +68,7 @@ class RunGuard:
         """
         if self._lock is None:
             return ""
-        until = min(deadline, time.monotonic() + min(_SLICE_SECONDS, self._groups.timeout / 4))
+        until = min(deadline, time.monotonic() + min(_WAIT_SLICE_SECONDS, self._groups.timeout / 4))
         try:
             while (owner := self._lock.attempt()) is not None:
                 now = time.monotonic()
@@ -161,7 +161,7 @@ def why_not_writable(folder: Path) -> str:
         except FileNotFoundError:
             continue
         except OSError as error:
-            return f"{place}: {error.strerror}" if error.errno in NOT_WRITABLE else ""
+            return f"{place}: {error.strerror}" if error.errno in NOT_WRITABLE_ERRNOS else ""
     return ""
 
 

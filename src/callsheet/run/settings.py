@@ -22,10 +22,10 @@ from callsheet.run.reasons import is_secret, one_line
 
 logger = logging.getLogger("callsheet")
 
-_DEEPEST = 6
-_MOST_VALUES = 200  # the maximum number of values that are recorded from one mapping or list
-_LONGEST = 2000  # the maximum number of characters that are recorded from one text
-_CHANGING = ("last_epoch", "verbose", "base_lrs")  # public attributes of torch's schedulers that are not settings
+_MAX_DEPTH = 6
+_MAX_VALUES = 200  # the maximum number of values that are recorded from one mapping or list
+_MAX_TEXT_CHARACTERS = 2000  # the maximum number of characters that are recorded from one text
+_CHANGING_ATTRIBUTES = ("last_epoch", "verbose", "base_lrs")  # public attributes of torch's schedulers that are not settings
 
 
 def settings_of(
@@ -72,15 +72,15 @@ def plain(value: Any, depth: int = 0) -> Any:
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, (str, os.PathLike, Time, Interval)):
-        return one_line(os.fspath(value) if isinstance(value, os.PathLike) else str(value), at_most=_LONGEST)
-    if depth < _DEEPEST:
+        return one_line(os.fspath(value) if isinstance(value, os.PathLike) else str(value), at_most=_MAX_TEXT_CHARACTERS)
+    if depth < _MAX_DEPTH:
         if isinstance(value, Mapping):
-            items = [(str(name), inside) for name, inside in list(value.items())[:_MOST_VALUES]]
+            items = [(str(name), inside) for name, inside in list(value.items())[:_MAX_VALUES]]
             return {name: "..." if is_secret(name) and inside else plain(inside, depth + 1) for name, inside in items}
         if isinstance(value, Set):
             value = sorted(value, key=str)
         if isinstance(value, Sequence):
-            return [plain(inside, depth + 1) for inside in value[:_MOST_VALUES]]
+            return [plain(inside, depth + 1) for inside in value[:_MAX_VALUES]]
         if isinstance(value, Callback):
             return _callback(value, depth + 1)
         if isinstance(value, partial):
@@ -135,7 +135,9 @@ def _scheduler(scheduler: Any) -> dict[str, Any]:
     if scheduler is None:
         return {}
     scheduler = getattr(scheduler, "scheduler", scheduler)  # Accelerate wraps the scheduler, so unwrap it
-    values = {name: value for name, value in vars(scheduler).items() if not name.startswith("_") and name not in _CHANGING}
+    values = {
+        name: value for name, value in vars(scheduler).items() if not name.startswith("_") and name not in _CHANGING_ATTRIBUTES
+    }
     values = {name: value for name, value in values.items() if not hasattr(value, "param_groups")}
     return {"class_path": _path(type(scheduler)), "init_args": plain(values)}
 

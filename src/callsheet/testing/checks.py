@@ -29,7 +29,7 @@ from callsheet.core.spec import CallbackSpec
 from callsheet.errors import CheckpointError, ConfigError, RegistrationError
 from callsheet.testing.leftovers import Surroundings, model_things, more_left, settings_left
 from callsheet.testing.scene import (
-    ACTS,
+    ACTING_PHASES,
     Found,
     MakesTrainer,
     Planted,
@@ -38,10 +38,10 @@ from callsheet.testing.scene import (
     difference_of_records,
     difference_of_states,
 )
-from callsheet.testing.small_run import SAVED_AT, STEPS, same_weights, small_batches, small_trainer, steps_of
+from callsheet.testing.small_run import SAVED_AT_STEP, STEPS, same_weights, small_batches, small_trainer, steps_of
 
-_BROKEN_AT = SAVED_AT + 3
-_HALF = f"{STEPS // 2}ba"
+_BROKEN_AT_STEP = SAVED_AT_STEP + 3
+_HALF_DURATION = f"{STEPS // 2}ba"
 
 
 def constructs(subject: Subject, folder: Path) -> None:
@@ -105,7 +105,7 @@ def fits_twice(subject: Subject, folder: Path) -> None:
     """
     used, fresh = subject.make(), subject.make()
     with Scene(subject, _new(folder), used) as scene:
-        scene.fit(_HALF)
+        scene.fit(_HALF_DURATION)
         if scene.trainer.state.evaluators:
             scene.trainer.evaluate()
         if subject.trainer is small_trainer:
@@ -128,7 +128,7 @@ def closes_twice(subject: Subject, folder: Path) -> None:
     for trains in (False, True):
         with Scene(subject, _new(folder), subject.make()) as scene:
             if trains:
-                scene.fit(_HALF)
+                scene.fit(_HALF_DURATION)
             scene.trainer.close()
             scene.trainer.close()
     try:
@@ -146,7 +146,7 @@ def lets_errors_out(subject: Subject, folder: Path) -> None:
         ("on_data_init_start", 0),
         ("on_log", 2),
         ("on_forward_end", 3),
-        ("on_checkpoint_save_start", SAVED_AT),
+        ("on_checkpoint_save_start", SAVED_AT_STEP),
         ("on_eval_step_end", 4),
     ):
         _fails(subject, folder, event, step, Planted("on purpose"))
@@ -206,7 +206,7 @@ def is_neutral(subject: Subject, folder: Path) -> None:
     callback = subject.make()
     with Scene(subject, _new(folder), callback, checking=True) as watched:
         watched.fit()
-    if callback.phase in ACTS:
+    if callback.phase in ACTING_PHASES:
         return
     what = _changed(watched, _bare(subject.trainer))
     # The cached run without callbacks may have had other settings of torch, so compare with a new run too.
@@ -248,7 +248,7 @@ def leaves_nothing(subject: Subject, folder: Path) -> None:
 class _Bare:
     """The results of a run without callbacks, for comparison with runs of the callback under test.
 
-    `checkpoint` is the path of the checkpoint that the run saved after step `SAVED_AT`.
+    `checkpoint` is the path of the checkpoint that the run saved after step `SAVED_AT_STEP`.
     """
 
     weights: dict[str, Tensor]
@@ -268,7 +268,7 @@ def _made_bare(trainer: MakesTrainer) -> _Bare:
     things, model = model_things(scene.trainer.model, scene.trainer.optimizer), weakref.ref(scene.trainer.model)
     weights = scene.weights
     del scene
-    return _Bare(weights, watch.losses, watch.outcome, things, _is_gone(model), watch.checkpoints[SAVED_AT])
+    return _Bare(weights, watch.losses, watch.outcome, things, _is_gone(model), watch.checkpoints[SAVED_AT_STEP])
 
 
 _bare = cache(_made_bare)
@@ -336,9 +336,9 @@ def _fails(subject: Subject, folder: Path, event: str, step: int, error: BaseExc
 
 
 def _compare_resumed(subject: Subject, folder: Path, whole: Scene) -> None:
-    if SAVED_AT not in whole.watch.checkpoints:
+    if SAVED_AT_STEP not in whole.watch.checkpoints:
         raise Found(
-            f"the run ended before its checkpoint at step {SAVED_AT}",
+            f"the run ended before its checkpoint at step {SAVED_AT_STEP}",
             "give it options with which a run of 10 steps is not stopped",
         )
 
@@ -346,17 +346,17 @@ def _compare_resumed(subject: Subject, folder: Path, whole: Scene) -> None:
         raise Planted("the run is interrupted")
 
     try:
-        with Scene(subject, _new(folder), subject.make(), at=("on_train_step_start", _BROKEN_AT), act=fail) as broken:
+        with Scene(subject, _new(folder), subject.make(), at=("on_train_step_start", _BROKEN_AT_STEP), act=fail) as broken:
             broken.fit()
     except Planted:
         pass
-    path = broken.watch.checkpoints.get(SAVED_AT, "")
+    path = broken.watch.checkpoints.get(SAVED_AT_STEP, "")
     if not Path(path).exists():
         raise Found("the checkpoint that another callback requested is gone", "delete only checkpoints that nothing else holds")
     with Scene(subject, broken.folder, subject.make(), resume=path) as resumed:
         resumed.fit()
     hint = "save what it needs in state_dict, and restore it; name values that vary anyway in Subject(varies=...)"
-    _compare(subject, resumed, whole, "resumed, and uninterrupted: ", hint, after=SAVED_AT)
+    _compare(subject, resumed, whole, "resumed, and uninterrupted: ", hint, after=SAVED_AT_STEP)
 
 
 def _compare(subject: Subject, one: Scene, other: Scene, what: str, hint: str, *, after: int = 0) -> None:
@@ -382,7 +382,9 @@ def _things_after(
 
     callbacks = [callback] if callback is not None else []
     try:
-        with Scene(subject, _new(folder), *callbacks, at=("on_forward_end", _BROKEN_AT), act=fail if fails else None) as scene:
+        with Scene(
+            subject, _new(folder), *callbacks, at=("on_forward_end", _BROKEN_AT_STEP), act=fail if fails else None
+        ) as scene:
             scene.fit()
     except Planted:
         pass

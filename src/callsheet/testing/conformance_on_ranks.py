@@ -17,7 +17,7 @@ from torch import Tensor
 
 from callsheet.testing.ranks import RankProcesses
 from callsheet.testing.scene import (
-    ACTS,
+    ACTING_PHASES,
     ConformanceError,
     Factory,
     Found,
@@ -27,11 +27,11 @@ from callsheet.testing.scene import (
     difference_of_records,
     difference_of_states,
 )
-from callsheet.testing.small_run import SAVED_AT, same_weights, steps_of
+from callsheet.testing.small_run import SAVED_AT_STEP, same_weights, steps_of
 
-_LENGTH = "6ba"
-_GRACE = 10.0  # after one rank has reported a failure, the other ranks have this many seconds to report theirs
-_CHECK = "runs_on_ranks"
+_DURATION = "6ba"
+_GRACE_SECONDS = 10.0  # after one rank has reported a failure, the other ranks have this many seconds to report theirs
+_CHECK_NAME = "runs_on_ranks"
 _HINT = "limit only writing to one rank, let every rank reach each collective, and reduce what goes into a metrics record"
 
 
@@ -55,7 +55,7 @@ def check_on_ranks(
         raise errors[0]
     if errors:
         names = ", ".join(error.callback for error in errors)
-        raise ConformanceError(names, _CHECK, "\n".join(map(str, errors)), "see the hint of each")
+        raise ConformanceError(names, _CHECK_NAME, "\n".join(map(str, errors)), "see the hint of each")
 
 
 def find_on_ranks(
@@ -77,11 +77,11 @@ def find_on_ranks(
     # If a callback fails, the processes end. Start new ones for the remaining callbacks.
     while len(found) < len(subjects):
         first = len(found)
-        own = Path(mkdtemp(dir=folder, prefix=f"{_CHECK}-"))
+        own = Path(mkdtemp(dir=folder, prefix=f"{_CHECK_NAME}-"))
         crash = _run(packed, own, first, world_size, timeout)
         for subject, ends in zip(subjects[first:], _ends(own, first, len(subjects), world_size), strict=True):
             what = _error_of(ends, crash, timeout)
-            found.append(ConformanceError(subject.name, _CHECK, what, _HINT) if what else None)
+            found.append(ConformanceError(subject.name, _CHECK_NAME, what, _HINT) if what else None)
             if any(end is None or end.found for end in ends):
                 break
     return found
@@ -128,7 +128,7 @@ def _run(packed: list[bytes], folder: Path, first: int, world_size: int, timeout
                 last, moment = there, now
             if not failed_at and any(path.name.endswith("failed") for path in folder.iterdir()):
                 failed_at = now
-            if now - moment > timeout or (failed_at and now - failed_at > _GRACE):
+            if now - moment > timeout or (failed_at and now - failed_at > _GRACE_SECONDS):
                 break
             time.sleep(0.05)
         ends = ranks.wait(0.2)
@@ -145,7 +145,7 @@ def _on_this_rank(packed: list[bytes], folder: str, first: int) -> None:
             own = Path(folder, f"run-{number}")
             if subject.trainer not in bare:
                 with Scene(subject, own / "bare") as scene:
-                    scene.fit(_LENGTH)
+                    scene.fit(_DURATION)
                 bare[subject.trainer] = scene.weights
             end = _looked_at(subject, own / "watched", bare[subject.trainer])
         except Found as error:
@@ -164,18 +164,18 @@ def _on_this_rank(packed: list[bytes], folder: str, first: int) -> None:
 def _looked_at(subject: Subject, folder: Path, bare: dict[str, Tensor]) -> _End:
     callback = subject.make()
     with Scene(subject, folder, callback) as whole:
-        whole.fit(_LENGTH)
+        whole.fit(_DURATION)
     steps, outcome = whole.comes_to
     end = _End(steps=steps, outcome=outcome, records=whole.watch.records)
-    if callback.phase not in ACTS and not same_weights(whole.weights, bare):
+    if callback.phase not in ACTING_PHASES and not same_weights(whole.weights, bare):
         end.found = "the weights differ from a run without the callback"
-    if SAVED_AT not in whole.watch.checkpoints:
-        end.found = f"the run ended before its checkpoint at step {SAVED_AT}"
+    if SAVED_AT_STEP not in whole.watch.checkpoints:
+        end.found = f"the run ended before its checkpoint at step {SAVED_AT_STEP}"
     if end.found:
         return end
-    with Scene(subject, folder, subject.make(), resume=whole.watch.checkpoints[SAVED_AT]) as resumed:
-        resumed.fit(_LENGTH)
-    records = [steps_of(scene.watch.records, after=SAVED_AT) for scene in (resumed, whole)]
+    with Scene(subject, folder, subject.make(), resume=whole.watch.checkpoints[SAVED_AT_STEP]) as resumed:
+        resumed.fit(_DURATION)
+    records = [steps_of(scene.watch.records, after=SAVED_AT_STEP) for scene in (resumed, whole)]
     if differs := difference_of_records(subject, *records):
         end.found = f"resumed, and uninterrupted: {differs}"
     elif not same_weights(resumed.weights, whole.weights):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from callsheet.core.events import as_event
-from callsheet.core.lifecycle import ALWAYS, ANYWHERE, FIELDS, POINTS, SPAN_OF, SPANS
+from callsheet.core.lifecycle import ALWAYS_AVAILABLE, ANYWHERE_EVENTS, FIELDS, POINTS, SPAN_OF, SPANS
 from callsheet.errors import CallsheetError, ConfigError, did_you_mean
 
 
@@ -192,7 +192,7 @@ class GrammarChecker:
             if event == "on_run_end":
                 self._open = [("", EMPTY)]  # after an exception, open spans end without their end events, so forget them
         elif event in POINTS:
-            if event not in ANYWHERE:
+            if event not in ANYWHERE_EVENTS:
                 self._advance(event, name)
         elif event == SPANS[name].start_event:
             self._advance(event, name)
@@ -206,7 +206,7 @@ class GrammarChecker:
 
     def readable(self) -> frozenset[str]:
         """Return the fields that callbacks may read at the event that was checked last."""
-        return frozenset(ALWAYS) | self._windows.keys()
+        return frozenset(ALWAYS_AVAILABLE) | self._windows.keys()
 
     def finish(self) -> None:
         """Check that the sequence of events may end after the event that was checked last.

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 from torch.nn.modules import module as modules
 
-PATIENCE = 5.0
+PATIENCE_SECONDS = 5.0
 """How many seconds a thread or a process may take to end after a run."""
-_HOOKS = re.compile(r"_(forward|backward|full_backward|state_dict|load_state_dict|post_accumulate_grad)_?\w*hooks?$")
+_HOOKS_PATTERN = re.compile(r"_(forward|backward|full_backward|state_dict|load_state_dict|post_accumulate_grad)_?\w*hooks?$")
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ def settings_left(before: Surroundings) -> list[str]:
 def more_left(before: Surroundings) -> list[str]:
     """Return the threads, processes, open files and environment variables that did not exist in the snapshot `before`.
 
-    Wait up to `PATIENCE` seconds, so that threads and processes can end.
+    Wait up to `PATIENCE_SECONDS` seconds, so that threads and processes can end.
     """
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while found := _more(before):
         if time.monotonic() > deadline:
             return found
@@ -152,7 +152,7 @@ def _files() -> Counter[str]:
 
 
 def _hooks(own: dict[str, Any]) -> dict[str, int]:
-    return {name: len(kept) for name, kept in own.items() if _HOOKS.match(name) and kept}
+    return {name: len(kept) for name, kept in own.items() if _HOOKS_PATTERN.match(name) and kept}
 
 
 def _command(process: psutil.Process) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing in torch's annotations
 
-_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "callsheet.trainer"]
+_PRELOADED_MODULES = ["torch", "torch.distributed", "torch._dynamo", "callsheet.trainer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class RankProcesses:
     def __init__(self, function: Callable[..., Any], world_size: int, *arguments: Any) -> None:
         # Fork the ranks from a server process: it has already imported torch, and it has no threads, which a fork would lose.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload(_PRELOADED_MODULES)
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._ends = context.Queue()
         self.processes = [

@@ -7,7 +7,7 @@ from typing import Any
 
 from callsheet.core.callback import Callback, one_of
 from callsheet.core.context import Context
-from callsheet.core.lifecycle import ALWAYS, FIELDS
+from callsheet.core.lifecycle import ALWAYS_AVAILABLE, FIELDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Recorder(Callback):
         return [each.event for each in self.recorded]
 
     def on_event(self, ctx: Context) -> None:
-        readable = frozenset(name for name in FIELDS if name not in ALWAYS and ctx.has(name))
+        readable = frozenset(name for name in FIELDS if name not in ALWAYS_AVAILABLE and ctx.has(name))
         self.recorded.append(RecordedEvent(str(ctx.event), ctx.step, ctx.epoch, ctx.state.timestamp.batch, readable))
         for name, values in self.values.items():
             if ctx.has(name):

@@ -21,10 +21,10 @@ from callsheet.testing.grammar import check_events
 from callsheet.testing.small_run import Moments, Watch, small_trainer, weights_of
 from callsheet.trainer import Trainer
 
-CLOCK = ("time/*", "throughput/*", "memory/*", "system/*", "*per_second*", "*seconds*")
+CLOCK_PATTERNS = ("time/*", "throughput/*", "memory/*", "system/*", "*per_second*", "*seconds*")
 """Patterns of values that are never compared between two runs, because they depend on time or on the machine."""
 
-ACTS = ("change", "decide")
+ACTING_PHASES = ("change", "decide")
 """The phases of callbacks whose purpose is to change training. The check that training stays the same does not apply to them."""
 
 Factory = Callable[[], Callback]
@@ -71,7 +71,7 @@ class Subject:
         Args:
             name: the name of a metric, or `state/<key>` for an entry of the callback's state.
         """
-        return not any(fnmatchcase(name, pattern) for pattern in (*CLOCK, *self.varies))
+        return not any(fnmatchcase(name, pattern) for pattern in (*CLOCK_PATTERNS, *self.varies))
 
 
 class ConformanceError(AssertionError):

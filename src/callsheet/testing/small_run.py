@@ -18,13 +18,13 @@ from callsheet.trainer import Trainer
 STEPS = 10
 """The number of training steps of the small run."""
 
-SAVED_AT = 3
+SAVED_AT_STEP = 3
 """The step of the small run after which a checkpoint is requested.
 
 This step is inside an epoch, between two metrics records, and between two evaluations.
 """
 
-FIRED_AT = (2, 7)
+LOGGED_AT_STEPS = (2, 7)
 """The steps at which a table, images, a file and hyperparameters are logged: one before the checkpoint and one after it."""
 
 
@@ -119,9 +119,9 @@ class Moments:
 
     def record(self, ctx: Context) -> None:
         """Request a checkpoint, log values and call `act`, each at the event and step that are planned for it."""
-        if ctx.event == "on_train_step_end" and ctx.step == SAVED_AT:
+        if ctx.event == "on_train_step_end" and ctx.step == SAVED_AT_STEP:
             ctx.control.save("for the test", replicated=True)
-        if ctx.event == "on_train_step_end" and ctx.step in FIRED_AT:
+        if ctx.event == "on_train_step_end" and ctx.step in LOGGED_AT_STEPS:
             self._log(ctx)
         if self._act is not None and not self.has_come and ctx.event == self._event and ctx.step == self._step:
             self.has_come = True

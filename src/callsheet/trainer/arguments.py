@@ -26,7 +26,7 @@ from callsheet.run.run_names import check_folder, check_run_name, new_name
 from callsheet.trainer.batches import Loader
 from callsheet.trainer.parallel import Parallel
 
-_MAY_DIFFER = ("self", "device", "config", "runs_folder", "log_ranks", "callbacks", "loggers")
+_ARGUMENTS_THAT_MAY_DIFFER = ("self", "device", "config", "runs_folder", "log_ranks", "callbacks", "loggers")
 """Arguments of the Trainer that may differ between ranks, except that callbacks which need all ranks must be the same on all."""
 
 
@@ -79,7 +79,7 @@ def check_same_on_all_ranks(
     An argument that is not a plain value, such as a function, must be given on all ranks or on none. A callback that needs all
     ranks must be given on every rank.
     """
-    here = {name: _text_of(value) for name, value in arguments.items() if name not in _MAY_DIFFER}
+    here = {name: _text_of(value) for name, value in arguments.items() if name not in _ARGUMENTS_THAT_MAY_DIFFER}
     here["evaluators"] = repr([(name, evaluator.interval) for name, evaluator in evaluators.items()])
     here["callbacks that need all ranks"] = repr([label_of(callback) for callback in callbacks if callback.collective])
     of_ranks: list[dict[str, str]] = groups.gather(here)

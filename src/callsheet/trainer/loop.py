@@ -20,7 +20,7 @@ from callsheet.trainer.parallel import ParallelModel, clip_gradients
 from callsheet.trainer.precision import Precision
 from callsheet.trainer.tasks import Task
 
-_END: Any = object()  # marks the end of the data
+_END_OF_DATA: Any = object()  # marks the end of the data
 
 
 class TrainLoop:
@@ -203,17 +203,17 @@ class TrainLoop:
         """Fetch the next batch into `ctx.batch`, which is None at the end of the data. Return whether there was a batch."""
         ctx = self._ctx
         with self._spans.fetch:
-            batch = next(epoch, _END)
+            batch = next(epoch, _END_OF_DATA)
             if batch is None:  # in `ctx.batch`, None means the end of the data, so a batch must not be None
                 raise ConfigError(
                     f"the train_dataloader returned None for a batch of epoch {ctx.epoch}; let its collate_fn drop bad samples, not "
                     "whole batches"
                 )
-            if batch is _END:
+            if batch is _END_OF_DATA:
                 ctx.batch = None
             else:
                 ctx.batch = batch if self._device is None else to_device(batch, self._device)
-        return batch is not _END
+        return batch is not _END_OF_DATA
 
     def _fetch_rest(self, epoch: Iterator[Any]) -> tuple[list[Fetched], bool]:
         """Fetch the other batches of the step whose first batch is `ctx.batch`.

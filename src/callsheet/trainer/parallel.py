@@ -22,9 +22,9 @@ from callsheet.run.process_groups import ProcessGroups
 ParallelKind = Literal["auto", "single", "ddp", "fsdp"]
 KINDS: tuple[ParallelKind, ...] = get_args(ParallelKind)
 
-_STATE_PER_PARAMETER = 4
+_STATE_PER_WEIGHTS = 4
 """The memory of weights, gradients and the optimizer's two moments together, as a multiple of the weights' memory."""
-_ROOM_FOR_STATE = 0.6
+_STATE_MEMORY_SHARE = 0.6
 """The fraction of a device's memory that weights, gradients and optimizer state may take. The rest is for activations."""
 
 
@@ -180,8 +180,8 @@ def clip_gradients(parameters: Iterable[Tensor], longest: float) -> Tensor:
 def _fits(model: nn.Module, device: torch.device, frozen: Sequence[nn.Module]) -> bool:
     if device.type != "cuda":
         return True
-    needed = _STATE_PER_PARAMETER * _size(model) + sum(map(_size, frozen))
-    return needed <= _ROOM_FOR_STATE * torch.cuda.get_device_properties(device).total_memory
+    needed = _STATE_PER_WEIGHTS * _size(model) + sum(map(_size, frozen))
+    return needed <= _STATE_MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
 
 
 def _size(model: nn.Module) -> int:

@@ -14,7 +14,7 @@ from callsheet.core.callback import one_of
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 PRECISIONS: tuple[PrecisionName, ...] = get_args(PrecisionName)
 
-_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
@@ -33,7 +33,7 @@ class Precision:
 
     def __init__(self, name: PrecisionName, device: torch.device) -> None:
         self.name = one_of("precision", name, PRECISIONS)
-        self.casts = name in _TYPES
+        self.casts = name in _DTYPES
         """Whether the forward pass runs under autocast. Autocast is not needed if a sharded model casts its parameters itself."""
         self._device = device
         self.scaler: Any = torch.amp.GradScaler(device.type) if name == "fp16" else None
@@ -43,7 +43,7 @@ class Precision:
     @property
     def type(self) -> torch.dtype | None:
         """The dtype in which the forward pass is computed, or None for the model's own dtype."""
-        return _TYPES.get(self.name)
+        return _DTYPES.get(self.name)
 
     @property
     def casting(self) -> AbstractContextManager[Any]:

@@ -106,7 +106,7 @@ class Task:
         return type(self).weight is Task.weight
 
 
-_NO_PAIR = (KeyError, IndexError, TypeError, AttributeError)
+_NO_PAIR_ERRORS = (KeyError, IndexError, TypeError, AttributeError)
 """The errors that `batch[0]` or `batch[1]` may raise if the batch is not a pair of inputs and targets."""
 
 
@@ -132,14 +132,14 @@ class SupervisedTask(Task):
     def forward(self, model: nn.Module, batch: Any) -> Any:
         try:
             inputs = batch[0]
-        except _NO_PAIR as error:
+        except _NO_PAIR_ERRORS as error:
             raise self._not_a_pair(batch) from error
         return model(inputs)
 
     def loss(self, outputs: Any, batch: Any) -> Losses:
         try:
             targets = batch[1]
-        except _NO_PAIR as error:
+        except _NO_PAIR_ERRORS as error:
             raise self._not_a_pair(batch) from error
         return self.loss_function(outputs, targets)
 
@@ -150,7 +150,7 @@ class SupervisedTask(Task):
         """Return the number of samples, which is the length of the inputs, and 0 as the number of tokens."""
         try:
             inputs = batch[0]
-        except _NO_PAIR as error:
+        except _NO_PAIR_ERRORS as error:
             raise self._not_a_pair(batch) from error
         return (inputs.size(0) if isinstance(inputs, Tensor) and inputs.ndim else _leading_length(inputs)), 0
 

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("callsheet")
 
 LOG_INTERVAL = "10ba"
-_RECORDED = (
+_RECORDED_ARGUMENTS = (
     "microbatch_size", "gradient_accumulation_steps", "clip_grad_norm", "precision", "parallel", "shard_data", "compile",
     "gradient_checkpointing", "eval_interval", "log_interval", "epochs_per_round", "save_in_background", "seed",
 )  # fmt: skip
@@ -269,7 +269,7 @@ class Trainer:
             if seed is not None and groups.size > 1:
                 # Every rank gets a different seed, since ranks must draw different numbers, for example in dropout.
                 seed_all(seed + groups.rank)
-            run.load(*self._parts(), resume, {name: arguments[name] for name in _RECORDED})
+            run.load(*self._parts(), resume, {name: arguments[name] for name in _RECORDED_ARGUMENTS})
             self.ctx.optimizer, self.ctx.scheduler = self.optimizer, self.scheduler
             with run.spans.data_init:
                 self._load_data(train_dataloader, evaluators)

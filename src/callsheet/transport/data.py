@@ -33,17 +33,17 @@ from callsheet.checkpoint import plain
 from callsheet.checkpoint.tensors import check_storable
 from callsheet.core.callback import Callback, label_of
 from callsheet.core.optional import load
-from callsheet.core.spec import CallbackSpec
+from callsheet.core.spec import CallbackSpec, init_args_of
 from callsheet.errors import CallsheetError, CheckpointError, NotACallbackError
-from callsheet.transport.fingerprint import IGNORE, arguments_of, differences, fingerprint
-from callsheet.transport.names import MAIN, find, main_script, path_of
+from callsheet.transport.fingerprint import IGNORE_ATTRIBUTE, differences, fingerprint
+from callsheet.transport.names import MAIN_MODULE, find, main_script, path_of
 from callsheet.transport.rejections import described
 from callsheet.transport.sealed import TransportError
 
-WORDS = (*(name for name in Callback.__annotations__ if not name.startswith("_")), IGNORE)
+CALLBACK_SETTINGS = (*(name for name in Callback.__annotations__ if not name.startswith("_")), IGNORE_ATTRIBUTE)
 """The settings of a callback: class attributes that an instance may override."""
 
-_LENGTH = 8  # each encoded part begins with the part's length, as a number of this many bytes
+_LENGTH_BYTES = 8  # each encoded part begins with the part's length, as a number of this many bytes
 
 
 def encode(value: object, *, allow_pickle: bool) -> bytes:
@@ -61,7 +61,7 @@ def encode(value: object, *, allow_pickle: bool) -> bytes:
     except CheckpointError as error:
         raise TransportError(str(error)) from None
     parts = (plain.dump(text), safetensors.torch.save({name: _own_copy(tensor) for name, tensor in tensors.items()}), pickled)
-    return b"".join(len(part).to_bytes(_LENGTH, "little") + part for part in parts)
+    return b"".join(len(part).to_bytes(_LENGTH_BYTES, "little") + part for part in parts)
 
 
 def decode(content: bytes, *, on_script: Callable[[str], object] = lambda script: None) -> Any:
@@ -73,8 +73,8 @@ def decode(content: bytes, *, on_script: Callable[[str], object] = lambda script
     """
     parts = []
     while content:
-        end = _LENGTH + int.from_bytes(content[:_LENGTH], "little")
-        parts.append(content[_LENGTH:end])
+        end = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
+        parts.append(content[_LENGTH_BYTES:end])
         content = content[end:]
     text, tensors, pickled = parts
     document = plain.unflatten(plain.parse(text, "the payload"), safetensors.torch.load(tensors))
@@ -171,7 +171,7 @@ class Encoder:
             spec = CallbackSpec.of(callback)
         except (CallsheetError, TypeError) as error:
             raise TransportError(f"{at}: {error}") from None
-        given = arguments_of(callback)
+        given = init_args_of(callback)
         kind = type(callback)
         path = self._path(kind)
         return {
@@ -179,7 +179,9 @@ class Encoder:
                 "class_path": path or self._pickle(kind, at),
                 "init_args": {name: self.encoded(given[name], f"{at}: its argument {name}") for name in spec.init_args},
                 "words": {
-                    word: self.encoded(vars(callback)[word], f"{at}: its {word}") for word in WORDS if word in vars(callback)
+                    word: self.encoded(vars(callback)[word], f"{at}: its {word}")
+                    for word in CALLBACK_SETTINGS
+                    if word in vars(callback)
                 },
                 "state": self.encoded(_on_cpu(spec.state), f"{at}: its state"),
             }
@@ -199,7 +201,7 @@ class Encoder:
 
     def _path(self, thing: Any) -> str:
         path = path_of(thing)
-        self.needs_script |= path.startswith(f"{MAIN}.")
+        self.needs_script |= path.startswith(f"{MAIN_MODULE}.")
         return path
 
     def _note_script(self) -> None:
@@ -368,8 +370,8 @@ def _pickler(cloudpickle: Any, file: io.BytesIO, reject: Callable[[object], None
                 raise TransportError(
                     "a function that is pickled holds an open file, which stays in this process; let it open the path instead"
                 )
-            path = path_of(obj) if isinstance(obj, type | FunctionType) and obj.__module__ == MAIN else ""
-            if path.startswith(f"{MAIN}."):
+            path = path_of(obj) if isinstance(obj, type | FunctionType) and obj.__module__ == MAIN_MODULE else ""
+            if path.startswith(f"{MAIN_MODULE}."):
                 note_script()
             return path or None
 

@@ -16,7 +16,7 @@ import json
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -26,16 +26,14 @@ from callsheet.transport.names import name_of, path_of
 from callsheet.transport.sealed import TransportError
 
 Node = list[Any]
-"""The description of one object: `[type, text]`, `[type, {name: node}]`, or `["same", path]` for an object that occurred before.
+"""The description of one object: `[type, text]`, `[type, {label: node}]`, or `["same", path]` for an object that occurred before.
 """
 
-IGNORE = "transport_ignore"
+IGNORE_ATTRIBUTE = "transport_ignore"
 """The class attribute that names those instance attributes which may differ between processes."""
 
-_DEEPEST = 100  # the maximum depth of nesting, because each level takes several calls on Python's limited stack
-_LONG = 1000  # a list with more items than this number is described by a digest instead of item by item
-_SHORT = 40  # a text of this many bytes or more is described by a digest
-_UNSEEN = "cannot be inspected"
+_MAX_DEPTH = 100  # the maximum depth of nesting, because each level takes several calls on Python's limited stack
+_NOT_INSPECTED = "cannot be inspected"
 
 
 def fingerprint(values: Mapping[str, Any]) -> dict[str, Node]:
@@ -54,182 +52,151 @@ def differences(here: Mapping[str, Node], there: Mapping[str, Node]) -> list[str
 
 class _Fingerprinter:
     def __init__(self) -> None:
-        self._met: dict[object, str] = {}
-        self._kept: list[Any] = []  # after an object is freed, its id may be used again, so keep the objects alive
+        # The objects that occurred, by id, each with its path. They are kept alive, because the id of a freed object may be used again.
+        self._met: dict[int, tuple[Any, str]] = {}
         self._depth = 0
 
     def node_of(self, value: Any, path: str) -> Node:
+        kind = type(value)
+        if (text := _text_of(value)) is not None:
+            return [name_of(kind), text]
+        if not _is_value(value) and (met := self._met_before(value, path)):
+            return met
         self._depth += 1
-        if self._depth > _DEEPEST:
-            raise TransportError(f"{path}: nested deeper than {_DEEPEST} levels, too deep to compare; flatten it")
-        try:
-            return self._plain(value) or (not _is_value(value) and self._met_before(id(value), path)) or self._object(value, path)
-        finally:
-            self._depth -= 1
-
-    def _plain(self, value: Any) -> Node | None:
-        kind = type(value)
-        if value is None or kind in (bool, int, complex):
-            return [kind.__name__, repr(value)]
-        if kind is float:
-            return ["float", value.hex()]
-        if kind in (str, bytes):
-            raw = value.encode(errors="surrogatepass") if kind is str else value
-            return [kind.__name__, repr(value) if len(raw) < _SHORT else hashlib.sha256(raw).hexdigest()]
-        if isinstance(value, type | ModuleType | torch.dtype | torch.device):
-            return [
-                "class" if isinstance(value, type) else kind.__name__,
-                name_of(value) if isinstance(value, type) else str(getattr(value, "__name__", value)),
-            ]
-        return None
-
-    def _met_before(self, key: object, path: str) -> Node | None:
-        if key in self._met:
-            return ["same", self._met[key]]
-        self._met[key] = path
-        return None
-
-    def _object(self, value: Any, path: str) -> Node:
-        self._kept.append(value)
-        kind = type(value)
-        if isinstance(value, Callback):
-            return self._callback(value, path)
-        if kind in (list, tuple):
-            nodes = [self.node_of(item, f"{path}[{i}]") for i, item in enumerate(value)]
-            if len(nodes) > _LONG and all(isinstance(node[1], str) for node in nodes):
-                return [f"{kind.__name__} of {len(nodes)}", hashlib.sha256(json.dumps(nodes).encode()).hexdigest()]
-            return [kind.__name__, {f"[{i}]": node for i, node in enumerate(nodes)}]
-        if kind in (set, frozenset):
-            members = sorted((self.node_of(item, path) for item in value), key=json.dumps)
-            return [kind.__name__, {f"[{i}]": member for i, member in enumerate(members)}]
-        if kind is dict:
-            return ["dict", self._pairs(value.items(), path)]
-        if kind is functools.partial and not vars(value):
-            inside = {"function": value.func, "arguments": value.args, "keywords": value.keywords}
-            return [kind.__name__, {name: self.node_of(item, f"{path}'s {name}") for name, item in inside.items()}]
+        if self._depth > _MAX_DEPTH:
+            raise TransportError(f"{path}: nested deeper than {_MAX_DEPTH} levels, too deep to compare; flatten it")
         if isinstance(value, torch.Tensor):
-            return self._tensor(value, path)
+            node = self._tensor(value, path)
+        elif kind in (set, frozenset):
+            # Sort the members by their nodes, because the order of a set differs between processes.
+            members = sorted((self.node_of(member, path) for member in value), key=json.dumps)
+            node = [name_of(kind), {f"[{i}]": member for i, member in enumerate(members)}]
+        else:
+            inside = self._inside(value, path)
+            if not isinstance(inside, str):
+                inside = {label: self.node_of(part, _joined(path, label)) for label, part in inside.items()}
+            node = [name_of(kind), inside]
+        self._depth -= 1
+        return node
+
+    def _met_before(self, value: object, path: str) -> Node | None:
+        if id(value) in self._met:
+            return ["same", self._met[id(value)][1]]
+        self._met[id(value)] = value, path
+        return None
+
+    def _inside(self, value: Any, path: str) -> dict[str, Any] | str:
+        """Return the objects inside `value` by label, or a text about `value` if nothing inside it can be compared."""
+        if isinstance(value, Callback):
+            return _inside_callback(value)
+        if type(value) in (list, tuple):
+            return self._labelled(enumerate(value), path)
+        if type(value) is dict:
+            return self._labelled(value.items(), path)
+        # Pickle would store `__dict__` too, which is None or empty: the encoder's `vars(value)` creates it, in the sender only.
+        if type(value) is functools.partial and not vars(value):
+            keywords = {f"({name})": argument for name, argument in value.keywords.items()}
+            return {"function": value.func, "arguments": value.args, **keywords}
         if isinstance(value, FunctionType):
-            return self._function(value, path)
-        if isinstance(value, MethodType):
-            return ["method", {"": self.node_of(value.__self__, path), value.__name__: [value.__name__, ""]}]
-        if isinstance(value, BuiltinFunctionType):
-            owner = getattr(value, "__self__", None)
-            return ["function", {value.__qualname__: self.node_of(None if isinstance(owner, ModuleType) else owner, path)}]
-        if isinstance(value, threading.Thread) or (
-            isinstance(value, io.IOBase) and not isinstance(value, io.StringIO | io.BytesIO)
-        ):
-            return [name_of(kind), ""]
+            return _inside_function(value)
+        if isinstance(value, threading.Thread):  # its attributes, such as its identifier, differ between processes
+            return ""
         return self._reduced(value, path)
 
-    def _callback(self, callback: Callback, path: str) -> Node:
-        ignored = {"_arguments", IGNORE, *getattr(callback, IGNORE, ())}
-        slots = {name for kind in type(callback).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(callback, name)}
-        names = sorted((vars(callback).keys() | slots) - ignored)
-        parts = {f".{name}": self.node_of(getattr(callback, name), f"{path}.{name}") for name in names}
-        arguments = {f"({name})": self.node_of(value, f"{path}({name})") for name, value in arguments_of(callback).items()}
-        own = {
-            f" {kind.__name__}.{name}": self.node_of(value, f"{path} {kind.__name__}.{name}")
-            for kind in type(callback).__mro__
-            for name, value in sorted(_class_values(kind))
-            if name not in ignored
-        }
-        return [f"{name_of(type(callback))}", parts | arguments | own]
-
-    def _pairs(self, pairs: Iterable[tuple[Any, Any]], path: str) -> dict[str, Node]:
+    def _labelled(self, items: Iterable[tuple[Any, Any]], path: str) -> dict[str, Any]:
         return {
-            f"[{key!r}]" if isinstance(key, str | int) else f"[{json.dumps(self.node_of(key, path))}]": self.node_of(
-                item, f"{path}[{key!r}]"
-            )
-            for key, item in pairs
+            f"[{key!r}]" if isinstance(key, str | int) else f"[{json.dumps(self.node_of(key, path))}]": item
+            for key, item in items
         }
+
+    def _reduced(self, value: Any, path: str) -> dict[str, Any] | str:
+        """Return what pickle would store of an object of an unknown type."""
+        kind = type(value)
+        try:
+            with warnings.catch_warnings():  # from Python 3.12 on, the iterators of itertools warn
+                warnings.simplefilter("ignore")
+                reduced = copyreg.dispatch_table[kind](value) if kind in copyreg.dispatch_table else value.__reduce_ex__(4)
+        except Exception:  # the value cannot be pickled
+            # The position of an iterator would be lost. A file is an iterator too, but each process opens its own.
+            return _NOT_INSPECTED if isinstance(value, Iterator) and not isinstance(value, io.IOBase) else ""
+        if isinstance(reduced, str):
+            return reduced
+        make, args, state, items, pairs = (*reduced, None, None, None, None)[:5]
+        parts = {"how it is made": make, "arguments": args}
+        parts |= {f".{name}": part for name, part in state.items()} if isinstance(state, dict) else {"state": state}
+        return parts | self._labelled(enumerate(items or ()), path) | self._labelled(pairs or (), path)
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Node:
         gradient = "with" if tensor.requires_grad else "without"
         facts = f"{name_of(type(tensor))} {tensor.dtype} {list(tensor.shape)} {tensor.device} {gradient} gradient"
         try:
-            with torch.no_grad():
-                host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
             content = hashlib.sha256(host.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
-            storage = tensor.untyped_storage().data_ptr()
+            storage = tensor.untyped_storage()
         except (RuntimeError, TypeError, NotImplementedError):
             # The data cannot be read: this is a meta or sparse tensor, or a tensor of a subclass that keeps its data elsewhere.
-            return [facts, "" if tensor.is_meta else _UNSEEN]
-        shared = self._met_before(("storage", storage), path) if tensor.numel() else None
-        return [facts, {"content": [facts, content], "memory": shared or ["own", ""]}]
-
-    def _function(self, function: FunctionType, path: str) -> Node:
-        if found := path_of(function):
-            return ["function", found]
-        # Leave out an empty closure cell, because it has no value yet.
-        cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
-        inside = {
-            "code": ["code", _code(function.__code__)],
-            "defaults": self.node_of([function.__defaults__, function.__kwdefaults__], f"{path}'s defaults"),
-            "closure": self.node_of(cells, f"{path}'s closure"),
-        }
-        return ["function", inside]
-
-    def _reduced(self, value: Any, path: str) -> Node:
-        kind = type(value)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                reduced = copyreg.dispatch_table[kind](value) if kind in copyreg.dispatch_table else value.__reduce_ex__(4)
-        except Exception:  # the value cannot be pickled
-            return [name_of(kind), _UNSEEN if isinstance(value, Iterator) else ""]
-        if isinstance(reduced, str):
-            return [name_of(kind), reduced]
-        make, args, state, items, pairs = (*reduced, None, None, None, None)[:5]
-        self._kept.append(reduced)
-        parts = {"how it is made": self.node_of(make, path), "arguments": self.node_of(list(args), path)}
-        if isinstance(state, dict):
-            parts |= {f".{name}": self.node_of(item, f"{path}.{name}") for name, item in state.items()}
-        elif state is not None:
-            parts["state"] = self.node_of(state, path)
-        if items is not None:
-            parts |= {f"[{i}]": self.node_of(item, f"{path}[{i}]") for i, item in enumerate(items)}
-        if pairs is not None:
-            parts |= self._pairs(pairs, path)
-        return [name_of(kind), parts]
+            return [facts, "" if tensor.is_meta else _NOT_INSPECTED]
+        return [facts, {"content": [facts, content], "memory": self._met_before(storage, path) or ["own", ""]}]
 
 
-def arguments_of(callback: Callback) -> dict[str, Any]:
-    """Return the arguments with which the callback was constructed, by name."""
-    args, kwargs = callback._arguments
-    signature = inspect.signature(type(callback).__init__)
-    found: dict[str, Any] = {}
-    for name, value in list(signature.bind(callback, *args, **kwargs).arguments.items())[1:]:
-        found.update(value if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value})
-    return found
+def _text_of(value: Any) -> str | None:
+    """Return a text that identifies a plain value, a class, a module or an importable function; otherwise None.
+
+    What an importable function refers to, such as a cache, is not compared, because each process imports the function.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, float, complex):
+        return repr(value)
+    if kind in (str, bytes):
+        return hashlib.sha256(value.encode(errors="surrogatepass") if kind is str else value).hexdigest()
+    if isinstance(value, ModuleType):
+        return value.__name__
+    return name_of(value) if isinstance(value, type) else path_of(value) or None
 
 
 def _is_value(value: Any) -> bool:
     """Return whether equal objects of this type are interchangeable, so it does not matter whether two places share one object."""
-    kind = type(value)
+    kind: Any = type(value)
     if isinstance(value, torch.Tensor):
         return False
-    equal, hashed = (getattr(kind, name) for name in ("__eq__", "__hash__"))
-    is_equal_by_value = equal is not object.__eq__ and hashed not in (None, object.__hash__)
-    return is_equal_by_value or kind is functools.partial or kind is tuple
+    is_equal_by_value = kind.__eq__ is not object.__eq__ and kind.__hash__ not in (None, object.__hash__)
+    return is_equal_by_value or kind is functools.partial
 
 
-def _class_values(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of the attributes of a user's class, for comparison. For a method, yield its qualified name.
+def _inside_callback(callback: Callback) -> dict[str, Any]:
+    """Return the attributes of a callback, the arguments of its constructor, and the attributes of its classes."""
+    ignored = {"_arguments", IGNORE_ATTRIBUTE, *getattr(callback, IGNORE_ATTRIBUTE, ())}
+    state: Any = object.__getstate__(callback)
+    attributes, slots = state if isinstance(state, tuple) else (state, {})
+    inside = {f".{name}": part for name, part in sorted((attributes | slots).items()) if name not in ignored}
+    args, kwargs = callback._arguments
+    given = inspect.signature(type(callback).__init__).bind(callback, *args, **kwargs).arguments
+    inside |= {f"({name})": value for name, value in list(given.items())[1:]}
+    for kind in type(callback).__mro__:
+        # A user may have changed the attributes of a class since it was imported. For a method, compare the qualified name.
+        if not issubclass(kind, Callback) or kind.__module__.split(".")[0] == "callsheet":
+            continue
+        for name, value in sorted(vars(kind).items()):
+            is_function = isinstance(value, FunctionType)
+            is_data = not name.startswith(("__", "_abc_")) and not hasattr(type(value), "__get__")
+            if name not in ignored and (is_function or is_data):
+                inside[f" {kind.__name__}.{name}"] = name_of(value) if is_function else value
+    return inside
 
-    The attributes are compared because they may have changed since the class was imported.
-    """
-    if kind is Callback or kind.__module__.split(".")[0] == "callsheet" or not issubclass(kind, Callback):
-        return
-    for name, value in vars(kind).items():
-        if isinstance(value, FunctionType):
-            yield name, name_of(value)
-        elif not name.startswith(("__", "_abc_")) and not hasattr(type(value), "__get__"):
-            yield name, value
+
+def _inside_function(function: FunctionType) -> dict[str, Any]:
+    # Leave out an empty closure cell, because it has no value yet.
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+    return {
+        "code": _code(function.__code__),
+        "defaults": [function.__defaults__, function.__kwdefaults__],
+        "closure": cells,
+    }
 
 
 def _code(code: CodeType) -> str:
     """Return a digest of a function's code that does not depend on its file or line."""
+    # Sort the members of a frozenset, because their order differs between processes.
     consts = [
         _code(const) if isinstance(const, CodeType) else repr(sorted(map(repr, const)) if isinstance(const, frozenset) else const)
         for const in code.co_consts
@@ -251,7 +218,7 @@ def _compare(here: Node, there: Node, path: str) -> Iterator[str]:
                 yield f"{_joined(path, name)}: {'missing there' if name in here[1] else 'missing here'}"
             else:
                 yield from _compare(here[1][name], there[1][name], _joined(path, name))
-    elif _UNSEEN in (here[1], there[1]):
+    elif _NOT_INSPECTED in (here[1], there[1]):
         yield f"{path}: {_with_article(here[0])}, which cannot be inspected"
     elif here[1] != there[1]:
         yield f"{path}: {_with_article(here[0])} with another value there"

@@ -12,19 +12,19 @@ from typing import Any
 from callsheet.core.spec import import_path
 from callsheet.errors import ConfigError, did_you_mean
 
-MAIN = "__main__"
+MAIN_MODULE = "__main__"
 # multiprocessing imports a child's main script as `__mp_main__`, so that code under a `__main__` guard does not run.
 _IMPORTED_MAIN = "__mp_main__"
 
 
 def main_script() -> str:
     """Return the path of the script that this process runs; empty in a notebook, at a prompt, and with `python -m` or `-c`."""
-    main = sys.modules[MAIN]
+    main = sys.modules[MAIN_MODULE]
     spec = getattr(main, "__spec__", None)
     file = getattr(main, "__file__", None)
     if (
         not isinstance(file, str)
-        or (spec is not None and spec.name != MAIN)
+        or (spec is not None and spec.name != MAIN_MODULE)
         or not Path(file).is_file()
         or not file.endswith(".py")
     ):
@@ -43,12 +43,12 @@ def path_of(thing: object) -> str:
     if not isinstance(module, str) or not name or "<" in name:
         return ""
     holder: Any = sys.modules.get(module)
-    if module in (MAIN, _IMPORTED_MAIN):
+    if module in (MAIN_MODULE, _IMPORTED_MAIN):
         spec = getattr(holder, "__spec__", None)
-        if spec is not None and spec.name != MAIN:
+        if spec is not None and spec.name != MAIN_MODULE:
             module = spec.name  # the program was started as `python -m package.module`
         elif main_script():
-            module = MAIN
+            module = MAIN_MODULE
         else:
             return ""
     for part in name.split("."):
@@ -62,9 +62,9 @@ def name_of(kind: Any) -> str:
     The name is the same in a process that runs the script and in a process that imports the script.
     """
     module = getattr(kind, "__module__", None) or ""
-    if module in (MAIN, _IMPORTED_MAIN):
+    if module in (MAIN_MODULE, _IMPORTED_MAIN):
         spec = getattr(sys.modules.get(module), "__spec__", None)
-        module = spec.name if spec is not None else MAIN
+        module = spec.name if spec is not None else MAIN_MODULE
     # Cut off the name of the enclosing function, because cloudpickle does not keep this name.
     name = getattr(kind, "__qualname__", type(kind).__qualname__).rpartition("<locals>.")[2]
     return name if module == "builtins" else f"{module}.{name}"
@@ -77,7 +77,7 @@ def find(path: str, script: str) -> Any:
         ConfigError: there is no such class or function.
     """
     module, _, name = path.partition(".")
-    if module != MAIN:
+    if module != MAIN_MODULE:
         return import_path(path)
     found: Any = main_module(script)
     for part in name.split("."):
@@ -97,7 +97,7 @@ def main_module(script: str) -> ModuleType:
     """
     if not script:
         raise ConfigError("the payload refers to a script, but does not name it")
-    for name in (MAIN, _IMPORTED_MAIN):
+    for name in (MAIN_MODULE, _IMPORTED_MAIN):
         module = sys.modules.get(name)
         if module is not None and os.path.abspath(getattr(module, "__file__", None) or "") == script:
             return module
@@ -117,4 +117,4 @@ def main_module(script: str) -> ModuleType:
 
 def become(script: str) -> None:
     """Import the script as this process's module `__main__`, because the payload refers to the script as `__main__`."""
-    sys.modules[MAIN] = main_module(script)
+    sys.modules[MAIN_MODULE] = main_module(script)

@@ -16,10 +16,19 @@ from callsheet.core.registration import check_callback
 from callsheet.transport.data import decode, encode
 from callsheet.transport.names import become
 from callsheet.transport.preflight import check_arrival
-from callsheet.transport.sealed import LARGEST, Key, PrivateFolder, TransportError, read_private, seal, unseal, write_private
+from callsheet.transport.sealed import (
+    MAX_PAYLOAD_BYTES,
+    Key,
+    PrivateFolder,
+    TransportError,
+    read_private,
+    seal,
+    unseal,
+    write_private,
+)
 
-PAYLOAD = "CALLSHEET_PAYLOAD"
-KEY = "CALLSHEET_PAYLOAD_KEY"
+PAYLOAD_VARIABLE = "CALLSHEET_PAYLOAD"
+KEY_VARIABLE = "CALLSHEET_PAYLOAD_KEY"
 """The environment variables through which a process receives a payload: the file's path, and the key to check its signature.
 
 Both variables are removed from the environment when they are read.
@@ -62,7 +71,7 @@ class Payload:
             key = Key.new()
             path = folder.path / "payload"
             write_private(path, seal(key, "payload", self.content))
-            yield {PAYLOAD: str(path), KEY: key.text()}
+            yield {PAYLOAD_VARIABLE: str(path), KEY_VARIABLE: key.text()}
 
 
 def pack(callbacks: Iterable[Callback], *, allow_pickle: bool = False, extra: Mapping[str, Any] | None = None) -> Payload:
@@ -98,9 +107,9 @@ def pack(callbacks: Iterable[Callback], *, allow_pickle: bool = False, extra: Ma
         len(part).to_bytes(8, "little") + part
         for part in (encode(around, allow_pickle=False), encode(values, allow_pickle=allow_pickle))
     )
-    if len(content) > LARGEST // 2:
+    if len(content) > MAX_PAYLOAD_BYTES // 2:
         raise TransportError(
-            f"the callbacks and arguments take {len(content)} bytes, more than the limit of {LARGEST // 2}; save large data to a file, and "
+            f"the callbacks and arguments take {len(content)} bytes, more than the limit of {MAX_PAYLOAD_BYTES // 2}; save large data to a file, and "
             "give its path"
         )
     payload = Payload(tuple(map(label_of, callbacks)), content)
@@ -142,10 +151,10 @@ def open_payload(environment: MutableMapping[str, str], *, is_ours: bool = False
         TransportError: see `unpack`.
     """
     global is_sent, is_opening
-    path, text = environment.pop(PAYLOAD, ""), environment.pop(KEY, "")
+    path, text = environment.pop(PAYLOAD_VARIABLE, ""), environment.pop(KEY_VARIABLE, "")
     if not path or not text:
         raise TransportError(
-            f"nothing was sent to this process: {PAYLOAD if not path else KEY} is not in its environment. Start it with the variables that "
+            f"nothing was sent to this process: {PAYLOAD_VARIABLE if not path else KEY_VARIABLE} is not in its environment. Start it with the variables that "
             "Payload.post() gives, and unpack once"
         )
     key = Key.read(text)

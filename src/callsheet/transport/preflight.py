@@ -7,31 +7,30 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from callsheet.core.callback import label_of
-from callsheet.transport.fingerprint import IGNORE, differences, fingerprint
+from callsheet.transport.fingerprint import IGNORE_ATTRIBUTE, differences, fingerprint
 from callsheet.transport.sealed import TransportError, read_private, write_private
 
-START = Path(__file__).with_name("start.py")
-SECONDS = 300.0
+START_SCRIPT = Path(__file__).with_name("start.py")
+TIMEOUT_SECONDS = 300.0
 """The longest time that the check may take to import the script and the callbacks' modules."""
 
-_ANSWER = "preflight"
-_MOST = 20  # the maximum number of differences in the error message
-_LAST = 15  # the maximum number of lines of output in the error message
+_ANSWER_FILE = "preflight"
+_MAX_DIFFERENCES = 20  # the maximum number of differences in the error message
+_MAX_OUTPUT_LINES = 15  # the maximum number of lines of output in the error message
 
 
 def command(module: str) -> list[str]:
     """Return the command line that runs the function `main` of a module of callsheet in a fresh interpreter."""
-    return [sys.executable, "-P", str(START), module]
+    return [sys.executable, "-P", str(START_SCRIPT), module]
 
 
 def check_arrival(values: Mapping[str, Any], variables: Mapping[str, str]) -> None:
@@ -42,7 +41,7 @@ def check_arrival(values: Mapping[str, Any], variables: Mapping[str, str]) -> No
     """
     here = fingerprint(values)
     folder = Path(variables["CALLSHEET_PAYLOAD"]).parent
-    answered, output = folder / _ANSWER, folder / "preflight.log"
+    answered, output = folder / _ANSWER_FILE, folder / "preflight.log"
     try:
         # Use a file instead of a pipe: a process that a callback's constructor starts might keep a pipe open, and `run` would wait.
         with open(output, "wb") as log:
@@ -52,12 +51,12 @@ def check_arrival(values: Mapping[str, Any], variables: Mapping[str, str]) -> No
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                timeout=SECONDS,
+                timeout=TIMEOUT_SECONDS,
                 check=False,
             )
     except subprocess.TimeoutExpired:
         raise TransportError(
-            f"the preflight check did not end within {SECONDS:g} seconds; does importing the script or a callback's module start work? "
+            f"the preflight check did not end within {TIMEOUT_SECONDS:g} seconds; does importing the script or a callback's module start work? "
             "Put it under `if __name__ == '__main__'`"
         ) from None
     if not answered.exists():
@@ -72,12 +71,12 @@ def check_arrival(values: Mapping[str, Any], variables: Mapping[str, str]) -> No
         labels = [label_of(callback) for callback in values["callbacks"]]
         for i, label in enumerate(labels):
             found = [line.replace(f"callbacks[{i}]", f"callbacks[{i}] ({label})", 1) for line in found]
-        more = f"\n  and {len(found) - _MOST} more" if len(found) > _MOST else ""
+        more = f"\n  and {len(found) - _MAX_DIFFERENCES} more" if len(found) > _MAX_DIFFERENCES else ""
         raise TransportError(
             "rebuilt in a fresh interpreter (there), the payload differs from the original (here):\n  "
-            + "\n  ".join(found[:_MOST])
+            + "\n  ".join(found[:_MAX_DIFFERENCES])
             + f"{more}\nOnly constructor arguments and state_dict are sent. Create what each process needs of its own "
-            f"in on_run_start, or name the attribute in the class's {IGNORE}"
+            f"in on_run_start, or name the attribute in the class's {IGNORE_ATTRIBUTE}"
         )
 
 
@@ -85,7 +84,7 @@ def main() -> None:
     """In the new interpreter, decode the payload, and send its fingerprint to the process that started the check."""
     from callsheet.transport.payload import open_payload  # imported only here, because `payload` imports `preflight`
 
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    signal.alarm(int(TIMEOUT_SECONDS))  # the parent enforces this limit too, unless it was killed
     path = Path(os.environ["CALLSHEET_PAYLOAD"])
     answer: dict[str, Any]
     try:
@@ -93,16 +92,9 @@ def main() -> None:
         answer = {"fingerprint": fingerprint({"callbacks": unpacked.callbacks, **unpacked.extra})}
     except (Exception, SystemExit) as error:  # report the error: the process that started the check will raise it
         answer = {"error": _described(error)}
-    write_private(path.with_name(_ANSWER), json.dumps(answer).encode())
+    write_private(path.with_name(_ANSWER_FILE), json.dumps(answer).encode())
     sys.stdout.flush()
     os._exit(0)  # end without waiting for threads that the callbacks have started
-
-
-def _end_with(parent: int) -> None:
-    """End this process when its parent has ended, because then no process waits for the result of the check."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
 
 
 def _described(error: BaseException) -> str:
@@ -115,4 +107,4 @@ def _described(error: BaseException) -> str:
 
 
 def _last_lines(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines()[-_LAST:]) or "  (nothing)"
+    return "\n".join(f"  {line}" for line in text.splitlines()[-_MAX_OUTPUT_LINES:]) or "  (nothing)"

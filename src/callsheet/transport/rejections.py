@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from callsheet.transport.names import MAIN
+from callsheet.transport.names import MAIN_MODULE
 
 _HINT = "give plain data or something that has an import path, or set allow_pickle=True to send it as signed cloudpickle"
-_LOCKS = (
+_LOCK_TYPES = (
     type(threading.Lock()),
     type(threading.RLock()),
     threading.Condition,
@@ -28,7 +28,7 @@ def described(value: Any) -> tuple[str, str, bool]:
     what = f"a {type(value).__module__}.{type(value).__qualname__}".replace("a builtins.", "a ")
     if isinstance(value, io.IOBase) and not isinstance(value, io.StringIO | io.BytesIO):
         return "an open file, which stays in this process", "give its path, and open it in on_run_start", False
-    if isinstance(value, _LOCKS):
+    if isinstance(value, _LOCK_TYPES):
         return "a lock, which stays in this process", "make one in the constructor, so that each process has its own", False
     if isinstance(value, threading.Thread | socket.socket | GeneratorType | ModuleType):
         return f"{what}, which stays in this process", "make it in the constructor or in on_run_start", False
@@ -45,7 +45,7 @@ def described(value: Any) -> tuple[str, str, bool]:
                 f"define it at the top level of a module, {use_pickle}",
                 True,
             )
-        if value.__module__ == MAIN:
+        if value.__module__ == MAIN_MODULE:
             return (
                 f"{name} is defined in a notebook or at a prompt, where a worker cannot import it",
                 f"put it into a module, {use_pickle}",

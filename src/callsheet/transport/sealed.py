@@ -22,15 +22,16 @@ from typing import Self
 
 from callsheet.errors import CallsheetError
 
-LARGEST = 256 * 2**20
+MAX_PAYLOAD_BYTES = 256 * 2**20
 """The largest size in bytes of a payload. Larger data belongs in a file of its own."""
 
 _MAGIC = b"callsheet sealed 1\n"
-_LAUNCH, _KIND, _MAC = 16, 16, 32  # sizes in bytes of the launch's id, of the word for the content's kind, and of the signature
-_SECRET = 32
+# The sizes of the launch's id, of the word for the content's kind, and of the signature.
+_LAUNCH_BYTES, _KIND_BYTES, _MAC_BYTES = 16, 16, 32
+_SECRET_BYTES = 32
 
-_PREFIX = "callsheet-launch-"
-_LOCK = "lock"
+_FOLDER_PREFIX = "callsheet-launch-"
+_LOCK_FILE = "lock"
 
 
 class TransportError(CallsheetError, ValueError):
@@ -50,7 +51,7 @@ class Key:
     @classmethod
     def new(cls) -> Self:
         """Return a new key for a launch, with a random secret."""
-        return cls(secrets.token_bytes(_LAUNCH), secrets.token_bytes(_SECRET))
+        return cls(secrets.token_bytes(_LAUNCH_BYTES), secrets.token_bytes(_SECRET_BYTES))
 
     @classmethod
     def read(cls, text: str) -> Self:
@@ -62,11 +63,11 @@ class Key:
             raw = bytes.fromhex(text)
         except ValueError:
             raw = b""
-        if len(raw) != _LAUNCH + _SECRET:
+        if len(raw) != _LAUNCH_BYTES + _SECRET_BYTES:
             raise TransportError(
                 "the launch's key is not one that callsheet made; pass on the environment that post() gives, unchanged"
             )
-        return cls(raw[:_LAUNCH], raw[_LAUNCH:])
+        return cls(raw[:_LAUNCH_BYTES], raw[_LAUNCH_BYTES:])
 
     def text(self) -> str:
         """Return the key as text, for an environment variable of the workers."""
@@ -75,7 +76,7 @@ class Key:
 
 def seal(key: Key, kind: str, content: bytes) -> bytes:
     """Return the bytes of a signed file: the launch's id, the kind of the content, the content, and a signature."""
-    signed = _MAGIC + key.launch + kind.encode().ljust(_KIND) + content
+    signed = _MAGIC + key.launch + kind.encode().ljust(_KIND_BYTES) + content
     return signed + hmac.digest(key.secret, signed, "sha256")
 
 
@@ -86,17 +87,17 @@ def unseal(key: Key, kind: str, sealed: bytes, source: str) -> bytes:
         TransportError: the content is cut short, was changed, or belongs to another launch. The message says which, and does not
             repeat the content.
     """
-    head = len(_MAGIC) + _LAUNCH + _KIND
-    if len(sealed) < head + _MAC:
+    head = len(_MAGIC) + _LAUNCH_BYTES + _KIND_BYTES
+    if len(sealed) < head + _MAC_BYTES:
         raise TransportError(f"{source} is cut short: {len(sealed)} bytes are fewer than its header and signature have")
-    signed, mac = sealed[:-_MAC], sealed[-_MAC:]
-    launch = signed[len(_MAGIC) : len(_MAGIC) + _LAUNCH]
+    signed, mac = sealed[:-_MAC_BYTES], sealed[-_MAC_BYTES:]
+    launch = signed[len(_MAGIC) : len(_MAGIC) + _LAUNCH_BYTES]
     holds = hmac.compare_digest(hmac.digest(key.secret, signed, "sha256"), mac)
     if not hmac.compare_digest(launch, key.launch):
         raise TransportError(f"{source} does not belong to this launch, but to an earlier one; pack again for each launch")
     if not holds:
         raise TransportError(f"{source} was changed or cut short after it was signed: its signature is not valid")
-    if signed[len(_MAGIC) + _LAUNCH : head] != kind.encode().ljust(_KIND):
+    if signed[len(_MAGIC) + _LAUNCH_BYTES : head] != kind.encode().ljust(_KIND_BYTES):
         raise TransportError(f"{source} is not a {kind}")
     return signed[head:]
 
@@ -109,7 +110,7 @@ def write_private(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def read_private(path: Path, *, largest: int = LARGEST) -> bytes:
+def read_private(path: Path, *, largest: int = MAX_PAYLOAD_BYTES) -> bytes:
     """Return the content of a file, after checking that only this user could have written it.
 
     Owner and mode are checked on the opened folder and file, so that they cannot be exchanged between the check and the reading.
@@ -172,7 +173,7 @@ class PrivateFolder:
         import fcntl
 
         _sweep()
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self.path = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
         # If an error occurs, remove the folder: without a lock, no later launch would remove it.
         with contextlib.ExitStack() as undo:
             undo.callback(shutil.rmtree, self.path, ignore_errors=True)
@@ -180,7 +181,7 @@ class PrivateFolder:
             undo.callback(os.close, self._lock)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             # Lock the file before it gets its final name, so that no other process ever finds an unlocked file of this name.
-            os.rename(self.path / "lock.new", self.path / _LOCK)
+            os.rename(self.path / "lock.new", self.path / _LOCK_FILE)
             undo.pop_all()
 
     def __enter__(self) -> Self:
@@ -197,11 +198,11 @@ def _sweep() -> None:
 
     with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as found:
         for entry in found:
-            if not entry.name.startswith(_PREFIX):
+            if not entry.name.startswith(_FOLDER_PREFIX):
                 continue
             with contextlib.suppress(OSError):  # skip a folder of another user, or a folder that another process is removing now
                 if entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.geteuid():
-                    lock = os.open(Path(entry.path) / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+                    lock = os.open(Path(entry.path) / _LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
                     try:
                         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         shutil.rmtree(entry.path, ignore_errors=True)

@@ -47,7 +47,7 @@ class TrackerGuest(Guest, Logger):
     PACKAGE = PACKAGE
     BASE: ClassVar[type | None] = GeneralTracker
     EVENTS: ClassVar[Mapping[str, tuple[str, ...]]] = {"on_log": ("log",), "on_run_end": ("finish",)}
-    OWN: ClassVar[Mapping[str, str]] = {"on_run_start": "begin"}
+    OWN_HANDLERS: ClassVar[Mapping[str, str]] = {"on_run_start": "begin"}
 
     def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:
         """Return a handler that calls `method`, which is the tracker's `log` or `finish`. Only `log` gets a metrics record's values and step."""

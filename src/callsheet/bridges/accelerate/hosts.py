@@ -38,7 +38,7 @@ from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")
 
-_OWN_ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+_TYPES_WITH_OWN_ENGINE = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 """Distributed types of Accelerate whose engines run backward and the optimizer step where callsheet's hooks do not work."""
 
 
@@ -93,7 +93,7 @@ def host(
         NotSupported: the accelerator uses DeepSpeed or Megatron-LM; or a callback cannot work in this loop, see `strict`.
     """
     check_versions(PACKAGE, HOST, "this host")
-    if accelerator.distributed_type in _OWN_ENGINES:
+    if accelerator.distributed_type in _TYPES_WITH_OWN_ENGINE:
         raise NotSupported(
             f"{accelerator.distributed_type.value} runs backward and step in its own engine, which callsheet cannot observe; train with DDP or "
             "FSDP, or without callsheet"

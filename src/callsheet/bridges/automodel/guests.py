@@ -83,7 +83,8 @@ class AutoModelGuest(Guest):
             own |= {"on_eval_all_start": "_begin_evaluation", "on_eval_step_end": "_count_evaluated"}
         if self.listens_to("on_save_checkpoint"):
             own |= {"on_checkpoint_save_end": "_note_epoch"}
-        self.OWN = own  # type: ignore[misc]  # set `OWN` on the instance, so that the guest handles only events that it needs
+        # Set `OWN_HANDLERS` on the instance, so that the guest handles only events that it needs.
+        self.OWN_HANDLERS = own  # type: ignore[misc]
         self.recipe = recipe
         self.facade: RecipeFacade | None = None
         self.reported: BaseException | None = None
@@ -103,7 +104,7 @@ class AutoModelGuest(Guest):
 
     def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:
         """Return a handler that calls `method`, a hook of the wrapped callback, with the recipe and keyword arguments."""
-        given = self._GIVEN.get(theirs)
+        given = self._ARGUMENTS_OF_HOOK.get(theirs)
         is_in_training = theirs not in ("on_train_start", "on_train_end")
 
         def call(ctx: Context) -> None:
@@ -260,7 +261,7 @@ class AutoModelGuest(Guest):
         scheduler = self.facade.step_scheduler
         return MetricsSample(scheduler.step, scheduler.epoch, metrics)
 
-    _GIVEN: ClassVar[Mapping[str, Callable[[AutoModelGuest, Context], dict[str, Any]]]] = {
+    _ARGUMENTS_OF_HOOK: ClassVar[Mapping[str, Callable[[AutoModelGuest, Context], dict[str, Any]]]] = {
         "on_train_batch_end": _train_log_data,
         "on_validation_end": _val_results,
         "on_save_checkpoint": _checkpoint_info,

@@ -18,7 +18,7 @@ from callsheet.bridges.torch_hooks import BackwardWatch, OptimizerHooks
 from callsheet.bridges.wrapped_methods import WrappedMethods
 from callsheet.trainer.tasks import counts_of
 
-_WITH_BACKWARD = len(SEQUENCE["microbatch"])
+_SPANS_PER_MICROBATCH = len(SEQUENCE["microbatch"])
 
 
 class CalledModel(ModelCalls):
@@ -123,7 +123,7 @@ class CalledModel(ModelCalls):
         A contrastive loss, for example, calls the model several times for one microbatch.
         """
         spans = self._run.driver.spans
-        return spans["microbatch"].is_open and (spans["backward"].is_open or spans["microbatch"].done < _WITH_BACKWARD)
+        return spans["microbatch"].is_open and (spans["backward"].is_open or spans["microbatch"].done < _SPANS_PER_MICROBATCH)
 
     def _begin_step(self, run: HostedRun) -> None:
         if run.eval.driver.is_open("eval_all"):  # the recipe has not reported the validation's end, so end it here

@@ -32,16 +32,16 @@ from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 
 logger = logging.getLogger("callsheet")
 
-_RENAMED = {
+_METRIC_NAMES = {
     "grad_norm": "train/grad_norm",
     "num_label_tokens": "train/label_tokens",
     "accuracy": "train/accuracy",
 }
 _LOGGED_ELSEWHERE = frozenset({"loss", "ce_loss", "kd_loss", "lr"})
-_NO_RESULT = frozenset({"lr", "mem", "num_label_tokens"})
+_NOT_RESULTS = frozenset({"lr", "mem", "num_label_tokens"})
 """Values that AutoModel reports together with the results of a validation, but that are not results."""
 
-_ONLY = "default"
+_ONLY_VALIDATION_SET = "default"
 """The name that AutoModel gives to the validation set if there is only one."""
 
 
@@ -273,7 +273,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
         if listeners.on_log:
             for name, value in measured.items():
                 if name not in _LOGGED_ELSEWHERE:
-                    run.ctx.log({_RENAMED.get(name, f"automodel/{name}"): value}, over="mean", across="same")
+                    run.ctx.log({_METRIC_NAMES.get(name, f"automodel/{name}"): value}, over="mean", across="same")
 
     def _stop(self, loop: Any) -> None:
         self._requests.stop()
@@ -293,7 +293,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
             shown = _shown(name)
             if not run.eval.driver.is_open("eval"):
                 run.eval.begin(shown)
-            found = {key.removeprefix("val_"): value for key, value in sample.metrics.items() if key not in _NO_RESULT}
+            found = {key.removeprefix("val_"): value for key, value in sample.metrics.items() if key not in _NOT_RESULTS}
             run.eval.end_dataset(shown, found)
         run.eval.end()
         run.fire_record()
@@ -385,7 +385,7 @@ def _validation_sets(recipe: Any) -> list[str]:
 
 
 def _shown(name: str) -> str:
-    return "validation" if name == _ONLY else name
+    return "validation" if name == _ONLY_VALIDATION_SET else name
 
 
 def _plain(config: Any) -> dict[str, Any]:

@@ -2,8 +2,11 @@
 
 PACKAGE = "nemo-automodel"
 
-_RECIPE = "nemo_automodel.recipes.llm.train_ft.TrainFinetuneRecipeForNextTokenPrediction"
-_INFERRED = "which of training and validation is running is inferred from the model's mode and the step scheduler"
+_RECIPE_CLASS = "nemo_automodel.recipes.llm.train_ft.TrainFinetuneRecipeForNextTokenPrediction"
+_MODE_IS_INFERRED = "which of training and validation is running is inferred from the model's mode and the step scheduler"
 
-WITHOUT = {f"{_RECIPE}._run_train_optim_step": _INFERRED, f"{_RECIPE}._run_validation_epoch": _INFERRED}
+WITHOUT = {
+    f"{_RECIPE_CLASS}._run_train_optim_step": _MODE_IS_INFERRED,
+    f"{_RECIPE_CLASS}._run_validation_epoch": _MODE_IS_INFERRED,
+}
 """For each of two methods, what happens if a recipe, such as the one for sequence classification, does not have the method."""

@@ -23,7 +23,7 @@ UNLIMITED = 2**63 - 1
 class DistEnv(Facade):
     """The rank, world size and device of this process."""
 
-    OF = "AutoModel's dist_env"
+    REPLACED_OBJECT = "AutoModel's dist_env"
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
@@ -64,7 +64,7 @@ class StepScheduler(Facade):
     to `step + 1`.
     """
 
-    OF = "AutoModel's step_scheduler"
+    REPLACED_OBJECT = "AutoModel's step_scheduler"
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
@@ -110,7 +110,7 @@ class StepScheduler(Facade):
         """Stop training after the current step. Raise NotSupported if `steps` is so large that more steps would follow."""
         if steps > self.step + 1:
             raise NotSupported(
-                f"{self.OF}: max_steps={steps} at step {self.step}: a guest can end training only with the current step, not later"
+                f"{self.REPLACED_OBJECT}: max_steps={steps} at step {self.step}: a guest can end training only with the current step, not later"
             )
         self._stop("max_steps")
 
@@ -202,7 +202,7 @@ class ConfigNode:
 class RecipeFacade(Facade):
     """Takes the place of AutoModel's recipe for AutoModel's callbacks, with only those attributes that these callbacks may use."""
 
-    OF = "AutoModel's recipe"
+    REPLACED_OBJECT = "AutoModel's recipe"
     WRITABLE: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, ctx: Context) -> None:

@@ -29,7 +29,7 @@ def _is_in_an_epoch(ctx: Context) -> bool:
     return ctx.state.timestamp.batch_in_epoch > 0
 
 
-ONLY_WHERE: Mapping[str, Callable[[Context], bool]] = {
+EVENT_CONDITIONS: Mapping[str, Callable[[Context], bool]] = {
     "iteration_start": lambda ctx: not _is_in_an_epoch(ctx) and not ctx.state.timestamp.epoch_in_round,
     "epoch_start": lambda ctx: not _is_in_an_epoch(ctx),
     "after_dataloader": lambda ctx: ctx.batch is not None,
@@ -83,7 +83,7 @@ class ComposerGuest(Guest):
 
     FRAMEWORK = "Composer"
     EVENTS = COMPOSER_EVENTS
-    OWN = {
+    OWN_HANDLERS = {
         "on_run_start": "_begin",
         "on_train_start": "_start_clock",
         "on_fetch_end": "_count_fetch",
@@ -121,10 +121,10 @@ class ComposerGuest(Guest):
     def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:
         """Return a handler that calls the wrapped callback with State and Logger.
 
-        If `ONLY_WHERE` has a condition for the event, the handler calls the callback only when the condition is met.
+        If `EVENT_CONDITIONS` has a condition for the event, the handler calls the callback only when the condition is met.
         """
         call = self._call_of_run_event(theirs) if self._catches_all else self._call_of_method(method)
-        is_fired = ONLY_WHERE.get(theirs)
+        is_fired = EVENT_CONDITIONS.get(theirs)
         return call if is_fired is None else lambda ctx: call(ctx) if is_fired(ctx) else None
 
     def _call_of_method(self, method: Callable[..., Any]) -> Handler:
@@ -209,11 +209,11 @@ class ComposerGuest(Guest):
             run.stepped(ctx)
 
     def _count_epoch(self, ctx: Context) -> None:
-        if (run := self._counts()) and ONLY_WHERE["epoch_end"](ctx):
+        if (run := self._counts()) and EVENT_CONDITIONS["epoch_end"](ctx):
             run.counted_before, run.counted = run.counted, run.counted.next_epoch()
 
     def _count_round(self, ctx: Context) -> None:
-        if (run := self._counts()) and ONLY_WHERE["iteration_end"](ctx):
+        if (run := self._counts()) and EVENT_CONDITIONS["iteration_end"](ctx):
             run.counted_before, run.counted = run.counted, run.counted.next_iteration()
 
     def _pause_clock(self, ctx: Context) -> None:
@@ -256,7 +256,7 @@ class ComposerLoggerGuest(ComposerGuest):
     The logger receives Composer's events, and the values of callsheet's metrics records under Composer's names.
     """
 
-    OWN = {**ComposerGuest.OWN, "on_log": "_record"}
+    OWN_HANDLERS = {**ComposerGuest.OWN_HANDLERS, "on_log": "_record"}
     PHASE: ClassVar[Phase] = "report"
 
     def __init__(

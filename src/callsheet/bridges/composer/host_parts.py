@@ -22,22 +22,22 @@ _LOGGED_ELSEWHERE = frozenset({"loss/train/total", "trainer/device_train_microba
 """Metrics of Composer's Trainer that metrics records contain already, under other names or from another source."""
 
 
-_INSIDE = (
+_CLOSURE_EVENTS = (
     *("before_train_batch", "before_forward", "after_forward", "before_loss", "after_loss"),
     *("before_backward", "after_backward", "after_train_batch"),
 )
 """Composer's events that are repeated if an optimizer calls its closure several times."""
 
-_STEP = ("before_dataloader", "after_dataloader", "batch_start", *_INSIDE, "batch_end", "batch_checkpoint")
+_STEP_EVENTS = ("before_dataloader", "after_dataloader", "batch_start", *_CLOSURE_EVENTS, "batch_end", "batch_checkpoint")
 """Composer's events of a step, in their order."""
 
-_FORWARD = ("before_forward", "after_forward", "before_loss", "after_backward")
+_MICROBATCH_EVENTS = ("before_forward", "after_forward", "before_loss", "after_backward")
 """Composer's events that the host handles only if a callback listens to events inside a microbatch (forward, loss, backward)."""
 
-_OPTIMIZER = ("after_train_batch",)
+_RESULT_EVENTS = ("after_train_batch",)
 """Composer's events that the host handles only if a callback or a metrics record reads the results of steps."""
 
-_LOSS = ("after_loss", "before_backward")
+_LOSS_EVENTS = ("after_loss", "before_backward")
 """Composer's events that the host handles only if a callback, a metrics record or a checkpoint reads the loss.
 
 `before_backward` shows whether `after_loss` was fired once in each microbatch.
@@ -55,10 +55,13 @@ class HandlerTables:
     def __init__(self, handlers: dict[Any, Callable[..., None]], of_closure: dict[Any, Callable[..., None]]) -> None:
         self.training = handlers
         """The handlers whose events have listeners. This dictionary is changed in place, so a reference to it may be kept."""
-        self._optional = {event: handlers[event] for event in (*_FORWARD, *_OPTIMIZER, *_LOSS)}
-        self._outside = {event: handler for event, handler in handlers.items() if event not in _INSIDE}
+        self._optional = {event: handlers[event] for event in (*_MICROBATCH_EVENTS, *_RESULT_EVENTS, *_LOSS_EVENTS)}
+        self._outside = {event: handler for event, handler in handlers.items() if event not in _CLOSURE_EVENTS}
         self._of_closure = self._outside | of_closure
-        in_training = {*_STEP, *(f"{span}_{at}" for span in ("iteration", "epoch") for at in ("start", "end", "checkpoint"))}
+        in_training = {
+            *_STEP_EVENTS,
+            *(f"{span}_{at}" for span in ("iteration", "epoch") for at in ("start", "end", "checkpoint")),
+        }
         self.after_training = {event: handler for event, handler in handlers.items() if event not in in_training}
         """The handlers that are used after Composer has ended training, when it may still evaluate and predict."""
         self.predecessors: Mapping[Any, frozenset[str]] = _predecessors(handlers)
@@ -66,9 +69,9 @@ class HandlerTables:
 
     def listen(self, driver: LifecycleDriver) -> None:
         """Before a step, add the needed handlers for the forward pass, the loss and the optimizer, and remove those not needed."""
-        self._choose(_FORWARD, driver.listens_to("forward"))
-        self._choose(_OPTIMIZER, driver.is_read)
-        self._choose(_LOSS, driver.is_loss_read)
+        self._choose(_MICROBATCH_EVENTS, driver.listens_to("forward"))
+        self._choose(_RESULT_EVENTS, driver.is_read)
+        self._choose(_LOSS_EVENTS, driver.is_loss_read)
         self.predecessors = _predecessors(self.training)
 
     def of_closure(self) -> dict[Any, Callable[..., None]]:
@@ -85,12 +88,12 @@ class HandlerTables:
 
 def _predecessors(handlers: Collection[str]) -> dict[Any, frozenset[str]]:
     """Return the handled events that may come directly before each event of a step. `handlers` names all handled events."""
-    events = [event for event in _STEP if event in handlers]
+    events = [event for event in _STEP_EVENTS if event in handlers]
     found = {later: {earlier} for earlier, later in pairwise(events)}
-    if inside := [event for event in events if event in _INSIDE[1:-1]]:
+    if inside := [event for event in events if event in _CLOSURE_EVENTS[1:-1]]:
         found[inside[0]].add(inside[-1])  # the next microbatch may begin directly after the last event of a microbatch
     # If an optimizer calls its closure again, `before_train_batch` follows the last event of the closure's previous call.
-    found["before_train_batch"].add(next(event for event in reversed(events) if event in _INSIDE))
+    found["before_train_batch"].add(next(event for event in reversed(events) if event in _CLOSURE_EVENTS))
     # A resumed Trainer fetches and skips batches that it has trained on before, so it fires `before_dataloader` repeatedly.
     found["before_dataloader"] = {"", "epoch_end", "before_dataloader", "batch_checkpoint"}
     found["epoch_end"] = {"before_dataloader", "batch_checkpoint"}

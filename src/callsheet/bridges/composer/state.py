@@ -43,7 +43,7 @@ class State(Facade):
         NotSupported: on reading any other attribute of Composer's State; the message lists the attributes that a callback may use.
     """
 
-    OF: ClassVar[str] = "Composer's State"
+    REPLACED_OBJECT: ClassVar[str] = "Composer's State"
 
     def __init__(self, run: Any) -> None:
         self._run = run
@@ -260,7 +260,7 @@ class _Wrapped:
 class Device(Facade):
     """Wraps a torch device with the interface of Composer's `Device`."""
 
-    OF: ClassVar[str] = "Composer's Device"
+    REPLACED_OBJECT: ClassVar[str] = "Composer's Device"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -291,7 +291,7 @@ class Logger(Facade):
         NotSupported: on reading an attribute of Composer's Logger that this class does not have.
     """
 
-    OF: ClassVar[str] = "Composer's Logger"
+    REPLACED_OBJECT: ClassVar[str] = "Composer's Logger"
 
     def __init__(self, run: Any) -> None:
         self._run = run

@@ -25,8 +25,8 @@ class TimeUnit(StrEnum):
         return next((unit for unit in cls if str(value).lower() in (unit.value, unit.name.lower())), None)
 
 
-_CLOCK = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
-_COUNT = re.compile(rf"(.+?)({'|'.join(TimeUnit)})", re.IGNORECASE)
+_CLOCK_PATTERN = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+_COUNT_PATTERN = re.compile(rf"(.+?)({'|'.join(TimeUnit)})", re.IGNORECASE)
 
 
 class Time:
@@ -92,11 +92,11 @@ class Time:
             ValueError: the string is not a time.
             TypeError: the number is a fraction, and the unit is not `dur`.
         """
-        clock = _CLOCK.fullmatch(text.strip().lower())
+        clock = _CLOCK_PATTERN.fullmatch(text.strip().lower())
         if clock and any(clock.groups()):
             hours, minutes, seconds = (int(part or 0) for part in clock.groups())
             return cls(3600 * hours + 60 * minutes + seconds, TimeUnit.SECOND)
-        count = _COUNT.fullmatch(text.strip())
+        count = _COUNT_PATTERN.fullmatch(text.strip())
         if count is None:
             raise ValueError(f"{text!r} is not a time; write a number and a unit, such as '10ba'")
         number, unit = float(count[1]), TimeUnit(count[2])
@@ -192,7 +192,7 @@ class Time:
         return f"Time({self.value}, TimeUnit.{self.unit.name})"
 
 
-_UNITS = {
+_UNIT_OF_COUNTER = {
     "iteration": TimeUnit.ITERATION,
     "epoch": TimeUnit.EPOCH,
     "batch": TimeUnit.BATCH,
@@ -204,8 +204,8 @@ _UNITS = {
     "sample_in_epoch": TimeUnit.SAMPLE,
     "token_in_epoch": TimeUnit.TOKEN,
 }
-_CLOCKS = ("total_wct", "iteration_wct", "epoch_wct", "batch_wct")
-_NO_TIME = datetime.timedelta(0)
+_WALL_CLOCK_FIELDS = ("total_wct", "iteration_wct", "epoch_wct", "batch_wct")
+_ZERO_DURATION = datetime.timedelta(0)
 
 
 class Timestamp:
@@ -238,19 +238,21 @@ class Timestamp:
     batch_wct: datetime.timedelta
 
     def __init__(self, **counted: Any) -> None:
-        for name in counted.keys() - {*_UNITS, *_CLOCKS}:
+        for name in counted.keys() - {*_UNIT_OF_COUNTER, *_WALL_CLOCK_FIELDS}:
             raise TypeError(f"a Timestamp has no {name!r}")
-        for name, unit in _UNITS.items():
+        for name, unit in _UNIT_OF_COUNTER.items():
             time = Time.from_input(counted.get(name, 0), unit)
             if time.unit is not unit:
                 raise ValueError(f"{name}={time} is not in {unit.value}")
             setattr(self, name, time)
-        for name in _CLOCKS:
-            setattr(self, name, counted.get(name) or _NO_TIME)
+        for name in _WALL_CLOCK_FIELDS:
+            setattr(self, name, counted.get(name) or _ZERO_DURATION)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters as plain numbers and the durations as `timedelta`, by name."""
-        return {name: getattr(self, name).value for name in _UNITS} | {name: getattr(self, name) for name in _CLOCKS}
+        return {name: getattr(self, name).value for name in _UNIT_OF_COUNTER} | {
+            name: getattr(self, name) for name in _WALL_CLOCK_FIELDS
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         Timestamp.__init__(self, **state)
@@ -314,7 +316,7 @@ class Timestamp:
             tokens: the number of tokens in the batch.
             duration: how long the batch took; None: no time.
         """
-        took, samples, tokens = duration or _NO_TIME, int(samples), int(tokens)
+        took, samples, tokens = duration or _ZERO_DURATION, int(samples), int(tokens)
         return self.copy(
             batch=self.batch + 1,
             batch_in_epoch=self.batch_in_epoch + 1,
@@ -335,14 +337,14 @@ class Timestamp:
         Args:
             duration: how long the epoch took since its last batch; None: no time.
         """
-        took = duration or _NO_TIME
+        took = duration or _ZERO_DURATION
         return self.copy(
             epoch=self.epoch + 1,
             epoch_in_iteration=self.epoch_in_iteration + 1,
             **dict.fromkeys(("batch_in_epoch", "sample_in_epoch", "token_in_epoch"), 0),
             total_wct=self.total_wct + took,
             iteration_wct=self.iteration_wct + took,
-            **dict.fromkeys(("epoch_wct", "batch_wct"), _NO_TIME),
+            **dict.fromkeys(("epoch_wct", "batch_wct"), _ZERO_DURATION),
         )
 
     def to_next_iteration(self, duration: datetime.timedelta | None = None) -> Timestamp:
@@ -355,8 +357,8 @@ class Timestamp:
         return self.copy(
             iteration=self.iteration + 1,
             **dict.fromkeys(counters, 0),
-            total_wct=self.total_wct + (duration or _NO_TIME),
-            **dict.fromkeys(("iteration_wct", "epoch_wct", "batch_wct"), _NO_TIME),
+            total_wct=self.total_wct + (duration or _ZERO_DURATION),
+            **dict.fromkeys(("iteration_wct", "epoch_wct", "batch_wct"), _ZERO_DURATION),
         )
 
     def __repr__(self) -> str:

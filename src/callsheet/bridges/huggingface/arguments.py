@@ -17,7 +17,7 @@ from callsheet.bridges.guest_base import Facade
 from callsheet.core.callback import one_of
 from callsheet.core.context import Context
 
-_KNOWN = (
+_ARGUMENTS_WITH_DEFAULTS = (
     *("eval_strategy", "eval_steps", "eval_delay", "logging_strategy", "logging_steps", "logging_first_step", "save_strategy"),
     *("save_steps", "metric_for_best_model", "greater_is_better", "load_best_model_at_end", "max_steps", "disable_tqdm"),
     *("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "hub_private_repo", "push_to_hub"),
@@ -36,23 +36,23 @@ _KNOWN = (
 
 Other arguments exist only if the user sets them.
 """
-_ARGUMENTS = {field.name: field for field in dataclasses.fields(TrainingArguments)}
-_STRATEGIES = {"eval_strategy": IntervalStrategy, "logging_strategy": IntervalStrategy, "save_strategy": SaveStrategy}
+_ARGUMENT_FIELDS = {field.name: field for field in dataclasses.fields(TrainingArguments)}
+_STRATEGY_TYPES = {"eval_strategy": IntervalStrategy, "logging_strategy": IntervalStrategy, "save_strategy": SaveStrategy}
 
 
 class Arguments(Facade):
     """Takes the place of `TrainingArguments` in callsheet's loop, for a transformers callback. Its values come from the user and the run."""
 
-    OF = "transformers' TrainingArguments"
+    REPLACED_OBJECT = "transformers' TrainingArguments"
 
     def __init__(self, given: TrainingArguments | Mapping[str, Any] | None) -> None:
         if isinstance(given, TrainingArguments):
-            given = {name: getattr(given, name) for name in _ARGUMENTS}
+            given = {name: getattr(given, name) for name in _ARGUMENT_FIELDS}
         for name in given or ():
-            one_of("training argument", name, tuple(_ARGUMENTS))
+            one_of("training argument", name, tuple(_ARGUMENT_FIELDS))
         self._given = dict(given or {})
-        values = {name: _default(name) for name in _KNOWN} | self._given
-        for name, kind in _STRATEGIES.items():
+        values = {name: _default(name) for name in _ARGUMENTS_WITH_DEFAULTS} | self._given
+        for name, kind in _STRATEGY_TYPES.items():
             values[name] = kind(one_of(name, getattr(values[name], "value", values[name]), tuple(each.value for each in kind)))
         if values["eval_strategy"] == IntervalStrategy.STEPS and not values["eval_steps"]:
             values["eval_steps"] = values["logging_steps"]
@@ -105,7 +105,7 @@ class Arguments(Facade):
 
 
 def _default(name: str) -> Any:
-    field = _ARGUMENTS[name]
+    field = _ARGUMENT_FIELDS[name]
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 

@@ -45,7 +45,7 @@ GUEST_EVENTS: Mapping[str, tuple[str, ...]] = {
 }
 """For each event of callsheet, the methods of the wrapped transformers callback that a guest calls at this event, in order."""
 
-_HONORED: Mapping[str, frozenset[str]] = {
+_HONORED_FLAGS: Mapping[str, frozenset[str]] = {
     "on_init_end": frozenset(),
     "on_train_begin": frozenset({"should_training_stop"}),
     "on_epoch_begin": frozenset({"should_training_stop"}),
@@ -60,7 +60,7 @@ _HONORED: Mapping[str, frozenset[str]] = {
 
 At events that are not listed, the Trainer obeys all flags.
 """
-_FLAGS = tuple(field.name for field in dataclasses.fields(TrainerControl))
+_CONTROL_FLAGS = tuple(field.name for field in dataclasses.fields(TrainerControl))
 
 
 def guest(
@@ -114,7 +114,7 @@ class HuggingFaceGuest(Guest):
     FRAMEWORK = "the Hugging Face Trainer"
     PACKAGE, INTERNALS = PACKAGE, GUEST
     BASE = TrainerCallback
-    OWN = {
+    OWN_HANDLERS = {
         "on_checkpoint_load_start": "_reset",
         "on_checkpoint_load_end": "_note_resume",
         "on_data_init_end": "_note_run",
@@ -129,7 +129,7 @@ class HuggingFaceGuest(Guest):
     EVENTS = {event: theirs for event, theirs in GUEST_EVENTS.items() if event not in ("on_log", "on_eval_all_end")} | {
         "on_train_end": ("on_train_end",)  # `on_log` is not listed, because `_log_summary` calls it
     }
-    NEVER = ("on_push_begin",)
+    NEVER_CALLED = ("on_push_begin",)
 
     control: TrainerControl
     _microbatches: int
@@ -167,7 +167,7 @@ class HuggingFaceGuest(Guest):
 
     def handler(self, theirs: str, method: Any) -> Handler:
         """Return a handler that calls `method` with args, state and control by position, and with all other arguments by keyword."""
-        honored = _HONORED.get(theirs, frozenset(_FLAGS))
+        honored = _HONORED_FLAGS.get(theirs, frozenset(_CONTROL_FLAGS))
         is_substep, is_predict = theirs == "on_substep_end", theirs == "on_predict"
 
         def handle(ctx: Context, **more: Any) -> None:
@@ -270,7 +270,7 @@ class HuggingFaceGuest(Guest):
 
         `honored` contains the flags that the Hugging Face Trainer obeys at this event.
         """
-        for flag in _FLAGS:
+        for flag in _CONTROL_FLAGS:
             if not getattr(self.control, flag) or flag in self._passed_on or flag not in honored or not self._is_training:
                 continue
             self._passed_on.add(flag)

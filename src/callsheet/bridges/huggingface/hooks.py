@@ -17,11 +17,11 @@ from callsheet.bridges.model_calls import ModelCalls
 from callsheet.bridges.torch_hooks import BackwardWatch
 from callsheet.trainer.tasks import counts_of
 
-SPEEDS = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "jit_compilation_time")
+TIMING_METRICS = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "jit_compilation_time")
 """The names of an evaluation's metrics that are timings, which differ between the ranks."""
 
 
-_MAX_CALL_DEPTH = 12
+_MAX_CALL_FRAMES = 12
 """How many frames of the call stack `find_trainer` searches. Three are normally enough, but a wrapped Trainer needs more."""
 
 
@@ -30,7 +30,7 @@ def find_trainer(state: Any, frame: FrameType | None) -> Any:
 
     A Trainer passes its model, state and dataloaders to its callbacks, but not itself.
     """
-    for _ in range(_MAX_CALL_DEPTH):
+    for _ in range(_MAX_CALL_FRAMES):
         if frame is None:
             break
         # Read `f_locals` only in frames of methods, because reading it keeps a frame's variables alive as long as the frame.
@@ -174,4 +174,4 @@ def found_in(metrics: Mapping[str, Any], prefix: str) -> dict[str, float]:
     prefix = min(timed, key=len, default=prefix)
     numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float)) and name != "epoch"}
     found = {name.removeprefix(f"{prefix}_").removeprefix("eval_"): value for name, value in numbers.items()}
-    return {name: value for name, value in found.items() if name not in SPEEDS}
+    return {name: value for name, value in found.items() if name not in TIMING_METRICS}

@@ -21,7 +21,7 @@ from callsheet.bridges.host_states import STATE, read_states, resume_without_sta
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.huggingface.engine import check_engine, engine_of, watch_step
 from callsheet.bridges.huggingface.events import NOT_FIRED
-from callsheet.bridges.huggingface.hooks import SPEEDS, HuggingFaceForwardHooks, StepWatch, find_trainer, found_in
+from callsheet.bridges.huggingface.hooks import TIMING_METRICS, HuggingFaceForwardHooks, StepWatch, find_trainer, found_in
 from callsheet.bridges.huggingface.internals import HOST, PACKAGE
 from callsheet.bridges.wrapped_methods import WrappedMethods
 from callsheet.core.callback import Callback
@@ -397,7 +397,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         rest = {
             f"huggingface/{name}": value
             for name, value in values.items()
-            if name not in _LOGGED_ELSEWHERE and (not name.startswith("eval_") or name.endswith(SPEEDS))
+            if name not in _LOGGED_ELSEWHERE and (not name.startswith("eval_") or name.endswith(TIMING_METRICS))
         }
         if rest:
             run.ctx.log(rest, across="same")

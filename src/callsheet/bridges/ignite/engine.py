@@ -14,14 +14,14 @@ from callsheet.bridges.guest_base import NotOnTheList
 from callsheet.core.context import Context
 from callsheet.errors import NotSupported
 
-NO_GUESTS: Mapping[str, str] = {
+REJECTED_HANDLERS: Mapping[str, str] = {
     "BasicTimeProfiler": "it measures Ignite's loop, and callsheet runs its own; use callsheet's cost report",
     "HandlersTimeProfiler": "it measures Ignite's loop, and callsheet runs its own; use callsheet's cost report",
     "FastaiLRFinder": "it runs the trainer itself",
 }
 """Ignite's handlers that cannot be guests, with the reason for each."""
 
-ALLOWED = frozenset(
+ALLOWED_METHODS = frozenset(
     {
         *("add_event_handler", "has_event_handler", "remove_event_handler", "on", "register_events", "has_registered_events"),
         *("fire_event", "terminate", "state_dict_user_keys"),
@@ -49,10 +49,10 @@ class GuestState(State):  # type: ignore[misc]  # mypy does not read Ignite's ty
 
 
 class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's types
-    """Takes the place of Ignite's trainer when Ignite's handlers run in callsheet's loop. They may call only the methods in `ALLOWED`.
+    """Takes the place of Ignite's trainer when Ignite's handlers run in callsheet's loop.
 
-    `engine.state` counts steps as iterations, and holds the batch, the output and the metrics. `terminate()` requests that the
-    run stops.
+    They may call only the methods in `ALLOWED_METHODS`. `engine.state` counts steps as iterations, and holds the batch, the output
+    and the metrics. `terminate()` requests that the run stops.
 
     Args:
         output: returns the value of `engine.state.output` at the end of a step. The default is the step's loss, a tensor.
@@ -177,14 +177,14 @@ class _GuestEvaluator(GuestEngine):
 def _rejected(name: str) -> Callable[..., None]:
     def reject(self: GuestEngine, *args: Any, **kwargs: Any) -> None:
         raise NotOnTheList(
-            f"an Ignite engine has here no {name}(): a guest may call {', '.join(sorted(ALLOWED))}; for the rest, run the handler in Ignite"
+            f"an Ignite engine has here no {name}(): a guest may call {', '.join(sorted(ALLOWED_METHODS))}; for the rest, run the handler in Ignite"
         )
 
     return reject
 
 
 for _name in dir(Engine):
-    if not _name.startswith("_") and callable(getattr(Engine, _name)) and _name not in ALLOWED:
+    if not _name.startswith("_") and callable(getattr(Engine, _name)) and _name not in ALLOWED_METHODS:
         setattr(GuestEngine, _name, _rejected(_name))
 
 
@@ -206,8 +206,8 @@ def _runs_nothing(engine: Engine, batch: Any) -> None: ...
 
 
 def reject_handler(handler: Any) -> None:
-    """Raise NotSupported if the handler cannot be a guest; `NO_GUESTS` lists such handlers."""
-    why = NO_GUESTS.get(label_of_handler(handler))
+    """Raise NotSupported if the handler cannot be a guest; `REJECTED_HANDLERS` lists such handlers."""
+    why = REJECTED_HANDLERS.get(label_of_handler(handler))
     if why is not None:
         raise NotSupported(f"{label_of_handler(handler)} cannot be a guest: {why}")
 

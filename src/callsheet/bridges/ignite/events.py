@@ -44,8 +44,8 @@ FIRED_AT_EVALUATION: Mapping[Events, tuple[str, ...]] = {
 NOT_FIRED = events_within("test", "predict")
 """Events of callsheet that the Ignite host never fires."""
 
-OF_EVALUATIONS = events_within("eval_all")
+EVALUATION_EVENTS = events_within("eval_all")
 """Events of callsheet that the Ignite host fires only if it has evaluators."""
 
-OF_CHECKPOINTS = (*events_within("checkpoint_save"), "on_checkpoint_published")
+CHECKPOINT_EVENTS = (*events_within("checkpoint_save"), "on_checkpoint_published")
 """Events of callsheet that the Ignite host fires only if it has a handler that writes checkpoints."""

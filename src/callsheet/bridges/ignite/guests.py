@@ -43,7 +43,7 @@ EVALUATOR_EVENTS: Mapping[str, tuple[Events, ...]] = {
 }
 """For each name that `GUEST_EVENTS` uses for evaluators, the Ignite events of an evaluator that are fired together."""
 
-TRAINER_ONLY = ("TERMINATE", "EXCEPTION_RAISED")
+TRAINER_ONLY_EVENTS = ("TERMINATE", "EXCEPTION_RAISED")
 """Events of Ignite that are fired for a trainer, and never for an evaluator."""
 
 
@@ -102,8 +102,8 @@ class IgniteGuest(Guest):
     FRAMEWORK: ClassVar[str] = "Ignite"
     PACKAGE, INTERNALS = PACKAGE, GUEST
     EVENTS: ClassVar[Mapping[str, tuple[str, ...]]] = GUEST_EVENTS
-    OWN: ClassVar[Mapping[str, str]] = {"on_train_start": "_begin"}
-    NEVER: ClassVar[tuple[str, ...]] = ("DATALOADER_STOP_ITERATION", "TERMINATE_SINGLE_EPOCH", "INTERRUPT")
+    OWN_HANDLERS: ClassVar[Mapping[str, str]] = {"on_train_start": "_begin"}
+    NEVER_CALLED: ClassVar[tuple[str, ...]] = ("DATALOADER_STOP_ITERATION", "TERMINATE_SINGLE_EPOCH", "INTERRUPT")
 
     foreign: GuestEngine
 
@@ -134,7 +134,7 @@ class IgniteGuest(Guest):
     def _reject(self, never: list[str], strict: bool) -> None:
         listeners: dict[str, list[str]] = {}
         for engine in self._engines:
-            for event in (*self.NEVER, *(() if engine is self.foreign else TRAINER_ONLY)):
+            for event in (*self.NEVER_CALLED, *(() if engine is self.foreign else TRAINER_ONLY_EVENTS)):
                 for handler, _, _ in engine._event_handlers[Events[event]]:
                     listeners.setdefault(label_of_handler(handler), []).append(event)
         for listener, events in listeners.items():

@@ -20,7 +20,7 @@ from callsheet.bridges.host_base import Callbacks, HostBase, in_a_run, observing
 from callsheet.bridges.host_states import own_state, restore_states, resume_without_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.ignite.engine import numbers
-from callsheet.bridges.ignite.events import FIRED_AT, FIRED_AT_EVALUATION, NOT_FIRED, OF_CHECKPOINTS, OF_EVALUATIONS
+from callsheet.bridges.ignite.events import CHECKPOINT_EVENTS, EVALUATION_EVENTS, FIRED_AT, FIRED_AT_EVALUATION, NOT_FIRED
 from callsheet.bridges.ignite.internals import HOST, PACKAGE
 from callsheet.bridges.ignite.saves import Saves
 from callsheet.bridges.loop_arguments import check_accumulation, check_model, torch_optimizer, without_ddp
@@ -225,7 +225,9 @@ class IgniteHost(HostBase):
         self._eval_hooks = ForwardHooks(run.eval.driver, run.eval.ctx, self._model, "eval")
         run.control.hints = {"save": "give attach(trainer, checkpoint=...) the handler that writes checkpoints"}
         run.checkpoints.loads = lambda: me._load()
-        never = NOT_FIRED + (() if self._saves is not None else OF_CHECKPOINTS) + (() if self._evaluators else OF_EVALUATIONS)
+        never = (
+            NOT_FIRED + (() if self._saves is not None else CHECKPOINT_EVENTS) + (() if self._evaluators else EVALUATION_EVENTS)
+        )
         # Do not start the span `train` here: an evaluation may run before the first epoch, and it is not part of training.
         self._begin_run(run, [self._training, self._eval_hooks], never)
         run.counts.follow(lambda: me._counted())

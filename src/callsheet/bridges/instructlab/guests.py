@@ -61,7 +61,7 @@ class InstructLabGuest(Guest):
 
     FRAMEWORK = "InstructLab Training"
     PACKAGE = PACKAGE
-    OWN: ClassVar[Mapping[str, str]] = {
+    OWN_HANDLERS: ClassVar[Mapping[str, str]] = {
         "on_train_start": "_train_begins",
         "on_epoch_start": "_epoch_begins",
         "on_train_step_start": "_step_begins",
@@ -76,7 +76,7 @@ class InstructLabGuest(Guest):
         "on_epoch_end": "_epoch_ends",
         "on_run_end": "_run_ends",
     }
-    ONLY_FOR: ClassVar[Mapping[str, str]] = {
+    REQUIRED_HOOKS: ClassVar[Mapping[str, str]] = {
         "on_forward_start": "on_before_forward",
         "on_clip_gradients_start": "on_pre_optimizer_step",
         "on_optimizer_step_end": "on_optimizer_step",
@@ -95,7 +95,7 @@ class InstructLabGuest(Guest):
         super().__init__(foreign, name=name, phase=phase, strict=strict)
         hooks = [hook for hook in HOOK_NAMES if listens_to(foreign, hook)]
         self._hooks: dict[str, Callable[[TrainingContext], Any]] = {hook: getattr(foreign, hook) for hook in hooks}
-        for event, hook in self.ONLY_FOR.items():
+        for event, hook in self.REQUIRED_HOOKS.items():
             if hook not in self._hooks:
                 delattr(self, event)
         self._begin()

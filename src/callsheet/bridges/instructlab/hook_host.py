@@ -23,7 +23,7 @@ from callsheet.bridges.instructlab import names
 from callsheet.bridges.instructlab.events import NOT_FIRED, NOT_SEEN
 from callsheet.bridges.instructlab.internals import CALLBACKS, PACKAGE, are_callbacks_missing
 from callsheet.bridges.instructlab.names import TrainingContext
-from callsheet.bridges.instructlab.run import HOST, NOT_GIVEN, HookedRun
+from callsheet.bridges.instructlab.run import HOST, UNAVAILABLE_FIELDS, HookedRun
 from callsheet.bridges.support_check import SupportCheck, events_of
 from callsheet.bridges.versions import check_version
 from callsheet.core.background import inner
@@ -37,13 +37,13 @@ from callsheet.transport.payload import open_payload, pack
 
 logger = logging.getLogger("callsheet")
 
-_WITHOUT_HOOK = frozenset({"loss", "backward"})
+_SPANS_WITHOUT_HOOK = frozenset({"loss", "backward"})
 """Spans of a microbatch for which InstructLab has no hooks.
 
 The lifecycle driver, which keeps callsheet's events in order, fires the events of these spans between two hooks.
 """
 
-_OF_STEP = frozenset({"on_before_forward", "on_after_backward", "on_pre_optimizer_step", "on_optimizer_step", "on_log"})
+_STEP_HOOKS = frozenset({"on_before_forward", "on_after_backward", "on_pre_optimizer_step", "on_optimizer_step", "on_log"})
 """The hooks that InstructLab calls within a step, after `on_step_begin`."""
 
 
@@ -184,7 +184,7 @@ class InstructLabHost(HostBase):
                 if event in NOT_SEEN or not is_served(each):
                     self._check.reject([each], f"listens to {event}, which {HOST} does not fire")
         for each in self.manager.callbacks:
-            if missing := [name for name in NOT_GIVEN if name in inner(each).required_fields]:
+            if missing := [name for name in UNAVAILABLE_FIELDS if name in inner(each).required_fields]:
                 self._check.reject([each], f"reads ctx.{', ctx.'.join(missing)}, which {HOST} does not provide to callbacks")
             if asks := inner(each).requests:
                 self._check.reject([each], f"may call ctx.control.{', ctx.control.'.join(asks)}, but {HOST} supports no requests")
@@ -194,7 +194,7 @@ class InstructLabHost(HostBase):
     def _reject_listeners_of_not_fired(self, run: HookedRun) -> None:
         """After the first step, raise an error (or log a warning) if callbacks listen to events that were not fired in that step."""
         self._is_checked = True
-        for _, event in events_of(run.driver.synthesized - _WITHOUT_HOOK):
+        for _, event in events_of(run.driver.synthesized - _SPANS_WITHOUT_HOOK):
             for each in self._check.listeners(event):
                 self._check.reject([each], f"listens to {event}, which {HOST} did not fire in its first step")
 
@@ -222,7 +222,7 @@ class InstructLabHost(HostBase):
             return
         run.context = context
         is_in_step = run.driver.is_open("train_step") and run.ctx.step == context.step
-        if context.hook_name in _OF_STEP and not is_in_step:
+        if context.hook_name in _STEP_HOOKS and not is_in_step:
             run.counts.doubt()
             if context.step <= run.state.timestamp.batch:
                 return  # the step has ended already

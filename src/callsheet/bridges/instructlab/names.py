@@ -30,7 +30,7 @@ HOOK_NAMES: tuple[str, ...] = (
 )
 """The names of all hooks, in the order in which a run of one step calls them."""
 
-_HOOKS = frozenset(HOOK_NAMES)
+_KNOWN_HOOKS = frozenset(HOOK_NAMES)
 _PATIENCE_SECONDS = 10.0
 
 
@@ -86,7 +86,7 @@ class TrainingContext:
     is_world_process_zero: bool = True
 
 
-_FIELDS = frozenset(each.name for each in fields(TrainingContext))
+_CONTEXT_FIELDS = frozenset(each.name for each in fields(TrainingContext))
 
 
 class TrainerCallback:
@@ -229,14 +229,14 @@ class CallbackManager:
         Raises:
             ValueError: there is no such hook; or a callback overrides the hook, and `kwargs` names a field that the context lacks.
         """
-        if hook_name not in _HOOKS:
+        if hook_name not in _KNOWN_HOOKS:
             # The error begins like InstructLab's error, because tests that were written for InstructLab may check its words.
             raise ValueError(f"Unknown hook: '{hook_name}'. Valid hooks: {list(HOOK_NAMES)}{did_you_mean(hook_name, HOOK_NAMES)}")
         if self._is_closed or not (listeners := [each for each in self._callbacks if listens_to(each, hook_name)]):
             return
-        if unknown := next((name for name in kwargs if name not in _FIELDS), None):
+        if unknown := next((name for name in kwargs if name not in _CONTEXT_FIELDS), None):
             raise ValueError(
-                f"Unknown TrainingContext field: '{unknown}'. Valid fields: {sorted(_FIELDS)}{did_you_mean(unknown, _FIELDS)}"
+                f"Unknown TrainingContext field: '{unknown}'. Valid fields: {sorted(_CONTEXT_FIELDS)}{did_you_mean(unknown, _CONTEXT_FIELDS)}"
             )
         for callback in listeners:
             self._lane.put((getattr(callback, hook_name), seen(self.context, hook_name, **kwargs)))

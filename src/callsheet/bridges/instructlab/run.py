@@ -37,11 +37,11 @@ HOST = "InstructLab Training"
 STATE = "callsheet"
 """The folder in InstructLab's checkpoints that contains the callbacks' states, in a subfolder for each rank."""
 
-NOT_GIVEN = ("model", "optimizer", "scheduler", "batch", "microbatch", "outputs")
+UNAVAILABLE_FIELDS = ("model", "optimizer", "scheduler", "batch", "microbatch", "outputs")
 """Fields of the context that are not available in InstructLab."""
 
 
-_LEAVING = ("on_train_start", "on_round_start", "on_epoch_start", "on_fetch_start", "on_train_step_start")
+_ENTRY_EVENTS = ("on_train_start", "on_round_start", "on_epoch_start", "on_fetch_start", "on_train_step_start")
 """Events at the start of training, a round, an epoch or a step. After them, training is no longer between two steps."""
 
 
@@ -101,7 +101,7 @@ class HookedRun(Run):
         self.driver = LifecycleDriver(
             self.spans,
             {
-                **dict.fromkeys(_LEAVING, lambda: self._order.leave()),
+                **dict.fromkeys(_ENTRY_EVENTS, lambda: self._order.leave()),
                 **dict.fromkeys(("on_epoch_end", "on_round_end"), lambda: self._order.reach()),
                 "on_forward_backward_end": self._loss_is_known,
                 "on_clip_gradients_end": self._clipped,

@@ -98,7 +98,7 @@ class KerasGuest(Guest):
     BASE = keras.callbacks.Callback
     EVENTS = EVENTS
     COMMON = KerasRun
-    OWN: ClassVar[Mapping[str, str]] = {
+    OWN_HANDLERS: ClassVar[Mapping[str, str]] = {
         "on_train_start": "_set_up",
         "on_eval_all_start": "_set_up_evaluation",
         "on_predict_start": "_set_up",
@@ -162,7 +162,7 @@ class KerasGuest(Guest):
 class GuestModel(Facade):
     """Takes the place of the Keras model for Keras callbacks in callsheet's loop, with only those attributes that they may use."""
 
-    OF = "Keras's model"
+    REPLACED_OBJECT = "Keras's model"
     WRITABLE = frozenset({"history"})
 
     def __init__(self, guest: KerasGuest) -> None:
@@ -210,7 +210,7 @@ class GuestModel(Facade):
 class GuestOptimizer(Facade):
     """Takes the place of the Keras optimizer for Keras callbacks in callsheet's loop, with the attributes that they may use."""
 
-    OF = "Keras's optimizer"
+    REPLACED_OBJECT = "Keras's optimizer"
 
     def __init__(self, model: GuestModel) -> None:
         self._model = model

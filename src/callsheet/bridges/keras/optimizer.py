@@ -75,7 +75,7 @@ class Scale:
 class KerasOptimizer(Facade):
     """Makes a Keras optimizer look like a torch optimizer with one parameter group."""
 
-    OF = "Keras's optimizer"
+    REPLACED_OBJECT = "Keras's optimizer"
 
     def __init__(self, optimizer: Any, model: Any) -> None:
         self._optimizer = optimizer
@@ -133,11 +133,11 @@ class _Group(MutableMapping[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name != "lr":
-            raise NotOnTheList(f"{KerasOptimizer.OF}: a callback may not write {name!r}, only lr")
+            raise NotOnTheList(f"{KerasOptimizer.REPLACED_OBJECT}: a callback may not write {name!r}, only lr")
         self._optimizer.learning_rate = float(value)
 
     def __delitem__(self, name: str) -> None:
-        raise NotOnTheList(f"{KerasOptimizer.OF}: a callback may not delete {name!r}")
+        raise NotOnTheList(f"{KerasOptimizer.REPLACED_OBJECT}: a callback may not delete {name!r}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(("params", "lr"))

@@ -34,7 +34,7 @@ class OfGuest(Facade):
 class LoggerFacade(OfGuest):
     """Takes the place of the Trainer's loggers: adds what a Lightning callback logs to callsheet's next record, as `lightning/<name>`."""
 
-    OF = "Lightning's Logger"
+    REPLACED_OBJECT = "Lightning's Logger"
     group_separator = "/"
     name = "lightning"
     version = ""
@@ -67,7 +67,7 @@ class LoggerFacade(OfGuest):
 class StrategyFacade(OfGuest):
     """Takes the place of `trainer.strategy` when a Lightning callback runs in callsheet's loop. It provides collectives."""
 
-    OF = "Lightning's Strategy"
+    REPLACED_OBJECT = "Lightning's Strategy"
 
     @property
     def root_device(self) -> torch.device:
@@ -109,7 +109,7 @@ class StrategyFacade(OfGuest):
 class AcceleratorFacade(OfGuest):
     """Takes the place of `trainer.accelerator` when a Lightning callback runs in callsheet's loop. It provides device statistics."""
 
-    OF = "Lightning's Accelerator"
+    REPLACED_OBJECT = "Lightning's Accelerator"
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
         """Return the device's statistics from Lightning's own accelerator."""
@@ -122,7 +122,7 @@ class AcceleratorFacade(OfGuest):
 class ConnectorFacade(OfGuest):
     """Takes the place of the Trainer's logger connector, which says whether Lightning's own callbacks should log now."""
 
-    OF = "Lightning's logger connector"
+    REPLACED_OBJECT = "Lightning's logger connector"
 
     @property
     def should_update_logs(self) -> bool:
@@ -142,7 +142,7 @@ class ConnectorFacade(OfGuest):
 class _ProgressFacade(OfGuest):
     """A single object that represents Lightning's fit loop, epoch loop and progress counters."""
 
-    OF = "Lightning's loop"
+    REPLACED_OBJECT = "Lightning's loop"
 
     @property
     def epoch_loop(self) -> _ProgressFacade:
@@ -188,7 +188,7 @@ class TrainerFacade(OfGuest):
     Some attributes have fixed values, which say that there is no sanity check and that every epoch is followed by an evaluation.
     """
 
-    OF = "Lightning's Trainer"
+    REPLACED_OBJECT = "Lightning's Trainer"
 
     sanity_checking = False
     fast_dev_run = False

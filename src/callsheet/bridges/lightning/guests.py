@@ -22,7 +22,7 @@ from callsheet.errors import NotSupported
 logger = logging.getLogger("callsheet")
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-_NONE: Any = object()  # means "no batch", because None can be a batch
+_NO_BATCH: Any = object()  # means "no batch", because None can be a batch
 
 REJECTED: Mapping[str, str] = {
     "StochasticWeightAveraging": "lengthens training by an epoch of Lightning's own loop, and puts other schedulers in",
@@ -92,7 +92,7 @@ class LightningGuest(Guest):
         "on_predict_end": ("on_predict_epoch_end", "on_predict_end", "teardown"),
         "on_exception": ("on_exception",),
     }
-    OWN = {
+    OWN_HANDLERS = {
         "on_train_start": "_start_fit",
         "on_epoch_start": "_start_epoch",
         "on_microbatch_start": "_start_microbatch",
@@ -110,7 +110,7 @@ class LightningGuest(Guest):
         "on_predict_start": "_start_prediction",
         "on_predict_step_start": "_count_eval_batch",
     }
-    NEVER = ("on_before_zero_grad",)
+    NEVER_CALLED = ("on_before_zero_grad",)
 
     def __init__(
         self, foreign: Any, *, name: str = "", phase: Phase = "measure", log_every_n_steps: int = 50, strict: bool = True
@@ -135,7 +135,7 @@ class LightningGuest(Guest):
         self.steps_before = 0
         """The number of steps that had ended before the current batch began."""
         self.is_step_over = True
-        self._batch, self._loss, self._batches = _NONE, None, 0
+        self._batch, self._loss, self._batches = _NO_BATCH, None, 0
         self._dataset = -1
         self._is_epoch_end_due = False  # whether an epoch has ended for which on_train_epoch_end was not called yet
         self._metrics: dict[str, Tensor] = {}
@@ -242,7 +242,7 @@ class LightningGuest(Guest):
         if batch is self._batch:
             return  # this batch has begun already, with an earlier microbatch
         self.ctx = ctx
-        if self._batch is not _NONE:
+        if self._batch is not _NO_BATCH:
             self.is_step_over = False
             self._end_batch(self._loss)
         self._batch = batch
@@ -259,7 +259,7 @@ class LightningGuest(Guest):
     def _end_step(self, ctx: Context) -> None:
         self.ctx, self.is_step_over = ctx, True
         self._end_batch(_field_or_none(ctx, "loss") if self._batches == 1 else self._loss)
-        self._batch, self._loss, self._batches = _NONE, None, 0
+        self._batch, self._loss, self._batches = _NO_BATCH, None, 0
 
     def _end_batch(self, loss: Tensor | None) -> None:
         if self._ends_batch is not None:

@@ -18,7 +18,7 @@ class ModuleFacade(OfGuest):
     Methods such as `parameters` are those of the model. For `isinstance`, the facade is a LightningModule that overrides no hook.
     """
 
-    OF = "a LightningModule"
+    REPLACED_OBJECT = "a LightningModule"
 
     automatic_optimization = True
     example_input_array = None

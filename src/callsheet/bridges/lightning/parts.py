@@ -15,7 +15,7 @@ from callsheet.bridges.torch_hooks import BackwardWatch, ForwardHooks, Hook, Mod
 from callsheet.core.context import Context
 from callsheet.run.copies import replace
 
-_STEPS: Mapping[Mode, str] = {
+_STEP_METHODS: Mapping[Mode, str] = {
     "train": "training_step",
     "eval": "validation_step",
     "test": "test_step",
@@ -55,7 +55,7 @@ class StepHooks(ForwardHooks):
 
     def __init__(self, driver: LifecycleDriver, ctx: Context, module: nn.Module, mode: Mode = "train") -> None:
         super().__init__(driver, ctx, module, mode)
-        self._module, self._name = module, _STEPS[mode]
+        self._module, self._name = module, _STEP_METHODS[mode]
         self._methods = Methods(module)
         self._of_child: tuple[Hook, ...] = ()
         self._is_inside = False  # whether the module's step method is running

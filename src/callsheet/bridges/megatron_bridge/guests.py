@@ -66,7 +66,7 @@ class MegatronBridgeGuest(Guest):
     PACKAGE = PACKAGE
     EVENTS = GUEST_EVENTS
     COMMON = MegatronBridgeRun
-    NEVER = NEVER
+    NEVER_CALLED = NEVER
 
     common: MegatronBridgeRun
 

@@ -409,12 +409,12 @@ def _not_fired() -> tuple[str, ...]:
     return (*NOT_FIRED, *HOST_EVENTS["on_checkpoint_save"])
 
 
-_WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "Float16Module"})
+_WRAPPER_CLASSES = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "Float16Module"})
 
 
 def _inner(chunk: Any) -> Any:
     """Return the model inside Megatron's wrappers, such as `Float16Module`."""
-    while type(chunk).__name__ in _WRAPPERS and hasattr(chunk, "module"):
+    while type(chunk).__name__ in _WRAPPER_CLASSES and hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
 

@@ -59,7 +59,8 @@ class MegatronBridgeRun(Common):
 
     def on_train_step_end(self, ctx: Context) -> None:
         """Create the callbacks' context with the step's results. As in Megatron, `state.train_state.step` does not count this step yet."""
-        chunks, norm = self._at(ctx, ctx.state.timestamp.batch - 1), ctx.grad_norm
+        chunks = self._at(ctx, ctx.state.timestamp.batch - 1)
+        norm: Any = ctx.grad_norm
         made = CallbackContext if norm is None or type(norm) is float else StepContext
         losses, was_skipped = _named(ctx.loss_dict), bool(ctx.step_skipped)
         self.context = made(self.state, chunks, self.user_state, ctx.optimizer, ctx.scheduler, losses, norm, was_skipped)

@@ -13,14 +13,14 @@ from callsheet.bridges.megatron_bridge.names import CallbackContext
 
 
 class _Moved(Facade):
-    """Calls a function whenever a callback sets the attribute whose name is in `_MOVES`, because this may end training."""
+    """Calls a function whenever a callback sets the attribute that `_WATCHED_ATTRIBUTE` names, because this may end training."""
 
-    _MOVES: ClassVar[str]
+    _WATCHED_ATTRIBUTE: ClassVar[str]
     __slots__ = ("_on_move",)  # a slot, so that `vars` of the object does not contain `_on_move`
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name == self._MOVES and (on_move := getattr(self, "_on_move", None)) is not None:
+        if name == self._WATCHED_ATTRIBUTE and (on_move := getattr(self, "_on_move", None)) is not None:
             on_move()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -30,9 +30,9 @@ class _Moved(Facade):
 class TrainState(_Moved):
     """The progress of training. As in Megatron Bridge, a callback ends training by setting `step` to `train_iters` or more."""
 
-    OF = "Megatron Bridge's TrainState"
+    REPLACED_OBJECT = "Megatron Bridge's TrainState"
     WRITABLE = frozenset({"step", "do_valid", "do_test"})
-    _MOVES = "step"
+    _WATCHED_ATTRIBUTE = "step"
 
     def __init__(self) -> None:
         self.flops_per_sample = 0.0  # 0 if the number is not known
@@ -49,7 +49,7 @@ class TrainState(_Moved):
     def floating_point_operations_so_far(self) -> float:
         """The number of floating-point operations so far. Reading it raises an error if `flops_per_sample` is not known."""
         if not self.flops_per_sample:
-            raise NotOnTheList(f"{self.OF}: the number of floating-point operations per sample is not known")
+            raise NotOnTheList(f"{self.REPLACED_OBJECT}: the number of floating-point operations per sample is not known")
         return self.consumed_train_samples * self.flops_per_sample
 
 
@@ -100,9 +100,9 @@ class Timers:
 class Training(_Moved):
     """What callbacks get as `context.state.cfg.train` if the user gave no Megatron configuration: only the length of training."""
 
-    OF = "Megatron Bridge's cfg.train"
+    REPLACED_OBJECT = "Megatron Bridge's cfg.train"
     WRITABLE = frozenset({"train_iters"})
-    _MOVES = "train_iters"
+    _WATCHED_ATTRIBUTE = "train_iters"
 
     def __init__(self) -> None:
         self.train_iters: int | None = None
@@ -111,7 +111,7 @@ class Training(_Moved):
 class Config(Facade):
     """What callbacks get as `context.state.cfg` if the user gave no Megatron configuration."""
 
-    OF = "Megatron Bridge's configuration"
+    REPLACED_OBJECT = "Megatron Bridge's configuration"
 
     def __init__(self) -> None:
         self.__dict__["train"] = Training()
@@ -120,7 +120,7 @@ class Config(Facade):
 class GlobalState(Facade):
     """The `context.state` of Megatron Bridge's callbacks. As in Megatron Bridge, callbacks may add attributes to it."""
 
-    OF = "Megatron Bridge's GlobalState"
+    REPLACED_OBJECT = "Megatron Bridge's GlobalState"
     FIXED: ClassVar[frozenset[str]] = frozenset(
         {"cfg", "train_state", "timers", "signal_handler", "straggler_timer", "energy_monitor", "nvrx_straggler_manager"}
         | {"fault_tolerance_state", "async_calls_queue", "initialize_async_checkpoint_worker", "reset_for_restart"}

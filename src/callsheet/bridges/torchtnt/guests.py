@@ -39,7 +39,7 @@ A step of callsheet is one step of torchtnt. torchtnt has only one evaluated dat
 evaluation of its own.
 """
 
-_AGREEING = ("EarlyStopping", "TimeLimitInterrupter")
+_AGREEING_CALLBACKS = ("EarlyStopping", "TimeLimitInterrupter")
 """Callbacks of torchtnt that stop all ranks at the same step, because all ranks use rank 0's decision."""
 
 
@@ -75,7 +75,7 @@ def guest(
         NotSupported: while training, the callback reads an attribute of the unit that is not available; see `attributes`.
     """
     kind = type(foreign)
-    agrees = replicated or (kind.__module__.startswith("torchtnt.framework.callbacks.") and kind.__name__ in _AGREEING)
+    agrees = replicated or (kind.__module__.startswith("torchtnt.framework.callbacks.") and kind.__name__ in _AGREEING_CALLBACKS)
     return TorchTNTGuest(foreign, attributes=attributes or {}, replicated=agrees, name=name, phase=phase, strict=strict)
 
 
@@ -100,7 +100,7 @@ class TorchTNTGuest(Guest):
         self._state = GuestState(self)
         self._replicated = replicated
         if attributes:  # these handlers record callsheet's metrics, so that the unit's attributes can show them
-            self.OWN = {  # type: ignore[misc]
+            self.OWN_HANDLERS = {  # type: ignore[misc]
                 "on_train_step_end": "_take_loss",
                 "on_log": "_take_record",
                 "on_eval_end": "_take_losses",
@@ -144,7 +144,7 @@ class TorchTNTGuest(Guest):
 class GuestUnit(Facade):
     """Takes the place of the unit when a torchtnt callback runs in callsheet's loop. It has only attributes that callbacks may use."""
 
-    OF = "torchtnt's unit"
+    REPLACED_OBJECT = "torchtnt's unit"
 
     def __init__(self, guest: TorchTNTGuest, attributes: Mapping[str, str]) -> None:
         self._guest = guest
@@ -155,7 +155,7 @@ class GuestUnit(Facade):
         if not name.startswith("_") and (metric := self._attributes.get(name)) is not None:
             if metric in self._values:
                 return self._values[metric]
-            raise NotOnTheList(f"{self.OF}: {name!r} is mapped to the metric {metric!r}, which has no value yet")
+            raise NotOnTheList(f"{self.REPLACED_OBJECT}: {name!r} is mapped to the metric {metric!r}, which has no value yet")
         return super().__getattr__(name)
 
     def _take(self, values: Mapping[str, Any]) -> None:

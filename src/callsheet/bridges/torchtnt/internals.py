@@ -9,13 +9,13 @@ HOST = (
 )
 """The host wraps the `get_next_...` methods, and finds the unit's module, optimizer and scheduler by the `tracked_...` methods."""
 
-_STATE, _PHASE = "torchtnt.framework.state.State", "torchtnt.framework.state.PhaseState"
+_STATE_CLASS, _PHASE_STATE_CLASS = "torchtnt.framework.state.State", "torchtnt.framework.state.PhaseState"
 
 GUEST = (
     *(
-        f"{_STATE}.{name}"
+        f"{_STATE_CLASS}.{name}"
         for name in ("_entry_point", "_active_phase", "_train_state", "_eval_state", "_predict_state", "_timer")
     ),
-    *(f"{_PHASE}.{name}" for name in ("_dataloader", "_max_epochs", "_max_steps")),
+    *(f"{_PHASE_STATE_CLASS}.{name}" for name in ("_dataloader", "_max_epochs", "_max_steps")),
 )
 """The attributes of torchtnt's `State` and `PhaseState` that the guest's subclasses of these classes replace or set."""

@@ -63,7 +63,7 @@ _BETWEEN_BATCHES = "between batches"
 _BATCH_IS_DUE = "a batch is due"  # the next call of `preprocess_batch` gets a batch of the training loop
 _IN_BATCH = "in a batch"
 
-_OF_A_RUN = (
+_RUN_ATTRIBUTES = (
     "_trainer",
     "_outer_error",
     "_training",
@@ -243,7 +243,7 @@ class UltralyticsHost(HostBase):
     def _release(self) -> None:
         """Remove the hooks, end the run, and drop all references to the trainer, so that its memory can be freed."""
         super()._release()
-        for name in _OF_A_RUN:
+        for name in _RUN_ATTRIBUTES:
             vars(self).pop(name, None)
 
     # --- epochs ---

@@ -18,8 +18,8 @@ from callsheet.run.copies import add_hook
 
 Prompt = str | Sequence[int]
 
-_NOT_FINITE = "the model's outputs are NaN or infinite"
-_CANNOT_SAMPLE = re.compile(r"probability tensor contains")
+_NOT_FINITE_MESSAGE = "the model's outputs are NaN or infinite"
+_CANNOT_SAMPLE_PATTERN = re.compile(r"probability tensor contains")
 """The start of the error message that `torch.multinomial` raises if logits are NaN or infinite.
 
 If a model's `generate` does not call the module itself, no forward hook can check the logits, and only this message reveals them.
@@ -138,14 +138,14 @@ def finite_outputs(model: Any) -> Iterator[None]:
         logits = getattr(outputs, "logits", outputs)
         # Accept -inf, because a model may mask tokens with -inf.
         if isinstance(logits, torch.Tensor) and logits.ndim == 3 and not bool((logits[:, -1] < torch.inf).all()):
-            raise NonFiniteError(_NOT_FINITE)
+            raise NonFiniteError(_NOT_FINITE_MESSAGE)
 
     remove_hook = add_hook(model.register_forward_hook, check)
     try:
         yield
     except RuntimeError as error:
-        if _CANNOT_SAMPLE.search(str(error)):
-            raise NonFiniteError(_NOT_FINITE) from error
+        if _CANNOT_SAMPLE_PATTERN.search(str(error)):
+            raise NonFiniteError(_NOT_FINITE_MESSAGE) from error
         raise
     finally:
         remove_hook()

@@ -23,10 +23,10 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 from callsheet.core.callback import one_of
 from callsheet.errors import ConfigError
 
-HIDDEN = "/..."
+HIDDEN_PATH = "/..."
 """The text that replaces everything after the host when an address is shown."""
 
-_PORTS = {"smtp": 25, "smtp+starttls": 587, "smtps": 465}
+_DEFAULT_PORTS = {"smtp": 25, "smtp+starttls": 587, "smtps": 465}
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Address:
         if self.url_env or self.kind == "mailto" or not self.to:
             return self.to
         parts = checked_url(self.url)
-        return f"{'slack:' if self.kind == 'slack' else ''}{parts.scheme}://{parts.hostname}{HIDDEN}"
+        return f"{'slack:' if self.kind == 'slack' else ''}{parts.scheme}://{parts.hostname}{HIDDEN_PATH}"
 
     def destination(self) -> Destination | None:
         """Return an object that sends to this address, with secrets read from the environment; None if there is no address.
@@ -189,7 +189,7 @@ class Mail:
         self.shown = f"mail by {parts.hostname}"
         self._recipients = recipients
         self._scheme, self._host = parts.scheme, parts.hostname or ""
-        self._port = parts.port or _PORTS[parts.scheme]
+        self._port = parts.port or _DEFAULT_PORTS[parts.scheme]
         self._login = (parts.username, password) if parts.username and password is not None else None
         self._sender = sender or recipients.split(",")[0]
 
@@ -240,7 +240,7 @@ def checked_url(url: str) -> SplitResult:
         raise ConfigError("the URL to notify cannot be read; give one such as https://example.org/hook") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError("the URL to notify is not an http or https URL with a host; give one such as https://example.org/hook")
-    if parts.path == HIDDEN:
+    if parts.path == HIDDEN_PATH:
         raise ConfigError(
             f"the address at {parts.hostname} was removed from the run's records because it may be a secret; give the whole address"
         )
@@ -254,7 +254,7 @@ def checked_server(server: str) -> SplitResult:
         raise ConfigError(
             f"the address of the mail server {parts.hostname} holds a password; name a variable for it in password_env"
         )
-    one_of("scheme of a mail server", parts.scheme, tuple(_PORTS))
+    one_of("scheme of a mail server", parts.scheme, tuple(_DEFAULT_PORTS))
     try:
         _ = parts.port
     except ValueError as error:

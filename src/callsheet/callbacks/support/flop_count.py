@@ -19,17 +19,17 @@ from callsheet.errors import ConfigError
 _FLOPS_METHODS = ("flops_per_batch", "floating_point_ops")
 """Names of the method or number with which a model reports the FLOPs of a batch: Composer's name, then Hugging Face's name."""
 
-_FIRST_COUNTED = 2
+_FIRST_COUNTED_STEP = 2
 """The number of the first step whose FLOPs can be counted. The first step of a process has the number 1.
 
 The first step is not counted, because torch.compile may compile the model only during that step, and because code that is first
 called while operations are counted would never be compiled.
 """
 
-_HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_HALF_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ATEN = torch.ops.aten
 # Formulas that torch lacks: the FLOPs of scaled dot-product attention on the CPU.
-_FORMULAS: dict[Any, Callable[..., int]] = {
+_FLOP_FORMULAS: dict[Any, Callable[..., int]] = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: sdpa_flop_count(
         query.shape, key.shape, value.shape
     ),
@@ -59,7 +59,7 @@ class OperationCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         packet = getattr(func, "_overloadpacket", None)
-        formula = flop_registry.get(packet) or _FORMULAS.get(packet)
+        formula = flop_registry.get(packet) or _FLOP_FORMULAS.get(packet)
         if formula is not None and not _is_computed_again():
             try:
                 self.flops[_precision(packet, args)] += int(formula(*args, **kwargs, out_val=out))
@@ -135,7 +135,7 @@ class StepFlops:
         self._steps += 1
         self._numbers, self._fetched = self._fetched if self._reported is not None else self._fetched or 1, 0
         self._waiting = self._waiting + self._numbers
-        if self.is_done or self._steps < _FIRST_COUNTED:
+        if self.is_done or self._steps < _FIRST_COUNTED_STEP:
             return
         if has_compiled():
             self.is_done = True
@@ -181,7 +181,7 @@ class StepFlops:
         """
         self.is_guessing = False
         seen = [*tensors_in(outputs), *(model.parameters() if isinstance(model, nn.Module) else ())]
-        halves = [_HALF[tensor.dtype] for tensor in seen if tensor.dtype in _HALF]
+        halves = [_HALF_PRECISIONS[tensor.dtype] for tensor in seen if tensor.dtype in _HALF_PRECISIONS]
         self.precision = halves[0] if halves else _full_precision(is_convolution=False)
 
     @property
@@ -253,8 +253,8 @@ def _is_computed_again() -> bool:
 def _precision(packet: Any, args: Any) -> str:
     """Return the precision in which an operation multiplies, such as `bf16`."""
     first = next(tensors_in(args))
-    if first.dtype in _HALF:
-        return _HALF[first.dtype]
+    if first.dtype in _HALF_PRECISIONS:
+        return _HALF_PRECISIONS[first.dtype]
     if first.itemsize == 1 and first.is_floating_point():
         return "fp8"
     if first.dtype is not torch.float32:

@@ -14,7 +14,7 @@ The list maps the name of each callback to the callback's trigger file. A trigge
 folder, because on another machine the folder may have another path.
 """
 
-_MAX_BYTES = 65536  # read at most this many bytes of the file `LISTENERS`
+_MAX_FILE_BYTES = 65536  # read at most this many bytes of the file `LISTENERS`
 
 
 def announce(folder: str | os.PathLike[str], name: str, file: str | os.PathLike[str]) -> None:
@@ -36,7 +36,7 @@ def listeners_in(folder: str | os.PathLike[str]) -> dict[str, str]:
     try:
         descriptor = os.open(Path(folder, LISTENERS), os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
         with open(descriptor, "rb") as file:
-            listed: Any = json.loads(file.read(_MAX_BYTES))
+            listed: Any = json.loads(file.read(_MAX_FILE_BYTES))
     except (OSError, ValueError, RecursionError):  # the file does not exist, or is not a list that callsheet wrote
         return {}
     return {name: file for name, file in listed.items() if isinstance(file, str)} if isinstance(listed, dict) else {}

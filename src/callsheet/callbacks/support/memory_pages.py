@@ -12,7 +12,7 @@ from callsheet.core.context import Context
 from callsheet.core.lane_options import LaneOptions
 from callsheet.core.manager import CallbackManager
 
-_ASKED_FOR, _KNOWN = "Active Cached Memory Timeline", "Active Cached Segment Timeline"
+_VIEW_IN_HTML, _VIEW_IN_SCRIPT = "Active Cached Memory Timeline", "Active Cached Segment Timeline"
 """The two names of the view by memory segments: in the HTML that torch writes, and in the script that the HTML page loads.
 
 The first name is replaced by the second, because otherwise the page would stay blank.
@@ -70,5 +70,5 @@ def render_memory(path: Path) -> list[Path]:
     pages = {path.with_suffix(".html"): False, path.with_name(f"{path.stem}-segments.html"): True}
     for page, is_of_segments in pages.items():
         drawn = _memory_viz.trace_plot(snapshot, plot_segments=is_of_segments)
-        page.write_text(drawn.replace(_ASKED_FOR, _KNOWN), encoding="utf-8")
+        page.write_text(drawn.replace(_VIEW_IN_HTML, _VIEW_IN_SCRIPT), encoding="utf-8")
     return list(pages)

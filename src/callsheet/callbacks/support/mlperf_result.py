@@ -29,10 +29,10 @@ from callsheet.errors import ConfigError
 Division = Literal["open", "closed"]
 Status = Literal["onprem", "cloud", "research"]
 
-_RESERVED = re.compile(
+_RESERVED_NAMES_PATTERN = re.compile(
     r"submission_(benchmark|org|division|status|platform)|cache_clear|eval_accuracy|(init|run|block|epoch|eval)_(start|stop)"
 )
-_PARALLELISM = ("tensor_parallelism", "pipeline_parallelism", "context_parallelism", "expert_parallelism")
+_PARALLELISM_KEYS = ("tensor_parallelism", "pipeline_parallelism", "context_parallelism", "expert_parallelism")
 
 
 class Target(NamedTuple):
@@ -162,7 +162,7 @@ def found(ctx: Context, sizes: Sequence[Sequence[int]], given: Mapping[str, Any]
         given: values that are already known.
     """
     values: dict[str, Any] = {}
-    parallelism = {name: given.get(name, 1) for name in _PARALLELISM}
+    parallelism = {name: given.get(name, 1) for name in _PARALLELISM_KEYS}
     if all(rank and all(rank) for rank in sizes):
         if set(parallelism.values()) == {1}:  # without model parallelism, each rank has its own samples, so add them up
             values["global_batch_size"] = sum(sum(rank) for rank in sizes)
@@ -210,7 +210,7 @@ def accuracy_keys(benchmark: str) -> tuple[str, ...]:
 def checked_hyperparameters(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return `given` as a dict. Raise ConfigError if a value is not plain data, or if a name is one that the callback itself writes."""
     for name in given:
-        if _RESERVED.fullmatch(name):
+        if _RESERVED_NAMES_PATTERN.fullmatch(name):
             raise ConfigError(f"hyperparameters: {name!r} is always written by the callback; leave it out")
     try:
         json.dumps(dict(given))

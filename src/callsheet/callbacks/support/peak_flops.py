@@ -11,12 +11,12 @@ import torch
 PeakPrecision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 PRECISIONS: tuple[PeakPrecision, ...] = get_args(PeakPrecision)
 
-_H100_SXM = {"fp32": 66.9, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4, "fp8": 1978.9}
-_HOPPER_NVL = {"fp32": 60.0, "tf32": 417.5, "bf16": 835.5, "fp16": 835.5, "fp8": 1670.5}
-_BLACKWELL = {"fp32": 75.0, "tf32": 1125.0, "bf16": 2250.0, "fp16": 2250.0, "fp8": 4500.0}
-_MI300X = {"fp32": 163.4, "tf32": 653.7, "bf16": 1307.4, "fp16": 1307.4, "fp8": 2614.9}
+_H100_SXM_TERAFLOPS = {"fp32": 66.9, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4, "fp8": 1978.9}
+_HOPPER_NVL_TERAFLOPS = {"fp32": 60.0, "tf32": 417.5, "bf16": 835.5, "fp16": 835.5, "fp8": 1670.5}
+_BLACKWELL_TERAFLOPS = {"fp32": 75.0, "tf32": 1125.0, "bf16": 2250.0, "fp16": 2250.0, "fp8": 4500.0}
+_MI300X_TERAFLOPS = {"fp32": 163.4, "tf32": 653.7, "bf16": 1307.4, "fp16": 1307.4, "fp8": 2614.9}
 
-_TERAFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
+_TERAFLOPS_OF_DEVICE: tuple[tuple[str, dict[str, float]], ...] = (
     (r"\bV100S-", {"fp32": 16.4, "fp16": 130.0}),
     (r"\bV100-SXM[23]\b", {"fp32": 15.7, "fp16": 125.0}),
     (r"\bV100-PCIE\b", {"fp32": 14.0, "fp16": 112.0}),
@@ -33,13 +33,13 @@ _TERAFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     (r"\bL40\b", {"fp32": 90.5, "tf32": 90.5, "bf16": 181.0, "fp16": 181.0, "fp8": 362.0}),
     (r"\bL40S\b", {"fp32": 91.6, "tf32": 183.0, "bf16": 362.0, "fp16": 362.0, "fp8": 733.0}),
     (r"\bH20\b", {"fp32": 44.0, "tf32": 74.0, "bf16": 148.0, "fp16": 148.0, "fp8": 296.0}),
-    (r"\bH100 NVL\b", _HOPPER_NVL),
+    (r"\bH100 NVL\b", _HOPPER_NVL_TERAFLOPS),
     (r"\bH100\b.*(PCIe|HBM2e)", {"fp32": 51.2, "tf32": 378.0, "bf16": 756.0, "fp16": 756.0, "fp8": 1513.0}),
-    (r"\bH100\b.*(HBM3|SXM)", _H100_SXM),
-    (r"\bH200 NVL\b", _HOPPER_NVL),
-    (r"\bG?H200\b", _H100_SXM),
+    (r"\bH100\b.*(HBM3|SXM)", _H100_SXM_TERAFLOPS),
+    (r"\bH200 NVL\b", _HOPPER_NVL_TERAFLOPS),
+    (r"\bG?H200\b", _H100_SXM_TERAFLOPS),
     (r"\bB100\b", {"bf16": 1750.0, "fp16": 1750.0, "fp8": 3500.0}),
-    (r"\bB[23]00\b", _BLACKWELL),
+    (r"\bB[23]00\b", _BLACKWELL_TERAFLOPS),
     (r"\bGB200\b", {"fp32": 80.0, "tf32": 1250.0, "bf16": 2500.0, "fp16": 2500.0, "fp8": 5000.0}),
     (r"\bGB300\b", {"tf32": 1250.0, "bf16": 2500.0, "fp16": 2500.0, "fp8": 5000.0}),
     (r"\bMI100\b", {"fp32": 46.1, "bf16": 92.3, "fp16": 184.6}),
@@ -47,8 +47,8 @@ _TERAFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     (r"\bMI250X\b", {"fp32": 47.85, "bf16": 191.5, "fp16": 191.5}),  # values for one torch device; a card has two
     (r"\bMI250\b", {"fp32": 45.25, "bf16": 181.05, "fp16": 181.05}),  # values for one torch device; a card has two
     (r"\bMI300A\b", {"fp32": 122.6, "tf32": 490.3, "bf16": 980.6, "fp16": 980.6, "fp8": 1961.2}),
-    (r"\bMI300X\b", _MI300X),
-    (r"\bMI325X\b", _MI300X),  # MI325X is an MI300X with more memory
+    (r"\bMI300X\b", _MI300X_TERAFLOPS),
+    (r"\bMI325X\b", _MI300X_TERAFLOPS),  # MI325X is an MI300X with more memory
     (r"\bMI350X\b", {"fp32": 144.2, "bf16": 2306.9, "fp16": 2306.9, "fp8": 4613.7}),
     (r"\bMI355X\b", {"fp32": 157.3, "bf16": 2516.6, "fp16": 2516.6, "fp8": 5033.2}),
 )
@@ -71,7 +71,7 @@ def peak_flops(device: str, precision: str) -> float | None:
     """
     if "MIG" in device:
         return None
-    for pattern, teraflops in _TERAFLOPS:
+    for pattern, teraflops in _TERAFLOPS_OF_DEVICE:
         if re.search(pattern, device, re.IGNORECASE):
             figure = teraflops.get(precision) or (teraflops.get("fp32") if precision == "tf32" else None)
             return figure * 1e12 if figure is not None else None

@@ -14,14 +14,16 @@ from callsheet.errors import ConfigError
 
 Key = str | int
 
-_CHANNELS = (1, 3, 4)
-_IGNORED = 255  # the label of pixels to ignore in segmentation datasets; negative labels are ignored too
-_GRAY = 0.5
+_CHANNEL_COUNTS = (1, 3, 4)
+_IGNORED_LABEL = 255  # the label of pixels to ignore in segmentation datasets; negative labels are ignored too
+_GRAY_LEVEL = 0.5
 
 
 def _palette() -> Tensor:
     """Return a color for each class: black for class 0, and then colors whose hues differ much between consecutive classes."""
-    hues = ((number * 0.618034 % 1, 0.9 if number % 2 else 0.6, 1.0 if number % 3 else 0.75) for number in range(1, _IGNORED))
+    hues = (
+        (number * 0.618034 % 1, 0.9 if number % 2 else 0.6, 1.0 if number % 3 else 0.75) for number in range(1, _IGNORED_LABEL)
+    )
     return torch.tensor([(0.0, 0.0, 0.0), *(colorsys.hsv_to_rgb(*hue) for hue in hues)])
 
 
@@ -68,7 +70,7 @@ def images_in(batch: Any, key: Key | None, channels_last: bool | None) -> Tensor
     if images.dim() == 3:
         return images[..., None]
     if channels_last is None:
-        channels_last = images.shape[1] not in _CHANNELS and images.shape[-1] in _CHANNELS
+        channels_last = images.shape[1] not in _CHANNEL_COUNTS and images.shape[-1] in _CHANNEL_COUNTS
     return images if channels_last else images.movedim(1, -1)
 
 
@@ -122,8 +124,8 @@ def classes(tensor: Tensor, channels_last: bool | None, images: Tensor, *, are_s
 
 def colored(numbers: Tensor) -> Tensor:
     """Return the class indices as RGB colors, which adds a last dimension. Ignored pixels are gray."""
-    judged = (numbers >= 0) & (numbers != _IGNORED)
-    return torch.where(judged[..., None], PALETTE[numbers % _IGNORED], torch.tensor(_GRAY))
+    judged = (numbers >= 0) & (numbers != _IGNORED_LABEL)
+    return torch.where(judged[..., None], PALETTE[numbers % _IGNORED_LABEL], torch.tensor(_GRAY_LEVEL))
 
 
 def _within_one(image: Tensor) -> Tensor:
@@ -142,7 +144,7 @@ def _looks_like_images(tensor: Tensor) -> bool:
     if not is_kind or tensor.dim() != 4:
         return False
     _, second, third, last = tensor.shape
-    return (second in _CHANNELS and third > 1 and last > 1) or (last in _CHANNELS and second > 1 and third > 1)
+    return (second in _CHANNEL_COUNTS and third > 1 and last > 1) or (last in _CHANNEL_COUNTS and second > 1 and third > 1)
 
 
 def _at(batch: Any, key: Key, option: str) -> Any:

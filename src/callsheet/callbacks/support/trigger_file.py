@@ -10,8 +10,8 @@ from pathlib import Path
 from callsheet.core.callback import one_of
 from callsheet.errors import ConfigError
 
-WORDS = ("save", "evaluate", "stop")
-MAX_BYTES = 4096  # read at most this many bytes of the file
+TRIGGER_WORDS = ("save", "evaluate", "stop")
+MAX_FILE_BYTES = 4096  # read at most this many bytes of the file
 MAX_REASON_CHARACTERS = 200
 
 
@@ -32,7 +32,7 @@ def leave_request(file: str | os.PathLike[str], word: str, why: str = "") -> str
         ConfigError: `word` is not a request, or `file` is not a regular file.
         OSError: the file cannot be written.
     """
-    line = f"{one_of('request', word, WORDS)} {printable(why)[:MAX_REASON_CHARACTERS]}".rstrip()
+    line = f"{one_of('request', word, TRIGGER_WORDS)} {printable(why)[:MAX_REASON_CHARACTERS]}".rstrip()
     _change(Path(file), lambda waiting: [line, *(other for other in waiting if other.split()[0] != word)])
     return line
 
@@ -91,7 +91,7 @@ def claimed_lines(path: Path, by: str) -> list[str]:
     claimed = path.with_name(f"{path.name}.{by}-{os.getpid()}")
     os.replace(path, claimed)  # after the rename, requests of other processes go to a new file
     with open(claimed, "rb") as file:
-        content = file.read(MAX_BYTES)
+        content = file.read(MAX_FILE_BYTES)
     os.unlink(claimed)
     return [line for line in content.decode("utf-8", "replace").splitlines() if line.strip()] or ["save"]
 

@@ -29,15 +29,15 @@ from callsheet.recipes.models.lora import ALL_LINEAR, Lora
 from callsheet.recipes.models.vision_language_model import VisionLanguageModel
 from callsheet.recipes.schedules import Warmup, WarmupCosine, WarmupLinear
 
-_LOADS, _MAKES = "from_pretrained", "from_config"
-_MODELS = tuple(
+_LOAD_METHOD, _CREATE_METHOD = "from_pretrained", "from_config"
+_MODEL_TARGETS = tuple(
     f"{kind}.{way}"
     for kind in ("NeMoAutoModelForCausalLM", "NeMoAutoModelForSequenceClassification", "NeMoAutoModelForImageTextToText")
-    for way in (_LOADS, _MAKES)
+    for way in (_LOAD_METHOD, _CREATE_METHOD)
 )
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_PARALLEL = {"fsdp2": "fsdp", "FSDP2Manager": "fsdp", "ddp": "ddp", "DDPManager": "ddp"}
-_SCHEDULES = {"cosine": WarmupCosine, "linear": WarmupLinear, "constant": Warmup}
+_DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_PARALLEL_MODES = {"fsdp2": "fsdp", "FSDP2Manager": "fsdp", "ddp": "ddp", "DDPManager": "ddp"}
+_SCHEDULE_CLASSES = {"cosine": WarmupCosine, "linear": WarmupLinear, "constant": Warmup}
 _HINTS = {
     **{
         name: f"give the recipe a logger of callsheet.loggers, in callbacks=, in the place of {name}"
@@ -171,11 +171,11 @@ def _surroundings(cfg: Section) -> dict[str, Any]:
     if (minutes := ranks.number("timeout_minutes")) is not None:
         found["timeout_seconds"] = 60.0 * minutes
     split = cfg.part("distributed")
-    named = split.target(*_PARALLEL) or split.take("strategy")
-    if named is not None and named not in _PARALLEL:
+    named = split.target(*_PARALLEL_MODES) or split.take("strategy")
+    if named is not None and named not in _PARALLEL_MODES:
         split.reject("strategy", f"{named!r} is not supported (one of fsdp2, ddp)")
     if named:
-        found["parallel"] = _PARALLEL[named] if read_ranks().world_size > 1 else "auto"
+        found["parallel"] = _PARALLEL_MODES[named] if read_ranks().world_size > 1 else "auto"
     for name in ("tp_size", "cp_size", "pp_size", "ep_size"):
         if (size := split.take(name)) not in (None, "none", 1):
             split.reject(name, f"{size}: only the data is shared out among ranks here")
@@ -224,8 +224,8 @@ def _optimizer(cfg: Section) -> dict[str, Any]:
 
 def _rate(section: Section, cfg: Section, rate: float | None) -> Any:
     style = section.take("lr_decay_style", "cosine")
-    if style not in _SCHEDULES:
-        section.reject("lr_decay_style", f"{style!r} is not supported (one of {', '.join(_SCHEDULES)})")
+    if style not in _SCHEDULE_CLASSES:
+        section.reject("lr_decay_style", f"{style!r} is not supported (one of {', '.join(_SCHEDULE_CLASSES)})")
     warmup, steps, least = section.number("lr_warmup_steps"), section.number("lr_decay_steps"), section.take("min_lr")
     if style == "constant":
         return partial(Warmup, warmup_steps=int(warmup or 0))
@@ -233,7 +233,7 @@ def _rate(section: Section, cfg: Section, rate: float | None) -> Any:
         section.reject("lr_decay_steps", "say over how many steps the rate falls")
     final = 0.01 if least is None else float(least) / rate if rate else 0.0
     return partial(
-        _SCHEDULES[style],
+        _SCHEDULE_CLASSES[style],
         total_steps=int(steps),
         warmup_steps=int(min(1000, steps // 10) if warmup is None else warmup),
         final=final,
@@ -242,7 +242,7 @@ def _rate(section: Section, cfg: Section, rate: float | None) -> Any:
 
 def _model(cfg: Section, name: str, kind: type[JobConfig]) -> LanguageModel:
     section = cfg.part(name)
-    section.target(*_MODELS)
+    section.target(*_MODEL_TARGETS)
     found: dict[str, Any] = {
         "path": section.take("pretrained_model_name_or_path"),
         "revision": section.take("revision"),
@@ -252,7 +252,7 @@ def _model(cfg: Section, name: str, kind: type[JobConfig]) -> LanguageModel:
     section.ignore("num_labels")  # callsheet derives the number of classes from the dataset's rows
     named = section.first("torch_dtype", "dtype")
     if named is not None:
-        found["dtype"] = _DTYPES.get(str(named), str(named).removeprefix("torch."))
+        found["dtype"] = _DTYPE_NAMES.get(str(named), str(named).removeprefix("torch."))
     if name == "model":
         tokenizer = cfg.part("tokenizer")
         found["tokenizer"] = tokenizer.take("pretrained_model_name_or_path")

@@ -141,10 +141,10 @@ class BaseRecipe:
         ConfigError: something that `cfg` asks for is not supported or cannot work.
     """
 
-    OURS: ClassVar[type[Recipe[Any]]]
+    RECIPE_CLASS: ClassVar[type[Recipe[Any]]]
 
     def __init__(self, cfg: Any, callbacks: Sequence[Any] | None = None) -> None:
-        kind = self.OURS.Config
+        kind = self.RECIPE_CLASS.Config
         self.recipe: Any
         self._config: Any
         self.cfg = load_yaml_config(cfg) if isinstance(cfg, (str, Path)) else cfg
@@ -168,7 +168,7 @@ class BaseRecipe:
     def setup(self) -> None:
         """Set up the recipe, and resume from a checkpoint if there is one."""
         try:
-            self.recipe = self.OURS(self._config, self._callbacks)
+            self.recipe = self.RECIPE_CLASS(self._config, self._callbacks)
             self.recipe.setup()
         except BaseException as error:
             self._guest.fire_exception(error)
@@ -238,22 +238,22 @@ class _RecipeGuest(AutoModelGuest):
 class TrainFinetuneRecipeForNextTokenPrediction(BaseRecipe):
     """AutoModel's recipe for fine-tuning a causal language model, implemented by `callsheet.recipes.finetune`."""
 
-    OURS = Finetune
+    RECIPE_CLASS = Finetune
 
 
 class TrainFinetuneRecipeForSequenceClassification(BaseRecipe):
     """AutoModel's recipe for sequence classification, implemented by `callsheet.recipes.classify`."""
 
-    OURS = Classify
+    RECIPE_CLASS = Classify
 
 
 class KnowledgeDistillationRecipeForNextTokenPrediction(BaseRecipe):
     """AutoModel's recipe for distilling a causal language model, implemented by `callsheet.recipes.distill`."""
 
-    OURS = Distill
+    RECIPE_CLASS = Distill
 
 
 class FinetuneRecipeForVLM(BaseRecipe):
     """AutoModel's recipe for fine-tuning a vision-language model, implemented by `callsheet.recipes.finetune_vlm`."""
 
-    OURS = FinetuneVLM
+    RECIPE_CLASS = FinetuneVLM

@@ -36,32 +36,32 @@ __all__ = [
     "Trainer",
 ]
 
-_OPTIM = "give an optimizer and a scheduler of torch.optim, or a function of the state as schedulers="
-_UTILS = "use torch.distributed and torch itself; callsheet's own callbacks have ctx.gather(...) and ctx.run"
-_ALGORITHMS = "algorithms are not run; apply them to model and data yourself, or write a callback"
-_METRICS = "use torchmetrics"
-_LOSS = "use torch.nn.functional, such as cross_entropy"
-_CHECKPOINT = "checkpoints are callsheet's; give save_folder, load_path or autoresume to the Trainer"
-_DISTRIBUTED = "use callsheet.Trainer(parallel=...)"
+_OPTIM_HINT = "give an optimizer and a scheduler of torch.optim, or a function of the state as schedulers="
+_UTILS_HINT = "use torch.distributed and torch itself; callsheet's own callbacks have ctx.gather(...) and ctx.run"
+_ALGORITHMS_HINT = "algorithms are not run; apply them to model and data yourself, or write a callback"
+_METRICS_HINT = "use torchmetrics"
+_LOSS_HINT = "use torch.nn.functional, such as cross_entropy"
+_CHECKPOINT_HINT = "checkpoints are callsheet's; give save_folder, load_path or autoresume to the Trainer"
+_DISTRIBUTED_HINT = "use callsheet.Trainer(parallel=...)"
 offer_nothing(
     __name__,
     {
-        "algorithms": _ALGORITHMS,
-        "functional": _ALGORITHMS,
-        "optim": _OPTIM,
-        "optim.decoupled_weight_decay": _OPTIM,
-        "optim.scheduler": _OPTIM,
-        "utils": _UTILS,
-        "utils.dist": _UTILS,
+        "algorithms": _ALGORITHMS_HINT,
+        "functional": _ALGORITHMS_HINT,
+        "optim": _OPTIM_HINT,
+        "optim.decoupled_weight_decay": _OPTIM_HINT,
+        "optim.scheduler": _OPTIM_HINT,
+        "utils": _UTILS_HINT,
+        "utils.dist": _UTILS_HINT,
         "utils.reproducibility": "give Trainer(seed=...)",
         "utils.object_store": "give paths such as 's3://...' to the Trainer",
-        "metrics": _METRICS,
-        "metrics.metrics": _METRICS,
-        "metrics.nlp": _METRICS,
-        "loss": _LOSS,
-        "loss.loss": _LOSS,
-        "checkpoint": _CHECKPOINT,
-        "distributed": _DISTRIBUTED,
+        "metrics": _METRICS_HINT,
+        "metrics.metrics": _METRICS_HINT,
+        "metrics.nlp": _METRICS_HINT,
+        "loss": _LOSS_HINT,
+        "loss.loss": _LOSS_HINT,
+        "checkpoint": _CHECKPOINT_HINT,
+        "distributed": _DISTRIBUTED_HINT,
         "devices": "give Trainer(device='cpu') or 'gpu'",
         "profiler": "use callsheet.callbacks.TorchProfiler",
     },

@@ -16,6 +16,7 @@ from callsheet import callbacks
 from callsheet.bridges.composer.time import Time
 from callsheet.callbacks import FreeOutputs, LRMonitor, NaNMonitor
 from callsheet.callbacks.image_visualizer import Mode
+from callsheet.callbacks.runtime_estimator import Unit
 from callsheet.callbacks.support import metric_mode
 from callsheet.callbacks.support.mlperf_result import Division, Status
 from callsheet.compat.composer.rejections import reject
@@ -44,12 +45,12 @@ __all__ = [
     "ThresholdStopper",
 ]
 
-_UPLOADS = "files are given to the run's loggers, which upload what they can"
-_FILES = "a file has the run's name for a folder, and step and rank in its own"
-_CHECKPOINTS = "a checkpoint is a folder with a name of its own; see Trainer(save_folder=...)"
+_UPLOADS_HINT = "files are given to the run's loggers, which upload what they can"
+_FILES_HINT = "a file has the run's name for a folder, and step and rank in its own"
+_CHECKPOINTS_HINT = "a checkpoint is a folder with a name of its own; see Trainer(save_folder=...)"
 
 
-_RULES = {"resnet": "4.0.0", "bert": "4.1.0"}
+_RULESET_OF_BENCHMARK = {"resnet": "4.0.0", "bert": "4.1.0"}
 """For each of Composer's two benchmarks, the last version of the MLPerf rules that includes this benchmark."""
 
 
@@ -77,15 +78,19 @@ class CheckpointSaver(callbacks.CheckpointSaver):
             "CheckpointSaver",
             {
                 "folder": (str(folder), prefix, "give it to the Trainer, as save_folder"),
-                "filename": (str(filename), "ep{epoch}-ba{batch}-rank{rank}.pt", _CHECKPOINTS),
-                "remote_file_name": (str(remote_file_name), f"{prefix}/ep{{epoch}}-ba{{batch}}-rank{{rank}}.pt", _CHECKPOINTS),
-                "latest_filename": (str(latest_filename), "latest-rank{rank}.pt", _CHECKPOINTS),
-                "latest_remote_file_name": (str(latest_remote_file_name), f"{prefix}/latest-rank{{rank}}.pt", _CHECKPOINTS),
+                "filename": (str(filename), "ep{epoch}-ba{batch}-rank{rank}.pt", _CHECKPOINTS_HINT),
+                "remote_file_name": (
+                    str(remote_file_name),
+                    f"{prefix}/ep{{epoch}}-ba{{batch}}-rank{{rank}}.pt",
+                    _CHECKPOINTS_HINT,
+                ),
+                "latest_filename": (str(latest_filename), "latest-rank{rank}.pt", _CHECKPOINTS_HINT),
+                "latest_remote_file_name": (str(latest_remote_file_name), f"{prefix}/latest-rank{{rank}}.pt", _CHECKPOINTS_HINT),
                 "overwrite": (overwrite, False, "give the run a name of its own, or Trainer(autoresume=True)"),
                 "weights_only": (weights_only, False, "export the weights; a checkpoint has everything that a resume needs"),
                 "ignore_keys": (ignore_keys, None, "leave keys out when loading"),
-                "num_concurrent_uploads": (num_concurrent_uploads, 1, _CHECKPOINTS),
-                "upload_timeout_in_seconds": (upload_timeout_in_seconds, 3600, _CHECKPOINTS),
+                "num_concurrent_uploads": (num_concurrent_uploads, 1, _CHECKPOINTS_HINT),
+                "upload_timeout_in_seconds": (upload_timeout_in_seconds, 3600, _CHECKPOINTS_HINT),
             },
         )
         if callable(save_interval):
@@ -109,7 +114,7 @@ class SpeedMonitor(callbacks.SpeedMonitor):
 class RuntimeEstimator(callbacks.RuntimeEstimator):
     """Logs an estimate of the remaining time of the run."""
 
-    def __init__(self, skip_batches: int = 1, time_unit: str = "hours") -> None:
+    def __init__(self, skip_batches: int = 1, time_unit: Unit = "hours") -> None:
         super().__init__(skip_batches=skip_batches, time_unit=time_unit)
 
 
@@ -152,9 +157,9 @@ class MemorySnapshot(callbacks.MemorySnapshot):
         reject(
             "MemorySnapshot",
             {
-                "filename": (filename, "rank{rank}.{batch}.memory_snapshot", _FILES),
-                "remote_file_name": (remote_file_name, "{run_name}/torch_memory_traces", _UPLOADS),
-                "overwrite": (overwrite, False, _FILES),
+                "filename": (filename, "rank{rank}.{batch}.memory_snapshot", _FILES_HINT),
+                "remote_file_name": (remote_file_name, "{run_name}/torch_memory_traces", _UPLOADS_HINT),
+                "overwrite": (overwrite, False, _FILES_HINT),
             },
         )
         super().__init__(
@@ -179,9 +184,9 @@ class OOMObserver(callbacks.OOMObserver):
         reject(
             "OOMObserver",
             {
-                "filename": (filename, "rank{rank}_oom", _FILES),
-                "remote_file_name": (remote_file_name, "{run_name}/oom_traces/rank{rank}_oom", _UPLOADS),
-                "overwrite": (overwrite, False, _FILES),
+                "filename": (filename, "rank{rank}_oom", _FILES_HINT),
+                "remote_file_name": (remote_file_name, "{run_name}/oom_traces/rank{rank}_oom", _UPLOADS_HINT),
+                "overwrite": (overwrite, False, _FILES_HINT),
             },
         )
         super().__init__(max_entries=max_entries, folder=None if folder == "{run_name}/torch_traces" else folder)
@@ -242,7 +247,7 @@ class MLPerfCallback(callbacks.MLPerfCallback):
             submitter=submitter,
             system_name=system_name or "",
             status=status,
-            ruleset=_RULES.get(benchmark, ""),
+            ruleset=_RULESET_OF_BENCHMARK.get(benchmark, ""),
             cache_clear_cmd=cache_clear_cmd.split() if isinstance(cache_clear_cmd, str) else cache_clear_cmd,
             stop=exit_at_target,
         )
@@ -307,7 +312,7 @@ class ExportForInferenceCallback(callbacks.ExportForInferenceCallback):
         reject(
             "ExportForInferenceCallback",
             {
-                "save_object_store": (save_object_store, None, _UPLOADS),
+                "save_object_store": (save_object_store, None, _UPLOADS_HINT),
                 "transforms": (transforms, None, "change the model in a step of its own"),
                 "save_format": (
                     kind,

@@ -18,14 +18,14 @@ from callsheet.compat.not_offered import not_offered
 
 __all__ = ["Callback", "DataSpec", "Evaluator", "Event", "Precision", "State", "Time", "TimeUnit", "Timestamp"]
 
-_ALGORITHMS = "algorithms are not run; apply them to model and data yourself, or write a callback"
-_ENGINE = "callsheet.CallbackManager fires events"
+_ALGORITHMS_HINT = "algorithms are not run; apply them to model and data yourself, or write a callback"
+_ENGINE_HINT = "callsheet.CallbackManager fires events"
 _NOT_OFFERED = {
-    "Algorithm": _ALGORITHMS,
-    "AlgorithmPass": _ALGORITHMS,
-    "Engine": _ENGINE,
-    "Trace": _ENGINE,
-    "Traces": _ENGINE,
+    "Algorithm": _ALGORITHMS_HINT,
+    "AlgorithmPass": _ALGORITHMS_HINT,
+    "Engine": _ENGINE_HINT,
+    "Trace": _ENGINE_HINT,
+    "Traces": _ENGINE_HINT,
     "Serializable": "give the class state_dict() and load_state_dict()",
     "MemoryFormat": "give torch's own, such as torch.channels_last",
     "TrainerMode": "state.dataloader_label says what is run",

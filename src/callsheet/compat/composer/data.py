@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from callsheet.compat.composer.rejections import reject
 
-_SPLIT = "a microbatch is a slice of every tensor of the batch; have the dataloader make batches of that kind"
-_COUNT = "samples and tokens are counted by the first dimension of the batch and by its input_ids; leave it out"
+_SPLIT_HINT = "a microbatch is a slice of every tensor of the batch; have the dataloader make batches of that kind"
+_COUNT_HINT = "samples and tokens are counted by the first dimension of the batch and by its input_ids; leave it out"
 
 
 class DataSpec:
@@ -128,8 +128,8 @@ def _reject(microbatch_transforms: Any, split_batch: Any, samples: Any, tokens: 
         "DataSpec",
         {
             "microbatch_transforms": (microbatch_transforms, None, "give batch_transforms, which changes the whole batch"),
-            "split_batch": (split_batch, None, _SPLIT),
-            "get_num_samples_in_batch": (samples, None, _COUNT),
-            "get_num_tokens_in_batch": (tokens, None, _COUNT),
+            "split_batch": (split_batch, None, _SPLIT_HINT),
+            "get_num_samples_in_batch": (samples, None, _COUNT_HINT),
+            "get_num_tokens_in_batch": (tokens, None, _COUNT_HINT),
         },
     )

@@ -29,18 +29,18 @@ __all__ = [
     "WandBLogger",
 ]
 
-_OTHER_TRACKER = (
+_OTHER_TRACKER_HINT = (
     "take one of WandBLogger, MLFlowLogger, TensorboardLogger and callsheet.loggers, or a LoggerDestination of your own"
 )
 _NOT_SUPPORTED = {
-    "CometMLLogger": _OTHER_TRACKER,
+    "CometMLLogger": _OTHER_TRACKER_HINT,
     "MosaicMLLogger": "callsheet watch shows a run as it goes",
-    "NeptuneLogger": _OTHER_TRACKER,
+    "NeptuneLogger": _OTHER_TRACKER_HINT,
     "RemoteUploaderDownloader": "callsheet's own Trainer(checkpoints_folder='s3://...') writes there at once",
     "SlackLogger": "callsheet.callbacks.Notify posts the progress of a run to Slack",
 }
 
-_NAMES = "the file is `output.log` in the run's folder"
+_FILE_NAME_HINT = "the file is `output.log` in the run's folder"
 
 
 class ConsoleLogger(loggers.ConsoleLogger):
@@ -70,8 +70,8 @@ class FileLogger(loggers.FileLogger):
         reject(
             "FileLogger",
             {
-                "filename": (filename, "{run_name}/logs-rank{rank}.txt", _NAMES),
-                "remote_file_name": (remote_file_name, None, _NAMES),
+                "filename": (filename, "{run_name}/logs-rank{rank}.txt", _FILE_NAME_HINT),
+                "remote_file_name": (remote_file_name, None, _FILE_NAME_HINT),
                 "capture_stdout": (capture_stdout, True, "both streams are captured"),
                 "capture_stderr": (capture_stderr, True, "both streams are captured"),
             },

@@ -35,7 +35,7 @@ __all__ = [
     "TrainMetrics",
 ]
 
-_LAZY = {"ComposerClassifier": "classifier", "HuggingFaceModel": "huggingface"}
+_LAZY_MODULES = {"ComposerClassifier": "classifier", "HuggingFaceModel": "huggingface"}
 """The names that are imported only when they are used, because they need torchmetrics and transformers."""
 
 
@@ -88,7 +88,8 @@ class ModelTask(Task):
     def __init__(self, model: Any) -> None:
         self._model = model
         metrics = model.get_metrics(is_train=False) if hasattr(model, "get_metrics") else {}
-        self.metrics = {name: ModelMetric(model, metric) for name, metric in metrics.items()}
+        wrapped: dict[str, Any] = {name: ModelMetric(model, metric) for name, metric in metrics.items()}
+        self.metrics = wrapped
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         """Return `model(batch)`, or in evaluation the result of `eval_forward`."""
@@ -233,9 +234,9 @@ offer(
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
+    if name in _LAZY_MODULES:
         with needed_by(name):
-            return getattr(importlib.import_module(f"callsheet.compat.composer.{_LAZY[name]}"), name)
+            return getattr(importlib.import_module(f"callsheet.compat.composer.{_LAZY_MODULES[name]}"), name)
     if name == "Initializer":
         return not_offered(name, "Composer", "initialize the weights with torch.nn.init", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

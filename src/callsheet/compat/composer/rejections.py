@@ -50,15 +50,15 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 """Arguments of Composer's Trainer that are not supported, with their defaults. Any other value is rejected."""
 
-_NAMES = "a checkpoint is a folder in save_folder that callsheet names; give the folder to load_path, or use autoresume=True"
-_EXPORT = (
+_NAMES_HINT = "a checkpoint is a folder in save_folder that callsheet names; give the folder to load_path, or use autoresume=True"
+_EXPORT_HINT = (
     "a checkpoint holds all that a resume needs; save the weights at the end with safetensors or torch.save(model.state_dict())"
 )
-_INSTEAD = {
-    "save_filename": _NAMES,
-    "save_latest_filename": _NAMES,
+_HINTS = {
+    "save_filename": _NAMES_HINT,
+    "save_latest_filename": _NAMES_HINT,
     "save_overwrite": "nothing is overwritten; give another run_name, or autoresume=True to continue the run",
-    "save_weights_only": _EXPORT,
+    "save_weights_only": _EXPORT_HINT,
     "save_ignore_keys": "leave keys out when loading, with the callback LoadCheckpoint(ignore_keys=...)",
     "load_ignore_keys": "use the callback LoadCheckpoint(load_path, ignore_keys=...)",
     "load_object_store": "give load_path as a path or a URL such as 's3://...'",
@@ -86,7 +86,7 @@ def reject_others(others: Mapping[str, Any]) -> None:
     reject(
         "Trainer",
         {
-            name: (value, _DEFAULTS[name], _INSTEAD.get(name, "leave it out"))
+            name: (value, _DEFAULTS[name], _HINTS.get(name, "leave it out"))
             for name, value in others.items()
             if name != "algorithms"
         },

@@ -100,7 +100,7 @@ class TorchrunArgs(HasModelFields):
         return count
 
 
-_AS_IT_IS: dict[str, Any] = {
+_UNSUPPORTED_DEFAULTS: dict[str, Any] = {
     "use_legacy_tmpl": False,
     "process_data": True,
     "pretraining_config": None,
@@ -124,7 +124,7 @@ _AS_IT_IS: dict[str, Any] = {
 }
 """The fields of InstructLab's arguments that are not supported, with their default values. Other values are rejected."""
 
-_INSTEAD: dict[str, str] = {
+_HINTS: dict[str, str] = {
     "pretraining_config": "callsheet.recipes.pretrain does that",
     **dict.fromkeys(
         ("mlflow_tracking_uri", "mlflow_experiment_name", "mlflow_run_name"),
@@ -247,10 +247,10 @@ class TrainingArgs(HasModelFields):
             ConfigError: a field is not supported or cannot work; the message names it.
             TypeError: something in `callbacks` is not a callback.
         """
-        for name, value in _AS_IT_IS.items():
+        for name, value in _UNSUPPORTED_DEFAULTS.items():
             given = getattr(self, name)
             if getattr(given, "value", given) != getattr(value, "value", value):
-                raise ConfigError(f"{name}={given!r} is not supported; {_INSTEAD.get(name, 'leave it out')}")
+                raise ConfigError(f"{name}={given!r} is not supported; {_HINTS.get(name, 'leave it out')}")
         for name in ("max_seq_len", "max_batch_len", "effective_batch_size", "num_epochs"):
             if isinstance(number := getattr(self, name), bool) or not isinstance(number, int) or number < 1:
                 raise ConfigError(f"{name}={number!r}: give a whole number above 0")

@@ -9,17 +9,17 @@ from callsheet.compat.not_offered import not_offered
 
 __all__ = ["DistributedBackend", "LoraOptions", "TorchrunArgs", "TrainingArgs"]
 
-_SHARDING = "the recipe shards the model where TrainingArgs(parallel='fsdp') says so; leave it out"
+_SHARDING_HINT = "the recipe shards the model where TrainingArgs(parallel='fsdp') says so; leave it out"
 NOT_OFFERED = {
     "DataProcessArgs": "give the messages to TrainingArgs(data_path=...); run_training prepares them",
     "DeepSpeedOffloadStrategy": "nothing is offloaded to the CPU; leave it out",
     "DeepSpeedOptions": "DeepSpeed is not used; leave it out",
-    "FSDPOptions": _SHARDING,
+    "FSDPOptions": _SHARDING_HINT,
     "ModelTypes": "the model's own configuration says what it is; leave it out",
     "Optimizer": "the recipe trains with AdamW; leave it out",
     "PretrainingConfig": "use the recipe callsheet.recipes.pretrain",
     "QuantizeDataType": "adapters over quantized weights are not offered; leave it out",
-    "ShardingStrategies": _SHARDING,
+    "ShardingStrategies": _SHARDING_HINT,
 }
 
 

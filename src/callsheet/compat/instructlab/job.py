@@ -27,7 +27,7 @@ from callsheet.recipes.models.language_model import LanguageModel
 from callsheet.recipes.models.lora import ALL_LINEAR, Lora
 from callsheet.recipes.schedules import Warmup, WarmupCosine
 
-RUN = "training"
+RUN_NAME = "training"
 """The name of the run's folder in `ckpt_output_dir`. InstructLab's folder `hf_format` is next to it."""
 
 
@@ -135,7 +135,7 @@ def _config(args: TrainingArgs, train: str, validation: str | None, ranks: int) 
     lora = args.lora
     adamw = {"lr": args.learning_rate, "weight_decay": args.adamw_weight_decay, "betas": args.adamw_betas, "eps": args.adamw_eps}
     return FinetuneConfig(
-        run_name=RUN,
+        run_name=RUN_NAME,
         runs_folder=args.ckpt_output_dir,
         model=LanguageModel(path=args.model_path, attention="sdpa" if args.disable_flash_attn else None),
         lora=None if lora is None else Lora(lora.rank, float(lora.alpha), lora.dropout, lora.target_modules or ALL_LINEAR),

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from callsheet.errors import NotSupported
 
-_INSTEAD = (
+_HINT = (
     "source is sent to nobody here, and none is executed: run_training(torch_args, TrainingArgs(callbacks=[...])) sends callbacks with their "
     "arguments and states, as callsheet.transport.pack does for a launcher of your own (see docs/launch.md)"
 )
@@ -21,7 +21,7 @@ def serialize_callback(callback: object) -> NoReturn:
     Raises:
         NotSupported: always; the message says how callbacks are sent instead.
     """
-    raise NotSupported(f"serialize_callback(): {_INSTEAD}")
+    raise NotSupported(f"serialize_callback(): {_HINT}")
 
 
 def deserialize_callback(encoded: str) -> NoReturn:
@@ -33,7 +33,7 @@ def deserialize_callback(encoded: str) -> NoReturn:
     Raises:
         NotSupported: always; the message says how callbacks are sent instead.
     """
-    raise NotSupported(f"deserialize_callback(): {_INSTEAD}")
+    raise NotSupported(f"deserialize_callback(): {_HINT}")
 
 
 def serialize_callbacks_for_cli(callbacks: object) -> NoReturn:
@@ -45,7 +45,7 @@ def serialize_callbacks_for_cli(callbacks: object) -> NoReturn:
     Raises:
         NotSupported: always; the message says how callbacks are sent instead.
     """
-    raise NotSupported(f"serialize_callbacks_for_cli(): {_INSTEAD}")
+    raise NotSupported(f"serialize_callbacks_for_cli(): {_HINT}")
 
 
 def deserialize_callbacks_from_cli(encoded: str) -> NoReturn:
@@ -57,10 +57,10 @@ def deserialize_callbacks_from_cli(encoded: str) -> NoReturn:
     Raises:
         NotSupported: always; the message says how callbacks are sent instead.
     """
-    raise NotSupported(f"deserialize_callbacks_from_cli(): {_INSTEAD}")
+    raise NotSupported(f"deserialize_callbacks_from_cli(): {_HINT}")
 
 
 def reject_command_line(arguments: list[str]) -> NoReturn:
     """Raise NotSupported, because callsheet does not start its ranks with a command line as InstructLab does."""
     given = next((argument.partition("=")[0] for argument in arguments if argument.startswith("--callbacks")), "")
-    raise NotSupported(f"{given or 'a command line'}: {_INSTEAD}")
+    raise NotSupported(f"{given or 'a command line'}: {_HINT}")

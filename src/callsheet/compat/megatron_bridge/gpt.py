@@ -14,7 +14,7 @@ from callsheet.bridges.megatron_bridge.run import LM_LOSS
 from callsheet.bridges.megatron_bridge.state import GlobalState
 from callsheet.errors import ConfigError, NotSupported
 
-IGNORED = -100
+IGNORED_LABEL = -100
 
 
 class GPTModel(nn.Module):
@@ -101,8 +101,8 @@ def as_megatron_batch(batch: Mapping[str, Tensor]) -> dict[str, Any]:
     """Convert a batch to Megatron's format: tokens, labels (the next tokens) and a loss mask. The last token has no label."""
     tokens = batch["input_ids"]
     labels = batch["labels"].roll(-1, dims=1)
-    labels[:, -1] = IGNORED
-    counts = labels != IGNORED
+    labels[:, -1] = IGNORED_LABEL
+    counts = labels != IGNORED_LABEL
     positions = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
     return {
         "tokens": tokens,

@@ -16,7 +16,7 @@ from callsheet.core.context import Context
 from callsheet.core.optional import load
 from callsheet.core.ranks import read_ranks
 
-NAMES = {"train/learning_rate": "learning-rate", "train/grad_norm": "grad-norm"}
+METRIC_NAMES = {"train/learning_rate": "learning-rate", "train/grad_norm": "grad-norm"}
 """Maps callsheet's metric names to Megatron's. The names of losses are not listed here, because `_named` derives them."""
 
 
@@ -106,8 +106,8 @@ class Trackers(Callback):
 
 def _named(name: str) -> str | None:
     dataset, _, metric = name.partition("/")
-    if name in NAMES:
-        return NAMES[name]
+    if name in METRIC_NAMES:
+        return METRIC_NAMES[name]
     if not metric.endswith("loss") or metric == "loss":
         return None
     return metric if dataset == "train" else f"{metric} {dataset}"

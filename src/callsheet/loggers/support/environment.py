@@ -18,12 +18,12 @@ from callsheet.run.reasons import is_secret, without_credentials
 
 logger = logging.getLogger("callsheet")
 
-FILE = "environment.json"
+ENVIRONMENT_FILE = "environment.json"
 
 _GIT_SECONDS = 10.0  # time limit of each git command; a repository may be on a slow network disk
-_MAX_DIFF = 2**18  # record at most this many characters of the uncommitted changes
+_MAX_DIFF_CHARACTERS = 2**18  # record at most this many characters of the uncommitted changes
 _MAX_FILES = 500  # record the names of at most this many changed files, and of at most this many new files
-_SECRET_FILES = (".env", ".pem", ".key", ".p12", ".netrc", ".npmrc", ".pypirc", "id_rsa", "id_ed25519", "credentials")
+_SECRET_FILE_ENDINGS = (".env", ".pem", ".key", ".p12", ".netrc", ".npmrc", ".pypirc", "id_rsa", "id_ed25519", "credentials")
 """Endings of file names. Changes in files with these endings are left out of the diff, because the files may contain secrets."""
 
 
@@ -49,7 +49,7 @@ def record_environment(device: str, write: Callable[[dict[str, Any]], None]) -> 
                 }
             )
         except Exception as error:  # no code of the run needs the file, so a failure must not end the run
-            logger.warning("What the run was started with is not recorded in %s: %s", FILE, error)
+            logger.warning("What the run was started with is not recorded in %s: %s", ENVIRONMENT_FILE, error)
 
     thread = threading.Thread(target=read, name="callsheet environment", daemon=True)
     thread.start()
@@ -114,17 +114,17 @@ def _git(folder: Path) -> dict[str, Any]:
         return {}
     root = Path(top)
     names = [name for name in (_asked(root, "diff", "HEAD", "--name-only", "--no-renames", "-z") or "").split("\0") if name]
-    shown = [name for name in names if not name.lower().endswith(_SECRET_FILES)][:_MAX_FILES]
+    shown = [name for name in names if not name.lower().endswith(_SECRET_FILE_ENDINGS)][:_MAX_FILES]
     options = ("--no-renames", "--no-color", "--no-ext-diff", "--no-textconv")
     diff = (_asked(root, "diff", "HEAD", *options, "--", *shown) or "") if shown else ""
-    text = without_credentials(diff[:_MAX_DIFF])
+    text = without_credentials(diff[:_MAX_DIFF_CHARACTERS])
     untracked = (_asked(root, "ls-files", "--others", "--exclude-standard", "-z") or "").split("\0")
     return {
         "commit": commit,
         "branch": _asked(root, "rev-parse", "--abbrev-ref", "HEAD"),
         "is_dirty": bool(names),
         "diff": text,
-        "is_diff_cut": len(diff) > _MAX_DIFF,
+        "is_diff_cut": len(diff) > _MAX_DIFF_CHARACTERS,
         "left_out": sorted(set(names) - set(shown)),
         "untracked": sorted(filter(None, untracked))[:_MAX_FILES],
     }

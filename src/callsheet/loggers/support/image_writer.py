@@ -11,7 +11,7 @@ from callsheet.lanes.capture import copied
 from callsheet.lanes.queue import Lane, close, drain
 from callsheet.loggers.support.file_names import replace_file
 
-_OPTIONS = LaneOptions(queue=64, deadline=60.0)  # the queue is short, since queued images take memory
+_LANE_OPTIONS = LaneOptions(queue=64, deadline=60.0)  # the queue is short, since queued images take memory
 
 
 class ImageWriter:
@@ -29,7 +29,7 @@ class ImageWriter:
         self._folder = folder
         self._may_write = may_write
         self._failure: Exception | None = None
-        self._lane = Lane(f"{label}'s images", self._written, _OPTIONS)
+        self._lane = Lane(f"{label}'s images", self._written, _LANE_OPTIONS)
 
     def write(self, files: Sequence[str], images: Sequence[Any], then: Callable[[], object]) -> None:
         """Queue copies of `images`. The background thread writes them to `files` (paths in the folder), and then calls the function `then`."""
@@ -39,7 +39,7 @@ class ImageWriter:
 
     def flush(self) -> None:
         """Wait up to a minute until all queued images are written."""
-        left = drain([self._lane], _OPTIONS.deadline)
+        left = drain([self._lane], _LANE_OPTIONS.deadline)
         self._report_failure()
         for undelivered in left:
             raise OSError(f"images are not written yet, {undelivered}; the disk is slow, or stuck")

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-_KEPT_BYTES = 64 * 2**20  # the most bytes to keep in memory while a file cannot be written
+_MAX_KEPT_BYTES = 64 * 2**20  # the most bytes to keep in memory while a file cannot be written
 
 
 class LineWriter:
@@ -94,9 +94,9 @@ class LineWriter:
         while self._given:
             name, line = self._given.popleft()
             file = self._files.setdefault(name, _File(self._folder / name))
-            if len(file.waits) + len(line) > _KEPT_BYTES:
+            if len(file.waits) + len(line) > _MAX_KEPT_BYTES:
                 file.write()
-            if file.waits and len(file.waits) + len(line) > _KEPT_BYTES:
+            if file.waits and len(file.waits) + len(line) > _MAX_KEPT_BYTES:
                 self.lost += 1
             else:
                 file.waits += line + b"\n"

@@ -15,7 +15,7 @@ from callsheet.core.run_state import RunInfo
 
 logger = logging.getLogger("callsheet")
 
-LONGEST_NAME, LONGEST_PARAM, LONGEST_TAG = 250, 6000, 5000
+MAX_NAME_CHARACTERS, MAX_PARAM_CHARACTERS, MAX_TAG_CHARACTERS = 250, 6000, 5000
 """The most characters that MLflow allows in a name, in the value of a param, and in the value of a tag."""
 
 
@@ -136,7 +136,7 @@ def new_run(mlflow: Any, client: Any, experiment: str | None, name: str, tags: M
 def allowed(name: str) -> str:
     """Return `name` as MLflow allows it: other characters become `_`, and empty path parts are removed."""
     parts = re.sub(r"[^\w.\- :/]", "_", name, flags=re.ASCII).split("/")
-    return "/".join(part if part.strip(".") else part.replace(".", "_") for part in parts if part)[:LONGEST_NAME] or "_"
+    return "/".join(part if part.strip(".") else part.replace(".", "_") for part in parts if part)[:MAX_NAME_CHARACTERS] or "_"
 
 
 def _artifacts_beside(uri: str) -> str | None:

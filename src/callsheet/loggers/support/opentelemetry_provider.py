@@ -23,8 +23,8 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 logger = logging.getLogger("callsheet")
 
 _SCOPE = "callsheet"
-_PATH = "/v1/traces"
-_DRAWING = ("opentelemetry.exporter.otlp.common.http", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
+_TRACES_PATH = "/v1/traces"
+_DRAWING_MODULES = ("opentelemetry.exporter.otlp.common.http", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
 """Modules of OpenTelemetry that draw a random delay from Python's `random`, in a thread, whenever they export spans."""
 
 
@@ -42,11 +42,11 @@ class OwnProvider:
     """An OpenTelemetry provider that sends spans to one collector from a thread. `close` takes at most `timeout` seconds."""
 
     def __init__(self, endpoint: str | None, service_name: str | None, timeout: float) -> None:
-        for name in _DRAWING:
+        for name in _DRAWING_MODULES:
             if getattr(sys.modules.get(name), "random", None) is random:
                 sys.modules[name].random = random.Random()  # type: ignore[attr-defined]  # a Random object has the module's functions
-        if endpoint is not None and not endpoint.endswith(_PATH):
-            endpoint = endpoint.rstrip("/") + _PATH
+        if endpoint is not None and not endpoint.endswith(_TRACES_PATH):
+            endpoint = endpoint.rstrip("/") + _TRACES_PATH
         named = service_name or (None if _is_named() else _SCOPE)
         self._timeout = timeout
         self._exporter = OTLPSpanExporter(endpoint=endpoint, timeout=timeout)

@@ -14,9 +14,9 @@ import signal
 import sys
 import threading
 
-_LONGEST = 2**16  # longest line, in characters; longer lines are split
-_REWRITTEN = re.compile(r"\r|\x1b\[2K")  # control codes that erase the text before them in a line
-_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
+_MAX_LINE_CHARACTERS = 2**16  # longest line, in characters; longer lines are split
+_ERASING_CODES = re.compile(r"\r|\x1b\[2K")  # control codes that erase the text before them in a line
+_CONTROL_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
 
 
 class OutputLog:
@@ -47,9 +47,10 @@ class OutputLog:
             return
         with self._lock:
             *ended, rest = (self._lines.get(stream, "") + text).split("\n")
-            if len(rest) > _LONGEST:  # probably a progress bar that has redrawn its line for hours: keep only what it shows now
+            if len(rest) > _MAX_LINE_CHARACTERS:
+                # This is probably a progress bar that has redrawn its line for hours: keep only what it shows now.
                 rest = rest[rest.rstrip("\r").rfind("\r") + 1 :]
-            if len(rest) > _LONGEST:
+            if len(rest) > _MAX_LINE_CHARACTERS:
                 ended, rest = [*ended, rest], ""
             self._lines[stream] = rest
             if shown := [line for line in map(_shown, ended) if line is not None]:
@@ -105,7 +106,7 @@ class OutputLog:
 def _shown(line: str) -> str | None:
     """Return the text that a terminal shows after all control codes in `line`; None if `line` consists only of control codes."""
     written = line.rstrip("\r")
-    seen = _CODES.sub("", _REWRITTEN.split(written)[-1])
+    seen = _CONTROL_CODES.sub("", _ERASING_CODES.split(written)[-1])
     return seen if seen or not written else None
 
 

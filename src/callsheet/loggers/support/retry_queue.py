@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_SHARE = 10  # after a failed attempt, the pause is this many times as long as the attempt took
+_PAUSE_FACTOR = 10  # after a failed attempt, the pause is this many times as long as the attempt took
 
 
 class RetryQueue:
@@ -56,7 +56,7 @@ class RetryQueue:
                 self._send(some)
             except Exception as error:  # `send` may raise any error of the client library
                 self._has_failed, now = True, time.monotonic()
-                self._not_before = now + _SHARE * (now - start)
+                self._not_before = now + _PAUSE_FACTOR * (now - start)
                 if self._is_hopeless(error):
                     del self.waiting[: len(some)]
                 raise

@@ -11,7 +11,7 @@ from callsheet.core.events import Event
 
 _LOOK_SECONDS = 1.0
 _JOIN_SECONDS = 5.0
-_EVENTS = frozenset(str(event) for event in Event)
+_EVENT_NAMES = frozenset(str(event) for event in Event)
 
 
 class SilenceWatch:
@@ -55,7 +55,7 @@ def _handler_of(thread: int) -> str:
     # Do not read the frames' variables, because that would keep their values alive.
     frame = sys._current_frames().get(thread)
     while frame is not None:
-        if frame.f_code.co_name in _EVENTS:
+        if frame.f_code.co_name in _EVENT_NAMES:
             return frame.f_code.co_qualname
         frame = frame.f_back
     return ""

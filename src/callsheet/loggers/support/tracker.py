@@ -31,7 +31,7 @@ from callsheet.core.run_state import Outcome
 from callsheet.errors import ConfigError, text_of
 from callsheet.loggers.logger import Logger
 
-_SECRETS = ("password", "secret", "token", "key")
+_SECRET_WORDS = ("password", "secret", "token", "key")
 
 
 class Opened(NamedTuple):
@@ -187,7 +187,7 @@ def check_no_secret(what: str, url: str | None, environment: str) -> None:
     `environment` names the environment variables to use instead.
     """
     parts = urlsplit(url or "")
-    asked = any(secret in name for name, _ in parse_qsl(parts.query) for secret in _SECRETS)
+    asked = any(secret in name for name, _ in parse_qsl(parts.query) for secret in _SECRET_WORDS)
     if asked or parts.password is not None or (parts.scheme.startswith("http") and parts.username is not None):
         raise ConfigError(
             f"{what} contains a secret, and options are written to the run's folder; give it as {environment} instead"

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from callsheet.errors import ConfigError
 
-_TESTS = frozenset({"test", "tests", "idle_test", "site-packages"})
+_TEST_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages"})
 
 
 @dataclass
@@ -73,7 +73,9 @@ class ByteFiles:
         """
         if not self.root.is_dir():
             raise ConfigError(f"data.folder: there is no folder {self.root}")
-        found = [path for path in sorted(self.root.rglob(self.pattern)) if not _TESTS & set(path.relative_to(self.root).parts)]
+        found = [
+            path for path in sorted(self.root.rglob(self.pattern)) if not _TEST_FOLDERS & set(path.relative_to(self.root).parts)
+        ]
         parts: tuple[list[Path], list[Path], list[Path]] = ([], [], [])
         for path in found:
             name = path.relative_to(self.root).as_posix().encode()

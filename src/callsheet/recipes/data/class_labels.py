@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from callsheet.errors import ConfigError, did_you_mean
 from callsheet.recipes.data.rows import reject
-from callsheet.recipes.models.language_model import CLASSIFIES, LanguageModel, loaded
+from callsheet.recipes.models.language_model import CLASSIFIER_SUFFIX, LanguageModel, loaded
 
 Weights = Literal["none", "balanced"]
 WEIGHTS: tuple[Weights, ...] = get_args(Weights)
@@ -101,7 +101,7 @@ def agreed_with_head(labels: ClassLabels, model: LanguageModel, *, may_reorder: 
     from transformers import AutoConfig
 
     has = loaded(AutoConfig, model.path, "model", model.revision)
-    if not any(CLASSIFIES in kind for kind in has.architectures or ()):
+    if not any(CLASSIFIER_SUFFIX in kind for kind in has.architectures or ()):
         return labels
     names = [has.id2label[number] for number in range(has.num_labels)]
     if len(names) != len(labels):

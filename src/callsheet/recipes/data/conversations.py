@@ -14,10 +14,10 @@ from typing import Any
 from callsheet.errors import ConfigError
 from callsheet.recipes.data.rows import Row, reject
 
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_COLUMNS = "`messages`, or `prompt` and `completion`, or `text`"
+_GENERATION_PATTERN = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_COLUMNS_HINT = "`messages`, or `prompt` and `completion`, or `text`"
 
-PLAIN = "plain"
+PLAIN_TEMPLATE = "plain"
 """The value of `chat_template` for which no chat template is used."""
 
 Message = Mapping[str, Any]
@@ -59,13 +59,13 @@ class Conversations:
             raise ConfigError(
                 f"the tokenizer {type(tokenizer).__name__} cannot return the offsets of its tokens in a text; give one with a tokenizer.json"
             )
-        if template not in (None, PLAIN):
+        if template not in (None, PLAIN_TEMPLATE):
             try:
                 tokenizer.chat_template = Path(str(template)).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"chat_template={template!r}: {error}; give a Jinja file, or `{PLAIN}`") from None
+                raise ConfigError(f"chat_template={template!r}: {error}; give a Jinja file, or `{PLAIN_TEMPLATE}`") from None
         self._tokenizer = tokenizer
-        self._has_template = template != PLAIN and tokenizer.chat_template is not None
+        self._has_template = template != PLAIN_TEMPLATE and tokenizer.chat_template is not None
         self._completion_only = completion_only
 
     def example(self, row: Row, place: str) -> Example:
@@ -84,7 +84,7 @@ class Conversations:
             question, answer = self._ids(prompt, special=True), self._ended(self._ids(completion))
             return Example(question + answer, [not self._completion_only] * len(question) + [True] * len(answer))
         if "text" not in row:
-            reject(place, f"there is nothing to learn from in the columns {', '.join(row) or '(none)'}; give {_COLUMNS}")
+            reject(place, f"there is nothing to learn from in the columns {', '.join(row) or '(none)'}; give {_COLUMNS_HINT}")
         ids = self._ended(self._ids(_text(row, "text", place), special=True))
         return Example(ids, [True] * len(ids))
 
@@ -128,7 +128,9 @@ class Conversations:
 
     def _answers(self, messages: Sequence[Message], tools: Any, place: str) -> tuple[str, list[Span]]:
         """Return the messages as rendered text, and the spans of the assistant's messages in this text."""
-        if self._has_template and _GENERATION.search(template := str(self._tokenizer.get_chat_template(None, tools=tools))):
+        if self._has_template and _GENERATION_PATTERN.search(
+            template := str(self._tokenizer.get_chat_template(None, tools=tools))
+        ):
             return self._marked(messages, tools, template, place)
         text = self._rendered(messages, tools, place)
         found: list[Span] = []

@@ -12,7 +12,7 @@ import numpy as np
 from callsheet.core.optional import load
 from callsheet.recipes.data.rows import Table
 
-WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 QUESTION = "Which digit is this?"
 PARTS = ("train", "validation", "test")
 
@@ -37,7 +37,7 @@ class Digits(Table):
         images, names = _digits()
         number = self._numbers[index]
         pixels = (images[number] * (255 / 16)).astype(np.uint8)  # scale the pixels from the range 0 to 16 to the range 0 to 255
-        return {"image": Image.fromarray(pixels), "prompt": QUESTION, "completion": WORDS[names[number]]}
+        return {"image": Image.fromarray(pixels), "prompt": QUESTION, "completion": DIGIT_WORDS[names[number]]}
 
     def place(self, index: int) -> str:
         return f"digit {self._numbers[index]} of scikit-learn"

@@ -15,7 +15,7 @@ from typing import Any
 from callsheet.errors import ConfigError
 from callsheet.recipes.data.rows import Row, Table
 
-_TESTS = frozenset({"test", "tests", "idle_test", "site-packages"})
+_TEST_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages"})
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -76,7 +76,7 @@ class Docstrings:
         rows: dict[str, list[tuple[str, Row]]] = {"train": [], "functions": [], "methods": []}
         for path in sorted(root.rglob("*.py")):
             inside = path.relative_to(root)
-            if _TESTS & set(inside.parts):
+            if _TEST_FOLDERS & set(inside.parts):
                 continue
             is_held_out = int(sha256(inside.as_posix().encode()).hexdigest(), 16) % 100 < self.held_out_percent
             for owner, function in _documented(path):

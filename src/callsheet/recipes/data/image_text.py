@@ -119,9 +119,9 @@ class ImageText:
         parts = [part for message in messages for part in message["content"] if part["type"] == "image"]
         for part in parts:
             own = part.pop("image", None) or part.pop("path", None)
-            images.append(own if own is not None else next(left, _MISSING))
+            images.append(own if own is not None else next(left, _MISSING_IMAGE))
         spare = len(list(left))
-        if spare or any(image is _MISSING for image in images):
+        if spare or any(image is _MISSING_IMAGE for image in images):
             reject(
                 place,
                 f"{len(parts)} parts of the messages are of the type image, but the row has {len(loose)} images; give one for each part",
@@ -185,7 +185,7 @@ class ImageText:
         return path if path.is_dir() else Path(glob.glob(str(path))[0]).parent if glob.has_magic(str(path)) else path.parent
 
 
-_MISSING: Any = object()
+_MISSING_IMAGE: Any = object()
 
 
 def _list(value: Any, place: str) -> Sequence[Any]:

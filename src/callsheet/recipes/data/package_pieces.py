@@ -15,8 +15,8 @@ from pathlib import Path
 from callsheet.errors import ConfigError, did_you_mean
 from callsheet.recipes.data.rows import Table
 
-_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__"})
-_FEWEST_FILES = 10  # smaller packages are not chosen automatically: training, validation and test each need files
+_LEFT_OUT_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__"})
+_MIN_FILES = 10  # smaller packages are not chosen automatically: training, validation and test each need files
 
 
 @dataclass
@@ -67,7 +67,7 @@ class PackagePieces:
         found: dict[str, list[Path]] = defaultdict(list)
         for path in self.root.rglob("*.py"):
             parts = path.relative_to(self.root).parts
-            if len(parts) > 1 and not _LEFT_OUT & set(parts) and path.stat().st_size:
+            if len(parts) > 1 and not _LEFT_OUT_FOLDERS & set(parts) and path.stat().st_size:
                 found[parts[0]].append(path)
         names = self.packages if self.packages is not None else self._largest(found)
         for name in names:
@@ -91,7 +91,7 @@ class PackagePieces:
         return self._rows(2)
 
     def _largest(self, found: dict[str, list[Path]]) -> list[str]:
-        sizes = {name: sum(path.stat().st_size for path in paths) for name, paths in found.items() if len(paths) >= _FEWEST_FILES}
+        sizes = {name: sum(path.stat().st_size for path in paths) for name, paths in found.items() if len(paths) >= _MIN_FILES}
         return sorted(sorted(sizes, key=lambda name: -sizes[name])[: self.most_packages])
 
     def _draw(self, path: Path) -> bytes:

@@ -15,7 +15,7 @@ from callsheet.recipes.data.examples import Examples, ExampleStream, Sample
 from callsheet.recipes.data.padding import filled
 from callsheet.trainer.tasks import IGNORED_LABEL
 
-_ROUNDING = {True: (1e-4, 1e-4), False: (1e-3, 2e-2)}
+_LOGIT_TOLERANCES = {True: (1e-4, 1e-4), False: (1e-3, 2e-2)}
 """The allowed differences of logits in `check_kept_apart`, relative to the largest logit: for fp32 weights (True), and for other weights (False).
 
 The first number of a pair is the limit between rows of the same shape, the second between rows of different shapes.
@@ -138,7 +138,7 @@ def check_kept_apart(model: nn.Module) -> None:
         behind, behind_another = (logits(first, ids, position_ids=positions) for first in (ids, ids.flip(1)))
         largest = alone.abs().max().clamp(min=1e-12)
         leak, shift = (float((given - behind).abs().max() / largest) for given in (behind_another, alone))
-        of_one, of_several = _ROUNDING[weight.dtype == torch.float32]
+        of_one, of_several = _LOGIT_TOLERANCES[weight.dtype == torch.float32]
         why = (
             "attends from one example to another"
             if leak > of_one

@@ -18,8 +18,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from callsheet.errors import ConfigError, did_you_mean
 
-_JSON_LINES = (".jsonl", ".ndjson", ".json")
-_SPLITS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
+_JSON_ENDINGS = (".jsonl", ".ndjson", ".json")
+_SPLIT_PREFIXES = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
 """For each split of a dataset, the prefixes of its file names, such as `valid` for `validation`."""
 
 Row = Mapping[str, Any]
@@ -67,7 +67,7 @@ class Rows:
         files = sorted(glob.glob(self.path)) if glob.has_magic(self.path) else self._of_folder() or [self.path]
         if glob.has_magic(self.path) and not files:
             raise ConfigError(f"no file matches {self.path}")
-        if all(file.endswith(_JSON_LINES) for file in files) and not self.streaming:
+        if all(file.endswith(_JSON_ENDINGS) for file in files) and not self.streaming:
             return LineTable([Path(file) for file in files], columns, self.limit)
         return self._dataset(files, columns)
 
@@ -76,11 +76,15 @@ class Rows:
         folder = Path(self.path)
         if not folder.is_dir() or (folder / "metadata.jsonl").exists() or (folder / "dataset_info.json").exists():
             return []
-        found = sorted(file for file in folder.iterdir() if file.suffix in _JSON_LINES)
-        split = _SPLITS.get(self.split, (self.split,))
+        found = sorted(file for file in folder.iterdir() if file.suffix in _JSON_ENDINGS)
+        split = _SPLIT_PREFIXES.get(self.split, (self.split,))
         if mine := [file for file in found if file.name.startswith(split)]:
             return [str(file) for file in mine]
-        named = [file.name for file in found if file.name.startswith(tuple(name for names in _SPLITS.values() for name in names))]
+        named = [
+            file.name
+            for file in found
+            if file.name.startswith(tuple(name for names in _SPLIT_PREFIXES.values() for name in names))
+        ]
         if named:
             raise ConfigError(
                 f"{self.path} has no file of the split {self.split!r}, but has {', '.join(named)}; name another split, or give a file as the path"
@@ -90,7 +94,7 @@ class Rows:
     def _dataset(self, files: list[str], columns: Collection[str]) -> Table | Stream:
         import datasets
 
-        is_parquet, is_json = (all(file.endswith(endings) for file in files) for endings in (".parquet", _JSON_LINES))
+        is_parquet, is_json = (all(file.endswith(endings) for file in files) for endings in (".parquet", _JSON_ENDINGS))
         try:
             if is_parquet or is_json:
                 kind = "parquet" if is_parquet else "json"

@@ -23,7 +23,7 @@ logger = logging.getLogger("callsheet")
 BYTE_TOKENIZER = "bytes"
 """The name of the tokenizer that needs no file."""
 
-CLASSIFIES = "ForSequenceClassification"
+CLASSIFIER_SUFFIX = "ForSequenceClassification"
 """The suffix of the class names of transformers models with a classification head."""
 
 _HUB_SECONDS = 10.0
@@ -192,7 +192,9 @@ class LanguageModel:
 
 def _is_of_new_head(name: str, model: Any) -> bool:
     """Return whether the missing weight `name` belongs to a new classification head or its pooler, which start from random weights."""
-    if not type(model).__name__.endswith(CLASSIFIES) or any(CLASSIFIES in kind for kind in model.config.architectures or ()):
+    if not type(model).__name__.endswith(CLASSIFIER_SUFFIX) or any(
+        CLASSIFIER_SUFFIX in kind for kind in model.config.architectures or ()
+    ):
         return False
     return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
 

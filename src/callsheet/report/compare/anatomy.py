@@ -14,11 +14,11 @@ from callsheet.core.optional import load
 from callsheet.report.compare.values import STEP_SECONDS, Value, difference, step_seconds
 from callsheet.report.run_folder import RunFolder
 
-_STEP = ("fetch", "train_step")
-_FETCH = ("fetch", SPANS["fetch"].start_event, SPANS["fetch"].end_event)
-_CHANGED, _NOTICEABLE = 0.05, 0.005
+_STEP_SPANS = ("fetch", "train_step")
+_FETCH_NAMES = ("fetch", SPANS["fetch"].start_event, SPANS["fetch"].end_event)
+_MIN_SHARE_OF_PART, _MIN_SHARE_OF_STEP = 0.05, 0.005
 """A change of a part (a span or callback) is noticeable if it exceeds these fractions: of its baseline, and of the whole step."""
-_CLEAR = 1.5
+_CLEAR_FACTOR = 1.5
 """A span is clearly slower in one run if its shortest time there exceeds this factor times its longest time in the other run.
 
 Then a few timed steps are enough to call the span slower, but only if the whole step is slower too. The whole step is measured in
@@ -76,7 +76,7 @@ class Anatomy:
 
 def _spans_of_a_step() -> list[str]:
     """Return the names of the spans in a step, in the order of the lifecycle."""
-    found = list(_STEP)
+    found = list(_STEP_SPANS)
     for name in found:  # `found` grows in this loop, so that spans inside the added spans are found too
         found += [inner for inner in names_in(SPANS[name].order) if inner in SPANS and inner not in found]
     return [name for name in SPANS if name in found]
@@ -89,7 +89,7 @@ def anatomy_of(run: RunFolder) -> Anatomy:
     """
     windows = [timed for timed in map(_timed_steps, (each for each in run.windows if each.is_whole)) if timed]
     steps = [step for window in windows for step in window]
-    whole = statistics.median(sum(step.get(name, 0.0) for name in _STEP) for step in steps) if steps else 0.0
+    whole = statistics.median(sum(step.get(name, 0.0) for name in _STEP_SPANS) for step in steps) if steps else 0.0
     if not whole:
         return Anatomy(0, {})
     parts: dict[Key, Part] = {}
@@ -117,7 +117,7 @@ def _timed_steps(window: Window) -> list[dict[str, float]]:
         if not each.callback and each.name in names:
             if each.name == "train_step":
                 steps[each.step], fetched = fetched, {}
-            found = fetched if each.name in _FETCH else steps.setdefault(each.step, {})
+            found = fetched if each.name in _FETCH_NAMES else steps.setdefault(each.step, {})
             found[each.name] = found.get(each.name, 0.0) + each.seconds
     return [found for found in steps.values() if "train_step" in found]
 
@@ -177,7 +177,7 @@ def _cell(kind: Kind, baseline: Sequence[Part], parts: Sequence[Part], whole: st
         before, step = _means(baseline)
         change = seconds / before - 1
         # Mark a change of a span or callback only if it is also large compared with the whole step.
-        if abs(change) > _CHANGED and (kind == "step" or abs(seconds - before) > _NOTICEABLE * step):
+        if abs(change) > _MIN_SHARE_OF_PART and (kind == "step" or abs(seconds - before) > _MIN_SHARE_OF_STEP * step):
             mark = "slower" if change > 0 else "faster"
             mark = "noise" if _may_be_noise(kind, baseline, parts, whole == mark) else mark
     return {"seconds": seconds, "share": share, "change": change, "mark": mark}
@@ -192,8 +192,8 @@ def _may_be_noise(kind: Kind, baseline: Sequence[Part], parts: Sequence[Part], i
 
     If a group has several runs, the spread over the runs decides. With one run in each group, whole steps are compared as in
     `difference`. Spans are compared by a rank test of their timing windows (Mann and Whitney, 1947), because a few slow windows
-    would dominate a mean; see also `_CLEAR`. The difference of a callback is more than noise if even its slowest call in one run
-    was faster than its mean call in the other run.
+    would dominate a mean; see also `_CLEAR_FACTOR`. The difference of a callback is more than noise if even its slowest call in one
+    run was faster than its mean call in the other run.
 
     Args:
         kind: what the part is.
@@ -206,7 +206,7 @@ def _may_be_noise(kind: Kind, baseline: Sequence[Part], parts: Sequence[Part], i
     one, other = baseline[0], parts[0]
     if kind == "callback":
         return not _calls_differ(one.calls, other.calls)
-    if is_as_whole and max(one.extremes[0], other.extremes[0]) > _CLEAR * min(one.extremes[1], other.extremes[1]):
+    if is_as_whole and max(one.extremes[0], other.extremes[0]) > _CLEAR_FACTOR * min(one.extremes[1], other.extremes[1]):
         return False
     if min(len(one.samples), len(other.samples)) < 2:
         return True

@@ -14,8 +14,8 @@ from callsheet.report.problems import problems
 from callsheet.report.run_folder import RunFolder
 
 SEED = "seed"
-_PROBLEMS_OF_ONE = 20
-_IN_NAMES = ("settings", "callbacks")
+_MAX_PROBLEMS_PER_RUN = 20
+_GROUPS_IN_NAMES = ("settings", "callbacks")
 """The groups of settings by which runs can be grouped."""
 
 
@@ -105,7 +105,7 @@ class Comparison:
         """Return the problems of all runs, the most serious first. Each problem lists its runs as pairs of index and details."""
         found: dict[tuple[str, str], list[tuple[int, str]]] = {}
         for place, each in enumerate(self.runs):
-            for problem in each.once("problems", problems)[:_PROBLEMS_OF_ONE]:
+            for problem in each.once("problems", problems)[:_MAX_PROBLEMS_PER_RUN]:
                 found.setdefault((problem.level, problem.title), []).append((place, problem.detail))
         order = ("error", "warning", "note")
         return [
@@ -208,11 +208,11 @@ def _groups(names: Sequence[str], given: Sequence[Mapping[str, Mapping[str, str]
     if group_by is None:
         return list(names)
     if group_by != SEED:
-        known = dict.fromkeys(name for each in given for group in _IN_NAMES for name in each[group])
+        known = dict.fromkeys(name for each in given for group in _GROUPS_IN_NAMES for name in each[group])
         if group_by not in known:
             raise ConfigError(f"--group-by {group_by}: no run has this setting{did_you_mean(group_by, known)}")
         return [f"{_last_part(group_by)}={_found(each, group_by) or '(none)'}" for each in given]
-    silent = [name for name, each in zip(names, given, strict=True) if not any(each[group] for group in _IN_NAMES)]
+    silent = [name for name, each in zip(names, given, strict=True) if not any(each[group] for group in _GROUPS_IN_NAMES)]
     if silent and len(names) > 1:
         raise ConfigError(
             f"--group-by seed: {', '.join(silent[:3])} {'has' if len(silent) == 1 else 'have'} recorded no settings, so nothing shows whether "
@@ -223,7 +223,7 @@ def _groups(names: Sequence[str], given: Sequence[Mapping[str, Mapping[str, str]
         {group: {name: value for name, value in each[group].items() if not is_seed(name)} for group in each} for each in given
     ]
     different = {
-        name: values for group, found in differences(plain).items() if group in _IN_NAMES for name, values in found.items()
+        name: values for group, found in differences(plain).items() if group in _GROUPS_IN_NAMES for name, values in found.items()
     }
     lasts = list(map(_last_part, different))
     shown = {name: last if lasts.count(last) == 1 else name for name, last in zip(different, lasts, strict=True)}
@@ -239,4 +239,4 @@ def _last_part(setting: str) -> str:
 
 
 def _found(each: Mapping[str, Mapping[str, str]], name: str) -> str:
-    return next((each[group][name] for group in _IN_NAMES if name in each[group]), "")
+    return next((each[group][name] for group in _GROUPS_IN_NAMES if name in each[group]), "")

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from callsheet.errors import ConfigError, did_you_mean
 from callsheet.report.compare.values import Difference, Value, difference
 
-_CONDITION = re.compile(
+_CONDITION_PATTERN = re.compile(
     r"\s*(?:(best)\(([^()]+)\)|([^\s<>()]+))\s*([<>]=?)\s*([+-]?)(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)\s*(%?)\s*"
 )
 
-_COMPARES = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+_COMPARISONS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Condition:
     @classmethod
     def parse(cls, text: str) -> Condition:
         """Return the condition that `text` describes. Raise ConfigError if the text is not a condition."""
-        match = _CONDITION.fullmatch(text)
+        match = _CONDITION_PATTERN.fullmatch(text)
         if match is None:
             raise ConfigError(
                 f"--fail-if {text!r} is not a condition; write a metric, >, >=, < or <=, and how much it may differ from the baseline, "
@@ -104,7 +104,7 @@ def judge(
     amount, scale = (found.relative, abs(found.baseline)) if condition.is_relative else (found.absolute, 1.0)
     margin = 0.0 if math.isnan(found.margin) else found.margin / scale
     nearest = amount - margin if ">" in condition.compare else amount + margin
-    fails = _COMPARES[condition.compare](nearest, condition.limit)
+    fails = _COMPARISONS[condition.compare](nearest, condition.limit)
     return Verdict(condition, fails, _line(condition, fails, amount, margin, found, name))
 
 

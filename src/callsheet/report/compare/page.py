@@ -13,19 +13,28 @@ from typing import Any
 from callsheet.report.compare.comparison import Compared, Comparison, run_facts
 from callsheet.report.compare.values import better
 from callsheet.report.contents import checkpoint_row, evenly, images_by_name, table_entries
-from callsheet.report.curves import FEWEST_POINTS, axis, drawn_curve, families, points_of, shares, splits_of, without_doubles
+from callsheet.report.curves import (
+    MIN_POINTS_PER_CURVE,
+    axis,
+    drawn_curve,
+    families,
+    points_of,
+    shares,
+    splits_of,
+    without_doubles,
+)
 from callsheet.report.page import Live, html_page, image_uris, json_in_html, plain, plotly_js, write_atomically
 from callsheet.report.run_folder import RunFolder, image_bytes
 
 _SCRIPTS = ("dom.js", "tables.js", "frame.js", "charts.js", "compared_curves.js", "compared_parts.js", "live.js", "compare.js")
 
-_PAGE_BYTES = 10_000_000
+_MAX_PAGE_BYTES = 10_000_000
 """The size of a page, in bytes, up to which images are added. The constants below limit all other parts of a page."""
-_POINTS, _POINTS_OF_ONE, _AXIS_POINTS, _AXIS_POINTS_OF_ONE = 150_000, 1_000, 24_000, 1_000
-_DIGITS = 6
-_VALUE_ROWS, _SETTINGS_LENGTH = 4_000, 600_000
-_EVALUATED, _EVALUATIONS_OF_ONE, _CHECKPOINTS, _CHECKPOINTS_OF_ONE = 20_000, 100, 1_000, 40
-_TABLES_LENGTH, _TABLE_ROWS, _TABLE_CELL = 600_000, 30, 400
+_MAX_POINTS, _MAX_POINTS_PER_CURVE, _MAX_AXIS_POINTS, _MAX_AXIS_POINTS_PER_RUN = 150_000, 1_000, 24_000, 1_000
+_SIGNIFICANT_DIGITS = 6
+_MAX_VALUE_ROWS, _MAX_SETTINGS_CHARACTERS = 4_000, 600_000
+_MAX_EVALUATIONS, _MAX_EVALUATIONS_PER_RUN, _MAX_CHECKPOINTS, _MAX_CHECKPOINTS_PER_RUN = 20_000, 100, 1_000, 40
+_MAX_TABLE_CHARACTERS, _MAX_TABLE_ROWS, _MAX_CELL_CHARACTERS = 600_000, 30, 400
 
 
 def data(comparison: Comparison, metrics: Sequence[str] = ()) -> dict[str, Any]:
@@ -72,7 +81,7 @@ def comparison_page(comparison: Comparison, metrics: Sequence[str] = ()) -> str:
     """
     content = data(comparison, metrics)
     # Base64 turns every 3 bytes of an image into 4 characters of the page.
-    room = max(0, _PAGE_BYTES - len(plotly_js()) - len(json_in_html(content)) - 200_000) * 3 // 4
+    room = max(0, _MAX_PAGE_BYTES - len(plotly_js()) - len(json_in_html(content)) - 200_000) * 3 // 4
     by_run = {
         f"{each['run']}/{name}": [{"files": entry["files"]} for entry in each["entries"]]
         for name, found in content["images"].items()
@@ -120,7 +129,7 @@ def _title(content: Mapping[str, Any]) -> str:
 
 
 def _axis(each: Compared, runs: int) -> dict[str, list[float]]:
-    most = _share(_AXIS_POINTS, runs, _AXIS_POINTS_OF_ONE)
+    most = _share(_MAX_AXIS_POINTS, runs, _MAX_AXIS_POINTS_PER_RUN)
 
     def short(run: RunFolder) -> dict[str, list[float]]:
         return {name: [plain(_short(value)) for value in values] for name, values in axis(run, most=most).items()}
@@ -137,13 +146,13 @@ def _curves(comparison: Comparison, metrics: Sequence[str]) -> tuple[dict[str, A
     splits = dict.fromkeys(split for each in comparison.runs for split in splits_of(each.run))
     grouped = families([name for name in names if not metrics or name in metrics], list(splits))
     ordered = [curve["name"] for family in grouped for chart in family["charts"] for curve in chart["curves"]]
-    room, shown = _POINTS // FEWEST_POINTS, list[str]()
+    room, shown = _MAX_POINTS // MIN_POINTS_PER_CURVE, list[str]()
     for name in ordered:
         room -= sum(name in each for each in points)
         if room < 0:
             break
         shown.append(name)
-    most = shares([name for name in shown for each in points if name in each], room=_POINTS, most=_POINTS_OF_ONE)
+    most = shares([name for name in shown for each in points if name in each], room=_MAX_POINTS, most=_MAX_POINTS_PER_CURVE)
     curves = {
         name: [
             {"run": place, **_curve(each, name, most[name.partition("/")[0]])}
@@ -176,7 +185,7 @@ def _names(each: Compared) -> list[str]:
 
 def _curve(each: Compared, name: str, most: int) -> dict[str, Any]:
     def drawn(run: RunFolder) -> dict[str, Any]:
-        curve = drawn_curve(*_points(each)[name], most, digits=_DIGITS)
+        curve = drawn_curve(*_points(each)[name], most, digits=_SIGNIFICANT_DIGITS)
         return {field: curve[field] for field in ("x", "y", "count", "odd")}
 
     found: dict[str, Any] = each.once(f"curve {name}", drawn, limit=most)
@@ -186,7 +195,7 @@ def _curve(each: Compared, name: str, most: int) -> dict[str, Any]:
 def _values(comparison: Comparison, metrics: Sequence[str]) -> tuple[list[dict[str, Any]], int]:
     """Return the rows of the table of values, and how many are left out to limit the page's size. Rows of losses are left out last."""
     rows = [row for row in comparison.rows() if not metrics or row["metric"] in metrics]
-    kept = {id(row) for row in sorted(rows, key=_is_minor)[:_VALUE_ROWS]}
+    kept = {id(row) for row in sorted(rows, key=_is_minor)[:_MAX_VALUE_ROWS]}
     found = []
     for row in rows:
         if id(row) in kept:
@@ -202,7 +211,7 @@ def _is_minor(row: Mapping[str, Any]) -> bool:
 def _differences(comparison: Comparison) -> tuple[dict[str, dict[str, list[str]]], int]:
     """Return the settings that differ between runs, and how many of them are left out to limit the page's size."""
     found: dict[str, dict[str, list[str]]] = {}
-    room, left_out = _SETTINGS_LENGTH, 0
+    room, left_out = _MAX_SETTINGS_CHARACTERS, 0
     for group, rows in comparison.differences.items():
         for name, values in rows.items():
             room -= sum(map(len, values)) + len(name)
@@ -234,14 +243,14 @@ def _evaluations(runs: Sequence[Compared]) -> list[dict[str, Any]]:
                             (evaluation["step"], _short(value))
                         )
     ordered = sorted(found.items(), key=lambda item: not item[0].endswith("/loss"))
-    most = max(2, min(_EVALUATIONS_OF_ONE, _EVALUATED // max(1, sum(len(each) for each in found.values()))))
+    most = max(2, min(_MAX_EVALUATIONS_PER_RUN, _MAX_EVALUATIONS // max(1, sum(len(each) for each in found.values()))))
     return [
         {
             "name": name,
             "better": better(name),
             "runs": [(place, evenly(pairs, most)) for place, pairs in each.items()],
         }
-        for name, each in ordered[: _EVALUATED // (2 * len(runs))]
+        for name, each in ordered[: _MAX_EVALUATIONS // (2 * len(runs))]
     ]
 
 
@@ -257,20 +266,20 @@ def _checkpoints(each: Compared, runs: int) -> dict[str, Any]:
         "best_step": best[-1] if best else None,
         "size": sizes[-1] if sizes else None,
         "save_seconds": saving.best if saving else None,
-        "latest": [checkpoint_row(each.run, info) for info in kept[-_share(_CHECKPOINTS, runs, _CHECKPOINTS_OF_ONE) :]],
+        "latest": [checkpoint_row(each.run, info) for info in kept[-_share(_MAX_CHECKPOINTS, runs, _MAX_CHECKPOINTS_PER_RUN) :]],
     }
 
 
 def _tables(runs: Sequence[Compared]) -> dict[str, list[dict[str, Any]]]:
     """Return the logged tables by name, with as many of each run's latest entries as fit into the page."""
     found: dict[str, list[dict[str, Any]]] = {}
-    room = _TABLES_LENGTH // len(runs)  # every run gets an equal share of the room for tables
+    room = _MAX_TABLE_CHARACTERS // len(runs)  # every run gets an equal share of the room for tables
     for place, each in enumerate(runs):
         left = room
         for name, logged in each.run.tables.items():
             entries = []
             for entry in table_entries(logged):
-                rows = [[_cut(cell) for cell in row] for row in entry["rows"][:_TABLE_ROWS]]
+                rows = [[_cut(cell) for cell in row] for row in entry["rows"][:_MAX_TABLE_ROWS]]
                 left -= sum(len(str(cell)) + 3 for row in rows for cell in row)
                 if left < 0:
                     break
@@ -298,8 +307,8 @@ def _short(value: float) -> float:
     """Return the value rounded as the page shows it. A whole number becomes an int, which is shorter in JSON."""
     if not math.isfinite(value):
         return value
-    return int(value) if float(value).is_integer() else float(f"{value:.{_DIGITS + 2}g}")
+    return int(value) if float(value).is_integer() else float(f"{value:.{_SIGNIFICANT_DIGITS + 2}g}")
 
 
 def _cut(cell: Any) -> Any:
-    return f"{cell[:_TABLE_CELL]}..." if isinstance(cell, str) and len(cell) > _TABLE_CELL else cell
+    return f"{cell[:_MAX_CELL_CHARACTERS]}..." if isinstance(cell, str) and len(cell) > _MAX_CELL_CHARACTERS else cell

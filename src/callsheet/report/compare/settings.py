@@ -10,10 +10,10 @@ from typing import Any
 from callsheet.report.run_folder import RunFolder
 from callsheet.run.reasons import is_secret, without_secrets
 
-_OF_THE_RUN_ITSELF = ("run_name", "runs_folder", "checkpoints_folder", "resume")
+_RUN_LOCATION_SETTINGS = ("run_name", "runs_folder", "checkpoints_folder", "resume")
 """Settings that name the run or its folder. They always differ between two runs, so they are not compared."""
-_DEEPEST = 20
-_LONGEST = 300  # longer values are truncated to this many characters
+_MAX_DEPTH = 20
+_MAX_VALUE_CHARACTERS = 300  # longer values are truncated to this many characters
 
 GROUPS = ("settings", "callbacks", "packages", "code", "hardware")
 """The groups of settings, in the order in which they are shown."""
@@ -35,7 +35,7 @@ def settings(run: RunFolder) -> dict[str, dict[str, str]]:
     # Recorded values were read from the objects that the run used, such as the optimizer.
     # Recorded values replace the values that the user has stated, because stated values are less reliable.
     values = {**dict(_flat(given)), **{key: value for key, value in _flat(recorded) if value}}
-    named = {key: value for key, value in values.items() if key.split(".")[-1] not in _OF_THE_RUN_ITSELF}
+    named = {key: value for key, value in values.items() if key.split(".")[-1] not in _RUN_LOCATION_SETTINGS}
     environment = run.environment
     git, hardware = _mapping(environment.get("git")), _mapping(environment.get("hardware"))
     packages = _mapping(environment.get("packages")) or _mapping(run.start_event().get("versions"))
@@ -100,7 +100,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     for name, value in values.items():
         if name == "init_args" and isinstance(value, Mapping) and "class_path" in values:
             found += _flat(value, prefix)  # leave out `init_args`, so that the name reads as on the command line: `optimizer.lr`
-        elif isinstance(value, Mapping) and value and prefix.count(".") < _DEEPEST:
+        elif isinstance(value, Mapping) and value and prefix.count(".") < _MAX_DEPTH:
             found += _flat(value, f"{prefix}{name}.")
         else:
             found.append((f"{prefix}{name}", _text("..." if value and is_secret(str(name)) else without_secrets(value))))
@@ -115,8 +115,8 @@ def _text(value: Any) -> str:
     if value is None:
         return ""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
-    if len(text) <= _LONGEST:
+    if len(text) <= _MAX_VALUE_CHARACTERS:
         return text
     # Truncate a long text. The digest shows whether two texts that begin in the same way are equal.
     digest = hashlib.blake2s(text.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
-    return f"{text[:_LONGEST]} ... ({len(text):,} characters, digest {digest})"
+    return f"{text[:_MAX_VALUE_CHARACTERS]} ... ({len(text):,} characters, digest {digest})"

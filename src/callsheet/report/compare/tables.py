@@ -14,19 +14,19 @@ from callsheet.report.lines import printable
 Format = Literal["text", "csv", "markdown", "latex"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 
-_LONGEST_CELL = 40
-_MANY_RUNS = 10
-_LATEX = str.maketrans(
+_MAX_CELL_CHARACTERS = 40
+_MAX_RUNS_WITHOUT_HINT = 10
+_LATEX_ESCAPES = str.maketrans(
     {
         "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
         "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$",
     }
 )  # fmt: skip
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 Table = tuple[str, list[str], list[list[str]]]
 """One table: a title, the column headers, and the rows."""
-_VALUES = "Values"
+_VALUES_TITLE = "Values"
 """The title of the table of metrics. If the user chooses metrics, this is the only table."""
 
 
@@ -42,9 +42,11 @@ def written(comparison: Comparison, form: Format, *, metrics: Sequence[str] = ()
         return _csv(comparison, metrics)
     write: Mapping[str, Callable[[Table], str]] = {"text": _text, "markdown": _markdown, "latex": _latex}
     tables = [
-        write[form](table) for table in _tables(comparison, metrics) if table[2] and (not metrics or table[0].startswith(_VALUES))
+        write[form](table)
+        for table in _tables(comparison, metrics)
+        if table[2] and (not metrics or table[0].startswith(_VALUES_TITLE))
     ]
-    if form == "text" and len(comparison.runs) > _MANY_RUNS:
+    if form == "text" and len(comparison.runs) > _MAX_RUNS_WITHOUT_HINT:
         tables.append(f"{len(comparison.runs)} runs are wide as text: -o FILE writes a page, and --group-by joins runs")
     return "\n\n".join(tables)
 
@@ -83,7 +85,11 @@ def _tables(comparison: Comparison, metrics: Sequence[str]) -> list[Table]:
     left_out = len(comparison.metrics) - len(shown) if not metrics else 0
     note = f"; {left_out:,} of single parameters are left out: --metric NAME shows one, --csv and --json all" if left_out else ""
     tables.append(
-        (f"{_VALUES}{note}", ["metric", "group" if comparison.group_by else "run", "value", "best", "against the first"], values)
+        (
+            f"{_VALUES_TITLE}{note}",
+            ["metric", "group" if comparison.group_by else "run", "value", "best", "against the first"],
+            values,
+        )
     )
     anatomy = [
         [
@@ -174,7 +180,7 @@ def _number(value: float) -> str:
 
 def _cell(value: str) -> str:
     line = " ".join(value.split())
-    return line if len(line) <= _LONGEST_CELL else f"{line[: _LONGEST_CELL - 3]}..."
+    return line if len(line) <= _MAX_CELL_CHARACTERS else f"{line[: _MAX_CELL_CHARACTERS - 3]}..."
 
 
 def _cells(values: Sequence[str]) -> list[str]:
@@ -182,7 +188,7 @@ def _cells(values: Sequence[str]) -> list[str]:
     lines = [" ".join(value.split()) for value in values]
     given = [line for line in lines if line]
     same = next((place for place, letters in enumerate(zip(*given, strict=False)) if len(set(letters)) > 1), min(map(len, given)))
-    if max(map(len, lines)) <= _LONGEST_CELL or same <= _LONGEST_CELL // 2:
+    if max(map(len, lines)) <= _MAX_CELL_CHARACTERS or same <= _MAX_CELL_CHARACTERS // 2:
         return list(map(_cell, lines))
     word = given[0].rfind(" ", 0, same)
     begin = given[0].rfind(" ", 0, max(0, word)) + 1
@@ -213,7 +219,7 @@ def _markdown(table: Table) -> str:
 
 def _latex(table: Table) -> str:
     title, heads, rows = table
-    lines = [" & ".join(printable(cell).translate(_LATEX) for cell in line) + r" \\" for line in (heads, *rows)]
+    lines = [" & ".join(printable(cell).translate(_LATEX_ESCAPES) for cell in line) + r" \\" for line in (heads, *rows)]
     return "\n".join(
         [f"% {printable(title)}; needs the package booktabs", rf"\begin{{tabular}}{{{'l' * len(heads)}}}", r"\toprule", lines[0],
          r"\midrule", *lines[1:], r"\bottomrule", r"\end{tabular}"]
@@ -240,4 +246,4 @@ def _csv_cell(value: Any) -> Any:
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return ""
     # A spreadsheet would evaluate a text that begins like a formula. A quote before the text prevents this.
-    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA_STARTS) else value

@@ -25,7 +25,7 @@ _HIGHER_IS_BETTER = (
     "accuracy", "acc", "f1", "precision", "recall", "auc", "auroc", "map", "miou", "iou", "dice", "r2", "bleu", "rouge", "score",
     "reward", "reward_mean", "return", "mfu", "top1", "top5", "exact_match",
 )  # fmt: skip
-_NOT_COMPARED = ("time/", "lr/", "system/", "loss_spike/")
+_FAMILIES_NOT_COMPARED = ("time/", "lr/", "system/", "loss_spike/")
 """Families of metrics, such as learning rates, whose last value does not show how good a run is."""
 # Leave out this many metrics records at the start, because the first steps also allocate memory and compile.
 _SKIPPED_RECORDS = 1
@@ -109,7 +109,7 @@ def values_of(run: RunFolder) -> dict[str, Value]:
     found = {}
     for name, each in series.items():
         finite = [pair for pair in each if math.isfinite(pair[1])]
-        if finite and not name.startswith(_NOT_COMPARED):
+        if finite and not name.startswith(_FAMILIES_NOT_COMPARED):
             found[name] = replace(_of_metric(name, finite), last=each[-1][1])
     for name, samples in _speeds(run):
         if samples:

@@ -13,10 +13,10 @@ from callsheet.report.imports.source import Source
 
 LOOKS_FOR = "trainer_state.json, also in checkpoint folders"
 
-_STATE = "trainer_state.json"
-_LARGEST_FILE = 256 * 2**20
-_CHECKPOINT = re.compile(r"checkpoint-(\d{1,15})")
-_SETTINGS = (
+_STATE_FILE = "trainer_state.json"
+_MAX_FILE_BYTES = 256 * 2**20
+_CHECKPOINT_PATTERN = re.compile(r"checkpoint-(\d{1,15})")
+_SETTING_NAMES = (
     "max_steps",
     "num_train_epochs",
     "train_batch_size",
@@ -27,19 +27,19 @@ _SETTINGS = (
     "trial_params",
 )
 # `train_loss` is the mean loss of the whole training, logged at its end
-_NAMES = {"loss": "train/loss", "train_loss": "train/mean_loss"}
-_SPLITS = {"train_": "train/", "eval_": "validation/", "test_": "test/"}
+_METRIC_NAMES = {"loss": "train/loss", "train_loss": "train/mean_loss"}
+_SPLIT_OF_PREFIX = {"train_": "train/", "eval_": "validation/", "test_": "test/"}
 
 
 def find(source: Source) -> list[Path]:
     """Return the Trainer's output folders below the source."""
-    return list(dict.fromkeys(_output_folder(path) for path in source.files if path.name == _STATE))
+    return list(dict.fromkeys(_output_folder(path) for path in source.files if path.name == _STATE_FILE))
 
 
 def read(source: Source) -> Iterator[ImportedRun]:
     """Yield one run for each output folder of the Trainer, read from the newest `trainer_state.json` in it."""
     for folder in find(source):
-        files = [path for path in source.files if path.name == _STATE and _output_folder(path) == folder]
+        files = [path for path in source.files if path.name == _STATE_FILE and _output_folder(path) == folder]
         run = ImportedRun(folder.name, str(folder))
         state = _newest(files, run)
         if state is not None:
@@ -61,14 +61,14 @@ def _fill(run: ImportedRun, state: Mapping[str, Any]) -> None:
     if isinstance(total, int) and isinstance(done, int) and 0 < total <= done:
         run.outcome = "finished"
     if not run.outcome:
-        run.reason = f"{_STATE} does not record the end of the training"
-    run.hyperparameters = {name: state[name] for name in _SETTINGS if state.get(name) is not None}
+        run.reason = f"{_STATE_FILE} does not record the end of the training"
+    run.hyperparameters = {name: state[name] for name in _SETTING_NAMES if state.get(name) is not None}
 
 
 def _name(name: str) -> str:
-    if name in _NAMES:
-        return _NAMES[name]
-    for begin, prefix in _SPLITS.items():
+    if name in _METRIC_NAMES:
+        return _METRIC_NAMES[name]
+    for begin, prefix in _SPLIT_OF_PREFIX.items():
         if name.startswith(begin) and name != begin:
             return prefix + name.removeprefix(begin)
     return f"train/{name}"
@@ -89,8 +89,8 @@ def _newest(files: list[Path], run: ImportedRun) -> dict[str, Any] | None:
 
 
 def _state(path: Path) -> dict[str, Any]:
-    if path.stat().st_size > _LARGEST_FILE:
-        raise ValueError(f"it is larger than {_LARGEST_FILE:,} bytes")
+    if path.stat().st_size > _MAX_FILE_BYTES:
+        raise ValueError(f"it is larger than {_MAX_FILE_BYTES:,} bytes")
     state = json.loads(path.read_bytes())
     if not isinstance(state, dict) or not isinstance(state.get("log_history"), list):
         raise ValueError("it has no list log_history")
@@ -103,5 +103,5 @@ def _output_folder(path: Path) -> Path:
 
 def _number(path: Path) -> int:
     """Return the number of the checkpoint folder that contains the file; -1 if the file is in no such folder."""
-    found = _CHECKPOINT.fullmatch(path.parent.name)
+    found = _CHECKPOINT_PATTERN.fullmatch(path.parent.name)
     return int(found[1]) if found else -1

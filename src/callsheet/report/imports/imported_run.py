@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-MOST_VALUES = 20_000_000
+MAX_VALUES = 20_000_000
 """How many values of metrics one run may have; further values are left out."""
 
-_LARGEST_STEP = 2**53  # the largest step that `callsheet.report.records` accepts
-_LATEST = 1e11  # a larger number does not count as a Unix time in seconds
-_MOST_IMAGES, _MOST_IMAGE_BYTES, _LARGEST_IMAGE = 1000, 256 * 2**20, 16 * 2**20
-_PNG = b"\x89PNG\r\n\x1a\n"
-_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_MAX_STEP = 2**53  # the largest step that `callsheet.report.records` accepts
+_MAX_UNIX_SECONDS = 1e11  # a larger number does not count as a Unix time in seconds
+_MAX_IMAGES, _MAX_TOTAL_IMAGE_BYTES, _MAX_IMAGE_BYTES = 1000, 256 * 2**20, 16 * 2**20
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_NON_FINITE_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +66,14 @@ class Metrics:
         if whole is None:
             self.left_out["values with a step that is not a whole number"] += 1
             return
-        if self.count >= MOST_VALUES:
-            self.left_out[f"values beyond the first {MOST_VALUES:,}"] += 1
+        if self.count >= MAX_VALUES:
+            self.left_out[f"values beyond the first {MAX_VALUES:,}"] += 1
             return
         if (columns := self._columns.get(name)) is None:
             columns = self._columns[name] = (array("q"), array("d"), array("d"))
         columns[0].append(whole)
         columns[1].append(value)
-        columns[2].append(time if abs(time) < _LATEST else math.nan)
+        columns[2].append(time if abs(time) < _MAX_UNIX_SECONDS else math.nan)
         self.count += 1
 
     def drop_from(self, step: int) -> None:
@@ -164,9 +164,13 @@ class ImportedRun:
 
     def add_image(self, name: str, step: int, time: float, png: bytes) -> None:
         """Add an image. If the image is not a PNG, or there are too many images, only count the image as left out."""
-        if not png.startswith(_PNG):
+        if not png.startswith(_PNG_SIGNATURE):
             self.left_out["images that are not PNG"] += 1
-        elif len(png) > _LARGEST_IMAGE or len(self.images) >= _MOST_IMAGES or self._image_bytes() + len(png) > _MOST_IMAGE_BYTES:
+        elif (
+            len(png) > _MAX_IMAGE_BYTES
+            or len(self.images) >= _MAX_IMAGES
+            or self._image_bytes() + len(png) > _MAX_TOTAL_IMAGE_BYTES
+        ):
             self.left_out["images beyond the limit"] += 1
         else:
             self.images.append(ImportedImage(name, step, time, png))
@@ -194,14 +198,14 @@ def as_number(value: Any) -> float | None:
             return float(value)
         except OverflowError:
             return None
-    return _NOT_FINITE.get(value) if isinstance(value, str) else None
+    return _NON_FINITE_NUMBERS.get(value) if isinstance(value, str) else None
 
 
 def as_step(value: Any) -> int | None:
     """Return `value` as an integer, or None if it is not a whole number or too large for a step."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _LARGEST_STEP else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MAX_STEP else None
 
 
 def with_prefix(name: str, prefix: str) -> str:

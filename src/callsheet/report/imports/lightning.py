@@ -13,35 +13,37 @@ from callsheet.report.imports.plain_settings import yaml_settings
 from callsheet.report.imports.source import Source
 from callsheet.run.run_marker import is_marked
 
-HYPERPARAMETERS = "hparams.yaml"
+HYPERPARAMETERS_FILE = "hparams.yaml"
 """The file in which Lightning's loggers write hyperparameters."""
 
 LOOKS_FOR = "metrics.csv with a column step, which Lightning's CSVLogger writes"
 
-_METRICS = "metrics.csv"
-_LONGEST_LINE = 2**24
-_SPLITS = {"train": "train", "val": "validation", "valid": "validation", "validation": "validation", "test": "test"}
-_SPLIT = re.compile(rf"({'|'.join(_SPLITS)})[_/](.+)")
+_METRICS_FILE = "metrics.csv"
+_MAX_LINE_CHARACTERS = 2**24
+_SPLIT_OF_PREFIX = {"train": "train", "val": "validation", "valid": "validation", "validation": "validation", "test": "test"}
+_SPLIT_PATTERN = re.compile(rf"({'|'.join(_SPLIT_OF_PREFIX)})[_/](.+)")
 
 
 def find(source: Source) -> list[Path]:
     """Return the folders of Lightning's runs: those with a `metrics.csv` that has the column `step`."""
     return [
-        path.parent for path in source.files if path.name == _METRICS and "step" in _columns(path) and not is_marked(path.parent)
+        path.parent
+        for path in source.files
+        if path.name == _METRICS_FILE and "step" in _columns(path) and not is_marked(path.parent)
     ]
 
 
 def read(source: Source) -> Iterator[ImportedRun]:
     """Yield one run for each `metrics.csv` of Lightning."""
     for folder in find(source):
-        run = ImportedRun(run_name(folder), str(folder), reason=f"{_METRICS} does not record how the run ended")
+        run = ImportedRun(run_name(folder), str(folder), reason=f"{_METRICS_FILE} does not record how the run ended")
         add_hyperparameters(run, folder, extra="train")
-        names = metric_names(name for name in _columns(folder / _METRICS) if name != "step")
+        names = metric_names(name for name in _columns(folder / _METRICS_FILE) if name != "step")
         try:
-            with open(folder / _METRICS, newline="", encoding="utf-8", errors="replace") as file:
+            with open(folder / _METRICS_FILE, newline="", encoding="utf-8", errors="replace") as file:
                 _add_rows(run, csv.DictReader(_lines(file)), names)
         except (OSError, csv.Error, ValueError) as error:
-            run.warnings.append(f"{folder / _METRICS} is damaged, and the rest of it is left out: {error}")
+            run.warnings.append(f"{folder / _METRICS_FILE} is damaged, and the rest of it is left out: {error}")
         yield run
 
 
@@ -53,9 +55,9 @@ def run_name(folder: Path) -> str:
 def add_hyperparameters(run: ImportedRun, folder: Path, *, extra: str) -> None:
     """Add the hyperparameters in the folder's `hparams.yaml`, if there is such a file."""
     try:
-        run.hyperparameters |= yaml_settings(folder, HYPERPARAMETERS, extra=extra)
+        run.hyperparameters |= yaml_settings(folder, HYPERPARAMETERS_FILE, extra=extra)
     except (OSError, ValueError) as error:
-        run.warnings.append(f"{folder / HYPERPARAMETERS} is left out: {error}")
+        run.warnings.append(f"{folder / HYPERPARAMETERS_FILE} is left out: {error}")
 
 
 def metric_names(columns: Iterable[str]) -> dict[str, str]:
@@ -69,15 +71,15 @@ def metric_names(columns: Iterable[str]) -> dict[str, str]:
     for column, name in names.items():
         end = "_step" if name.startswith("train/") else "_epoch"
         short = name.removesuffix(end)
-        if _SPLIT.match(column) and short != name and not short.endswith("/") and short not in taken:
+        if _SPLIT_PATTERN.match(column) and short != name and not short.endswith("/") and short not in taken:
             names[column] = short
             taken.add(short)
     return names
 
 
 def _renamed(column: str) -> str:
-    found = _SPLIT.fullmatch(column)
-    return f"{_SPLITS[found[1]]}/{found[2]}" if found else column
+    found = _SPLIT_PATTERN.fullmatch(column)
+    return f"{_SPLIT_OF_PREFIX[found[1]]}/{found[2]}" if found else column
 
 
 def _add_rows(run: ImportedRun, rows: csv.DictReader[str], names: dict[str, str]) -> None:
@@ -114,8 +116,8 @@ def _lines(file: TextIO) -> Iterator[str]:
     Raises:
         ValueError: a line is too long to be a line of metrics, has a zero byte, or is not complete.
     """
-    while line := file.readline(_LONGEST_LINE):
-        if len(line) == _LONGEST_LINE:
+    while line := file.readline(_MAX_LINE_CHARACTERS):
+        if len(line) == _MAX_LINE_CHARACTERS:
             raise ValueError("a line is too long")
         if "\0" in line:
             raise ValueError("a line has a zero byte")

@@ -21,13 +21,13 @@ from callsheet.report.lines import inside, text_of
 
 LOOKS_FOR = "the folder mlruns, or an SQLite file with MLflow's tables"
 
-_META = "meta.yaml"
+_META_FILE = "meta.yaml"
 # The codes for a run's status that MLflow writes to files in the folder `mlruns`.
-_STATUSES = {1: "RUNNING", 2: "SCHEDULED", 3: "FINISHED", 4: "FAILED", 5: "KILLED"}
-_OUTCOMES = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "interrupted"}
-_INFINITE = 1.7976931348623157e308  # MLflow's databases store infinity as this number
-_MOST_FILES, _LONGEST_VALUE, _LONGEST_LINE = 100_000, 2**16, 4096
-_COLUMNS = {
+_STATUS_OF_CODE = {1: "RUNNING", 2: "SCHEDULED", 3: "FINISHED", 4: "FAILED", 5: "KILLED"}
+_OUTCOME_OF_STATUS = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "interrupted"}
+_STORED_INFINITY = 1.7976931348623157e308  # MLflow's databases store infinity as this number
+_MAX_FILES, _MAX_VALUE_BYTES, _MAX_LINE_CHARACTERS = 100_000, 2**16, 4096
+_TABLE_COLUMNS = {
     "runs": {"run_uuid", "status", "start_time", "end_time", "lifecycle_stage"},
     "metrics": {"run_uuid", "key", "value", "is_nan", "timestamp", "step"},
     "params": {"run_uuid", "key", "value"},
@@ -37,7 +37,7 @@ _COLUMNS = {
 
 def find(source: Source) -> list[Path]:
     """Return MLflow's databases, and the folders of runs in `mlruns`."""
-    return [*databases(source, _COLUMNS), *_run_folders(source)]
+    return [*databases(source, _TABLE_COLUMNS), *_run_folders(source)]
 
 
 def read(source: Source) -> Iterator[ImportedRun]:
@@ -47,15 +47,15 @@ def read(source: Source) -> Iterator[ImportedRun]:
         ConfigError: a database cannot be read.
         MissingPackage: PyYAML, which is needed to read the folder `mlruns`, is not installed.
     """
-    for path in databases(source, _COLUMNS):
+    for path in databases(source, _TABLE_COLUMNS):
         yield from _runs_of_database(path)
     found = []
     for folder in _run_folders(source):
         try:
-            facts = yaml_settings(folder, _META, extra="mlflow")
+            facts = yaml_settings(folder, _META_FILE, extra="mlflow")
         except (OSError, ValueError) as error:
             run = ImportedRun(folder.name, folder.name)
-            run.warnings.append(f"{folder / _META} cannot be read: {error}")
+            run.warnings.append(f"{folder / _META_FILE} cannot be read: {error}")
             facts = {}
             yield run
         if facts.get("lifecycle_stage", "active") == "active" and "run_id" in facts:
@@ -68,7 +68,7 @@ def _filled(
     run: ImportedRun, status: str, started: Any, ended: Any, params: Mapping[str, str], tags: Mapping[str, str]
 ) -> ImportedRun:
     run.name = tags.get("mlflow.runName") or run.name
-    run.outcome = _OUTCOMES.get(status, "")
+    run.outcome = _OUTCOME_OF_STATUS.get(status, "")
     run.reason = "" if run.outcome == "finished" else f"MLflow's status is {status}"
     run.started, run.ended = _seconds(started), _seconds(ended)
     run.hyperparameters = {name: parsed_text(value) for name, value in params.items()}
@@ -110,7 +110,7 @@ def _runs_of_database(path: Path) -> Iterator[ImportedRun]:
                     if number is None:
                         run.left_out["values that are not numbers"] += 1
                     else:
-                        number = math.copysign(math.inf, number) if abs(number) == _INFINITE else number
+                        number = math.copysign(math.inf, number) if abs(number) == _STORED_INFINITY else number
                         run.metrics.add(str(key), step, number, _seconds(moment))
             except sqlite3.Error as error:
                 run.warnings.append(f"{path} is damaged, and a part of run {run_id} is left out: {error}")
@@ -124,16 +124,16 @@ def _run_folders(source: Source) -> list[Path]:
     return [
         path.parent
         for path in source.files
-        if path.name == _META and ((path.parent / "metrics").is_dir() or (path.parent / "params").is_dir())
+        if path.name == _META_FILE and ((path.parent / "metrics").is_dir() or (path.parent / "params").is_dir())
     ]
 
 
 def _run_of_folder(folder: Path, facts: Mapping[str, Any]) -> ImportedRun:
     run = ImportedRun(str(facts.get("run_name") or folder.name), str(facts["run_id"]))
-    params = {name: text_of(folder / "params", name, at_most=_LONGEST_VALUE) for name in _names(folder / "params")}
-    tags = {name: text_of(folder / "tags", name, at_most=_LONGEST_VALUE) for name in _names(folder / "tags")}
+    params = {name: text_of(folder / "params", name, at_most=_MAX_VALUE_BYTES) for name in _names(folder / "params")}
+    tags = {name: text_of(folder / "tags", name, at_most=_MAX_VALUE_BYTES) for name in _names(folder / "tags")}
     number = facts.get("status")
-    status = _STATUSES.get(number, "") if isinstance(number, int) else str(number)
+    status = _STATUS_OF_CODE.get(number, "") if isinstance(number, int) else str(number)
     _filled(run, status or "unknown", facts.get("start_time"), facts.get("end_time"), params, tags)
     for name in _names(folder / "metrics"):
         try:
@@ -147,7 +147,7 @@ def _run_of_folder(folder: Path, facts: Mapping[str, Any]) -> ImportedRun:
 def _add_history(run: ImportedRun, name: str, file: TextIO) -> None:
     """Add the values in the file of one metric. A line has a time in milliseconds, the value, and the step."""
     damaged = 0
-    while line := file.readline(_LONGEST_LINE):
+    while line := file.readline(_MAX_LINE_CHARACTERS):
         try:
             if not line.endswith("\n"):
                 raise ValueError("the line is cut off")
@@ -166,6 +166,6 @@ def _names(folder: Path) -> list[str]:
         folders.sort()
         relative = Path(place).relative_to(folder)
         found += [(relative / name).as_posix() for name in sorted(files) if inside(folder, relative / name) is not None]
-        if len(found) > _MOST_FILES:
+        if len(found) > _MAX_FILES:
             break
-    return found[:_MOST_FILES]
+    return found[:_MAX_FILES]

@@ -10,23 +10,23 @@ from typing import Any
 from callsheet.core import optional as extras
 from callsheet.report.lines import inside
 
-_LARGEST_FILE = 2**20
-_MOST_VALUES, _DEEPEST, _LONGEST_TEXT = 10_000, 16, 10_000
+_MAX_FILE_BYTES = 2**20
+_MAX_VALUES, _MAX_DEPTH, _MAX_TEXT_CHARACTERS = 10_000, 16, 10_000
 
 
 def plain_settings(values: Mapping[Any, Any]) -> dict[str, Any]:
     """Convert settings to values that JSON can express, with at most 10,000 values, 16 levels, and 10,000 characters per text."""
-    left = [_MOST_VALUES]
+    left = [_MAX_VALUES]
     found = _plain(values, left, 0)
     return found if isinstance(found, dict) else {}
 
 
 def _plain(value: Any, left: list[int], depth: int) -> Any:
     left[0] -= 1
-    if left[0] < 0 or depth > _DEEPEST:
+    if left[0] < 0 or depth > _MAX_DEPTH:
         return "..."
     if isinstance(value, Mapping):
-        return {str(name)[:_LONGEST_TEXT]: _plain(each, left, depth + 1) for name, each in value.items() if left[0] > 0}
+        return {str(name)[:_MAX_TEXT_CHARACTERS]: _plain(each, left, depth + 1) for name, each in value.items() if left[0] > 0}
     if isinstance(value, (list, tuple)):
         return [_plain(each, left, depth + 1) for each in value[: max(0, left[0])]]
     if value is None or isinstance(value, (bool, float)):
@@ -34,7 +34,7 @@ def _plain(value: Any, left: list[int], depth: int) -> Any:
     if isinstance(value, int) and abs(value) < 2**63:
         return value
     try:
-        return str(value)[:_LONGEST_TEXT]
+        return str(value)[:_MAX_TEXT_CHARACTERS]
     except ValueError:  # the integer has more digits than Python converts to text
         return "..."
 
@@ -61,8 +61,8 @@ def yaml_settings(folder: Path, name: str, *, extra: str) -> dict[str, Any]:
     path = inside(folder, name)
     if path is None:
         return {}
-    if path.stat().st_size > _LARGEST_FILE:
-        raise ValueError(f"it is larger than {_LARGEST_FILE} bytes")
+    if path.stat().st_size > _MAX_FILE_BYTES:
+        raise ValueError(f"it is larger than {_MAX_FILE_BYTES} bytes")
     yaml = extras.load("yaml", extra=extra, wanted_by="callsheet import")
     try:
         found = yaml.load(path.read_text(encoding="utf-8", errors="replace"), Loader=_plain_loader())

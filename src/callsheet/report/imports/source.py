@@ -10,11 +10,11 @@ from pathlib import Path
 from callsheet.errors import ConfigError
 from callsheet.report.lines import inside
 
-EVENTS = "events.out.tfevents."
+EVENT_FILE_INFIX = "events.out.tfevents."
 """A text that the name of every TensorBoard event file contains."""
 
-_MOST_ENTRIES = 1_000_000
-_INTERESTING = re.compile(
+_MAX_ENTRIES = 1_000_000
+_FILE_PATTERN = re.compile(
     r".*events\.out\.tfevents\..*|.*\.wandb|trainer_state\.json|metrics\.csv|meta\.yaml|.*\.(db|sqlite|sqlite3)", re.DOTALL
 )
 
@@ -62,9 +62,9 @@ def _files_below(folder: Path) -> list[Path]:
     for place, folders, files in os.walk(folder):  # links to folders are not followed, because they may form a loop
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         entries += len(folders) + len(files)
-        if entries > _MOST_ENTRIES:
-            raise ConfigError(f"{folder} has more than {_MOST_ENTRIES:,} files; give a folder further down")
+        if entries > _MAX_ENTRIES:
+            raise ConfigError(f"{folder} has more than {_MAX_ENTRIES:,} files; give a folder further down")
         relative = Path(place).relative_to(folder)
-        names = sorted(name for name in files if not name.startswith(".") and _INTERESTING.fullmatch(name))
+        names = sorted(name for name in files if not name.startswith(".") and _FILE_PATTERN.fullmatch(name))
         found += [folder / relative / name for name in names if inside(folder, relative / name) is not None]
     return found

@@ -13,14 +13,14 @@ from pathlib import Path
 from callsheet.errors import ConfigError
 from callsheet.report.imports.source import Source
 
-_SUFFIXES = {".db", ".sqlite", ".sqlite3"}
-_LONGEST_VALUE = 64 * 2**20  # the maximum size of a text or blob in the database, in bytes
+_DATABASE_SUFFIXES = {".db", ".sqlite", ".sqlite3"}
+_MAX_VALUE_BYTES = 64 * 2**20  # the maximum size of a text or blob in the database, in bytes
 _MAGIC = b"SQLite format 3\x00"
 
 
 def databases(source: Source, columns: Mapping[str, set[str]]) -> list[Path]:
     """Return the source's SQLite databases that have all tables and columns in `columns`."""
-    candidates = [path for path in source.files if path == source.path or path.suffix in _SUFFIXES]
+    candidates = [path for path in source.files if path == source.path or path.suffix in _DATABASE_SUFFIXES]
     found = []
     for path in candidates:
         there = tables(path)
@@ -70,7 +70,7 @@ def copied_database(path: Path) -> Iterator[sqlite3.Connection]:
             with closing(sqlite3.connect(copy)) as database:
                 database.text_factory = lambda content: content.decode("utf-8", "replace")
                 database.execute("PRAGMA trusted_schema = OFF")
-                database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
+                database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
                 yield database
         except sqlite3.DatabaseError as error:
             raise ConfigError(f"the database {path} cannot be read: {error}") from error

@@ -12,13 +12,13 @@ from typing import Any
 from callsheet.core import optional as extras
 from callsheet.report.imports.imported_run import ImportedRun, with_prefix
 from callsheet.report.imports.lightning import add_hyperparameters, run_name
-from callsheet.report.imports.source import EVENTS, Source
+from callsheet.report.imports.source import EVENT_FILE_INFIX, Source
 
-LOOKS_FOR = f"files {EVENTS}*"
+LOOKS_FOR = f"files {EVENT_FILE_INFIX}*"
 
-_LARGEST_EVENT = 64 * 2**20
-_MOST_IMAGES_OF_EVENT = 1000
-_SPLITS = {
+_MAX_EVENT_BYTES = 64 * 2**20
+_MAX_IMAGES_PER_EVENT = 1000
+_SPLIT_OF_FOLDER = {
     "train": "train/",
     "training": "train/",
     "test": "test/",
@@ -32,7 +32,7 @@ _SPLITS = {
 
 def find(source: Source) -> list[Path]:
     """Return the folders that directly contain event files."""
-    return list(dict.fromkeys(path.parent for path in source.files if EVENTS in path.name))
+    return list(dict.fromkeys(path.parent for path in source.files if EVENT_FILE_INFIX in path.name))
 
 
 def read(source: Source) -> Iterator[ImportedRun]:
@@ -48,8 +48,8 @@ def read(source: Source) -> Iterator[ImportedRun]:
     folders = find(source)
     parts: dict[Path, list[tuple[Path, str]]] = {}
     for folder in folders:
-        if folder != source.folder and folder.name.lower() in _SPLITS:
-            parts.setdefault(folder.parent, []).append((folder, _SPLITS[folder.name.lower()]))
+        if folder != source.folder and folder.name.lower() in _SPLIT_OF_FOLDER:
+            parts.setdefault(folder.parent, []).append((folder, _SPLIT_OF_FOLDER[folder.name.lower()]))
         else:
             parts.setdefault(folder, []).insert(0, (folder, ""))
     made_by_writers: set[Path] = set()
@@ -112,7 +112,7 @@ class _EventReader:
         part = ImportedRun(run.name, run.key)
         plugins: dict[str, str] = {}  # each tag's plugin, which TensorBoard may write only with the tag's first value
         for path in source.files:
-            if path.parent == folder and EVENTS in path.name:
+            if path.parent == folder and EVENT_FILE_INFIX in path.name:
                 for event in self._events(path, run):
                     self._add(part, event, prefix, plugins)
         run.metrics.add_all(part.metrics, prefix)
@@ -141,7 +141,7 @@ class _EventReader:
                     if left < 0:
                         run.warnings.append(f"{path} is cut off; what comes before is imported")
                         break
-                    if length > _LARGEST_EVENT:
+                    if length > _MAX_EVENT_BYTES:
                         file.seek(length + 4, 1)
                         run.left_out["events that are too large"] += 1
                         continue
@@ -189,7 +189,7 @@ class _EventReader:
             else:
                 run.metrics.add(value.tag, event.step, number, event.wall_time)
         elif kind == "tensor" and plugin == "images":
-            for png in value.tensor.string_val[2 : 2 + _MOST_IMAGES_OF_EVENT]:  # skip the first two texts: width and height
+            for png in value.tensor.string_val[2 : 2 + _MAX_IMAGES_PER_EVENT]:  # skip the first two texts: width and height
                 run.add_image(value.tag, event.step, event.wall_time, png)
         else:
             names = {"histo": "histograms", "histograms": "histograms", "audio": "audio clips", "text": "texts"}

@@ -16,12 +16,12 @@ from callsheet.report.imports.sqlite_copy import copied_database, databases, tab
 
 LOOKS_FOR = "an SQLite file with Trackio's tables"
 
-_COLUMNS = {"metrics": {"id", "run_name", "timestamp", "step", "metrics"}, "configs": {"run_name", "config"}}
+_TABLE_COLUMNS = {"metrics": {"id", "run_name", "timestamp", "step", "metrics"}, "configs": {"run_name", "config"}}
 
 
 def find(source: Source) -> list[Path]:
     """Return Trackio's databases below the source."""
-    return databases(source, _COLUMNS)
+    return databases(source, _TABLE_COLUMNS)
 
 
 def read(source: Source) -> Iterator[ImportedRun]:

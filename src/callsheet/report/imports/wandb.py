@@ -16,10 +16,10 @@ from callsheet.report.imports.source import Source
 
 LOOKS_FOR = "files run-*.wandb in folders offline-run-* or run-*"
 
-_HEADER, _BLOCK, _PIECE = 7, 32768, 7
-_LARGEST_RECORD = 64 * 2**20
-_FULL, _FIRST, _LAST = 1, 2, 4  # types of log fragments; 3 is a fragment in the middle of a record
-_OUTCOMES = {0: "finished", 255: "interrupted"}  # W&B exits with 255 on Ctrl-C
+_FILE_HEADER_BYTES, _BLOCK_BYTES, _FRAGMENT_HEADER_BYTES = 7, 32768, 7
+_MAX_RECORD_BYTES = 64 * 2**20
+_FULL_FRAGMENT, _FIRST_FRAGMENT, _LAST_FRAGMENT = 1, 2, 4  # types of log fragments; 3 is a fragment in the middle of a record
+_OUTCOME_OF_EXIT_CODE = {0: "finished", 255: "interrupted"}  # W&B exits with 255 on Ctrl-C
 
 
 def find(source: Source) -> list[Path]:
@@ -93,7 +93,7 @@ class _Part:
                 self._step_metric = record.metric.step_metric
         elif kind == "exit":
             code = record.exit.exit_code
-            run.outcome = _OUTCOMES.get(code, "failed")
+            run.outcome = _OUTCOME_OF_EXIT_CODE.get(code, "failed")
             run.reason = f"exit code {code}" if code else ""
         elif kind == "stats":
             run.left_out["system metrics"] += 1
@@ -137,34 +137,35 @@ def _contents(file: Any) -> Iterator[bytes | None]:
     The file is a header and then blocks of 32 KiB (the format of LevelDB's logs). A record consists of one or more
     fragments. Each fragment has a checksum, a length and a kind, and does not cross the end of a block.
     """
-    head = file.read(_HEADER)
+    head = file.read(_FILE_HEADER_BYTES)
     if head[:4] != b":W&B":
         raise _NotALogError("it is not a log of W&B")
     pieces: list[bytes] | None = None
-    block, place = head + file.read(_BLOCK - _HEADER), _HEADER
+    block, place = head + file.read(_BLOCK_BYTES - _FILE_HEADER_BYTES), _FILE_HEADER_BYTES
     while len(block) > place:
-        while place + _PIECE <= len(block):
+        while place + _FRAGMENT_HEADER_BYTES <= len(block):
             checksum, length, kind = struct.unpack_from("<IHB", block, place)
-            content = block[place + _PIECE : place + _PIECE + length]
+            content = block[place + _FRAGMENT_HEADER_BYTES : place + _FRAGMENT_HEADER_BYTES + length]
             if kind == 0 and length == 0:  # the rest of the block is padding
-                place = _BLOCK
+                place = _BLOCK_BYTES
                 break
-            if len(content) < length or zlib.crc32(bytes([kind]) + content) != checksum or kind > _LAST:
-                pieces, place = None, _BLOCK  # the fragment is damaged and its length may be wrong, so skip the rest of the block
+            if len(content) < length or zlib.crc32(bytes([kind]) + content) != checksum or kind > _LAST_FRAGMENT:
+                # The fragment is damaged and its length may be wrong, so skip the rest of the block.
+                pieces, place = None, _BLOCK_BYTES
                 yield None
                 break
-            place += _PIECE + length
-            if kind in (_FULL, _FIRST):
+            place += _FRAGMENT_HEADER_BYTES + length
+            if kind in (_FULL_FRAGMENT, _FIRST_FRAGMENT):
                 pieces = []
             if pieces is None:  # the start of this record is damaged, so skip it
                 continue
             pieces.append(content)
-            if sum(map(len, pieces)) > _LARGEST_RECORD:
+            if sum(map(len, pieces)) > _MAX_RECORD_BYTES:
                 pieces = None
                 yield None
-            elif kind in (_FULL, _LAST):
+            elif kind in (_FULL_FRAGMENT, _LAST_FRAGMENT):
                 yield b"".join(pieces)
                 pieces = None
-        block, place = file.read(_BLOCK), 0
+        block, place = file.read(_BLOCK_BYTES), 0
     if pieces:
         yield None

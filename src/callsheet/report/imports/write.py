@@ -26,12 +26,12 @@ from callsheet.report.notes import NOTES
 from callsheet.report.run_folder import ENDED
 from callsheet.run.run_marker import MARKER
 
-_WRITTEN = {MARKER, "metrics.jsonl", "events.jsonl", "hyperparameters.json", "images.jsonl", "images"}
-_DERIVED = {"report.html", "trace.json"}  # files that `callsheet report` writes to the folder
-_KEPT = NOTES  # the user's notes, which are kept when the run is imported again
-_VALIDATION = "validation/"
-_MOST_EVALUATIONS = 2000
-_LONGEST_NAME = 120  # the maximum length of a folder's name, in bytes
+_WRITTEN_FILES = {MARKER, "metrics.jsonl", "events.jsonl", "hyperparameters.json", "images.jsonl", "images"}
+_DERIVED_FILES = {"report.html", "trace.json"}  # files that `callsheet report` writes to the folder
+_KEPT_FILE = NOTES  # the user's notes, which are kept when the run is imported again
+_VALIDATION_PREFIX = "validation/"
+_MAX_EVALUATIONS = 2000
+_MAX_NAME_BYTES = 120  # the maximum length of a folder's name, in bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def folder_name(name: str) -> str:
 
 
 def _cut(name: str) -> str:
-    return name.encode()[:_LONGEST_NAME].decode("utf-8", "ignore")
+    return name.encode()[:_MAX_NAME_BYTES].decode("utf-8", "ignore")
 
 
 # --- choosing and replacing the folder ---
@@ -150,7 +150,7 @@ def _imported_from(folder: Path) -> dict[str, Any] | None:
     instead = "give another --name, or another folder with --to"
     if not isinstance(origin, dict):
         raise ConfigError(f"{folder} is there and was not made by an import, so it stays as it is; {instead}")
-    if others := sorted({entry.name for entry in folder.iterdir()} - _WRITTEN - _DERIVED - {_KEPT}):
+    if others := sorted({entry.name for entry in folder.iterdir()} - _WRITTEN_FILES - _DERIVED_FILES - {_KEPT_FILE}):
         raise ConfigError(f"{folder} is an import to which {others[0]!r} was added, so it stays as it is; {instead}")
     return origin
 
@@ -160,8 +160,8 @@ def _put(draft: Path, target: Path) -> None:
     if not target.exists():
         draft.rename(target)
         return
-    if (target / _KEPT).is_file():
-        shutil.copyfile(target / _KEPT, draft / _KEPT)
+    if (target / _KEPT_FILE).is_file():
+        shutil.copyfile(target / _KEPT_FILE, draft / _KEPT_FILE)
     old = draft.with_name(f"{draft.name}-old")
     target.rename(old)
     try:
@@ -192,7 +192,7 @@ def _write_files(run: ImportedRun, folder: Path, name: str, origin: Origin) -> i
             step, count = record.step, count + 1
             if evaluations is not None and (event := _evaluation(record)) is not None:
                 evaluations.append(event)
-                if len(evaluations) > _MOST_EVALUATIONS:  # so many values form a curve, and are not shown as single evaluations
+                if len(evaluations) > _MAX_EVALUATIONS:  # so many values form a curve, and are not shown as single evaluations
                     evaluations = None
         started = moment(run.started) if math.isfinite(moment(run.started)) else first
         events = stack.enter_context(open(folder / "events.jsonl", "w", encoding="utf-8"))
@@ -229,7 +229,11 @@ def _known(**values: float) -> dict[str, float]:
 
 def _evaluation(record: Record) -> dict[str, Any] | None:
     """Return an evaluation event if the record has values of the validation data; otherwise None."""
-    found = {name.removeprefix(_VALIDATION): value for name, value in record.values.items() if name.startswith(_VALIDATION)}
+    found = {
+        name.removeprefix(_VALIDATION_PREFIX): value
+        for name, value in record.values.items()
+        if name.startswith(_VALIDATION_PREFIX)
+    }
     if not found:
         return None
     return {**_known(time=record.time), "event": "evaluation", "step": record.step, "results": {"validation": found}}

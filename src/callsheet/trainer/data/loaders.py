@@ -30,16 +30,23 @@ logger = logging.getLogger("callsheet")
 
 Loader = Iterable[Any] | Callable[[], Iterable[Any]]
 
-_MADE_BY = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.stateful_dataloader")
+_LOADER_MODULES = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.stateful_dataloader")
 
-_OF_LOADERS = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.sampler")
-_REPEATABLE = (BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
-_PLAIN = (bool, int, float, str, bytes, tuple, list, dict, set, type(None))
-_LONG = 1000
-_MOST = 1 << 20  # a checksum covers at most this many bytes of a pickle
-_FIRST = 8  # a checksum covers at most this many entries along the first dimension of a tensor
+_SAMPLER_MODULES = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.sampler")
+_REPEATABLE_SAMPLERS = (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+_PLAIN_TYPES = (bool, int, float, str, bytes, tuple, list, dict, set, type(None))
+_ITEMS_AT_EACH_END = 1000
+_MAX_CHECKSUM_BYTES = 1 << 20  # a checksum covers at most this many bytes of a pickle
+_MAX_CHECKSUM_ROWS = 8  # a checksum covers at most this many entries along the first dimension of a tensor
 
-_OPTIONS = (
+_LOADER_OPTIONS = (
     "num_workers",
     "collate_fn",
     "pin_memory",
@@ -181,7 +188,7 @@ def restore_samplers(loader: Any, state: Mapping[str, Any], argument: str) -> bo
 
 def is_repeatable(sampler: Any) -> bool:
     """Return whether the sampler is one of torch's own, which gives the same order whenever the random states are the same."""
-    return type(sampler) in _REPEATABLE or type(sampler).__module__ in _OF_LOADERS
+    return type(sampler) in _REPEATABLE_SAMPLERS or type(sampler).__module__ in _SAMPLER_MODULES
 
 
 def keeps_position(loader: Any) -> bool:
@@ -223,10 +230,10 @@ def attributes(owners: Iterable[Any]) -> dict[str, int]:
     found: dict[str, int] = {}
     for number, owner in enumerate(owners):
         for name, value in getattr(owner, "__dict__", {}).items():
-            if not isinstance(value, _PLAIN) or (name.strip("_") == "epoch" and hasattr(owner, "set_epoch")):
+            if not isinstance(value, _PLAIN_TYPES) or (name.strip("_") == "epoch" and hasattr(owner, "set_epoch")):
                 continue
-            if isinstance(value, (list, tuple)) and len(value) > _LONG:
-                value = (len(value), value[:_LONG], value[-_LONG:])
+            if isinstance(value, (list, tuple)) and len(value) > _ITEMS_AT_EACH_END:
+                value = (len(value), value[:_ITEMS_AT_EACH_END], value[-_ITEMS_AT_EACH_END:])
             digest = _Digest()
             try:
                 _Pickler(digest).dump(value)
@@ -237,7 +244,7 @@ def attributes(owners: Iterable[Any]) -> dict[str, int]:
 
 
 class _Digest:
-    """A file that keeps only the checksum of the bytes written to it. Writing more than `_MOST` bytes raises OverflowError."""
+    """A file that keeps only the checksum of the bytes written to it. Writing more than `_MAX_CHECKSUM_BYTES` raises OverflowError."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -246,7 +253,7 @@ class _Digest:
     def write(self, data: Any) -> int:
         view = memoryview(data)
         self._size += view.nbytes
-        if self._size > _MOST:
+        if self._size > _MAX_CHECKSUM_BYTES:
             raise OverflowError
         self.value = zlib.crc32(view, self.value)
         return view.nbytes
@@ -265,7 +272,7 @@ class _Pickler(pickle.Pickler):
             is_near = value.dtype != object
         else:
             return None
-        corner = (slice(_FIRST), *[slice(2)] * (value.ndim - 1))[: value.ndim]
+        corner = (slice(_MAX_CHECKSUM_ROWS), *[slice(2)] * (value.ndim - 1))[: value.ndim]
         return type(value).__name__, str(value.dtype), tuple(value.shape), value[corner].tolist() if is_near else None
 
 
@@ -314,16 +321,16 @@ def batching(loader: DataLoader[Any]) -> tuple[Any, int | None, bool]:
 
 def makes_own_batches(loader: Any) -> bool:
     """Return whether the loader's class overrides how a DataLoader iterates, so that a plain DataLoader cannot replace it."""
-    return any(getattr(type(loader), name).__module__ not in _MADE_BY for name in ("__iter__", "_get_iterator"))
+    return any(getattr(type(loader), name).__module__ not in _LOADER_MODULES for name in ("__iter__", "_get_iterator"))
 
 
 def rebuilt(loader: DataLoader[Any], kind: type[DataLoader[Any]] = DataLoader, **changes: Any) -> DataLoader[Any]:
     """Return a new DataLoader with the options of `loader`, except for those in `changes`, such as the dataset."""
-    names = (*_OPTIONS, "snapshot_every_n_steps") if kind is not DataLoader else _OPTIONS
+    names = (*_LOADER_OPTIONS, "snapshot_every_n_steps") if kind is not DataLoader else _LOADER_OPTIONS
     options = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
     return kind(**(options | {"dataset": loader.dataset} | changes))
 
 
 def kind_of(loader: DataLoader[Any]) -> type[DataLoader[Any]]:
     """Return the class from which to rebuild the loader: torch's DataLoader or torchdata's StatefulDataLoader."""
-    return next(kind for kind in type(loader).__mro__ if kind.__module__ in _MADE_BY)
+    return next(kind for kind in type(loader).__mro__ if kind.__module__ in _LOADER_MODULES)

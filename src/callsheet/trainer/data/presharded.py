@@ -36,8 +36,8 @@ from callsheet.trainer.data.strategies import SharedBatches, empty_ranks
 
 logger = logging.getLogger("callsheet")
 
-_END: Any = object()
-_NAMES = {"python": "Python's random state", "numpy": "NumPy's random state", "torch": "torch's random state"}
+_END_OF_DATA: Any = object()
+_GENERATOR_NAMES = {"python": "Python's random state", "numpy": "NumPy's random state", "torch": "torch's random state"}
 
 
 class PreshardedData:
@@ -200,7 +200,7 @@ class PreshardedData:
             return  # no warning is needed: the samples of a map-style dataset are independent, and their order was checked
         last, then = cpu_random_state(), now["global"]
         shared = [
-            _NAMES[name]
+            _GENERATOR_NAMES[name]
             for name in last.keys() & then.keys()
             if not same_random_state({name: first[name]}, {name: last[name]})
             and not same_random_state({name: last[name]}, {name: then[name]})
@@ -318,7 +318,7 @@ class _PreshardedBatches(SharedBatches):
         self._length = length
         self._is_agreed = False
         self._fetched = taken
-        self._first = _END
+        self._first = _END_OF_DATA
         self._first_again = first_again
         self._answer: Pending | None = None
         self.ended_after: int | None = None
@@ -327,8 +327,8 @@ class _PreshardedBatches(SharedBatches):
     def __next__(self) -> Any:
         if self._is_agreed and self._fetched == self._length:
             raise StopIteration
-        batch = next(self._batches, _END) if self.ended_after is None else _END
-        self.is_filler = batch is _END
+        batch = next(self._batches, _END_OF_DATA) if self.ended_after is None else _END_OF_DATA
+        self.is_filler = batch is _END_OF_DATA
         if self.is_filler and self.ended_after is None:
             self.ended_after = self._fetched
         if not self._any_has(not self.is_filler):
@@ -337,7 +337,7 @@ class _PreshardedBatches(SharedBatches):
             self._first = batch
         self._fetched += 1
         self.samples_here = 0 if self.is_filler else None
-        if self.is_filler and self._first is _END:
+        if self.is_filler and self._first is _END_OF_DATA:
             self._first = self._first_again()
         return self._first if self.is_filler else batch
 

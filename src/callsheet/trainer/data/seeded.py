@@ -18,7 +18,7 @@ from callsheet.errors import ConfigError
 from callsheet.trainer.data.loaders import attributes, chain_of, changed
 from callsheet.trainer.data.own_generators import own_generators, seed_generators
 
-_BITS = (1 << 64) - 1
+_MASK_OF_64_BITS = (1 << 64) - 1
 
 
 def mixed(*numbers: int) -> int:
@@ -28,9 +28,9 @@ def mixed(*numbers: int) -> int:
     """
     state = 0
     for number in numbers:
-        state = (state + number + 0x9E3779B97F4A7C15) & _BITS
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _BITS
+        state = (state + number + 0x9E3779B97F4A7C15) & _MASK_OF_64_BITS
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_OF_64_BITS
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK_OF_64_BITS
         state ^= state >> 31
     return state
 
