@@ -136,7 +136,7 @@ def run_folders(name: str, old: Path) -> dict[str, Any]:
     callsheet("train", name, "--max_duration", "4ba", *SHORT, tree=old)  # the recipe saves a checkpoint at the end
     [folder] = Path("runs").iterdir()
     found = {}
-    for command in (("runs", "runs"), ("report", str(folder), "--output", "report.html")):
+    for command in (("runs", "runs"), ("report", str(folder), "--out", "report.html")):
         found[command[0]] = callsheet(*command, check=False)
     resumed = callsheet("train", name, "--max_duration", "6ba", *SHORT, check=False)
     return found | {"resumed": resumed} | records(folder)

@@ -27,6 +27,14 @@ SAVER = "callbacks:\n  - class_path: callsheet.callbacks.LRMonitor\n  - class_pa
         ),
         (BASE + "precision: bf17\n", "mine.yaml:4: precision=bf17: give one of fp32, bf16, fp16; did you mean 'bf16'?"),
         (
+            BASE + SAVER + "    init_args:\n      mode: minn\n",
+            "mine.yaml:7: callbacks[1].mode=minn: CheckpointSaver expects one of min, max; did you mean 'min'?",
+        ),
+        (
+            "recipe: classify\nclass_weights: balancd\n",
+            "mine.yaml:2: class_weights=balancd: give one of none, balanced or list of float; did you mean 'balanced'?",
+        ),
+        (
             BASE + "callbacks: SpeedMonitor\n",
             "mine.yaml:4: callbacks=SpeedMonitor: give list of Callback, such as [SpeedMonitor]",
         ),

@@ -175,7 +175,9 @@ class LifecycleDriver:
         if self.seen_links == self._run_spans.links:
             return False
         has_changed, self.seen_links = self.seen_links < 0, self._run_spans.links
-        lack_listeners = [all(driven.span.starts is None and driven.span.ends is None for driven in group) for group in self._groups]
+        lack_listeners = [
+            all(driven.span.starts is None and driven.span.ends is None for driven in group) for group in self._groups
+        ]
         # If a handler of a later event reads the outputs of the forward pass, treat the forward pass as having listeners.
         lack_listeners[_BACKWARD_GROUP] &= "outputs" not in self._ctx.kept
         # The start of a later span ends the backward pass. So if the backward pass has listeners, later spans must be reported too.

@@ -50,7 +50,9 @@ class LossSpikeDetector(Callback):
     collective = True  # every rank makes the same requests
     requests: tuple[RequestName, ...] = ("stop", "save")
 
-    def __init__(self, *, monitor: str = "train/loss", window: int = 50, threshold: float = 10.0, action: Action = "warn") -> None:
+    def __init__(
+        self, *, monitor: str = "train/loss", window: int = 50, threshold: float = 10.0, action: Action = "warn"
+    ) -> None:
         if window < 4:
             raise ConfigError(f"window={window}: give at least 4 records")
         if not (math.isfinite(threshold) and threshold > 0):

@@ -66,7 +66,12 @@ class SpeedMonitor(Callback):
     required_fields = ("model", "batch", "outputs")
 
     def __init__(
-        self, *, window_size: int = 100, count_flops: bool = True, peak_flops: float | None = None, precision: PrecisionChoice = "auto"
+        self,
+        *,
+        window_size: int = 100,
+        count_flops: bool = True,
+        peak_flops: float | None = None,
+        precision: PrecisionChoice = "auto",
     ) -> None:
         if window_size < 1:
             raise ConfigError(f"window_size={window_size}: give at least one batch")

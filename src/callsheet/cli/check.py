@@ -87,8 +87,9 @@ def _in_value(kind: Any, value: Any, at: str, owner: Any = None) -> Iterator[_Er
         yield from _in_spec(kind, content, at)
     else:
         what = f"{at}={value}: {owner.__name__ + ' expects' if owner else 'give'} {in_words(kind)}"
-        more = f", such as [{content}], or --{at}+={content} to add one" if item and owner is None else ""
-        yield _Error(at, f"{what}{more}{did_you_mean(str(value), words_of(kind))}")
+        words = words_of(kind)
+        more = f", such as [{content}], or --{at}+={content} to add one" if item and owner is None and not words else ""
+        yield _Error(at, f"{what}{more}{did_you_mean(str(value), words)}")
 
 
 def _in_spec(kind: Any, content: Any, at: str) -> Iterator[_Error]:

@@ -14,7 +14,12 @@ from callsheet.report.lines import printable
 
 
 def import_runs(
-    sources: Sequence[str], *, to: str = "runs", kind: SourceKind | None = None, name: str | None = None, rename: Sequence[str] = ()
+    sources: Sequence[str],
+    *,
+    to: str = "runs",
+    kind: SourceKind | None = None,
+    name: str | None = None,
+    rename: Sequence[str] = (),
 ) -> None:
     """Import runs of other tools. Print a line for each run as soon as its folder is complete.
 

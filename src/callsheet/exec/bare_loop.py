@@ -190,7 +190,9 @@ class BareLoop(NotCopied):
         if isinstance(model, torch.jit.ScriptModule):  # torch does not allow hooks on a ScriptModule
             self._sees_forward = False
             logger.warning("%s trains a ScriptModule, so its forward passes and evaluations are not observed", HOST)
-        self._sees_calls = self._sees_forward  # whether hooks observe the model's calls now; if not, the first `backward` begins the step
+        self._sees_calls = (
+            self._sees_forward
+        )  # whether hooks observe the model's calls now; if not, the first `backward` begins the step
         # True if many checks can be left out: the hook on the model's calls is removed, and no handler listens to parts of a step.
         self._is_plain = False
         # Whether all steps so far were regular: for each loss, the loop fetched a new batch and called the model once.

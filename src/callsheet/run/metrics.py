@@ -118,7 +118,9 @@ class MetricLog:
     def __bool__(self) -> bool:
         return any(series.values for series in self._series.values())
 
-    def log(self, values: Loggable, *, over: Over = "last", across: Across = "mean", weight: float | Tensor | None = None) -> None:
+    def log(
+        self, values: Loggable, *, over: Over = "last", across: Across = "mean", weight: float | Tensor | None = None
+    ) -> None:
         """Add values by name, or a tensor with the values of several names. The arguments are those of `Context.log`.
 
         Raises:

@@ -55,7 +55,9 @@ class Parallel:
         if self.kind != "fsdp" and (self.shard_size is not None or self.blocks is not None):
             raise ConfigError(f"shard_size and blocks are for parallel='fsdp', not {self.kind!r}; leave them out")
 
-    def resolved(self, model: nn.Module, groups: ProcessGroups, device: torch.device, frozen: Sequence[nn.Module] = ()) -> ParallelKind:
+    def resolved(
+        self, model: nn.Module, groups: ProcessGroups, device: torch.device, frozen: Sequence[nn.Module] = ()
+    ) -> ParallelKind:
         """Return how a model is distributed over the ranks: `single`, `ddp` or `fsdp`.
 
         Args:
