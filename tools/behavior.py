@@ -232,7 +232,7 @@ def compare_rejections(old: Path) -> Comparison:
     """
     before, now = (expected(tree / "tests", RENAMED_IN_TESTS) for tree in (old, ROOT))
     _, reworded, missing, added = paired(before, now)
-    differences = [Difference(str(one), one.message, other.message, REWORDED) for one, other in reworded]
+    differences = [Difference(f"{one.subject}: {one.error}", one.message, other.message, REWORDED) for one, other in reworded]
     for one in missing:
         text = reason("rejections", str(one), "removed")
         differences.append(
@@ -248,9 +248,10 @@ def table(found: list[Comparison], old: Path) -> Iterator[str]:
     """Yield the lines of the page with the results."""
     yield "# What users can observe, compared with an older commit"
     yield ""
-    yield f"Made by `make behavior OLD=DIR`, where `DIR` has {commit(old)}. This checkout has {commit(ROOT)}. Both ran with Python"
-    yield f"{platform.python_version()} and torch {version('torch')} on the CPU. The older commit ran twice: a value that differed between its"
-    yield "two runs, such as a time, is not compared. Values are compared bit for bit, after old names are replaced by new ones."
+    yield f"Made by `make behavior OLD=DIR`, where `DIR` has {commit(old)}. This checkout has {commit(ROOT)}."
+    yield f"Both ran with Python {platform.python_version()} and torch {version('torch')} on the CPU. The older commit ran twice: a value that"
+    yield "differed between its two runs, such as a time, is not compared. Values are compared bit for bit, after the old names in the table"
+    yield "below are replaced by new ones. `tools/behavior.py` says what each part records."
     yield ""
     yield "| part | values compared | equal | vary by themselves | changed | removed | added | without a reason |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
@@ -277,8 +278,7 @@ def table(found: list[Comparison], old: Path) -> Iterator[str]:
     if reworded:
         yield from ("", "## Messages of rejections that were reworded", "", "| error | then | now |", "| --- | --- | --- |")
         for one in reworded:
-            subject, error, _ = one.key.split(": ", 2)
-            yield f"| {subject}: {error} | {cell(one.was)} | {cell(one.is_)} |"
+            yield f"| {one.key} | {cell(one.was)} | {cell(one.is_)} |"
 
 
 def differences_by_reason(found: list[Comparison]) -> Iterator[str]:

@@ -100,7 +100,20 @@ REASONS: tuple[Reason, ...] = (
         "added",
     ),
     Reason("New fields of the records of events.", "(recipes|run_folders)", r"events \d+/(seconds|epochs)", "added"),
+    Reason(
+        "A resumed run keeps the records of the checkpoint's step that were logged after the checkpoint, such as those of an evaluation. "
+        "Before, they were dropped.",
+        "run_folders",
+        r"metrics \d+/records",
+        "changed",
+    ),
     Reason("New: a wrong declaration of `requests` or `required_fields` is rejected.", "rejections", ".*halt", "added"),
+    Reason(
+        "New: a value that is nested too deeply to be compared is rejected with its path.",
+        "rejections",
+        ".*nested deeper",
+        "added",
+    ),
 )
 """The first reason that explains a difference is the one that is reported."""
 

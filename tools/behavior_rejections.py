@@ -276,4 +276,4 @@ def _named(error: str, renamed: Mapping[str, str]) -> str:
 
 def _plain(text: str, renamed: Mapping[str, str]) -> str:
     words = re.sub(r"\w+", lambda word: renamed.get(word[0], word[0]), text)
-    return re.sub(r"\s+", " ", words).strip().lower()
+    return re.sub(r"\s+", " ", words).strip()

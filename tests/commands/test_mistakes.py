@@ -28,7 +28,7 @@ SAVER = "callbacks:\n  - class_path: callsheet.callbacks.LRMonitor\n  - class_pa
         (BASE + "precision: bf17\n", "mine.yaml:4: precision=bf17: give one of fp32, bf16, fp16; did you mean 'bf16'?"),
         (
             BASE + SAVER + "    init_args:\n      mode: minn\n",
-            "mine.yaml:7: callbacks[1].mode=minn: CheckpointSaver expects one of min, max; did you mean 'min'?",
+            "mine.yaml:8: callbacks[1].mode=minn: CheckpointSaver expects one of min, max; did you mean 'min'?",
         ),
         (
             "recipe: classify\nclass_weights: balancd\n",
