@@ -35,7 +35,7 @@ $(DEMO): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[hf]'
 	touch $@
 
-demo: $(DEMO)  ## train a small language model on the standard library's source, about three minutes including the installation; RESUME=new starts a new run
+demo: $(DEMO)  ## train a small language model on the standard library's source, two to three minutes including the installation; RESUME=new starts a new run
 	$(BIN)/callsheet train pretrain --resume $(RESUME)
 
 $(TEST): pyproject.toml constraints.txt
@@ -51,7 +51,7 @@ ONE_FRAMEWORK := tests/bridges/test_huggingface.py tests/bridges/test_bare.py te
 
 setup: $(TEST)  ## create .venv with what make test needs
 
-test: setup  ## the core, the trainer, callbacks, loggers, recipes and one framework: about seven minutes with a new venv, five later
+test: setup  ## the core, the trainer, callbacks, loggers, recipes and one framework: four to seven minutes with a new venv, three to five later
 	$(PYTEST) -m "not browser and not slow and not test_all" $(CORE) $(ONE_FRAMEWORK)
 
 test-all: test $(READY)  ## make test, then every framework in its pinned version, many ranks and processes, and the browser; about half an hour on two cores
