@@ -100,8 +100,8 @@ seeds. In half of the runs 15 %, in the other half 2 % of the framework's calls 
 by a repeated earlier call; in Composer, which has many more events in a step, a tenth of these shares. The loop by hand leaves out,
 repeats and reorders its own calls.
 In all runs that have not failed, the weights are equal to those of training without callsheet, and the events are in lifecycle order.
-In the frameworks, each step is reported once, with its epoch and with the loss that the loop has computed, or none: in the whole run, or,
-if callsheet has logged a warning, before the step that the warning names. In Composer and Ultralytics, the same holds for the steps of
+In the frameworks, each step is reported once, with its epoch; its loss is the one that the loop has computed, or there is none. This holds
+in the whole run or, if callsheet has logged a warning, before the step that the warning names. In Composer and Ultralytics, the same holds for the steps of
 evaluations, and the losses of evaluations are those that the framework has computed.
 Composer runs with and without saves and evaluations within an epoch, with callbacks that listen only to the ends of steps, and with an
 optimizer that calls a closure. Ultralytics runs with one and with two batches a step, and with callbacks that listen only to the ends of

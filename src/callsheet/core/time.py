@@ -328,11 +328,11 @@ class Timestamp(NamedTuple):
         return self._against(other, lambda a, b: a >= b)
 
     def __add__(self, other: Time | str) -> Time:  # type: ignore[override]  # the `+` of a tuple would concatenate
-        """Return `timestamp + other`, such as `timestamp + "100ba"`: the progress in the unit of `other`, plus `other`."""
+        """Return the progress in the unit of `other`, plus `other`, as a Time. `timestamp + "100ba"` is 100 batches after the timestamp."""
         return self._moved(other, 1)
 
     def __sub__(self, other: Time | str) -> Time:
-        """Return `timestamp - other`, such as `timestamp - "100ba"`: the progress in the unit of `other`, minus `other`."""
+        """Return the progress in the unit of `other`, minus `other`, as a Time. `timestamp - "100ba"` is 100 batches before the timestamp."""
         return self._moved(other, -1)
 
     def __mul__(self, other: object) -> NoReturn:

@@ -61,8 +61,8 @@ class LaneSet:
 
         The counts are kept until another run begins.
         """
-        # For each lane that was too slow for a checkpoint, the number of items that it had processed by then.
-        # The next checkpoint waits for a lane in this dict only if the lane has processed more items since then.
+        # For each lane that was too slow for a checkpoint, the number of items that it had processed when the checkpoint was saved.
+        # The next checkpoint waits for such a lane only if the lane has processed more items since the earlier checkpoint.
         self._behind: dict[Registration, int] = {}
         # For each lane that was too slow for a metrics record, the number of items that it had processed by then.
         self._slow: dict[Registration, int] = {}

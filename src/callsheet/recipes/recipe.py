@@ -314,7 +314,8 @@ class Recipe(Generic[AnyConfig]):
             The losses and metrics of every validation dataset and of the test data (as `test`), by dataset and name.
         """
         trainer = self.trainer
-        if trainer.state.evaluators:  # `fit` has not evaluated if the run was already complete or was opened without training
+        if trainer.state.evaluators:
+            # Evaluate now if `fit` has not, because the run was already complete or was opened without training.
             self.evaluated = dict((not self._is_opened and trainer.eval_results) or trainer.evaluate())
         if (test := self.test_data()) is not None:
             self.evaluated["test"] = trainer.test(test)

@@ -55,7 +55,7 @@ class Key:
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Return the key whose text form, as the method `Key.text` returns it, is `text`.
+        """Parse `text`, which `Key.text` has returned, and return the key.
 
         Raise a `TransportError` if `text` is not a key. The error does not repeat the text.
         """

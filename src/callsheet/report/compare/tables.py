@@ -184,7 +184,7 @@ def _cell(value: str) -> str:
 
 
 def _cells(values: Sequence[str]) -> list[str]:
-    """Return the values as table cells. If long values begin with the same words, `...` replaces all but the last of them."""
+    """Return the values as table cells. If long values begin with the same words, replace these words by `...`, except the last one."""
     lines = [" ".join(value.split()) for value in values]
     given = [line for line in lines if line]
     same = next((place for place, letters in enumerate(zip(*given, strict=False)) if len(set(letters)) > 1), min(map(len, given)))
