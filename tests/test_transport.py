@@ -8,6 +8,7 @@ import errno
 import functools
 import io
 import itertools
+import json
 import logging
 import os
 import pickle
@@ -220,6 +221,10 @@ def test_views_of_one_memory_are_distinguished_from_copies() -> None:
     base = torch.arange(4.0)
     [line] = differences(fingerprint({"it": [base[:2], base[2:]]}), fingerprint({"it": [base[:2].clone(), base[2:].clone()]}))
     assert line == "it[1]: memory: here it is the same object as it[0], but not there"
+    array = numpy.zeros(3)
+    views = [torch.from_numpy(array), torch.from_numpy(array[:2])]
+    [line] = differences(fingerprint({"it": views}), fingerprint({"it": decode(encode(views, allow_pickle=False))}))
+    assert line == "it[1]: memory: here it is the same object as it[0], but not there"
     sparse = torch.eye(2).to_sparse()
     assert differences(fingerprint({"it": sparse}), fingerprint({"it": sparse})) == [
         "it: a torch.Tensor torch.float32 [2, 2] cpu without gradient, which cannot be inspected"
@@ -273,6 +278,15 @@ def test_objects_that_differ_inside_are_distinguished(one: Any, other: Any) -> N
 def test_equal_values_need_not_be_one_object(value: Any) -> None:
     back = decode(encode([value, [value]], allow_pickle=False))
     assert differences(fingerprint({"it": [value, [value]]}), fingerprint({"it": back})) == []
+
+
+def test_long_lists_are_compared_by_digests() -> None:
+    one, other = list(range(5000)), list(range(5000))
+    other[2500] = 7
+    assert len(json.dumps(fingerprint({"it": one}))) < 200
+    assert differences(fingerprint({"it": one}), fingerprint({"it": list(one)})) == []
+    assert differences(fingerprint({"it": one}), fingerprint({"it": other})) == ["it: a list with another value there"]
+    assert differences(fingerprint({"it": one}), fingerprint({"it": one[:10]})) == ["it: a list with another value there"]
 
 
 def test_a_value_that_is_nested_too_deeply_is_rejected_with_its_path() -> None:

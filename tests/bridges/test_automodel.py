@@ -364,6 +364,34 @@ def test_a_callback_that_calls_the_model_at_every_event_does_not_open_an_evaluat
     assert not {"_run_train_optim_step", "_run_validation_epoch"} & set(vars(recipe))
 
 
+class WithoutMethods(Recipe):
+    """A recipe whose methods for steps and validations have other names, as in AutoModel's for sequence classification."""
+
+    STEP, VALIDATION = "_step", "_validate"
+    _step, _validate = Recipe._run_train_optim_step, Recipe._run_validation_epoch
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in (Recipe.STEP, Recipe.VALIDATION):
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("request_", ["evaluate", "save"])
+def test_a_requested_validation_is_observed_in_a_recipe_without_the_methods(request_: str, tmp_path: Path) -> None:
+    class Requests(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            if ctx.step == 2:
+                getattr(ctx.control, request_)("a test")
+
+    recorder = Recorder()
+    recipe = WithoutMethods(POINTS, tmp_path, [host([recorder, Requests()])], num_epochs=1)
+    recipe.setup()
+    recipe.run_train_validation_loop()
+    check_events(recorder.events)
+    assert len(recipe.evaluated) == recorder.events.count("on_eval_all_end")
+    assert recorder.events.count("on_eval_forward_end") == recorder.events.count("on_eval_step_end") == 3 * len(recipe.evaluated)
+
+
 class Twice(Recipe):
     """A recipe whose loss calls the model twice."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,10 @@ SAVER = "callbacks:\n  - class_path: callsheet.callbacks.LRMonitor\n  - class_pa
         (
             BASE + SAVER + "    init_args:\n      mode: minn\n",
             "mine.yaml:8: callbacks[1].mode=minn: CheckpointSaver expects one of min, max; did you mean 'min'?",
+        ),
+        (
+            BASE + SAVER + "    init_args: [1, 2]\n",
+            "mine.yaml:7: callbacks[1].init_args=[1, 2]: give the arguments of CheckpointSaver by name",
         ),
         (
             "recipe: classify\nclass_weights: balancd\n",
@@ -58,6 +63,19 @@ def test_the_message_names_the_place(
         assert err.startswith(f"callsheet: {message}")
     assert err.count("\n") == 1
     assert [each.name for each in tmp_path.iterdir()] == ["mine.yaml"]
+
+
+@pytest.mark.parametrize("more", ["", "precision: bf17\n"])
+def test_a_module_that_cannot_be_imported_is_named(
+    more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    Path("fails_at_import.py").write_text("raise RuntimeError('no driver')\n")
+    Path("mine.yaml").write_text(BASE + "callbacks: [fails_at_import.Own]\n" + more)
+    assert main(["show", "mine.yaml"]) == 2
+    message = "mine.yaml:4: callbacks[0]: importing 'fails_at_import.Own' fails: RuntimeError: no driver"
+    assert capsys.readouterr().err.startswith(f"callsheet: {message}")
 
 
 def test_a_value_of_the_command_line_has_no_file(

@@ -325,6 +325,7 @@ class HostedRun(Run):
             return True
         if self.manager.has_listeners.on_checkpoint_due:
             self.boundaries.fire_checkpoint_due("step")
+            self.is_over = False  # a stop that was requested at `on_checkpoint_due` acts only at the next boundary
             return self.control.pending
         return False
 

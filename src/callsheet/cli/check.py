@@ -6,7 +6,6 @@ smallest part of the values that jsonargparse rejects.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -107,7 +106,11 @@ def _in_spec(kind: Any, content: Any, at: str) -> Iterator[_Error]:
     except ConfigError as error:
         yield _Error(at, f"{at}: {error}")
     else:
-        yield from _in_arguments(owner, spec.get("init_args") or {}, at, later)
+        arguments = spec.get("init_args") or {}
+        if isinstance(arguments, Mapping):
+            yield from _in_arguments(owner, arguments, at, later)
+        else:
+            yield _Error(f"{at}.init_args", f"{at}.init_args={arguments}: give the arguments of {owner.__name__} by name")
 
 
 def _class_at(path: str, base: type | None) -> Any:
@@ -160,7 +163,7 @@ def _fits(kind: Any, value: Any) -> bool:
     parser.add_argument("--value", type=kind)
     try:
         parser.parse_object({"value": names.with_calls(value)}, env=False)
-    except argparse.ArgumentError:
+    except Exception:  # an `ArgumentError`, or any error of a module that jsonargparse imports
         return False
     return True
 

@@ -180,8 +180,11 @@ def values_of(
     sources = tuple(sources_of(path, from_environment, overrides))
     try:
         given = parser.parse_args([*(f"--{key}={value}" for key, value in from_environment.items()), *overrides], env=False)
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"{first_error(parser, sources) or error} ({parser.prog} --help explains every key)") from None
+    except Exception as error:  # an `ArgumentError`, or any error of a module that a value names
+        message = first_error(parser, sources)
+        if not message and not isinstance(error, argparse.ArgumentError):
+            raise
+        raise ConfigError(f"{message or error} ({parser.prog} --help explains every key)") from None
     return Values(path, kind, parser, given, sources)
 
 

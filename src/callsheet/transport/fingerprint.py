@@ -15,7 +15,7 @@ import io
 import json
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -33,6 +33,7 @@ IGNORE_ATTRIBUTE = "transport_ignore"
 """The class attribute that names those instance attributes which may differ between processes."""
 
 _MAX_DEPTH = 100  # the maximum depth of nesting, because each level takes several calls on Python's limited stack
+_MAX_LISTED_ITEMS = 1000  # a container with more items, all of them plain values, is described by a digest
 _NOT_INSPECTED = "cannot be inspected"
 
 
@@ -53,7 +54,7 @@ def differences(here: Mapping[str, Node], there: Mapping[str, Node]) -> list[str
 class _Fingerprinter:
     def __init__(self) -> None:
         # The objects that occurred, by id, each with its path. They are kept alive, because the id of a freed object may be used again.
-        self._met: dict[int, tuple[Any, str]] = {}
+        self._met: dict[Hashable, tuple[Any, str]] = {}
         self._depth = 0
 
     def node_of(self, value: Any, path: str) -> Node:
@@ -75,14 +76,18 @@ class _Fingerprinter:
             inside = self._inside(value, path)
             if not isinstance(inside, str):
                 inside = {label: self.node_of(part, _joined(path, label)) for label, part in inside.items()}
+                if len(inside) > _MAX_LISTED_ITEMS and all(isinstance(part[1], str) for part in inside.values()):
+                    inside = f"{len(inside)} items: {hashlib.sha256(json.dumps(inside).encode()).hexdigest()}"
             node = [name_of(kind), inside]
         self._depth -= 1
         return node
 
-    def _met_before(self, value: object, path: str) -> Node | None:
-        if id(value) in self._met:
-            return ["same", self._met[id(value)][1]]
-        self._met[id(value)] = value, path
+    def _met_before(self, value: object, path: str, key: Hashable = None) -> Node | None:
+        """Return a node that names an earlier place with this object, or None. Objects with the same `key` count as the same object."""
+        key = id(value) if key is None else key
+        if key in self._met:
+            return ["same", self._met[key][1]]
+        self._met[key] = value, path
         return None
 
     def _inside(self, value: Any, path: str) -> dict[str, Any] | str:
@@ -136,7 +141,9 @@ class _Fingerprinter:
         except (RuntimeError, TypeError, NotImplementedError):
             # The data cannot be read: this is a meta or sparse tensor, or a tensor of a subclass that keeps its data elsewhere.
             return [facts, "" if tensor.is_meta else _NOT_INSPECTED]
-        return [facts, {"content": [facts, content], "memory": self._met_before(storage, path) or ["own", ""]}]
+        # Compare addresses, because `torch.from_numpy` makes a new storage for each tensor over the same memory.
+        shared = self._met_before(storage, path, ("storage", storage.data_ptr())) if tensor.numel() else None
+        return [facts, {"content": [facts, content], "memory": shared or ["own", ""]}]
 
 
 def _text_of(value: Any) -> str | None:

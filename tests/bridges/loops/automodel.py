@@ -133,6 +133,9 @@ class Config:
 class Recipe:
     """`setup` creates all parts and resumes from `cfg["checkpoint.restore_from"]`. `run_train_validation_loop` trains."""
 
+    STEP, VALIDATION = "_run_train_optim_step", "_run_validation_epoch"
+    """The names of the methods that train a step and that validate."""
+
     def __init__(
         self, job: Job, folder: Path, callbacks: Sequence[Any], *, sets: Mapping[str, Any] | None = None,
         cfg: Mapping[str, Any] | None = None, saves: bool = True, is_async: bool = False, model_wrap: Any = None, **schedule: Any,
@@ -174,12 +177,12 @@ class Recipe:
         for epoch in scheduler.epochs:
             scheduler.epoch = epoch
             for batches in scheduler:
-                sample = self._run_train_optim_step(batches)
+                sample = getattr(self, self.STEP)(batches)
                 self.losses.append(sample.metrics["loss"])
                 recorded.on_train_batch_end(self, train_log_data=sample)
                 found: dict[str, MetricsSample] = {}
                 if scheduler.is_val_step:
-                    found = {name: self._run_validation_epoch(loader) for name, loader in self.val_dataloaders.items()}
+                    found = {name: getattr(self, self.VALIDATION)(loader) for name, loader in self.val_dataloaders.items()}
                     self.evaluated.append({name: each.metrics["val_loss"] for name, each in found.items()})
                     recorded.on_validation_end(self, val_results=found)
                     model.train()

@@ -245,14 +245,15 @@ class AutoModelHost(HostBase, AutoModelCallback):
             self._requests.restore()
             called.end_step()
             self._take(run, {} if train_log_data is None else train_log_data.metrics)
-            is_last_batch = getattr(recipe.step_scheduler, "is_last_batch", False)
-            if not called.is_wrapped:
-                called.is_validating = bool(getattr(recipe.step_scheduler, "is_val_step", False))
             if run.end_step():
                 self._after_step(run)
-            if is_last_batch:
+            if getattr(recipe.step_scheduler, "is_last_batch", False):
                 run.end_epoch(is_whole=True)
                 self._stop_if_asked(run)
+            if (
+                not called.is_wrapped
+            ):  # read only now, because AutoModel also validates if a callback has requested a save or a stop
+                called.is_validating = bool(getattr(recipe.step_scheduler, "is_val_step", False))
             called.is_inert = False
         except BaseException as error:
             self._leave(error)

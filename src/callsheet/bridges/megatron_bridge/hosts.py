@@ -264,7 +264,7 @@ class MegatronBridgeHost(HostBase):
                 run.grad_norm = norm if norm is None or isinstance(norm, Tensor) else torch.scalar_tensor(norm)
             if norm is not None and run.manager.has_listeners.on_log:
                 run.records.metrics.log({"train/grad_norm": norm}, over="mean", across="same")
-            if run.end_step():
+            if run.end_step() or not self._is_checked:
                 self._after_step(run, 1)  # 1, because Megatron has not counted this step yet
             if self._is_pipelined:
                 run.records.last_loss = (
