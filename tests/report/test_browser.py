@@ -299,11 +299,11 @@ def test_the_timeline_shows_spans_and_callbacks(seen: OpenedPage, report: str) -
     assert "of the window" in tip.inner_text()
     assert "of step" in tip.inner_text()
     page.mouse.dblclick(box["x"] + 5, box["y"] + 5)  # zoom to the slice
-    page.wait_for_function("document.querySelectorAll('#timeline rect.slice').length < 10")
+    until(page, "document.querySelectorAll('#timeline rect.slice').length < 10")
     timeline.locator("svg").press("0")
     expect(timeline.locator("svg text.step-name")).to_have_count(4)
     timeline.locator("svg").press("+")
-    page.wait_for_function("document.querySelectorAll('#timeline svg text.step-name').length < 4")
+    until(page, "document.querySelectorAll('#timeline svg text.step-name').length < 4")
     page.get_by_role("button", name="Earlier window").click()
     expect(timeline.locator("svg text.step-name")).to_have_count(4)
     timeline.locator("summary").click()
