@@ -110,7 +110,7 @@ class Switch(Callback):
 
     def __init__(self, monitors: list[Callback], states: Iterable[str], device: str) -> None:
         self.monitors = monitors
-        self.manager: Any = None
+        self.manager: CallbackManager
         self._states = itertools.cycle(states)
         self._is_on_cuda = device == "cuda"
         self._marks: list[tuple[str, list[tuple[Mark, Mark]]]] = []
@@ -144,7 +144,7 @@ class Switch(Callback):
             state = next(self._states)
             self._marks.append((state, []))
             self.manager.costs.mode = "all" if state == TIMED else "off"
-            for registration in self.manager._registrations:
+            for registration in self.manager._table.registrations:
                 if registration.thing in self.monitors:  # handlers that a monitor has muted by itself stay muted
                     registration.is_off = state == MUTED
             self.manager._table.changed()
