@@ -128,7 +128,7 @@ def with_faults(faulty: Any, seed: int) -> Any:
 
     def called(event: Any, *args: Any) -> None:
         ends = event.value in ("after_load", "fit_start", "fit_end")
-        (run_event if ends or event.value not in hosted._handlers else odd_event)(event, *args)
+        (run_event if ends or hosted._table[event.value] is None else odd_event)(event, *args)
 
     hosted.run_event = called
     return faulty

@@ -6,6 +6,7 @@ This module imports Composer.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -44,46 +45,88 @@ _LOSS_EVENTS = ("after_loss", "before_backward")
 """
 
 
-class HandlerTables:
-    """Selects the handlers that the host calls for Composer's events. For speed, events that nothing needs have no handler.
+Handler = Callable[[Any], None]
+EventTable = dict[Any, tuple[Handler | None, "EventTable"] | None]
+"""For each of Composer's events: the handler and the table in which to look up the next event. An event whose entry is None is ignored.
+
+The handler of an event at which the run begins is None.
+"""
+
+
+class EventTables:
+    """The tables in which the host looks up its handlers for Composer's events. For speed, events that nothing needs have no handler.
+
+    During training, there is one table for each event of a step. It is used after this event, and `doubt` is called before the
+    handler of each event that must not come next.
 
     Args:
         handlers: the handlers by the event's value.
         of_closure: the handlers that are used instead while an optimizer calls its closure again.
+        doubt: a function that is called with an event that is not expected, and with Composer's state.
     """
 
-    def __init__(self, handlers: dict[Any, Callable[..., None]], of_closure: dict[Any, Callable[..., None]]) -> None:
-        self.training = handlers
-        """The handlers whose events have listeners. This dictionary is changed in place, so a reference to it may be kept."""
-        self._optional = {event: handlers[event] for event in (*_MICROBATCH_EVENTS, *_RESULT_EVENTS, *_LOSS_EVENTS)}
-        self._outside = {event: handler for event, handler in handlers.items() if event not in _CLOSURE_EVENTS}
-        self._of_closure = self._outside | of_closure
+    def __init__(
+        self, handlers: Mapping[str, Handler], of_closure: Mapping[str, Handler], doubt: Callable[[str, Any], None]
+    ) -> None:
+        self._handlers, self._of_closure, self._doubt = handlers, of_closure, doubt
+        self.before_run: EventTable = {event.value: None for event in Event}
+        """The table before a run begins and after it has ended."""
+        self.before_run[Event.AFTER_LOAD.value] = None, self.before_run
         in_training = {
             *_STEP_EVENTS,
             *(f"{span}_{at}" for span in ("iteration", "epoch") for at in ("start", "end", "checkpoint")),
         }
-        self.after_training = {event: handler for event, handler in handlers.items() if event not in in_training}
-        """The handlers that are used after Composer has ended training, when it may still evaluate and predict."""
-        self.predecessors: Mapping[Any, frozenset[str]] = _predecessors(handlers)
-        """For each event of a step and for `epoch_end`: the handled events that may directly precede it."""
+        self.after_training = _repeated({event: handler for event, handler in handlers.items() if event not in in_training})
+        """The table after Composer has ended training, when it may still evaluate and predict."""
+        self.after: dict[str, EventTable] = {}
+        """The tables during training, by the last event of a step that has come. The table of "" is used before the first such event."""
+        self.in_closure: EventTable = {}
+        """The table while an optimizer calls its closure again in the same step. The handlers only record the loss."""
+        self._left_out: set[str] = set()  # the events that have no handler now
+        self._make(handlers)
 
     def listen(self, driver: LifecycleDriver) -> None:
-        """Before a step, add the needed handlers for the forward pass, the loss and the optimizer, and remove those not needed."""
-        self._choose(_MICROBATCH_EVENTS, driver.listens_to("forward"))
-        self._choose(_RESULT_EVENTS, driver.is_read)
-        self._choose(_LOSS_EVENTS, driver.is_loss_read)
-        self.predecessors = _predecessors(self.training)
+        """Before a step, make new tables with the needed handlers for the forward pass, the loss and the optimizer, if others are needed."""
+        needed: set[str] = set()
+        for events, is_needed in (
+            (_MICROBATCH_EVENTS, driver.listens_to("forward")),
+            (_RESULT_EVENTS, driver.is_read),
+            (_LOSS_EVENTS, driver.is_loss_read),
+        ):
+            needed.update(events if is_needed else ())
+        left_out = {*_MICROBATCH_EVENTS, *_RESULT_EVENTS, *_LOSS_EVENTS} - needed
+        if left_out != self._left_out:
+            self._left_out = left_out
+            self._make({event: handler for event, handler in self._handlers.items() if event not in left_out})
 
-    def of_closure(self) -> dict[Any, Callable[..., None]]:
-        """Return the handlers to use if the optimizer calls its closure again in the same step. They only record the loss."""
-        return self._of_closure if Event.AFTER_LOSS.value in self.training else self._outside
+    def _make(self, handlers: Mapping[str, Handler]) -> None:
+        predecessors = _predecessors(handlers)
+        self.after = {last: {} for last in ("", *predecessors)}
+        for last, table in self.after.items():
+            for event in self.before_run:
+                handler = handlers.get(event)
+                if handler is None:
+                    table[event] = None
+                elif event not in predecessors:
+                    table[event] = handler, table
+                elif last in predecessors[event]:
+                    table[event] = handler, self.after[event]
+                else:
+                    table[event] = partial(self._handle_in_doubt, event, handler), self.after[event]
+        outside = {event: handler for event, handler in handlers.items() if event not in _CLOSURE_EVENTS}
+        self.in_closure = _repeated(outside | (dict(self._of_closure) if Event.AFTER_LOSS.value in handlers else {}))
+        self.in_closure[Event.BATCH_END.value] = handlers[Event.BATCH_END.value], self.after[Event.BATCH_END.value]
 
-    def _choose(self, events: Iterable[str], has_listeners: bool) -> None:
-        for event in events:
-            if has_listeners:
-                self.training[event] = self._optional[event]
-            else:
-                self.training.pop(event, None)
+    def _handle_in_doubt(self, event: str, handler: Handler, state: Any) -> None:
+        self._doubt(event, state)
+        handler(state)
+
+
+def _repeated(handlers: Mapping[str, Handler]) -> EventTable:
+    """Return a table of these handlers that is used for the next event, too."""
+    table: EventTable = {event.value: None for event in Event}
+    table.update({event: (handler, table) for event, handler in handlers.items()})
+    return table
 
 
 def _predecessors(handlers: Collection[str]) -> dict[Any, frozenset[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from composer import Callback as ComposerCallback
@@ -13,7 +13,8 @@ from torch import Tensor
 from callsheet.bridges.composer.events import NOT_FIRED
 from callsheet.bridges.composer.host_parts import (
     EvaluationRequests,
-    HandlerTables,
+    EventTable,
+    EventTables,
     Listener,
     SavedCheckpoints,
     StepLosses,
@@ -50,32 +51,26 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         self._evaluation_requests = EvaluationRequests()
         self._losses = StepLosses()
         self._is_standalone = False
-        self._idle = {OurEvent.AFTER_LOAD.value: self._begin}
         handlers = {event.value: getattr(self, f"_{event.value}") for event in OurEvent if hasattr(self, f"_{event.value}")}
-        check_events(PACKAGE, (*self._idle, *handlers), {event.value for event in Event})
-        self._tables = HandlerTables(
+        check_events(PACKAGE, (OurEvent.AFTER_LOAD.value, *handlers), {event.value for event in Event})
+        self._tables = EventTables(
             handlers,
             {Event.BEFORE_TRAIN_BATCH.value: self._before_train_batch, Event.AFTER_LOSS.value: self._after_loss_again},
+            self._doubt,
         )
-        self._handlers: dict[Any, Callable[..., None]] = self._idle  # the handlers in use now, by the value of Composer's event
-        self._last_event = ""  # the step event that Composer fired most recently, or "" before the first
+        self._table: EventTable = self._tables.before_run
 
     def run_event(self, event: Any, state: Any, logger: Any) -> None:
         """Handle an event of Composer. An error in a callback is raised. After an error in callsheet, training continues."""
-        name = event._value_  # look up the event's value, because hashing the event itself is slow
-        handler = self._handlers.get(name)
-        if handler is None:
+        entry = self._table[event._value_]  # look up the event's value, because hashing the event itself is slow
+        if entry is None:
             return
         try:
-            if self._handlers is self._idle:
-                handler(state, logger)
-                return
-            before = self._tables.predecessors.get(name)
-            if before is not None:
-                if self._last_event not in before and self._handlers is self._tables.training:
-                    self._doubt(name, state)
-                self._last_event = name
-            handler(state)
+            handler, self._table = entry
+            if handler is None:
+                self._begin(state, logger)
+            else:
+                handler(state)
         except BaseException as error:
             self._leave(error)
 
@@ -111,7 +106,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         self._stepped = SteppedHooks(run, [optimizer] if optimizer is not None else [])
         self._begin_run(run, [self._stepped], NOT_FIRED, end=_end)
         self._hooks.append(Listener(run, logger_))
-        self._handlers, self._last_event = self._tables.training, ""
+        self._table = self._tables.after[""]
 
     def _loads(self) -> CheckpointInfo | None:
         """Load the callbacks' states from the checkpoint that Composer has loaded. Return its description; None for a new run."""
@@ -151,7 +146,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
             self._release()
 
     def _release(self) -> None:
-        self._handlers = self._idle
+        self._table = self._tables.before_run
         super()._release()
 
     # --- training ---
@@ -166,7 +161,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
             run.control.able.add("evaluate")
             self._evaluation_requests.install(state.evaluators)
         run.counts.follow(lambda: Counts(int(state.timestamp.batch), int(state.timestamp.epoch)))
-        self._handlers, self._last_event = self._tables.training, ""
+        self._table = self._tables.after[""]
         run.driver.start("train")
 
     def _iteration_start(self, state: Any) -> None:
@@ -183,6 +178,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         driver = self._run.driver
         if driver.listen():
             self._tables.listen(driver)
+            self._table = self._tables.after[OurEvent.BEFORE_DATALOADER.value]
             self._stepped.listen(driver.is_loss_read)
         # The fetch is still open if a resumed Trainer has skipped a batch that was trained on before the resume.
         if not driver.is_open("fetch"):
@@ -205,7 +201,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         self._losses.parts.clear()
         # If the optimizer's step has already begun, the optimizer is calling its closure again. Only the last call's loss counts.
         if driver.is_open("optimizer_step"):
-            self._handlers = self._tables.of_closure()
+            self._table = self._tables.in_closure
         else:
             driver.start("forward_backward")
 
@@ -266,7 +262,6 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         driver.start("optimizer_step")
 
     def _batch_end(self, state: Any) -> None:
-        self._handlers = self._tables.training
         if self._stepped.fault is not None:
             raise self._stepped.fault
         self._run.driver.end_step()
@@ -300,7 +295,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
     def _fit_end(self, state: Any) -> None:
         self._saves.report(self._run)
         self._run.finish_training()
-        self._handlers = self._tables.after_training
+        self._table = self._tables.after_training
 
     def _stop(self, loop: Any) -> None:
         self._state.stop_training()
