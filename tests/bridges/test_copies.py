@@ -313,3 +313,23 @@ def test_a_torch_without_the_private_names_leaves_a_function_as_it_is(monkeypatc
     monkeypatch.delattr(torch._C._dynamo.eval_frame, "_FrameAction")
     assert torch_hooks.not_compiled(function) is function
     assert function() == 1
+
+
+def test_a_trace_of_the_model_contains_no_hook_even_if_an_earlier_forward_pass_has_failed() -> None:
+    def double(ctx: Context) -> None:
+        ctx.outputs = ctx.outputs * 2
+
+    model, at = nn.Linear(4, 4), At(double)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(7))
+    traced = []
+    with attach(model=model, optimizer=optimizer, callbacks=[at]) as run:
+        for batch in run.steps([inputs, inputs]):
+            with pytest.raises(RuntimeError, match="shapes"):
+                model(batch[:, :2])  # the end of this forward pass is never reported
+            traced.append(torch.jit.trace(model, batch, check_trace=False))
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert at.times == 2
+    assert all(torch.equal(each(inputs), nn.functional.linear(inputs, each.weight, each.bias)) for each in traced)

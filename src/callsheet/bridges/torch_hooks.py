@@ -203,6 +203,7 @@ class ForwardHooks(NotCopied):
         around, forward = ("microbatch", "forward") if self._is_training else (f"{mode}_step", f"{mode}_forward")
         self._around, self._forward = driver.spans[around], driver.spans[forward]
         self._before, self._after = Hook(model.register_forward_pre_hook), Hook(model.register_forward_hook)
+        self._is_traced = False  # whether torch traces the current forward pass
 
     def listen(self, has_listeners: bool) -> None:
         """Register the hooks in the model if `has_listeners` is true, otherwise remove the hooks."""
@@ -211,7 +212,8 @@ class ForwardHooks(NotCopied):
 
     @not_compiled
     def _begins(self, model: nn.Module, inputs: Any) -> None:
-        if is_traced():
+        self._is_traced = is_traced()
+        if self._is_traced:
             return
         try:
             if self._around.is_open:
@@ -225,7 +227,7 @@ class ForwardHooks(NotCopied):
 
     @not_compiled
     def _ends(self, model: nn.Module, inputs: Any, outputs: Any) -> Any:
-        if is_traced():
+        if self._is_traced:
             return outputs
         try:
             if self._forward.is_open:
