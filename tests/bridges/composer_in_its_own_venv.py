@@ -44,12 +44,12 @@ real = composer.callbacks
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left_in_torch() -> None:
+def _backward_is_not_patched_afterwards() -> None:
     """Replace the fixture in conftest.py by one that does nothing, because Composer's host does not patch torch."""
 
 
 @pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # Composer writes into the working folder
 
 
@@ -226,7 +226,7 @@ def test_a_version_of_composer_without_an_event_is_rejected(event: str, monkeypa
         host([])
 
 
-def test_the_forty_events_are_composer_s_in_its_order() -> None:
+def test_our_copy_of_the_forty_events_has_composer_s_order() -> None:
     assert [event.value for event in OurEvent] == [event.value for event in composer.Event]
     assert {theirs for several in EVENT_MAP.values() for theirs in several} == {event.value for event in composer.Event}
     for ours, theirs in zip(OurEvent, composer.Event, strict=True):
@@ -287,7 +287,7 @@ def test_unsupported_requests_are_rejected(tmp_path: Path, caplog: pytest.LogCap
     )
 
 
-def test_saved_by_a_callback_of_ours(tmp_path: Path) -> None:
+def test_checkpoints_that_a_saver_requests_are_written(tmp_path: Path) -> None:
     recorder = Recorder(fields=("checkpoint",))
     saver = CheckpointSaver(save_interval="5ba")
     fit(POINTS, tmp_path, [saver, recorder], save_folder=str(tmp_path / "saved"), save_interval="0ba")
@@ -296,11 +296,13 @@ def test_saved_by_a_callback_of_ours(tmp_path: Path) -> None:
     check_events(recorder.events)
 
 
-def test_states_of_several_hosts_are_in_its_checkpoints(tmp_path: Path) -> None:
+def test_a_resume_from_a_composer_checkpoint_restores_the_states_of_several_hosts(tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     options: dict[str, Any] = {"save_folder": folder, "save_interval": "7ba", "eval_interval": "2ba"}
     whole, other = History(), History()
-    unbroken = fit(POINTS, tmp_path / "whole", [whole], after=[host([other], log_interval=1)], **options | {"save_folder": None})
+    uninterrupted = fit(
+        POINTS, tmp_path / "whole", [whole], after=[host([other], log_interval=1)], **options | {"save_folder": None}
+    )
     with pytest.raises(ZeroDivisionError):
         fit(POINTS, tmp_path, [History(), Fails(8)], after=[host([History()], log_interval=1)], **options)
     history, second, recorder = History(), History(), Recorder()
@@ -309,20 +311,20 @@ def test_states_of_several_hosts_are_in_its_checkpoints(tmp_path: Path) -> None:
     assert history["train/loss"] == pytest.approx(whole["train/loss"])
     assert second["train/loss"] == pytest.approx(other["train/loss"])
     assert len(second["train/loss"]) == 12
-    assert all(torch.equal(a, b) for a, b in zip(weights(again), weights(unbroken), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(weights(again), weights(uninterrupted), strict=True))
     check_events(recorder.events)
     assert recorder.events.count("on_train_step_end") == 5
     assert recorder.recorded[-1].batch == 12
 
 
-def test_an_early_stop_stops_it(tmp_path: Path) -> None:
-    class Worse(Callback):
+def test_an_early_stop_ends_training(tmp_path: Path) -> None:
+    class RaisesEvalLoss(Callback):
         phase = "change"
 
         def on_eval_forward_end(self, ctx: Context) -> None:
             ctx.outputs = ctx.outputs + 10.0 * ctx.step
 
-    trained = fit(POINTS, tmp_path, [Worse(), EarlyStopper(monitor="eval/loss", patience="1ep")], epochs=9)
+    trained = fit(POINTS, tmp_path, [RaisesEvalLoss(), EarlyStopper(monitor="eval/loss", patience="1ep")], epochs=9)
     assert int(trained.state.timestamp.epoch) < 5
 
 
@@ -335,7 +337,7 @@ def test_averaged_weights_are_used_for_evaluation_only(tmp_path: Path) -> None:
 
 
 def test_values_replaced_by_a_callback_are_used_in_training(tmp_path: Path) -> None:
-    class Halves(Callback):
+    class ZeroesBatch(Callback):
         phase = "change"
 
         def on_fetch_end(self, ctx: Context) -> None:
@@ -343,20 +345,20 @@ def test_values_replaced_by_a_callback_are_used_in_training(tmp_path: Path) -> N
                 ctx.batch = [ctx.batch[0] * 0, ctx.batch[1] * 0]
 
     history = History()
-    fit(POINTS, tmp_path, [Halves(), history], epochs=1)
+    fit(POINTS, tmp_path, [ZeroesBatch(), history], epochs=1)
     plain = History()
     fit(POINTS, tmp_path, [plain], epochs=1)
     assert history["train/loss"][0] < plain["train/loss"][0] / 4
 
 
-def test_a_logger_writes_into_the_run_s_folder_what_others_log_too(tmp_path: Path) -> None:
+def test_a_logger_writes_our_values_and_composer_s_into_the_run_folder(tmp_path: Path) -> None:
     fit(POINTS, tmp_path, [JSONLLogger()], after=[real.LRMonitor()])
     records = read_metrics(tmp_path / "small")
     assert [record.step for record in records if "train/loss" in record.values] == [2, 4, 6, 8, 10, 12]
     assert records[0].values["composer/lr-AdamW/group0"] == 0.02
 
 
-def test_evaluating_and_predicting_by_hand(tmp_path: Path) -> None:
+def test_standalone_evaluations_and_predictions_fire_events_in_order(tmp_path: Path) -> None:
     class Sees(Callback):
         def on_predict_start(self, ctx: Context) -> None:
             self.place = ctx.step, ctx.epoch
@@ -377,7 +379,7 @@ def test_evaluating_and_predicting_by_hand(tmp_path: Path) -> None:
     assert ends.outcomes == ["finished"]
 
 
-def test_events_that_it_never_fires_are_rejected(tmp_path: Path) -> None:
+def test_listeners_to_events_that_composer_never_fires_are_rejected(tmp_path: Path) -> None:
     class Listens(Callback):
         def on_test_end(self, ctx: Context) -> None: ...
 
@@ -395,7 +397,7 @@ def test_an_exception_fails_the_run(tmp_path: Path) -> None:
     assert recorder.events.count("on_exception") == 1
     trained.close()
     later = Ends()
-    trained = made(POINTS, tmp_path, [later], after=[Bursts()])
+    trained = made(POINTS, tmp_path, [later], after=[RaisesError()])
     with pytest.raises(ArithmeticError):
         trained.fit()
     assert later.outcomes == []  # Composer does not report other callbacks' errors
@@ -455,7 +457,7 @@ def on_a_rank(folder: str) -> dict[str, Any]:
     }
 
 
-def test_on_two_ranks(tmp_path: Path) -> None:
+def test_two_ranks_carry_out_the_requests_of_one_rank(tmp_path: Path) -> None:
     for rank in "01":
         (tmp_path / rank).mkdir()
     one, other = run_ranks(on_a_rank, 2, str(tmp_path))
@@ -482,14 +484,14 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     assert one["stopped"] == (30, ["stopped"])
 
 
-class Bursts(composer.Callback):  # type: ignore[misc]
+class RaisesError(composer.Callback):  # type: ignore[misc]
     """A Composer callback that raises an error."""
 
     def batch_end(self, state: Any, logger: Any) -> None:
         raise ArithmeticError
 
 
-def test_a_host_may_be_used_again(tmp_path: Path) -> None:
+def test_a_host_can_be_used_for_several_runs(tmp_path: Path) -> None:
     recorder = Recorder()
     hosted = host([recorder], runs_folder=tmp_path)
     for _ in range(2):
@@ -618,7 +620,7 @@ SAME = {"lr_monitor", "optimizer_monitor", "activation_monitor"}
 
 
 @pytest.mark.parametrize(("tier", "name", "make", "options"), GUESTS, ids=[row[1] for row in GUESTS])
-def test_a_guest_acts_as_in_its_own_framework(
+def test_a_guest_has_the_same_effects_as_in_its_framework(
     tier: str, name: str, make: Function[[], Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
     with warnings.catch_warnings():
@@ -661,7 +663,7 @@ def test_guests_work_with_a_plain_model(tmp_path: Path) -> None:
     assert {f"l2_norm/grad/{name}" for name, _ in model.named_parameters()} <= logged.numbers.keys()
 
 
-def test_a_logger_of_theirs_is_given_our_records_under_their_names(tmp_path: Path) -> None:
+def test_a_composer_logger_receives_our_records_under_composer_s_names(tmp_path: Path) -> None:
     memory = composer.loggers.InMemoryLogger()
     model = POINTS.made_model()
     with Trainer(
@@ -677,21 +679,21 @@ def test_a_logger_of_theirs_is_given_our_records_under_their_names(tmp_path: Pat
     assert (int(stamp.batch), int(stamp.sample), type(stamp)) == (12, 48, composer.Timestamp)
 
 
-def test_an_error_names_what_a_guest_may_not_use(tmp_path: Path) -> None:
-    class Curious(composer.Callback):  # type: ignore[misc]
+def test_an_error_names_the_attribute_that_a_guest_may_not_read(tmp_path: Path) -> None:
+    class ReadsFsdpConfig(composer.Callback):  # type: ignore[misc]
         def fit_start(self, state: Any, logger: Any) -> None:
             state.fsdp_config  # noqa: B018
 
     model = POINTS.made_model()
     trainer = Trainer(
         model, POINTS.loss, POINTS.batches(), optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
-        callbacks=[guest(Curious())], runs_folder=tmp_path,
+        callbacks=[guest(ReadsFsdpConfig())], runs_folder=tmp_path,
     )  # fmt: skip
     with pytest.raises(NotSupported, match="Composer's State has here no 'fsdp_config'"):
         trainer.fit()
 
 
-def test_their_events_are_fired_in_their_order(tmp_path: Path) -> None:
+def test_composer_s_events_are_fired_in_composer_s_order(tmp_path: Path) -> None:
     class Records(composer.Callback):  # type: ignore[misc]
         def __init__(self) -> None:
             self.noted: list[tuple[Any, ...]] = []
@@ -791,7 +793,7 @@ def test_a_script_is_observed() -> None:
     assert "callsheet" not in str(saved["state"]["callbacks"])
 
 
-def test_each_fit_is_a_run() -> None:
+def test_each_call_of_fit_is_a_run() -> None:
     observed = script("-m", "callsheet.exec", "--run_name", "a", "train.py", "again")
     found = [RunFolder.read(Path(f"runs/{name}")) for name in ("a", "a-2")]
     assert [(run.outcome, run.last_step) for run in found] == [("finished", 12), ("finished", 18)], observed.stderr

@@ -37,7 +37,7 @@ STEPS = 6
 
 
 @pytest.fixture(autouse=True)
-def _accelerate_forgets() -> Iterator[None]:
+def _reset_accelerate_state() -> Iterator[None]:
     """Reset Accelerate's state, which is shared in a process, so that each test creates its own."""
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -182,7 +182,7 @@ def test_training_is_unchanged_and_every_event_is_fired(
     assert hosted.accelerator.trackers == []
 
 
-def test_a_remainder_that_is_not_stepped_is_a_skipped_step(tmp_path: Path) -> None:
+def test_an_incomplete_accumulation_at_the_end_is_reported_as_a_skipped_step(tmp_path: Path) -> None:
     recorder = Recorder(fields=("step_skipped",))
     setup = Setup(tmp_path, accumulate=4, plugin={"sync_with_dataloader": False})
     with setup.host([recorder], strict=False) as run:
@@ -210,7 +210,7 @@ def test_requests_are_carried_out(tmp_path: Path) -> None:
     check_events(recorder.events)
 
 
-def test_its_own_saves_are_reported(tmp_path: Path) -> None:
+def test_checkpoints_that_the_loop_saves_are_reported(tmp_path: Path) -> None:
     recorder = Recorder(fields=("checkpoint",))
     project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
     setup = Setup(tmp_path, project_config=project)
@@ -233,7 +233,7 @@ def test_its_own_saves_are_reported(tmp_path: Path) -> None:
     assert (kept["state"]["timestamp"]["batch"], kept["taken"]) == (3, 3)
 
 
-def test_its_own_saves_are_reported_if_no_callback_requests_checkpoints(tmp_path: Path) -> None:
+def test_checkpoints_that_the_loop_saves_are_reported_if_no_callback_requests_any(tmp_path: Path) -> None:
     class Published(Callback):
         def on_checkpoint_published(self, ctx: Context) -> None:
             steps.append(ctx.step)
@@ -252,30 +252,30 @@ def before_1_15(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make `skip_first_batches` lose the epoch count, as it does before Accelerate 1.15."""
     skip = Accelerator.skip_first_batches
 
-    def skip_and_forget(self: Any, dataloader: Any, num_batches: int = 0) -> Any:
+    def skip_and_lose_count(self: Any, dataloader: Any, num_batches: int = 0) -> Any:
         left = skip(self, dataloader, num_batches)
         left.iteration = 0
         return left
 
-    monkeypatch.setattr(Accelerator, "skip_first_batches", skip_and_forget)
+    monkeypatch.setattr(Accelerator, "skip_first_batches", skip_and_lose_count)
 
 
 @pytest.mark.parametrize("at", [6, 8])
 @pytest.mark.parametrize("how", ["resume", "before", "inside"])
 @pytest.mark.parametrize("version", ["installed", "before_1_15"])
-def test_the_callbacks_states_are_in_its_checkpoints(
+def test_a_resume_from_an_accelerate_checkpoint_restores_the_callback_states(
     version: str, how: str, at: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     if version == "before_1_15":
         request.getfixturevalue(version)
     options = {"dataloader_config": DataLoaderConfiguration(use_seedable_sampler=True)}
     whole, history, recorder = History(), History(), Recorder(fields=("checkpoint",))
-    unbroken = Setup(tmp_path, **options)
-    with unbroken.host([whole], run_name="whole") as run:
-        unbroken.run(run, epochs=3)
-    broken = Setup(tmp_path, **options)
-    with broken.host([History(), RequestsAtStep("save", at)], max_duration="9ba") as run:
-        broken.run(run, epochs=3)
+    uninterrupted = Setup(tmp_path, **options)
+    with uninterrupted.host([whole], run_name="whole") as run:
+        uninterrupted.run(run, epochs=3)
+    interrupted = Setup(tmp_path, **options)
+    with interrupted.host([History(), RequestsAtStep("save", at)], max_duration="9ba") as run:
+        interrupted.run(run, epochs=3)
     path = tmp_path / "small" / "checkpoints" / f"step-{at}"
     again = Setup(tmp_path, **options)
     attached = again.host([history, recorder], resume=path if how == "resume" else None)
@@ -291,13 +291,15 @@ def test_the_callbacks_states_are_in_its_checkpoints(
     if how != "inside":
         loaded = next(info for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_load_end")
         assert loaded.step == at
-    assert again.losses == unbroken.losses[at:]
-    assert same(again, unbroken)
+    assert again.losses == uninterrupted.losses[at:]
+    assert same(again, uninterrupted)
     assert history["train/loss"] == whole["train/loss"]
     check_events(recorder.events)
 
 
-def test_a_warning_names_states_that_are_not_registered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_callback_states_that_are_not_registered_are_reported_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     setup = Setup(tmp_path)
     run = setup.host([RequestsAtStep("save", 1)])
     setup.accelerator._custom_objects.clear()
@@ -312,7 +314,7 @@ def test_a_warning_names_states_that_are_not_registered(tmp_path: Path, caplog: 
     assert "no states of callbacks were loaded" in caplog.text
 
 
-def test_a_state_is_not_loaded_within_an_epoch(tmp_path: Path) -> None:
+def test_loading_a_state_within_an_epoch_is_rejected(tmp_path: Path) -> None:
     setup = Setup(tmp_path)
     run = setup.host([RequestsAtStep("save", 1)])
     with pytest.raises(RequestRejected, match="load before the first epoch"), run:  # noqa: PT012  # the loop raises
@@ -322,7 +324,7 @@ def test_a_state_is_not_loaded_within_an_epoch(tmp_path: Path) -> None:
                 setup.accelerator.load_state(tmp_path / "small" / "checkpoints" / "step-1")
 
 
-def test_an_early_stop_and_a_break_end_it(tmp_path: Path) -> None:
+def test_an_early_stop_and_a_break_end_training(tmp_path: Path) -> None:
     ends = Ends()
     setup = Setup(tmp_path)
     with setup.host([EarlyStopper(monitor="validation/loss", patience="1ep"), ends]) as run:
@@ -345,7 +347,7 @@ def test_an_early_stop_and_a_break_end_it(tmp_path: Path) -> None:
     assert ends.outcomes == ["stopped", "finished"]
 
 
-def test_what_is_logged_is_in_our_records(tmp_path: Path) -> None:
+def test_values_logged_with_the_accelerator_are_in_the_metrics_records(tmp_path: Path) -> None:
     class Settings(Logger):
         values: dict[str, Any]
 
@@ -368,7 +370,7 @@ def test_what_is_logged_is_in_our_records(tmp_path: Path) -> None:
     setup.accelerator.log({"after": 1.0})  # the run has ended, so no callback receives this
 
 
-def test_events_that_such_a_loop_never_fires_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_listeners_to_events_that_the_loop_never_fires_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Listens(Callback):
         def on_eval_forward_end(self, ctx: Context) -> None: ...
 
@@ -421,7 +423,7 @@ def test_a_signal_preempts_the_run_after_a_save(tmp_path: Path) -> None:
     assert (tmp_path / "small" / "checkpoints" / "step-3" / "custom_checkpoint_0.pkl").is_file()
 
 
-def test_an_accelerator_has_one_run_after_another(tmp_path: Path) -> None:
+def test_an_accelerator_can_be_used_for_several_runs(tmp_path: Path) -> None:
     recorder = Recorder()
     setup = Setup(tmp_path)
     for _ in range(2):
@@ -437,7 +439,7 @@ def test_an_accelerator_has_one_run_after_another(tmp_path: Path) -> None:
 # --- several ranks ---
 
 
-def on_a_rank(folder: str) -> dict[str, Any]:
+def train_on_rank(folder: str) -> dict[str, Any]:
     class RequestsStop(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             if ctx.run.rank == 1 and ctx.step == 4:
@@ -477,7 +479,7 @@ def on_a_rank(folder: str) -> dict[str, Any]:
 
 
 def test_two_ranks_train_one_model_and_stop_together(tmp_path: Path) -> None:
-    zero, one = run_ranks(on_a_rank, 2, str(tmp_path))
+    zero, one = run_ranks(train_on_rank, 2, str(tmp_path))
     assert zero["steps"] == one["steps"] < 40
     assert zero["outcomes"] == one["outcomes"] == ["stopped", "finished"]
     assert zero["triggered"] == one["triggered"] == 2
@@ -526,7 +528,7 @@ class Notes(GeneralTracker):  # type: ignore[misc]  # Accelerate's types are not
         self.noted.append("finish")
 
 
-class Shows(Callback):
+class LogsTablesAndImages(Callback):
     """Logs tables and images."""
 
     def on_train_step_end(self, ctx: Context) -> None:
@@ -556,7 +558,7 @@ def train(folder: Path, callbacks: list[Callback]) -> None:
 
 def test_a_custom_tracker_receives_the_records(tmp_path: Path) -> None:
     notes, history = Notes(), History()
-    train(tmp_path, [guest(notes), history, Shows()])
+    train(tmp_path, [guest(notes), history, LogsTablesAndImages()])
     assert notes.noted[0] == "start"
     assert notes.noted[-1] == "finish"
     settings = [noted for noted in notes.noted if isinstance(noted, dict)]
@@ -569,9 +571,9 @@ def test_a_custom_tracker_receives_the_records(tmp_path: Path) -> None:
         guest(object())
 
 
-def test_accelerate_s_tensorboard_writes_what_it_writes_in_accelerate(tmp_path: Path) -> None:
+def test_accelerate_s_tensorboard_tracker_writes_the_same_as_in_accelerate(tmp_path: Path) -> None:
     history = History()
-    train(tmp_path, [guest(TensorBoardTracker("here", tmp_path)), history, Shows()])
+    train(tmp_path, [guest(TensorBoardTracker("here", tmp_path)), history, LogsTablesAndImages()])
     accelerator: Any = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
     accelerator.init_trackers("framework", config={"lr": 0.02})
     for step, (loss, rate) in enumerate(zip(history["train/loss"], history["train/learning_rate"], strict=True)):

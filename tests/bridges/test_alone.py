@@ -35,13 +35,17 @@ Read = dict[str, list[dict[str, Any]]]
 """For each event, one entry per time it was fired: the available fields, with the values of numbers."""
 
 
-def reading(read: Read, *names: str) -> Callback:
+def recording_callback(read: Read, *names: str) -> Callback:
     """Return a callback that listens to the events `names` and records the available fields in `read`."""
 
     def recorded(self: Callback, ctx: Context) -> None:
         fields = {name: getattr(ctx, name) for name in FIELDS if name not in ALWAYS_AVAILABLE and ctx.has(name)}
-        shown = {name: _number(value) for name, value in fields.items() if name not in ("optimizer", "scheduler", "outputs")}
-        read.setdefault(str(ctx.event), []).append(shown | {name: name for name in fields if name not in shown})
+        recorded_values = {
+            name: _number(value) for name, value in fields.items() if name not in ("optimizer", "scheduler", "outputs")
+        }
+        read.setdefault(str(ctx.event), []).append(
+            recorded_values | {name: name for name in fields if name not in recorded_values}
+        )
 
     made: Callback = type("Reads", (Callback,), dict.fromkeys(names, recorded))()
     return made
@@ -53,9 +57,9 @@ def _number(value: Any) -> Any:
     return value if isinstance(value, (int, float, bool)) else type(value).__name__
 
 
-def trained(where: str, folder: Path, *names: str) -> Read:
+def fields_read_while_training(where: str, folder: Path, *names: str) -> Read:
     read: Read = {}
-    loop_of(where).train(POINTS, folder, [reading(read, *names)], strict=False)
+    loop_of(where).train(POINTS, folder, [recording_callback(read, *names)], strict=False)
     return read
 
 
@@ -64,12 +68,12 @@ def trained(where: str, folder: Path, *names: str) -> Read:
 )
 def test_a_callback_with_one_event_reads_the_same_fields_as_with_other_listeners(where: str, tmp_path: Path) -> None:
     try:
-        whole = trained(where, tmp_path / "whole", *EVENTS)
+        whole = fields_read_while_training(where, tmp_path / "whole", *EVENTS)
     except ModuleNotFoundError as missing:
         pytest.skip(f"{missing.name} is not installed here")
     assert "on_train_step_end" in whole
     for event in EVENTS:
-        assert trained(where, tmp_path / event, event).get(event) == whole.get(event), event
+        assert fields_read_while_training(where, tmp_path / event, event).get(event) == whole.get(event), event
 
 
 @pytest.mark.parametrize("where", ["bare", "ignite"])
@@ -114,14 +118,14 @@ class Saves(Callback):
     """Requests a checkpoint at the end of each epoch, and records the loss in its metadata."""
 
     def __init__(self) -> None:
-        self.named: list[float | None] = []
+        self.recorded_losses: list[float | None] = []
 
     def on_epoch_end(self, ctx: Context) -> None:
         ctx.control.save("to see its loss")
 
     def on_checkpoint_published(self, ctx: Context) -> None:
         assert ctx.checkpoint is not None
-        self.named.append(ctx.checkpoint.train_loss)
+        self.recorded_losses.append(ctx.checkpoint.train_loss)
 
 
 class ReadsLosses(Callback):
@@ -135,12 +139,12 @@ class ReadsLosses(Callback):
 @pytest.mark.parametrize("where", ["bare", "composer", "huggingface", "ignite", "keras", "lightning", "torchtnt"])
 def test_a_checkpoint_names_the_last_step_s_loss_without_listeners_to_the_steps(where: str, tmp_path: Path) -> None:
     try:
-        beside, alone, listens_to = Saves(), Saves(), ReadsLosses()
-        loop_of(where).train(POINTS, tmp_path / "beside", [beside, listens_to])
+        with_listener, alone, listens_to = Saves(), Saves(), ReadsLosses()
+        loop_of(where).train(POINTS, tmp_path / "with_listener", [with_listener, listens_to])
         loop_of(where).train(POINTS, tmp_path / "alone", [alone])
     except ModuleNotFoundError as missing:
         pytest.skip(f"{missing.name} is not installed here")
-    assert alone.named == beside.named == pytest.approx([listens_to.losses[5], listens_to.losses[11]])
+    assert alone.recorded_losses == with_listener.recorded_losses == pytest.approx([listens_to.losses[5], listens_to.losses[11]])
 
 
 @pytest.mark.parametrize("where", ["accelerate", "automodel", "huggingface", "ignite", "keras", "lightning", "torchtnt"])
@@ -165,7 +169,7 @@ def test_backward_is_torch_s_own_if_the_loss_is_not_read(where: str, tmp_path: P
 
 
 @pytest.mark.parametrize("at", ["while our replacement is in place", "after our replacement was removed"])
-def test_another_replacement_of_backward_is_kept(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replacement_of_backward_by_other_code_is_kept(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other code also replaces `Tensor.backward`, in the first epoch. Only the second epoch's steps have listeners."""
 
     class Second(Callback):
@@ -203,7 +207,7 @@ def test_another_replacement_of_backward_is_kept(at: str, tmp_path: Path, monkey
     assert torch.Tensor.backward.__qualname__.endswith("counted")
 
 
-def test_a_run_inside_a_step_of_a_run_without_listeners_has_its_own_losses(tmp_path: Path) -> None:
+def test_a_run_nested_in_a_step_of_a_run_without_listeners_records_its_own_losses(tmp_path: Path) -> None:
     def watched(name: str) -> BackwardWatch:
         model = nn.Linear(1, 1)
         run = HostedRun([Callback()], model=model, run_name=name, runs_folder=tmp_path)

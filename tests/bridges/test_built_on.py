@@ -38,7 +38,7 @@ pytestmark = [
 ]
 
 
-class Notes(TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
+class RecordsSteps(TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
     """Records the steps at which the Trainer evaluates and writes a checkpoint."""
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class Plain:
 
     def __init__(self, built: Built, folder: Path) -> None:
         self.losses: list[Tensor] = []
-        self.notes = Notes()
+        self.notes = RecordsSteps()
         trainer = built.make(folder, [self.notes], **SAVES)
         with recording_backward(self.losses):
             trainer.train()
@@ -165,7 +165,7 @@ built_on = pytest.mark.parametrize("name", [parameter(name) for name in BUILT_ON
 @built_on
 def test_observers_do_not_change_training(name: str, plain: Callable[[str], Plain], tmp_path: Path) -> None:
     built, alone = BUILT_ON[name], plain(name)
-    recorder, history, losses, notes = Recorder(), History(), Losses(), Notes()
+    recorder, history, losses, notes = Recorder(), History(), Losses(), RecordsSteps()
     received: list[Tensor] = []
     trainer = built.make(tmp_path, [host([*default_observers(LogPace(1)), recorder, history, losses]), notes], **SAVES)
     with recording_backward(received):
@@ -203,7 +203,7 @@ def test_a_callback_stops_it_and_no_evaluation_is_added(name: str, tmp_path: Pat
 
 @pytest.mark.parametrize("name", [parameter(name, averages=True) for name in BUILT_ON])
 def test_an_average_is_evaluated_and_a_callback_saves(name: str, plain: Callable[[str], Plain], tmp_path: Path) -> None:
-    looks, notes, recorder = EvaluatedWeights(), Notes(), Recorder()
+    looks, notes, recorder = EvaluatedWeights(), RecordsSteps(), Recorder()
     ours = [EMA(half_life=2, at_end=False), RequestsAtStep("save", 2), looks, recorder]
     trainer = BUILT_ON[name].make(tmp_path, [host(ours), notes])
     trainer.train()
@@ -245,7 +245,7 @@ def test_trainers_marked_as_not_resumable_cannot_resume() -> None:
     hold_trainer("setfit.Trainer", BUILT_ON["setfit.Trainer"].library, "resume", Cell("rejected", "SetFit does not resume"))
 
 
-def test_the_matrix_has_a_row_for_each_and_says_which_version() -> None:
+def test_the_matrix_has_a_row_and_the_version_of_each_trainer() -> None:
     found = {name: row.library for name, row in frameworks()["huggingface"].derived.items()}
     assert found == {name: built.library for name, built in BUILT_ON.items()}, "make matrix writes the versions"
     assert all(sorted(row.checks) == sorted(CHECKS) for row in frameworks()["huggingface"].derived.values())

@@ -30,7 +30,7 @@ Losses = list[list[float]]
 """For each step, the losses of all evaluations of the closure."""
 
 
-class Plain:
+class ClosureTraining:
     """A model, its optimizer, and the closure of a batch."""
 
     def __init__(self, kind: str) -> None:
@@ -59,97 +59,97 @@ class Plain:
         return evaluated
 
 
-def by_hand(it: Plain, callbacks: Any, folder: Path) -> None:
+def by_hand(training: ClosureTraining, callbacks: Any, folder: Path) -> None:
     if callbacks is None:
         for _ in range(EPOCHS):
             for batch in POINTS.batches():
-                it.optimizer.step(it.closure(batch))
+                training.optimizer.step(training.closure(batch))
         return
     options: Any = {"run_name": "small", "runs_folder": folder, "log_interval": 1}
-    with attach(model=it.model, optimizer=it.optimizer, callbacks=callbacks, **options) as run:
+    with attach(model=training.model, optimizer=training.optimizer, callbacks=callbacks, **options) as run:
         for _ in run.epochs(EPOCHS):
             for batch in run.steps(POINTS.batches()):
-                it.optimizer.step(closure=it.closure(batch))
+                training.optimizer.step(closure=training.closure(batch))
 
 
-def with_accelerate(it: Plain, callbacks: Any, folder: Path) -> None:
+def with_accelerate(training: ClosureTraining, callbacks: Any, folder: Path) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     accelerator: Any = Accelerator(cpu=True)
-    model, optimizer, data = accelerator.prepare(it.model, it.optimizer, POINTS.batches())
+    model, optimizer, data = accelerator.prepare(training.model, training.optimizer, POINTS.batches())
     options: Any = {"run_name": "small", "runs_folder": folder, "log_interval": 1}
     with accelerate.host(callbacks, accelerator=accelerator, model=model, optimizer=optimizer, **options) as run:
         for _ in run.epochs(EPOCHS):
             for batch in run.steps(data):
-                optimizer.step(it.closure(batch, model, accelerator.backward))
+                optimizer.step(training.closure(batch, model, accelerator.backward))
 
 
-def with_fabric(it: Plain, callbacks: Any, folder: Path) -> None:
+def with_fabric(training: ClosureTraining, callbacks: Any, folder: Path) -> None:
     from lightning.fabric import Fabric
 
     loop = Fabric(accelerator="cpu", devices=1)
-    model, optimizer = loop.setup(it.model, it.optimizer)
+    model, optimizer = loop.setup(training.model, training.optimizer)
     options: Any = {"run_name": "small", "runs_folder": folder, "log_interval": 1}
     with fabric(loop, model=model, optimizer=optimizer, callbacks=callbacks, **options) as run:
         for _ in run.epochs(EPOCHS):
             for batch in run.steps(POINTS.batches()):
-                optimizer.step(it.closure(batch, model, loop.backward))
+                optimizer.step(training.closure(batch, model, loop.backward))
 
 
-def with_ignite(it: Plain, callbacks: Any, folder: Path) -> None:
-    engine = Engine(lambda engine, batch: it.optimizer.step(it.closure(batch)))
+def with_ignite(training: ClosureTraining, callbacks: Any, folder: Path) -> None:
+    engine = Engine(lambda engine, batch: training.optimizer.step(training.closure(batch)))
     options: Any = {"run_name": "small", "runs_folder": folder, "log_interval": 1}
-    ignite.host(callbacks, model=it.model, optimizer=it.optimizer, strict=False, **options).attach(engine)
+    ignite.host(callbacks, model=training.model, optimizer=training.optimizer, strict=False, **options).attach(engine)
     engine.run(POINTS.batches(), max_epochs=EPOCHS)
 
 
-def with_torchtnt(it: Plain, callbacks: Any, folder: Path) -> None:
+def with_torchtnt(training: ClosureTraining, callbacks: Any, folder: Path) -> None:
     class Unit(TrainUnit[Any]):  # type: ignore[misc]  # torchtnt's types are not read
         def __init__(self) -> None:
             super().__init__()
-            self.module, self.optimizer = it.model, it.optimizer
+            self.module, self.optimizer = training.model, training.optimizer
 
         def train_step(self, state: Any, data: Any) -> None:
-            self.optimizer.step(it.closure(data))
+            self.optimizer.step(training.closure(data))
 
     options: Any = {"run_name": "small", "runs_folder": folder, "log_interval": 1}
     train(Unit(), POINTS.batches(), max_epochs=EPOCHS, callbacks=[torchtnt.host(callbacks, **options)])
 
 
 class Module(LightningModule):  # type: ignore[misc]  # Lightning's types are not read
-    def __init__(self, it: Plain) -> None:
+    def __init__(self, training: ClosureTraining) -> None:
         super().__init__()
-        self.it, self.net = it, it.model
+        self.training, self.net = training, training.model
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-        if len(self.it.losses) == self.trainer.global_step:
-            self.it.losses.append([])
+        if len(self.training.losses) == self.trainer.global_step:
+            self.training.losses.append([])
         loss = POINTS.loss(self.net(batch[0]), batch[1])
-        self.it.losses[-1].append(loss.item())
+        self.training.losses[-1].append(loss.item())
         return loss
 
     def configure_optimizers(self) -> Any:
-        return self.it.optimizer
+        return self.training.optimizer
 
 
 class Manual(Module):
     """Manual optimization: the module gives the closure to the optimizer itself."""
 
-    def __init__(self, it: Plain) -> None:
-        super().__init__(it)
+    def __init__(self, training: ClosureTraining) -> None:
+        super().__init__(training)
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.optimizers().step(self.it.closure(batch, self.net, self.manual_backward))
+        self.optimizers().step(self.training.closure(batch, self.net, self.manual_backward))
 
 
-def with_lightning(it: Plain, callbacks: Any, folder: Path, module: type[Module] = Module) -> None:
+def with_lightning(training: ClosureTraining, callbacks: Any, folder: Path, module: type[Module] = Module) -> None:
     hosted = [] if callbacks is None else [lightning.host(callbacks)]
-    quiet_trainer(folder, hosted, max_epochs=EPOCHS, log_every_n_steps=1).fit(module(it), POINTS.batches())
+    quiet_trainer(folder, hosted, max_epochs=EPOCHS, log_every_n_steps=1).fit(module(training), POINTS.batches())
 
 
-def with_lightning_by_hand(it: Plain, callbacks: Any, folder: Path) -> None:
-    with_lightning(it, callbacks, folder, Manual)
+def with_lightning_by_hand(training: ClosureTraining, callbacks: Any, folder: Path) -> None:
+    with_lightning(training, callbacks, folder, Manual)
 
 
 HOSTS = {
@@ -176,8 +176,8 @@ class RecordsLosses(Callback):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", ["SGD", "LBFGS"])
 @pytest.mark.parametrize("where", HOSTS)
-def test_a_closure_belongs_to_its_step(where: str, kind: str, tmp_path: Path) -> None:
-    alone, observed = Plain(kind), Plain(kind)
+def test_the_backward_passes_of_a_closure_are_part_of_its_step(where: str, kind: str, tmp_path: Path) -> None:
+    alone, observed = ClosureTraining(kind), ClosureTraining(kind)
     (with_lightning if where == "lightning" else by_hand)(alone, None, tmp_path / "alone")
     recorder, history, sees = Recorder(), History(), RecordsLosses()
     HOSTS[where](observed, [recorder, history, sees, NaNMonitor()], tmp_path / "observed")
@@ -198,13 +198,13 @@ def test_a_closure_belongs_to_its_step(where: str, kind: str, tmp_path: Path) ->
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("where", HOSTS)
 def test_records_have_the_last_loss_without_listeners_to_steps(where: str, tmp_path: Path) -> None:
-    it, history = Plain("LBFGS"), History()
-    HOSTS[where](it, [history], tmp_path)
-    assert history["train/loss"] == pytest.approx([each[-1] for each in it.losses])
+    training, history = ClosureTraining("LBFGS"), History()
+    HOSTS[where](training, [history], tmp_path)
+    assert history["train/loss"] == pytest.approx([each[-1] for each in training.losses])
 
 
-def test_the_last_loss_is_in_a_checkpoint_even_if_no_step_is_read(tmp_path: Path) -> None:
-    class Recorded(Callback):
+def test_the_last_loss_is_in_a_checkpoint_without_listeners_to_steps(tmp_path: Path) -> None:
+    class RecordsCheckpointLosses(Callback):
         def __init__(self) -> None:
             self.losses: list[Any] = []
 
@@ -212,6 +212,6 @@ def test_the_last_loss_is_in_a_checkpoint_even_if_no_step_is_read(tmp_path: Path
             assert ctx.checkpoint is not None
             self.losses.append(ctx.checkpoint.train_loss)
 
-    it, recorded = Plain("LBFGS"), Recorded()
-    by_hand(it, [CheckpointSaver(save_interval="2ba"), recorded], tmp_path)
-    assert recorded.losses == pytest.approx([each[-1] for each in it.losses][1::2])
+    training, recorded = ClosureTraining("LBFGS"), RecordsCheckpointLosses()
+    by_hand(training, [CheckpointSaver(save_interval="2ba"), recorded], tmp_path)
+    assert recorded.losses == pytest.approx([each[-1] for each in training.losses][1::2])
