@@ -137,7 +137,7 @@ SPEEDS = ("runtime", "per_second", "total_flos")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _quick() -> Iterator[None]:
+def _one_thread() -> Iterator[None]:
     """Use one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -222,7 +222,7 @@ def same(ours: Any, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_guest_receives_what_it_receives_in_its_framework(accumulate: int, tmp_path: Path) -> None:
+def test_a_guest_receives_the_same_calls_as_in_its_framework(accumulate: int, tmp_path: Path) -> None:
     arguments = {**FLOW, "eval_steps": 4, "save_strategy": "steps", "save_steps": 4, "metric_for_best_model": "loss"}
     theirs, ours = RecordsCalls(), RecordsCalls()
     in_framework(tmp_path, theirs, accumulate=accumulate, **arguments)
@@ -241,7 +241,7 @@ def test_a_guest_receives_what_it_receives_in_its_framework(accumulate: int, tmp
     }
 
 
-class Drives(TrainerCallback):  # type: ignore[misc]
+class SetsAllFlags(TrainerCallback):  # type: ignore[misc]
     """A callback as users write it, which sets all of the Trainer's flags."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
@@ -378,7 +378,7 @@ TABLE = {
         evaluates=False,
         is_own=True,
     ),
-    "a user's own": Row(Drives, "drives", {"eval_strategy": "no"}, evaluates=False),
+    "a user's own": Row(SetsAllFlags, "drives", {"eval_strategy": "no"}, evaluates=False),
     "ProgressCallback": Row(ProgressCallback, "reads state", {}, printed),
     "PrinterCallback": Row(PrinterCallback, "reads state", {}, printed),
     "TensorBoardCallback": Row(TensorBoardCallback, "reads state", {}, scalars),
@@ -401,7 +401,7 @@ def both(row: Row, folder: Path, capsys: pytest.CaptureFixture[str], shows: Call
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_a_guest_does_what_it_does_in_its_framework(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_guest_has_the_same_effects_as_in_its_framework(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = TABLE[name]
     ours, theirs = both(row, tmp_path, capsys)
     same(ours, theirs)
@@ -414,7 +414,7 @@ def test_a_guest_does_what_it_does_in_its_framework(name: str, tmp_path: Path, c
         hold("huggingface", "guests", name, Cell("works", tier=row.tier.split()[0]))
 
 
-def test_a_controller_receives_what_it_receives_in_the_framework(
+def test_a_kubeflow_controller_receives_the_same_from_a_guest_as_in_its_framework(
     tmp_path: Path, kubeflow: FakeController, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def sent() -> list[Any]:
@@ -457,7 +457,7 @@ class Counts(TrainerCallback, ExportableState):  # type: ignore[misc]
         return {"args": {"start": self.start}, "attributes": {"steps": self.steps}}
 
 
-def test_states_are_in_our_checkpoints(tmp_path: Path) -> None:
+def test_a_resume_restores_the_states_of_guests(tmp_path: Path) -> None:
     arguments = {**FLOW, "metric_for_best_model": "loss"}
 
     def made() -> list[Any]:
@@ -467,8 +467,8 @@ def test_states_are_in_our_checkpoints(tmp_path: Path) -> None:
             CheckpointSaver(save_interval="2ba"),
         ]
 
-    unbroken, *_ = whole = made()
-    as_guests(tmp_path, *whole, epochs=3, name="unbroken")
+    uninterrupted, *_ = whole = made()
+    as_guests(tmp_path, *whole, epochs=3, name="uninterrupted")
     with pytest.raises(ZeroDivisionError):
         as_guests(tmp_path, *made(), Fails(9), epochs=3, name="broken")
     stopper, counter, _ = again = made()
@@ -479,14 +479,14 @@ def test_states_are_in_our_checkpoints(tmp_path: Path) -> None:
     assert stopper.foreign.early_stopping_patience_counter == 1
     with trainer:
         trainer.fit()
-    assert stopper.foreign.state() == unbroken.foreign.state()
-    assert stopper.state.global_step == unbroken.state.global_step == 14
-    same(stopper.state.log_history[:-1], unbroken.state.log_history[:-1])  # the last entry has the duration
+    assert stopper.foreign.state() == uninterrupted.foreign.state()
+    assert stopper.state.global_step == uninterrupted.state.global_step == 14
+    same(stopper.state.log_history[:-1], uninterrupted.state.log_history[:-1])  # the last entry has the duration
     assert counter.foreign.steps == 14
     assert counter.foreign.start == 7  # the new instance keeps its own constructor arguments
 
 
-def test_a_second_run_starts_from_scratch(tmp_path: Path) -> None:
+def test_a_guest_receives_the_same_calls_in_a_second_run(tmp_path: Path) -> None:
     recorded = guest(RecordsCalls(), args=FLOW, eval_dataloader=EVALUATED)
     as_guests(tmp_path, recorded, name="one")
     once, recorded.foreign.recorded = recorded.foreign.recorded, []
@@ -509,7 +509,7 @@ class SetsFlags(TrainerCallback):  # type: ignore[misc]
         setattr(self, event, set_them)
 
 
-def test_flags_that_the_framework_ignores_request_nothing(tmp_path: Path) -> None:
+def test_flags_at_events_where_the_framework_ignores_them_request_nothing(tmp_path: Path) -> None:
     flags = ("should_training_stop", "should_save", "should_evaluate", "should_log", "should_epoch_stop")
     for event, left in {"on_init_end": (), "on_train_begin": flags[1:], "on_epoch_begin": flags[1:], "on_train_end": ()}.items():
         done = CallsheetActions()
@@ -530,13 +530,13 @@ def test_a_stop_at_an_evaluation_outside_training_is_ignored(tmp_path: Path) -> 
     assert trainer.run.outcome == "stopped"
 
 
-def test_the_end_of_training_is_no_stop(tmp_path: Path) -> None:
+def test_the_flow_callback_s_stop_flag_at_the_last_step_is_not_reported_as_a_stop(tmp_path: Path) -> None:
     trainer = as_guests(tmp_path, guest(DefaultFlowCallback(), args={**FLOW, "save_strategy": "no"}))
     assert trainer.state.timestamp.batch == 12
     assert trainer.run.outcome == "finished"
 
 
-def test_the_best_model_is_saved_with_the_strategy_best(tmp_path: Path) -> None:
+def test_save_strategy_best_saves_after_each_better_evaluation(tmp_path: Path) -> None:
     saved: list[tuple[int, str]] = []
 
     class Keeps(Callback):
@@ -567,7 +567,7 @@ def test_unsupported_requests_are_rejected(tmp_path: Path, caplog: pytest.LogCap
     assert caplog.text.count("SetsFlags set control.should_log") == 6
 
 
-def test_events_that_are_never_fired_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_guest_that_listens_to_an_event_that_is_never_fired_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(
         NotSupported, match="TrackioCallback listens to on_push_begin of the Hugging Face Trainer, which callsheet does not fire"
     ):
@@ -591,7 +591,7 @@ class Reads(TrainerCallback):  # type: ignore[misc]
         assert not hasattr(args, "fsdp")
 
 
-def test_arguments_come_from_the_run_and_from_the_user(tmp_path: Path) -> None:
+def test_training_arguments_of_a_guest_come_from_the_run_and_the_user(tmp_path: Path) -> None:
     reads = Reads("output_dir", "run_name", "world_size", "should_log", "eval_strategy", "logging_steps", "weight_decay")
     as_guests(tmp_path, guest(reads, args={"weight_decay": 0.5, "run_name": "given"}), config={"seed": 4, "deep": {"more": 1}})
     assert reads.read == {
@@ -613,7 +613,7 @@ def test_arguments_come_from_the_run_and_from_the_user(tmp_path: Path) -> None:
     assert whole.read == {"weight_decay": 0.25, "output_dir": str(tmp_path / "given"), "eval_strategy": "no", "run_name": None}
 
 
-class Looks(TrainerCallback):  # type: ignore[misc]
+class ReadsTrackerValues(TrainerCallback):  # type: ignore[misc]
     """Reads what trackers read at the start, as CodeCarbon's and SwanLab's callbacks do."""
 
     resumed: Any = None
@@ -626,7 +626,7 @@ class Looks(TrainerCallback):  # type: ignore[misc]
 
 
 def test_values_that_trackers_read_at_the_start_are_available(tmp_path: Path) -> None:
-    looks = Looks()
+    looks = ReadsTrackerValues()
     trainer = as_guests(tmp_path, guest(looks), CheckpointSaver(save_interval="3ba"))
     assert trainer.optimizer is not None
     first = trainer.optimizer.param_groups[0]
@@ -639,7 +639,7 @@ def test_values_that_trackers_read_at_the_start_are_available(tmp_path: Path) ->
     as_guests(tmp_path, guest(looks, args={"output_dir": str(tmp_path / "given" / "there")}), name="third")
 
 
-def test_trackio_s_own_callback_writes_what_was_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackio_s_own_callback_writes_the_logged_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import trackio
     from trackio.sqlite_storage import SQLiteStorage
 
@@ -672,14 +672,13 @@ def test_unknown_and_unsupported_arguments_are_rejected(tmp_path: Path) -> None:
 # --- other loops and other data ---
 
 
-def test_several_datasets_have_their_own_names(tmp_path: Path) -> None:
-    metrics: list[dict[str, float]] = []
+def test_metrics_of_several_datasets_have_the_datasets_names(tmp_path: Path) -> None:
+    received: list[dict[str, float]] = []
 
     class Keeps(TrainerCallback):  # type: ignore[misc]
         def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
-            keeps.append(metrics)
+            received.append(metrics)
 
-    keeps = metrics
     several = {"short": DataLoader(DATA[:4], batch_size=4), "validation": EVALUATED}  # type: ignore[arg-type]
     model = Line()
     optimizer, _ = optimizers(model)
@@ -688,11 +687,11 @@ def test_several_datasets_have_their_own_names(tmp_path: Path) -> None:
         model, OwnLoss(), EVALUATED, several, optimizer=optimizer, callbacks=best, run_name="several", runs_folder=tmp_path
     ) as trainer:
         trainer.fit()
-    assert metrics == [{"eval_short_loss": 5.0, "epoch": 1.0}, {"eval_validation_loss": 5.0, "epoch": 1.0}]
+    assert received == [{"eval_short_loss": 5.0, "epoch": 1.0}, {"eval_validation_loss": 5.0, "epoch": 1.0}]
     assert best.state.best_metric == 5.0
 
 
-def test_a_test_is_a_prediction(tmp_path: Path) -> None:
+def test_trainer_test_and_predict_call_the_hooks_for_predictions(tmp_path: Path) -> None:
     recorded: list[tuple[str, Any]] = []
 
     class Keeps(TrainerCallback):  # type: ignore[misc]

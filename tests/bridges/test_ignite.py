@@ -489,7 +489,7 @@ def test_run_may_be_called_again(tmp_path: Path) -> None:
     check_events(recorder.events[first:])
 
 
-def leaves(setup: Setup, how: str) -> None:
+def terminate_trainer(setup: Setup, how: str) -> None:
     trainer = setup.trainer
     if how == "interrupt":
         trainer.interrupt()
@@ -514,7 +514,7 @@ def test_all_of_ignite_s_ways_to_terminate(how: str, steps: int, epochs: int, ou
     recorder, ends = Recorder(), Ends()
     setup = Setup(tmp_path)
     setup.host([recorder, ends])
-    setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), leaves, setup, how)
+    setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), terminate_trainer, setup, how)
     setup.run()
     assert setup.trainer.state.iteration == recorder.recorded[-1].batch == steps
     assert recorder.recorded[-1].epoch == max(epochs, 1)
@@ -526,7 +526,7 @@ def test_a_terminated_step_is_a_skipped_step(tmp_path: Path) -> None:
     recorder, history = Recorder(fields=("step_skipped",)), History()
     setup = Setup(tmp_path, accumulate=2, evaluates=False)
     setup.host([recorder, history], log_interval="2ba")
-    setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=5), leaves, setup, "terminate")
+    setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=5), terminate_trainer, setup, "terminate")
     setup.run()
     skipped = [value for event, value in recorder.values["step_skipped"] if event == "on_train_step_end"]
     assert skipped == [False, False, True]
@@ -538,7 +538,7 @@ def test_an_interrupted_run_continues_or_ends_as_interrupted(tmp_path: Path) -> 
     recorder, ends = Recorder(), Ends()
     setup = Setup(tmp_path)
     setup.host([recorder, ends])
-    setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(every=4), leaves, setup, "interrupt")
+    setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(every=4), terminate_trainer, setup, "interrupt")
     setup.run()
     assert recorder.recorded[-1].batch == 4
     assert ends.outcomes == []
@@ -550,7 +550,7 @@ def test_an_interrupted_run_continues_or_ends_as_interrupted(tmp_path: Path) -> 
     check_events(recorder.events)
     setup = Setup(tmp_path)
     setup.host([ends])
-    setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), leaves, setup, "interrupt")
+    setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), terminate_trainer, setup, "interrupt")
     setup.run()
     del setup
     gc.collect()
@@ -613,7 +613,7 @@ class DataParallel(Setup):
         return [value.tolist() for value in self.inside.parameters()]
 
 
-def on_a_rank(folder: str) -> dict[str, Any]:
+def train_on_rank(folder: str) -> dict[str, Any]:
     idist.initialize("gloo")
 
     class RequestsStop(Callback):
@@ -639,7 +639,7 @@ def on_a_rank(folder: str) -> dict[str, Any]:
 
 
 def test_two_ranks_train_one_model_and_stop_together(tmp_path: Path) -> None:
-    zero, one = run_ranks(on_a_rank, 2, str(tmp_path))
+    zero, one = run_ranks(train_on_rank, 2, str(tmp_path))
     assert zero["step"] == one["step"] < 40 * 3
     assert zero["outcome"] == one["outcome"] == ["stopped"]
     (a, b), (c, d) = zero["weights"], one["weights"]

@@ -65,7 +65,7 @@ def hosted(folder: Path, given: list[Callback], *, strict: bool = True, **option
 # --- the host ---
 
 
-def test_the_names_are_the_package_s() -> None:
+def test_the_copied_names_equal_those_of_the_package() -> None:
     assert set(EVENT_MAP) == set(HOOK_NAMES)
     assert set(EVENTS) >= {*EVENT_MAP.values(), *NOT_FIRED, *NOT_SEEN}
     if own_loop.REAL is not None:
@@ -335,8 +335,8 @@ def test_what_is_not_supported_is_rejected_by_name(
 
 
 def test_callbacks_that_work_without_unsupported_parts_are_accepted(tmp_path: Path) -> None:
-    hosted(tmp_path, [ListensAlsoToTests(), where := ReadsModelIfAvailable()]).run()
-    assert where.mode is None
+    hosted(tmp_path, [ListensAlsoToTests(), callback := ReadsModelIfAvailable()]).run()
+    assert callback.mode is None
 
 
 def test_a_request_that_was_accepted_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -397,7 +397,7 @@ def test_the_built_ins_that_run_there(subjects: Mapping[str, Subject]) -> None:
         assert name in page or name.endswith("Logger")
 
 
-def a_rank(folder: str) -> dict[str, Any]:
+def train_on_rank(folder: str) -> dict[str, Any]:
     """Train on one of two ranks, which do not communicate."""
     history, ends, recorder = History(), Ends(), Recorder(fields=("record",))
     hosted(Path(folder), [history, ends, recorder], checkpoint_at_epoch=True).run()
@@ -406,7 +406,7 @@ def a_rank(folder: str) -> dict[str, Any]:
 
 
 def test_each_rank_receives_its_own_events(tmp_path: Path) -> None:
-    zero, one = run_ranks(a_rank, 2, str(tmp_path))
+    zero, one = run_ranks(train_on_rank, 2, str(tmp_path))
     assert zero["loss"] == one["loss"]
     assert zero["outcome"] == one["outcome"] == "finished"
     assert zero["has_rates"]
@@ -416,7 +416,7 @@ def test_each_rank_receives_its_own_events(tmp_path: Path) -> None:
 
 
 @needs_the_package
-def test_it_goes_through_the_package_s_own_transport(tmp_path: Path) -> None:
+def test_callbacks_reach_a_rank_through_the_package_s_own_transport(tmp_path: Path) -> None:
     """InstructLab passes the source on a command line and executes it. The callbacks themselves are sent by callsheet's transport."""
     assert own_loop.REAL is not None
     given = host([JSONLLogger(), Counts()])
@@ -515,7 +515,7 @@ def callback_of(api: Any, record: Callable[[str, Any], object], hooks: tuple[str
 
 
 @pytest.mark.parametrize("interval", ["2ba", "1ep"])
-def test_a_guest_is_called_in_its_own_order(api: Any, interval: str, tmp_path: Path) -> None:
+def test_a_guest_is_called_in_instructlab_s_order(api: Any, interval: str, tmp_path: Path) -> None:
     noted: list[tuple[str, int, int]] = []
     listens_to = callback_of(api, lambda hook, context: noted.append((hook, context.step, context.epoch)))
     fit([guest(listens_to), CheckpointSaver(save_interval="1ep")], tmp_path, eval_interval=interval)
@@ -533,7 +533,7 @@ def test_a_guest_is_called_in_its_own_order(api: Any, interval: str, tmp_path: P
     assert noted == [*expected, ("on_train_end", 6, 1)]
 
 
-def test_a_guest_receives_what_the_run_logs(tmp_path: Path) -> None:
+def test_a_guest_s_context_has_the_values_that_the_run_logs(tmp_path: Path) -> None:
     found: dict[tuple[str, int], dict[str, Any]] = {}
     listens_to = callback_of(instructlab_names, lambda hook, context: found.update({(hook, context.step): dict(vars(context))}))
     history = History()
@@ -557,7 +557,7 @@ def test_a_guest_receives_what_the_run_logs(tmp_path: Path) -> None:
     assert begin["is_world_process_zero"]
 
 
-def test_all_events_are_delivered_also_to_async_hooks(api: Any, tmp_path: Path) -> None:
+def test_slow_async_hooks_receive_all_events_without_delaying_training(api: Any, tmp_path: Path) -> None:
     noted: list[tuple[str, int]] = []
     may_go = threading.Event()
 
@@ -582,7 +582,7 @@ def test_all_events_are_delivered_also_to_async_hooks(api: Any, tmp_path: Path) 
     assert noted == [("trained", 6), *steps, ("over", 6)]
 
 
-def test_an_error_of_a_hook_is_only_logged(api: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_a_hook_is_logged_and_does_not_end_the_run(api: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Fails(api.TrainerCallback):  # type: ignore[misc]
         calls = 0
 
@@ -600,7 +600,7 @@ def test_an_error_of_a_hook_is_only_logged(api: Any, tmp_path: Path, caplog: pyt
     assert caplog.text.count("Fails failed at on_log") == 6
 
 
-def test_the_end_is_fired_however_the_run_ends(api: Any, tmp_path: Path) -> None:
+def test_on_train_end_is_called_once_after_an_error(api: Any, tmp_path: Path) -> None:
     class Breaks(Callback):
         def __init__(self, event: str) -> None:
             self.event = event
@@ -618,7 +618,7 @@ def test_the_end_is_fired_however_the_run_ends(api: Any, tmp_path: Path) -> None
         assert [hook for hook, _ in noted].count("on_train_end") == 1
 
 
-def test_a_run_without_training_fires_no_train_end(tmp_path: Path) -> None:
+def test_an_evaluation_without_training_calls_no_hooks(tmp_path: Path) -> None:
     noted: list[str] = []
     with Trainer(nn.Linear(2, 1), nn.functional.mse_loss, eval_dataloader=DATA, device="cpu", runs_folder=tmp_path,
                  callbacks=[guest(callback_of(instructlab_names, lambda hook, context: noted.append(hook)))]) as trainer:  # fmt: skip
@@ -626,20 +626,20 @@ def test_a_run_without_training_fires_no_train_end(tmp_path: Path) -> None:
     assert noted == []
 
 
-def test_only_overridden_hooks_are_listened_to() -> None:
+def test_a_guest_listens_only_to_the_hooks_that_it_overrides() -> None:
     one = guest(callback_of(instructlab_names, lambda hook, context: None, ("on_log",)))
     assert "on_forward_start" not in vars(one)
     assert "on_log" in vars(one)
 
 
-def test_objects_that_are_no_instructlab_callback_are_rejected() -> None:
+def test_objects_that_are_not_instructlab_callbacks_are_rejected() -> None:
     with pytest.raises(RegistrationError, match="not an instance of a TrainerCallback"):
         guest(object())
     with pytest.raises(RegistrationError, match="give an instance"):
         guest(instructlab_names.TrainerCallback)
 
 
-def test_a_guest_keeps_its_state(api: Any, tmp_path: Path) -> None:
+def test_a_resume_restores_the_state_of_a_guest(api: Any, tmp_path: Path) -> None:
     class Keeps(api.TrainerCallback):  # type: ignore[misc]
         steps = 0
 
@@ -670,7 +670,7 @@ HOOK_ROWS: dict[str, tuple[str, ...]] = {"progress": ("on_log",), "timer": ("on_
 
 
 @pytest.mark.parametrize("row", HOOK_ROWS)
-def test_a_callback_receives_what_it_receives_in_its_framework(api: Any, row: str, tmp_path: Path) -> None:
+def test_a_guest_receives_the_same_values_as_in_its_framework(api: Any, row: str, tmp_path: Path) -> None:
     """With the same losses, InstructLab's loop and ours call the same hooks with the same numbers."""
 
     def recording(noted: list[Any]) -> Any:
