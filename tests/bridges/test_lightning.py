@@ -48,7 +48,7 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
+def _ignore_lightning_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="lightning|pytorch_lightning")
         yield
@@ -118,7 +118,7 @@ def test_training_is_unchanged_and_every_event_is_fired(accumulate: int, tmp_pat
     assert "save_checkpoint" not in vars(trainer)
 
 
-class Looks(Callback):
+class RecordsGradientNorms(Callback):
     """Records the gradient norm before and after clipping."""
 
     def __init__(self) -> None:
@@ -131,8 +131,8 @@ class Looks(Callback):
     on_clip_gradients_start = on_clip_gradients_end = _look
 
 
-def test_clipping_is_fired_around_lightning_s_own(tmp_path: Path) -> None:
-    looks = Looks()
+def test_clip_gradients_events_are_fired_before_and_after_lightning_clips(tmp_path: Path) -> None:
+    looks = RecordsGradientNorms()
     fitted(tmp_path, [host([looks])], gradient_clip_val=0.1)
     before, after = looks.norms.values()
     assert len(before) == 12
@@ -199,12 +199,12 @@ def test_lightning_carries_out_requests(tmp_path: Path) -> None:
     check_events(recorder.events)
 
 
-def test_an_evaluation_is_not_requested_where_there_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_requested_evaluation_is_unsupported_without_validation_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fitted(tmp_path, [host([RequestsAtStep("evaluate", 1)])], limit_val_batches=0)
     assert "RequestsAtStep calls ctx.control.evaluate, which Lightning's Trainer does not support here" in caplog.text
 
 
-def test_a_batch_outputs_and_loss_may_be_replaced(tmp_path: Path) -> None:
+def test_a_callback_can_replace_batch_outputs_and_loss(tmp_path: Path) -> None:
     class Replaces(Callback):
         phase = "change"
 
@@ -228,7 +228,7 @@ def test_a_batch_outputs_and_loss_may_be_replaced(tmp_path: Path) -> None:
     assert same(module, other)
 
 
-def test_the_accumulation_changes_between_epochs(tmp_path: Path) -> None:
+def test_a_callback_can_change_the_gradient_accumulation_between_epochs(tmp_path: Path) -> None:
     recorder = Recorder()
     trainer, _ = fitted(tmp_path, [host([GradientAccumulationScheduler(schedule={1: 1, 2: 3}), recorder])])
     assert trainer.global_step == 6 + 2
@@ -237,9 +237,9 @@ def test_the_accumulation_changes_between_epochs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("saver", ["theirs", "ours"])
-def test_the_callbacks_states_are_in_its_checkpoints(saver: str, tmp_path: Path) -> None:
+def test_a_resume_from_a_lightning_checkpoint_restores_the_callback_states(saver: str, tmp_path: Path) -> None:
     whole = History()
-    _, unbroken = fitted(tmp_path / "whole", [host([whole])], module=Plain(), max_epochs=3)
+    _, uninterrupted = fitted(tmp_path / "whole", [host([whole])], module=Plain(), max_epochs=3)
     theirs = [ModelCheckpoint(dirpath=tmp_path / "theirs", filename="last")] if saver == "theirs" else []
     ours: list[Callback] = [CheckpointSaver(save_interval="1ep")] if saver == "ours" else []
     recorder = Recorder()
@@ -263,7 +263,7 @@ def test_the_callbacks_states_are_in_its_checkpoints(saver: str, tmp_path: Path)
     assert recorder.recorded[-1].batch == again.global_step == 18
     assert history["train/loss"] == pytest.approx(whole["train/loss"])
     assert history["validation/loss"] == pytest.approx(whole["validation/loss"])
-    assert same(module, unbroken)
+    assert same(module, uninterrupted)
     check_events(recorder.events)
 
 
@@ -279,7 +279,7 @@ def test_a_resume_within_an_epoch_continues_the_step_count(step: int, tmp_path: 
     check_events(recorder.events)
 
 
-def test_a_checkpoint_without_our_states_logs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resume_without_callback_states_logs_a_warning_and_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer, _ = fitted(tmp_path, [], max_epochs=1)
     trainer.save_checkpoint(tmp_path / "bare.ckpt")
     recorder = Recorder()
@@ -288,14 +288,14 @@ def test_a_checkpoint_without_our_states_logs_a_warning(tmp_path: Path, caplog: 
     assert recorder.recorded[-1].batch == 12
 
 
-def test_saved_after_training_it_still_has_the_states(tmp_path: Path) -> None:
+def test_a_checkpoint_saved_after_training_has_the_callback_states(tmp_path: Path) -> None:
     trainer, _ = fitted(tmp_path, [host([History()])])
     trainer.save_checkpoint(tmp_path / "after.ckpt")
     state = torch.load(tmp_path / "after.ckpt", weights_only=True)["callbacks"]["LightningHost"]
     assert state["state"]["timestamp"]["batch"] == 12
 
 
-def test_an_early_stop_stops_it_and_theirs_is_reported_as_a_stop(tmp_path: Path) -> None:
+def test_our_early_stop_ends_training_and_lightning_s_is_reported_as_a_stop(tmp_path: Path) -> None:
     ours = EarlyStopper(monitor="validation/loss", min_delta=1e9, patience="1ep")
     trainer, _ = fitted(tmp_path, [host([ours])], max_epochs=9)
     assert trainer.current_epoch < 5
@@ -321,7 +321,7 @@ def test_several_datasets_are_reported_by_name(tmp_path: Path) -> None:
     assert set(recorder.values["eval_results"][-1][1]) == {"near", "far"}
 
 
-def test_validate_test_and_predict_are_runs_of_their_own(tmp_path: Path) -> None:
+def test_validate_test_and_predict_are_separate_runs(tmp_path: Path) -> None:
     recorder, history = Recorder(fields=("standalone",)), History()
     trainer, module = fitted(tmp_path, [host([recorder, history])], max_epochs=1)
     batches = POINTS.validation_batches()
@@ -374,7 +374,7 @@ class ByHand(Module):
         return [torch.optim.SGD(self.parameters(), lr=0.02), torch.optim.SGD(self.parameters(), lr=0.01)]
 
 
-def test_a_manually_optimized_step_reports_the_first_optimizer(tmp_path: Path) -> None:
+def test_with_manual_optimization_the_first_optimizer_is_observed(tmp_path: Path) -> None:
     recorder, rates = Recorder(fields=("learning_rate",)), LRMonitor()
     _, module = fitted(tmp_path, [host([recorder, rates])], module=ByHand())
     _, alone = fitted(tmp_path, [], module=ByHand())
@@ -402,7 +402,7 @@ def test_a_forward_that_cannot_be_observed_is_rejected(tmp_path: Path) -> None:
 
 
 def test_the_only_child_of_a_module_is_observed_as_the_model(tmp_path: Path) -> None:
-    class Around(Module):
+    class WrapsNetwork(Module):
         def __init__(self) -> None:
             super().__init__(POINTS)
             self.net = nn.Sequential(self.body, nn.ReLU(), self.head)
@@ -416,7 +416,7 @@ def test_the_only_child_of_a_module_is_observed_as_the_model(tmp_path: Path) -> 
             return self.net(inputs) * 2
 
     recorder = Recorder(fields=("outputs",))
-    fitted(tmp_path, [host([recorder])], module=Around())
+    fitted(tmp_path, [host([recorder])], module=WrapsNetwork())
     check_events(recorder.events)
     assert recorder.events.count("on_forward_end") == 12
     assert recorder.events.count("on_eval_forward_end") == 6
@@ -436,7 +436,7 @@ def test_an_exception_fails_the_run(who: str, tmp_path: Path) -> None:
     check_events(recorder.events)
 
 
-def test_ctrl_c_interrupts_it(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_run_as_interrupted(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGINT)
     ends = Ends()
     exits = version.parse(lightning.__version__) >= version.parse("2.4")
@@ -447,7 +447,7 @@ def test_ctrl_c_interrupts_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", ["on_train_step_end", "on_eval_step_end"])
-def test_sigterm_preempts_it(at: str, tmp_path: Path) -> None:
+def test_sigterm_saves_a_checkpoint_and_preempts_the_run(at: str, tmp_path: Path) -> None:
     class Kills(Callback):
         def on_event(self, ctx: Context) -> None:
             if ctx.event == at and ctx.step in (3, 6):
@@ -462,7 +462,7 @@ def test_sigterm_preempts_it(at: str, tmp_path: Path) -> None:
     assert (tmp_path / "small" / "checkpoints" / f"step={3 if at == 'on_train_step_end' else 6}.ckpt").is_file()
 
 
-def test_fit_may_be_called_again(tmp_path: Path) -> None:
+def test_fit_can_be_called_again(tmp_path: Path) -> None:
     recorder = Recorder()
     trainer, module = fitted(tmp_path, [host([recorder])])
     trainer.fit_loop.max_epochs = 3
@@ -491,7 +491,7 @@ def test_a_step_that_loss_scaling_skips_is_reported_as_skipped(tmp_path: Path) -
     version.parse(lightning.__version__) < version.parse("2.6"),
     reason="it takes no callbacks of lightning.pytorch before Lightning 2.6",
 )
-def test_it_runs_in_the_trainer_of_the_other_package(tmp_path: Path) -> None:
+def test_the_host_works_in_the_trainer_of_pytorch_lightning(tmp_path: Path) -> None:
     class Other(pytorch_lightning.LightningModule):  # type: ignore[misc]  # Lightning's types are not read
         def __init__(self) -> None:
             super().__init__()
@@ -513,7 +513,7 @@ def test_it_runs_in_the_trainer_of_the_other_package(tmp_path: Path) -> None:
     assert recorder.events.count("on_forward_end") == 12
 
 
-def test_it_is_driven_by_hooks_of_lightning() -> None:
+def test_the_map_names_existing_events_and_lightning_hooks() -> None:
     assert FIRED_AT.keys() <= set(EVENTS)
     assert all(callable(getattr(LightningCallback, hook)) for hook in FIRED_AT.values())
 
@@ -526,7 +526,7 @@ class OneRankStops(Callback):
             ctx.control.stop("one of two")
 
 
-def on_two_ranks(folder: str) -> list[Any]:
+def train_on_rank(folder: str) -> list[Any]:
     """Return the events on a rank under DDP, in Lightning's Trainer and in a Fabric loop, in which one rank requests a stop."""
     torch.set_num_threads(1)
     received: list[Any] = []
@@ -539,8 +539,8 @@ def on_two_ranks(folder: str) -> list[Any]:
     return [*received, recorder.events, history["train/loss"]]
 
 
-def test_on_two_ranks(tmp_path: Path) -> None:
-    one, other = run_ranks(on_two_ranks, 2, str(tmp_path))
+def test_two_ranks_fire_the_same_events_and_stop_together(tmp_path: Path) -> None:
+    one, other = run_ranks(train_on_rank, 2, str(tmp_path))
     assert one == other
     events, losses, size, states, fabric_events, fabric_losses = one
     assert size == states == 2

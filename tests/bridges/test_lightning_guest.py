@@ -44,7 +44,7 @@ EPOCHS = 3
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
+def _ignore_lightning_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="lightning|pytorch_lightning")
         yield
@@ -291,7 +291,7 @@ needs_averaging = pytest.mark.skipif(not hasattr(theirs, "EMAWeightAveraging"), 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=needs_averaging) if name == "EMAWeightAveraging" else name for name in SAME_RESULTS]
 )
-def test_a_guest_does_what_it_does_in_its_framework(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guest_has_the_same_effects_as_in_its_framework(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier, make, compared = SAME_RESULTS[name]
     monkeypatch.chdir(tmp_path)
     ends: list[Ended] = []
@@ -338,7 +338,7 @@ class Breaks(Callback):
     ],
     ids=["EarlyStopping", "ModelCheckpoint", "EMAWeightAveraging"],
 )
-def test_its_state_is_resumed_with_the_run(make: Function[[], Any], tmp_path: Path) -> None:
+def test_a_resume_restores_the_state_of_a_guest(make: Function[[], Any], tmp_path: Path) -> None:
     whole = in_ours(make(), tmp_path / "whole", phase="change")
     saver = CheckpointSaver(save_interval="1ep")
     with pytest.raises(ZeroDivisionError):
@@ -357,7 +357,7 @@ def _plain(value: Any) -> Any:
     return {name: _plain(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
-def test_a_file_of_its_checkpoint_callback_is_one_that_lightning_reads(tmp_path: Path) -> None:
+def test_lightning_loads_a_checkpoint_that_its_checkpoint_callback_wrote_as_a_guest(tmp_path: Path) -> None:
     ended = in_ours(theirs.ModelCheckpoint(filename="{epoch}"), tmp_path)
     torch.manual_seed(0)
     module = NativeModule()
@@ -368,7 +368,7 @@ def test_a_file_of_its_checkpoint_callback_is_one_that_lightning_reads(tmp_path:
         assert torch.equal(mine, other)
 
 
-def test_what_it_logs_is_in_the_records_and_among_the_metrics(tmp_path: Path) -> None:
+def test_values_that_a_guest_logs_are_in_the_records_and_in_callback_metrics(tmp_path: Path) -> None:
     class Logs(theirs.Callback):  # type: ignore[misc]  # Lightning's types are not read
         seen: list[float] = []
 
@@ -382,7 +382,7 @@ def test_what_it_logs_is_in_the_records_and_among_the_metrics(tmp_path: Path) ->
     assert ended.logged["lightning/twice"] == pytest.approx(Logs.seen[1::2])
 
 
-def test_several_batches_a_step_and_several_datasets_are_given_as_lightning_does(tmp_path: Path) -> None:
+def test_batch_and_dataloader_numbers_equal_lightning_s_with_accumulation_and_two_datasets(tmp_path: Path) -> None:
     hooks = Hooks()
     with Trainer(
         POINTS.made_model(),
@@ -412,14 +412,14 @@ def test_several_batches_a_step_and_several_datasets_are_given_as_lightning_does
     ]
 
 
-def test_an_error_names_what_a_facade_does_not_have(tmp_path: Path) -> None:
-    class Reaches(theirs.Callback):  # type: ignore[misc]  # Lightning's types are not read
+def test_an_error_names_the_attribute_that_a_guest_may_not_use(tmp_path: Path) -> None:
+    class CallsFit(theirs.Callback):  # type: ignore[misc]  # Lightning's types are not read
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             assert not hasattr(pl_module, "flops_per_batch")
             trainer.fit(None)
 
     with pytest.raises(NotSupported, match="Lightning's Trainer has here no 'fit'"):
-        in_ours(Reaches(), tmp_path)
+        in_ours(CallsFit(), tmp_path)
 
     class Writes(theirs.Callback):  # type: ignore[misc]  # Lightning's types are not read
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -459,7 +459,7 @@ def test_callbacks_of_both_lightning_packages_are_accepted(tmp_path: Path) -> No
         assert torch.equal(mine, others)
 
 
-def test_a_guest_without_batch_hooks_costs_no_step() -> None:
+def test_a_guest_without_batch_hooks_has_no_handlers_for_steps() -> None:
     stops = guest(theirs.EarlyStopping("val_loss"))
     assert not {"on_microbatch_start", "on_microbatch_end", "on_train_step_end"} & vars(stops).keys()
 

@@ -63,7 +63,7 @@ def test_a_built_in_does_in_a_host_what_the_matrix_says(
     hold(where, "callbacks", built_in, cell(where, built_in, subjects[built_in], tmp_path, shared), it)
 
 
-def test_the_matrix_has_a_row_for_each_and_says_which_version() -> None:
+def test_the_matrix_has_every_built_in_and_the_version_of_every_framework() -> None:
     assert sorted(frameworks()) == LOOPS
     for where, framework in frameworks().items():
         assert sorted(framework.callbacks) == sorted(BUILT_INS), where

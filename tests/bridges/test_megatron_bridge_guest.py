@@ -76,7 +76,7 @@ for _event in ours.VALID_EVENTS:
     setattr(Notes, _event, _note(_event))
 
 
-def test_a_guest_is_called_in_megatron_s_order_with_its_steps(tmp_path: Path) -> None:
+def test_a_guest_receives_the_same_events_and_values_as_in_megatron_bridge(tmp_path: Path) -> None:
     notes, in_framework = Notes(), Notes()
     with trainer(tmp_path / "ours", [guest(notes), CheckpointSaver(save_interval="6ba")]) as trained:
         trained.fit()
@@ -96,16 +96,16 @@ def test_a_guest_is_called_in_megatron_s_order_with_its_steps(tmp_path: Path) ->
         assert mine.skipped_iter == theirs.skipped_iter
 
 
-def test_callbacks_of_one_event_share_a_context_in_the_order_of_registration(tmp_path: Path) -> None:
+def test_callbacks_of_one_event_share_a_context_and_are_called_in_order(tmp_path: Path) -> None:
     manager, recorded = ours.CallbackManager(), list[Any]()
 
-    class Third(ours.Callback):
+    class RecordsUserState(ours.Callback):
         def on_train_start(self, context: ours.CallbackContext) -> None:
             recorded.append(("class", context.user_state["n"], context))
 
     manager.register("on_train_start", lambda context: recorded.append(("first", context.user_state.setdefault("n", 1), context)))
     manager.register("on_train_start", lambda context: manager.register("on_train_step_end", late))
-    manager.add(Third())
+    manager.add(RecordsUserState())
 
     def late(context: ours.CallbackContext) -> None:
         recorded.append(("late", context.state.train_state.step, context))
@@ -117,7 +117,7 @@ def test_callbacks_of_one_event_share_a_context_in_the_order_of_registration(tmp
     assert manager.user_state == {"n": 1}
 
 
-def test_guests_of_a_run_share_what_callbacks_of_a_manager_share(tmp_path: Path) -> None:
+def test_single_guests_share_context_and_user_state_but_not_with_a_manager(tmp_path: Path) -> None:
     seen: dict[str, list[Any]] = {}
 
     class Sees(ours.Callback):
@@ -187,7 +187,7 @@ class KeepsLowestLoss(ours.Callback):
 @pytest.mark.parametrize(
     "make", [KeepsLowestLoss, Decays, StopsByStep, StopsByLength]
 )  # the first one only listens, the others drive
-def test_a_guest_does_what_it_does_in_its_framework(make: type[ours.Callback], tmp_path: Path) -> None:
+def test_a_guest_has_the_same_effects_as_in_its_framework(make: type[ours.Callback], tmp_path: Path) -> None:
     manager, in_framework = ours.CallbackManager(), ours.CallbackManager()
     manager.add(make())
     in_framework.add(make())
@@ -215,17 +215,17 @@ def test_changing_the_step_other_than_to_end_training_is_rejected(config: Any, t
         made.fit()
 
 
-def test_setting_a_copy_of_the_state_has_no_effect(tmp_path: Path) -> None:
+def test_changing_a_copy_of_the_state_has_no_effect(tmp_path: Path) -> None:
     """Setting a value to its current value has no effect either."""
 
-    def looks_ahead(context: ours.CallbackContext) -> None:
+    def change_copy(context: ours.CallbackContext) -> None:
         later = copy.deepcopy(context.state)
         later.train_state.step += 2
         later.cfg.train.train_iters += 2
         context.state.train_state.step = context.state.train_state.step  # the guest checks each assignment
 
     manager = ours.CallbackManager()
-    manager.register("on_train_step_end", looks_ahead)
+    manager.register("on_train_step_end", change_copy)
     with trainer(tmp_path, [guest(manager), guest(StopsByStep())], max_duration="3ba") as trained:
         trained.fit()
     assert trained.state.timestamp.batch == 3
@@ -258,7 +258,7 @@ def test_unsupported_state_is_rejected_by_name(tmp_path: Path) -> None:
     assert found == [(False, None, 1)]
 
 
-def test_a_norm_on_the_device_is_a_number_once_it_is_read() -> None:
+def test_a_gradient_norm_on_the_device_becomes_a_float_when_it_is_read() -> None:
     context = StepContext(None, [], {}, None, None, {}, torch.tensor(2.0))  # type: ignore[arg-type]  # as the loop passes it
     assert isinstance(vars(context)["grad_norm"], Tensor)
     assert isinstance(context.grad_norm, float)
@@ -269,11 +269,11 @@ def test_a_user_s_configuration_is_in_the_state(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     config = configuration()
 
-    def look(context: ours.CallbackContext) -> None:
+    def record_counts(context: ours.CallbackContext) -> None:
         seen.append((context.state.cfg.logger.log_interval, context.state.train_state.consumed_train_samples))
 
     manager = ours.CallbackManager()
-    manager.register("on_train_step_end", look)
+    manager.register("on_train_step_end", record_counts)
     with trainer(tmp_path, [guest(manager, config=config)], max_duration="3ba") as trained:
         trained.fit()
     assert seen == [(2, 0), (2, 4), (2, 8)]
@@ -304,7 +304,7 @@ def test_plain_values_of_user_state_are_saved(tmp_path: Path) -> None:
     )  # three evaluations of 12 samples, the first of them before the resume
 
 
-def test_events_that_are_never_fired_are_rejected_by_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_guest_that_listens_to_an_event_that_is_never_fired_is_rejected_by_name(caplog: pytest.LogCaptureFixture) -> None:
     class Base:  # like Megatron-LM's base class, which has events that Megatron Bridge lacks
         def on_log(self, context: Any) -> None: ...
         def on_train_end(self, context: Any) -> None: ...
@@ -314,35 +314,35 @@ def test_events_that_are_never_fired_are_rejected_by_name(caplog: pytest.LogCapt
     class Logs(Base):
         def on_log(self, context: Any) -> None: ...
 
-    class Quiet(Base): ...
+    class ListensToNothing(Base): ...
 
     with pytest.raises(NotSupported, match="Logs listens to on_log of Megatron Bridge, which callsheet does not fire"):
         guest(Logs())
     guest(Logs(), strict=False)
     assert "Logs listens to on_log" in caplog.text
-    guest(Quiet())
+    guest(ListensToNothing())
     with pytest.raises(NotSupported, match="pass a list of its callbacks"):
         guest(SimpleNamespace(callback_context=None, fire=None, has_callbacks=None))
 
 
-def test_a_guest_listens_to_what_it_overrides_and_nothing_else() -> None:
+def test_a_guest_listens_only_to_the_hooks_that_it_overrides() -> None:
     manager = OwnManager([guest(Decays())])
     received = [event for event in GUEST_EVENTS if manager.list_callbacks(event)]
     assert received == ["on_eval_step_end", "on_train_step_start"]  # the guest counts samples at the first
 
 
 @pytest.mark.skipif(real is None, reason="megatron-bridge is not installed")
-def test_the_package_s_own_callbacks_and_managers_are_guests(tmp_path: Path) -> None:
+def test_the_package_s_own_callbacks_and_managers_are_accepted_as_guests(tmp_path: Path) -> None:
     assert real is not None
     recorded: list[tuple[str, int]] = []
 
-    class Theirs(real.Callback):  # type: ignore[misc, name-defined]  # the module is loaded by its path
+    class RecordsSteps(real.Callback):  # type: ignore[misc, name-defined]  # the module is loaded by its path
         def on_train_step_end(self, context: Any) -> None:
             recorded.append(("class", context.state.train_state.step))
 
     manager = real.CallbackManager()
     manager.register("on_train_step_end", lambda context: recorded.append(("function", context.state.train_state.step)))
-    guests = [guest(Theirs()), guest([Theirs()], name="list"), guest(manager)]
+    guests = [guest(RecordsSteps()), guest([RecordsSteps()], name="list"), guest(manager)]
     assert [event for event in GUEST_EVENTS if OwnManager([guests[0]]).list_callbacks(event)] == [
         "on_eval_step_end",
         "on_train_step_end",
