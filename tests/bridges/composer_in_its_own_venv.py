@@ -27,11 +27,20 @@ from callsheet.testing import Recorder, check_events, run_ranks
 from callsheet.trainer import Task
 from forked import python  # type: ignore[import-not-found]  # pytest has its folder on the path
 
-from .faults import OBSERVERS, Quiet, RandomFaults, Watched, counts_held, evaluations_are_right, held, seeds
+from .faults import (
+    OBSERVERS,
+    RandomFaults,
+    StepEndRecorder,
+    StepRecorder,
+    assert_counts_are_right,
+    assert_evaluations_are_right,
+    assert_training_is_unchanged,
+    seeds,
+)
 from .loops.composer import composer, made
 from .loops.composer import trained as as_composer_has_it
 from .loops.job import IMAGES, POINTS, Job
-from .rows import hold
+from .rows import check_or_write_cell
 
 from callsheet.bridges.composer import trainer_host  # isort: skip  # after the loop, which declares torchvision's operators
 
@@ -158,21 +167,21 @@ def faulty_and_plain(seed: int, job: Job, callbacks: list[Callback], tmp_path: P
 def test_composer_with_random_faults(
     seed: int, options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder = Watched()
+    recorder = StepRecorder()
     faulty, plain = faulty_and_plain(seed, recorder.job, [*(make() for make in OBSERVERS), recorder], tmp_path, options)
-    held(recorder, plain.state.model, faulty.state.model)
-    counts_held(recorder, 18, 3, caplog)
+    assert_training_is_unchanged(recorder, plain.state.model, faulty.state.model)
+    assert_counts_are_right(recorder, 18, 3, caplog)
     logged = faulty.logger.destinations[0].data["metrics/eval/loss"]
     evaluated = [(int(at.batch), float(loss)) for at, loss in logged]
-    evaluations_are_right(recorder, evaluated)
+    assert_evaluations_are_right(recorder, evaluated)
 
 
 @pytest.mark.usefixtures("counts_may_differ")
 @pytest.mark.parametrize("seed", seeds(5))
 def test_composer_without_listeners_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    quiet = Quiet()
-    faulty_and_plain(seed, quiet.watched.job, [quiet], tmp_path, MICROBATCHES)
-    counts_held(quiet.watched, 18, 3, caplog)
+    step_ends = StepEndRecorder()
+    faulty_and_plain(seed, step_ends.recorder.job, [step_ends], tmp_path, MICROBATCHES)
+    assert_counts_are_right(step_ends.recorder, 18, 3, caplog)
 
 
 @pytest.mark.usefixtures("counts_may_differ")
@@ -188,9 +197,9 @@ def test_composer_with_closures_with_random_faults(seed: int, tmp_path: Path, ca
         trainer.close()
         return trainer.state.model
 
-    recorder = Watched()
-    held(recorder, trained("plain", None), trained("faulty", [*(make() for make in OBSERVERS), recorder]))
-    counts_held(recorder, 18, 3, caplog)
+    recorder = StepRecorder()
+    assert_training_is_unchanged(recorder, trained("plain", None), trained("faulty", [*(make() for make in OBSERVERS), recorder]))
+    assert_counts_are_right(recorder, 18, 3, caplog)
 
 
 HANDLED = [
@@ -206,7 +215,7 @@ HANDLED = [
 def test_composer_without_one_of_its_events(event: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Composer's loop no longer fires the event."""
     options = MICROBATCHES | SAVES
-    recorder = Watched()
+    recorder = StepRecorder()
     given = [*(make() for make in OBSERVERS), recorder]
     faulty = made(recorder.job, tmp_path / "faulty", given, strict=False, epochs=3, **options)
     (hosted,) = [each for each in faulty.state.callbacks if hasattr(each, "manager")]
@@ -215,8 +224,8 @@ def test_composer_without_one_of_its_events(event: str, tmp_path: Path, caplog: 
     faulty.fit()
     faulty.close()
     plain = fit(POINTS, tmp_path / "plain", None, epochs=3, **options)
-    held(recorder, plain.state.model, faulty.state.model)
-    counts_held(recorder, 18, 3, caplog)
+    assert_training_is_unchanged(recorder, plain.state.model, faulty.state.model)
+    assert_counts_are_right(recorder, 18, 3, caplog)
 
 
 @pytest.mark.parametrize("event", ["after_load", "batch_end", "eval_start"])
@@ -647,7 +656,7 @@ def test_a_guest_has_the_same_effects_as_in_its_framework(
     if name == "speed_monitor":
         per_second = [here.logged[f"throughput/{what}_per_sec"] for what in ("batches", "samples")]
         assert [4 * value for value in per_second[0]] == pytest.approx(per_second[1])
-    hold("composer", "guests", type(make()).__name__, Cell("works", tier=tier))
+    check_or_write_cell("composer", "guests", type(make()).__name__, Cell("works", tier=tier))
 
 
 def test_guests_work_with_a_plain_model(tmp_path: Path) -> None:

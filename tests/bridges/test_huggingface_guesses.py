@@ -347,7 +347,9 @@ def test_no_hooks_and_methods_are_left_on_the_trainer(tmp_path: Path) -> None:
     assert not trained.model._forward_pre_hooks
 
 
-def test_events_are_in_order_if_a_framework_fires_them_without_a_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_events_are_in_order_if_a_framework_fires_them_without_a_trainer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Some frameworks fire a TrainerCallback's events without a Trainer."""
     from transformers import TrainerControl, TrainerState
 

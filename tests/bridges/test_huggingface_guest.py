@@ -36,7 +36,7 @@ from callsheet.callbacks import CheckpointSaver, History
 from callsheet.errors import ConfigError, NotSupported, RegistrationError
 from callsheet.trainer import Task
 
-from .rows import hold
+from .rows import check_or_write_cell
 
 ROWS = 24  # batches of 4 rows: 6 steps per epoch
 GIVEN = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(0))
@@ -411,7 +411,7 @@ def test_a_guest_has_the_same_effects_as_in_its_framework(name: str, tmp_path: P
     else:
         assert shown
     if name != "a user's own":
-        hold("huggingface", "guests", name, Cell("works", tier=row.tier.split()[0]))
+        check_or_write_cell("huggingface", "guests", name, Cell("works", tier=row.tier.split()[0]))
 
 
 def test_a_kubeflow_controller_receives_the_same_from_a_guest_as_in_its_framework(
@@ -426,7 +426,7 @@ def test_a_kubeflow_controller_receives_the_same_from_a_guest_as_in_its_framewor
     ours, theirs = both(Row(KubeflowCallback, "reads state", is_own=True), tmp_path, capsys, sent)
     same(ours, theirs)
     assert [percent for percent, _ in ours[2]] == [0, 100]
-    hold("huggingface", "guests", "KubeflowCallback", Cell("works", tier="reads"))
+    check_or_write_cell("huggingface", "guests", "KubeflowCallback", Cell("works", tier="reads"))
     assert {"loss", "grad_norm", "learning_rate", "epoch", "eval_loss", "train_loss"} <= ours[2][1][1].keys()
 
 
@@ -567,7 +567,9 @@ def test_unsupported_requests_are_rejected(tmp_path: Path, caplog: pytest.LogCap
     assert caplog.text.count("SetsFlags set control.should_log") == 6
 
 
-def test_a_guest_that_listens_to_an_event_that_is_never_fired_is_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_guest_that_listens_to_an_event_that_is_never_fired_is_rejected(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(
         NotSupported, match="TrackioCallback listens to on_push_begin of the Hugging Face Trainer, which callsheet does not fire"
     ):

@@ -37,7 +37,7 @@ from callsheet.callbacks import CheckpointSaver, History
 from callsheet.errors import NotSupported, RegistrationError
 
 from .loops.job import POINTS
-from .rows import hold
+from .rows import check_or_write_cell
 
 torch.set_num_threads(1)
 
@@ -286,7 +286,7 @@ def test_a_guest_has_the_same_effects_as_in_its_framework(attach: Attach, tier: 
     changes_the_rate = attach in (linear_schedule, torch_schedule)
     assert (steps_framework < EPOCHS * STEPS) == (tier == "drives" and not changes_the_rate)
     if attach in NAMES:
-        hold("ignite", "guests", NAMES[attach], Cell("works", tier=tier))
+        check_or_write_cell("ignite", "guests", NAMES[attach], Cell("works", tier=tier))
 
 
 def test_ignite_s_metrics_are_in_the_metrics_records(tmp_path: Path) -> None:
@@ -379,7 +379,9 @@ def test_unsupported_handlers_are_rejected_by_name(tmp_path: Path, caplog: pytes
         ),
     ],
 )
-def test_calls_that_a_guest_s_engine_does_not_support_are_rejected(does: Callable[[Any], Any], message: str, tmp_path: Path) -> None:
+def test_calls_that_a_guest_s_engine_does_not_support_are_rejected(
+    does: Callable[[Any], Any], message: str, tmp_path: Path
+) -> None:
     model, optimizer = made(0.1)
     with pytest.raises(NotSupported, match=message):
         run_here(tmp_path, [guest(does, Events.ITERATION_STARTED)], model, optimizer)

@@ -582,7 +582,9 @@ def test_slow_async_hooks_receive_all_events_without_delaying_training(api: Any,
     assert noted == [("trained", 6), *steps, ("over", 6)]
 
 
-def test_an_error_of_a_hook_is_logged_and_does_not_end_the_run(api: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_a_hook_is_logged_and_does_not_end_the_run(
+    api: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Fails(api.TrainerCallback):  # type: ignore[misc]
         calls = 0
 

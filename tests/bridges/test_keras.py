@@ -23,7 +23,7 @@ from callsheet.testing import Recorder, check_events
 
 from .loops import keras as own_loop  # before keras, because it sets the backend
 from .loops.job import POINTS, Job
-from .rows import hold
+from .rows import check_or_write_cell
 
 import keras  # isort: skip
 
@@ -446,7 +446,7 @@ def test_a_guest_has_the_same_effects_as_in_its_framework(name: str, tmp_path: P
     if row.rate < 1:
         assert torch.allclose(here.weight, in_framework.weight, rtol=1e-4)
     if name != "every hook":
-        hold("keras", "guests", name, Cell("works", tier=row.tier))
+        check_or_write_cell("keras", "guests", name, Cell("works", tier=row.tier))
 
 
 @pytest.mark.parametrize(
@@ -463,7 +463,7 @@ def test_an_unsupported_callback_is_rejected_as_a_guest(make: Callable[[Path], A
     name = type(callback).__name__
     with pytest.raises(NotSupported, match=f"{name} cannot be a guest: .*; use callsheet") as rejected:
         guest(callback)
-    hold("keras", "guests", name, Cell("rejected", str(rejected.value)))
+    check_or_write_cell("keras", "guests", name, Cell("rejected", str(rejected.value)))
 
 
 def test_a_guest_that_uses_an_unavailable_attribute_is_rejected(tmp_path: Path) -> None:

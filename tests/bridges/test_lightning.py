@@ -199,7 +199,9 @@ def test_lightning_carries_out_requests(tmp_path: Path) -> None:
     check_events(recorder.events)
 
 
-def test_a_requested_evaluation_is_unsupported_without_validation_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_requested_evaluation_is_unsupported_without_validation_batches(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     fitted(tmp_path, [host([RequestsAtStep("evaluate", 1)])], limit_val_batches=0)
     assert "RequestsAtStep calls ctx.control.evaluate, which Lightning's Trainer does not support here" in caplog.text
 

@@ -412,7 +412,9 @@ def test_a_run_that_ends_by_a_signal_is_preempted(tmp_path: Path) -> None:
     assert trained.saved == [1]
 
 
-def test_a_signal_handler_without_a_known_attribute_logs_a_warning_and_the_run_is_stopped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_signal_handler_without_a_known_attribute_logs_a_warning_and_the_run_is_stopped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Handler:
         _signal_received = True
 

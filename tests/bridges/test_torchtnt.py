@@ -52,7 +52,7 @@ from callsheet.testing import Recorder, check_events, run_ranks
 from .loops import torchtnt as own_loop
 from .loops import trainer as our_loop
 from .loops.job import POINTS, Job
-from .rows import hold
+from .rows import check_or_write_cell
 
 LINE = Job(lambda: nn.Linear(4, 1), POINTS.loss, POINTS.train, POINTS.validation)
 """A job without random numbers, so that its losses are the same in every loop."""
@@ -604,7 +604,7 @@ def test_a_guest_decides_and_logs_as_in_its_framework(name: str, tmp_path: Path,
     steps = recorder.events.count("on_train_step_end")
     assert steps == unit.train_progress.num_steps_completed
     assert (steps < 12) == (row.tier == "drives")
-    hold("torchtnt", "guests", name, Cell("works", tier=row.tier))
+    check_or_write_cell("torchtnt", "guests", name, Cell("works", tier=row.tier))
 
 
 def test_a_guest_that_asks_for_more_is_rejected(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from callsheet.core.lifecycle import FIELDS, is_available
 from callsheet.errors import FieldNotAvailable, HostError
 from callsheet.testing import Recorder, check_events
 
-from .faults import OBSERVERS, RandomFaults, Watched, counts_held, held, rate_of, seeds
+from .faults import OBSERVERS, RandomFaults, StepRecorder, assert_counts_are_right, assert_training_is_unchanged, rate_of, seeds
 from .loops import automodel as automodel_loop
 from .loops import huggingface as huggingface_loop
 from .loops import instructlab as instructlab_loop
@@ -248,7 +248,7 @@ SEEDS = seeds()
 @pytest.mark.usefixtures("counts_may_differ")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_ignite_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def trained(recorder: Watched | None) -> nn.Module:
+    def trained(recorder: StepRecorder | None) -> nn.Module:
         torch.manual_seed(3)
         job = POINTS if recorder is None else recorder.job
         model = job.made_model()
@@ -269,15 +269,15 @@ def test_ignite_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.Log
         trainer.run(POINTS.batches(), max_epochs=3)
         return model
 
-    recorder = Watched()
-    held(recorder, trained(None), trained(recorder))
-    counts_held(recorder, 18, 3, caplog)
+    recorder = StepRecorder()
+    assert_training_is_unchanged(recorder, trained(None), trained(recorder))
+    assert_counts_are_right(recorder, 18, 3, caplog)
 
 
 @pytest.mark.usefixtures("counts_may_differ")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_lightning_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def trained(recorder: Watched | None) -> nn.Module:
+    def trained(recorder: StepRecorder | None) -> nn.Module:
         torch.manual_seed(3)
         module = lightning_loop.Module(POINTS if recorder is None else recorder.job)
         hosted: list[Any] = []
@@ -292,15 +292,15 @@ def test_lightning_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.
         )
         return module
 
-    recorder = Watched()
-    held(recorder, trained(None), trained(recorder))
-    counts_held(recorder, 12, 2, caplog)
+    recorder = StepRecorder()
+    assert_training_is_unchanged(recorder, trained(None), trained(recorder))
+    assert_counts_are_right(recorder, 12, 2, caplog)
 
 
 @pytest.mark.usefixtures("counts_may_differ")
 @pytest.mark.parametrize("seed", sorted({*SEEDS, 34, 163}))
 def test_torchtnt_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def trained(recorder: Watched | None) -> nn.Module:
+    def trained(recorder: StepRecorder | None) -> nn.Module:
         torch.manual_seed(3)
         unit = torchtnt_loop.Unit(POINTS if recorder is None else recorder.job)
         hosted: list[Any] = []
@@ -315,15 +315,15 @@ def test_torchtnt_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.L
         module: nn.Module = unit.module
         return module
 
-    recorder = Watched()
-    held(recorder, trained(None), trained(recorder))
-    counts_held(recorder, 18, 3, caplog)
+    recorder = StepRecorder()
+    assert_training_is_unchanged(recorder, trained(None), trained(recorder))
+    assert_counts_are_right(recorder, 18, 3, caplog)
 
 
 @pytest.mark.usefixtures("counts_may_differ")
 @pytest.mark.parametrize("seed", sorted({*SEEDS, 14, 28}))
 def test_instructlab_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def trained(name: str, recorder: Watched | None) -> nn.Module:
+    def trained(name: str, recorder: StepRecorder | None) -> nn.Module:
         torch.manual_seed(3)
         manager = instructlab_loop.API.CallbackManager()
         if recorder is not None:
@@ -338,16 +338,16 @@ def test_instructlab_with_random_faults(seed: int, tmp_path: Path, caplog: pytes
         loop.run()
         return loop.model
 
-    recorder = Watched()
-    held(recorder, trained("plain", None), trained("observed", recorder))
-    counts_held(recorder, 12, 3, caplog)
+    recorder = StepRecorder()
+    assert_training_is_unchanged(recorder, trained("plain", None), trained("observed", recorder))
+    assert_counts_are_right(recorder, 12, 3, caplog)
     assert "failed" not in caplog.text
 
 
 @pytest.mark.usefixtures("counts_may_differ")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_automodel_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def trained(name: str, recorder: Watched | None) -> nn.Module:
+    def trained(name: str, recorder: StepRecorder | None) -> nn.Module:
         torch.manual_seed(3)
         hosted: list[Any] = []
         if recorder is not None:
@@ -362,15 +362,15 @@ def test_automodel_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.
         model: nn.Module = recipe.model_parts[0]
         return model
 
-    recorder = Watched()
-    held(recorder, trained("plain", None), trained("observed", recorder))
-    counts_held(recorder, 18, 3, caplog)
+    recorder = StepRecorder()
+    assert_training_is_unchanged(recorder, trained("plain", None), trained("observed", recorder))
+    assert_counts_are_right(recorder, 18, 3, caplog)
 
 
 @pytest.mark.usefixtures("counts_may_differ")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_keras_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def trained(recorder: Watched | None) -> Any:
+    def trained(recorder: StepRecorder | None) -> Any:
         torch.manual_seed(3)
         model = keras_loop.compiled(POINTS if recorder is None else recorder.job)
         hosted: list[Any] = []
@@ -386,10 +386,10 @@ def test_keras_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogC
         assert "apply" not in vars(model.optimizer)
         return model
 
-    recorder = Watched()
+    recorder = StepRecorder()
     observed = trained(recorder)
-    held(recorder, trained(None), observed)
-    counts_held(recorder, int(observed.optimizer.iterations), 4, caplog)
+    assert_training_is_unchanged(recorder, trained(None), observed)
+    assert_counts_are_right(recorder, int(observed.optimizer.iterations), 4, caplog)
 
 
 @pytest.mark.usefixtures("counts_may_differ")
@@ -399,19 +399,19 @@ def test_keras_trains_steps_that_its_host_does_not_see(tmp_path: Path, caplog: p
             if self.model.optimizer.iterations == 9:
                 self.model.make_train_function(force=True)  # without the host's wrapper
 
-    recorder = Watched()
+    recorder = StepRecorder()
     model = keras_loop.compiled(recorder.job)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.fit(POINTS.batches(), epochs=3, verbose=0, callbacks=[keras_host([recorder], runs_folder=tmp_path), Rebuilds()])
-    counts_held(recorder, int(model.optimizer.iterations), 3, caplog)
+    assert_counts_are_right(recorder, int(model.optimizer.iterations), 3, caplog)
     assert recorder.inexact.startswith("Keras has counted 12 steps, and callsheet 9")
 
 
 @pytest.mark.usefixtures("counts_may_differ")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_megatron_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def trained(name: str, recorder: Watched | None) -> nn.Module:
+    def trained(name: str, recorder: StepRecorder | None) -> nn.Module:
         cfg = megatron_loop.configuration(tmp_path / name / "checkpoints", train__eval_interval=4, checkpoint__save_interval=3)
         hosted: list[Any] = []
         if recorder is not None:
@@ -430,9 +430,9 @@ def test_megatron_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.L
         assert cfg.checkpoint.save_interval == 3
         return model
 
-    recorder = Watched()
-    held(recorder, trained("plain", None), trained("observed", recorder))
-    counts_held(recorder, 12, 0, caplog)
+    recorder = StepRecorder()
+    assert_training_is_unchanged(recorder, trained("plain", None), trained("observed", recorder))
+    assert_counts_are_right(recorder, 12, 0, caplog)
 
 
 class FaultyHandler(CallbackHandler):  # type: ignore[misc]  # transformers' types are not read
@@ -477,15 +477,15 @@ def huggingface_trainer(folder: Path, *callbacks: Any, kind: type = HuggingFaceT
 def test_huggingface_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain = huggingface_trainer(tmp_path / "plain")
     plain.train()
-    recorder = Watched()
+    recorder = StepRecorder()
     hosted = huggingface_host([*(make() for make in OBSERVERS), recorder], strict=False)
     observed = huggingface_trainer(tmp_path / "observed", hosted, job=recorder.job)
     observed.callback_handler.__class__ = FaultyHandler
     observed.callback_handler.drawn, observed.callback_handler.rate = random.Random(seed), rate_of(seed)
     observed.train()
     assert observed.state.global_step == 18
-    held(recorder, plain.model, observed.model)
-    counts_held(recorder, 18, 3, caplog)
+    assert_training_is_unchanged(recorder, plain.model, observed.model)
+    assert_counts_are_right(recorder, 18, 3, caplog)
     assert not {"training_step", "compute_loss", "prediction_step", "evaluate"} & set(vars(observed))
     assert "callsheet cannot follow" not in caplog.text  # the host does not disable itself
 
@@ -780,7 +780,7 @@ def test_a_hand_written_loop_with_random_faults(
     recorder, backward = Recorder(), Tensor.backward
     with observed.attach([*(make() for make in OBSERVERS), recorder], tmp_path) as run:
         observed.train(run)
-    held(recorder, plain.model, observed.model)
+    assert_training_is_unchanged(recorder, plain.model, observed.model)
     assert not hooks_of(observed.optimizer)
     assert Tensor.backward is backward
     assert "cannot follow" not in caplog.text
@@ -814,7 +814,7 @@ def test_a_host_that_fails_in_a_loop_by_hand(
         inside.register_step_post_hook(lambda *_: seen.append("post"))
         observed.train(run, lambda given: FAULTS[fault](attached) if given == at else None, odd=False)
         run.log({"mine": 1.0})
-    held(recorder, plain.model, observed.model)
+    assert_training_is_unchanged(recorder, plain.model, observed.model)
     assert observed.given == plain.given
     assert all(hook.__name__ == "<lambda>" for hook in hooks_of(observed.optimizer))  # the user's hook
     assert seen == ["pre", "post"] * (len(seen) // 2)

@@ -39,14 +39,14 @@ from .faults import (
     OBSERVERS,
     TRAINED,
     FailsInSpan,
-    Quiet,
     RandomFaults,
-    Watched,
-    counts_held,
-    evaluations_are_right,
-    held,
+    StepEndRecorder,
+    StepRecorder,
+    assert_counts_are_right,
+    assert_evaluations_are_right,
+    assert_steps_equal,
+    assert_training_is_unchanged,
     seeds,
-    steps_are_those_of,
 )
 from .loops import ultralytics as loop
 from .loops.job import POINTS
@@ -587,7 +587,7 @@ def with_faults(hosted: UltralyticsHost, seed: int) -> None:
 @pytest.fixture(scope="module", params=[BATCHES, ACCUMULATES], ids=["", "accumulates"])
 def trained(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Train without faults, and without callsheet. Return the settings, what callsheet has recorded, and the plain training."""
-    recorder, settings = Watched(), request.param
+    recorder, settings = StepRecorder(), request.param
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("trained"))
         assert_same(Trained(folder, [recorder], **settings), plain := Trained(folder, None, **settings))
@@ -596,7 +596,7 @@ def trained(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pyte
 
 @pytest.mark.usefixtures("counts_may_differ")
 @pytest.mark.parametrize("seed", seeds(4))
-@pytest.mark.parametrize("kind", [Watched, Quiet])
+@pytest.mark.parametrize("kind", [StepRecorder, StepEndRecorder])
 def test_ultralytics_with_random_faults(
     seed: int, kind: Any, trained: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -609,17 +609,17 @@ def test_ultralytics_with_random_faults(
     monkeypatch.setattr(UltralyticsHost, "attach", attached)
     callback = kind()
     settings, expected, plain = trained
-    given = [callback, *(make() for make in OBSERVERS if kind is Watched)]
+    given = [callback, *(make() for make in OBSERVERS if kind is StepRecorder)]
     observed = Trained(folder, given, given={"strict": False}, **settings)
     assert_same(observed, plain)
     assert (observed.trainer.epoch, observed.trainer.stop) == (plain.trainer.epoch, plain.trainer.stop)
-    recorder = callback if kind is Watched else callback.watched
-    if kind is Watched:
-        held(recorder, plain.trainer.model, observed.trainer.model)
-    counts_held(recorder, observed.trainer.ema.updates, 3, caplog, drops_steps=True)
-    steps_are_those_of(recorder, expected)
-    if kind is Watched:
-        evaluations_are_right(recorder, observed.evaluated)
+    recorder = callback if kind is StepRecorder else callback.recorder
+    if kind is StepRecorder:
+        assert_training_is_unchanged(recorder, plain.trainer.model, observed.trainer.model)
+    assert_counts_are_right(recorder, observed.trainer.ema.updates, 3, caplog, drops_steps=True)
+    assert_steps_equal(recorder, expected)
+    if kind is StepRecorder:
+        assert_evaluations_are_right(recorder, observed.evaluated)
 
 
 @pytest.mark.usefixtures("counts_may_differ")
@@ -629,7 +629,7 @@ def test_ultralytics_without_one_of_its_events(
 ) -> None:
     """Ultralytics' loop no longer calls the host's callback of the event."""
     settings, expected, plain = trained
-    recorder = Watched()
+    recorder = StepRecorder()
     if event == "teardown":  # the host also wraps `train`, so it is called nevertheless
         run_callbacks = DetectionTrainer.run_callbacks
         monkeypatch.setattr(
@@ -642,10 +642,10 @@ def test_ultralytics_without_one_of_its_events(
     if event == "on_train_start":  # no run begins
         assert not recorder.events
         return
-    held(recorder, plain.trainer.model, observed.trainer.model)
-    counts_held(recorder, observed.trainer.ema.updates, 3, caplog, drops_steps=True)
-    steps_are_those_of(recorder, expected)
-    evaluations_are_right(recorder, observed.evaluated)
+    assert_training_is_unchanged(recorder, plain.trainer.model, observed.trainer.model)
+    assert_counts_are_right(recorder, observed.trainer.ema.updates, 3, caplog, drops_steps=True)
+    assert_steps_equal(recorder, expected)
+    assert_evaluations_are_right(recorder, observed.evaluated)
 
 
 # --- DDP workers ---
