@@ -370,7 +370,7 @@ def test_a_logger_writes_our_values_and_composer_s_into_the_run_folder(tmp_path:
 def test_standalone_evaluations_and_predictions_fire_events_in_order(tmp_path: Path) -> None:
     class Sees(Callback):
         def on_predict_start(self, ctx: Context) -> None:
-            self.place = ctx.step, ctx.epoch
+            self.position = ctx.step, ctx.epoch
 
     recorder, ends, sees = Recorder(fields=("standalone", "outputs")), Ends(), Sees()
     trained = made(POINTS, tmp_path, [recorder, ends, sees], epochs=1)
@@ -382,7 +382,7 @@ def test_standalone_evaluations_and_predictions_fire_events_in_order(tmp_path: P
     check_events(recorder.events)
     assert recorder.events.count("on_train_end") == 2
     assert recorder.events.count("on_predict_forward_end") == len(predicted) == 3
-    assert sees.place == (12, 2)
+    assert sees.position == (12, 2)
     standalone = [value for event, value in recorder.values["standalone"] if event == "on_eval_all_start"]
     assert standalone == [True, False, False]
     assert ends.outcomes == ["finished"]

@@ -26,7 +26,7 @@ from .loops.job import POINTS
 TRAINED = ("epoch", "fetch", "train_step", "microbatch", "forward", "loss", "backward", "clip_gradients", "optimizer_step")
 EVALUATED = ("eval_all", "eval", "eval_step", "eval_forward")
 ALWAYS = {"epoch", "train_step", "forward", "optimizer_step", "eval"}
-"""One span for each place from which hosts fire events: the loop, a hook of the model, a hook of the optimizer, an evaluation."""
+"""One span for each kind of code that fires events in hosts: the loop, a hook of the model, a hook of the optimizer, an evaluation."""
 
 
 OBSERVERS: list[Any] = [lambda: EMA(half_life=2, at_end=False), NaNMonitor, History]
@@ -239,5 +239,5 @@ def assert_evaluations_are_right(recorder: StepRecorder, expected: Sequence[tupl
     found = re.search(r"from step (\d+) on", recorder.inexact)
     until, at = int(found[1]) if found else None, 0
     for step, loss in recorder.evaluated:
-        at = next(place for place in range(at, len(expected)) if expected[place][1] == pytest.approx(loss, rel=1e-5))
+        at = next(index for index in range(at, len(expected)) if expected[index][1] == pytest.approx(loss, rel=1e-5))
         assert step == expected[at][0] or (until is not None and step >= until)

@@ -646,9 +646,9 @@ def test_trackio_s_own_callback_writes_the_logged_losses(tmp_path: Path, monkeyp
     from trackio.sqlite_storage import SQLiteStorage
 
     for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "trackio"]:
-        for place, inside in {"TRACKIO_DIR": "", "MEDIA_DIR": "media", "ARTIFACTS_DIR": "artifacts"}.items():
-            if isinstance(vars(module).get(place), Path):  # Trackio has set the folder at its import
-                monkeypatch.setattr(module, place, tmp_path / "trackio" / inside)
+        for name, inside in {"TRACKIO_DIR": "", "MEDIA_DIR": "media", "ARTIFACTS_DIR": "artifacts"}.items():
+            if isinstance(vars(module).get(name), Path):  # Trackio has set the folder at its import
+                monkeypatch.setattr(module, name, tmp_path / "trackio" / inside)
     as_guests(tmp_path, guest(TrackioCallback(), args={"project": "small"}))
     assert trackio.context_vars.current_run.get() is None
     logged = SQLiteStorage.get_logs("small", "guest")

@@ -201,11 +201,11 @@ class Ends(Callback):
         self.has_ended.set()
 
 
-@pytest.mark.parametrize(("place", "steps"), [("forward", 1), ("optimizer", 2)])
-def test_a_run_that_gets_a_signal_is_preempted(place: str, steps: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("interrupted_in", "steps"), [("forward", 1), ("optimizer", 2)])
+def test_a_run_that_gets_a_signal_is_preempted(interrupted_in: str, steps: int, tmp_path: Path) -> None:
     ends, recorder, counts = Ends(), Recorder(), Counts()
     loop = hosted(tmp_path, [ends, recorder, counts])
-    loop.interrupted_at = (place, 2)
+    loop.interrupted_at = (interrupted_in, 2)
     loop.run()
     assert ends.outcome == "preempted"
     assert counts.steps == steps  # depends on whether the second step was complete

@@ -404,8 +404,8 @@ def test_batch_and_dataloader_numbers_equal_lightning_s_with_accumulation_and_tw
     starts, ends = batches[::2], batches[1::2]
     assert starts == [("on_train_batch_start", int(number > 3), [number]) for number in range(6)]
     assert ends == [("on_train_batch_end", [0, 0, 0, 1, 1, 2][number], [number]) for number in range(6)]
-    judged = [number for name, _, _, _, *number in hooks.received[:recorded] if name == "on_validation_batch_end"]
-    assert judged == [[0, 0], [1, 0], [2, 0], [0, 1], [1, 1], [2, 1]]
+    validation_batches = [number for name, _, _, _, *number in hooks.received[:recorded] if name == "on_validation_batch_end"]
+    assert validation_batches == [[0, 0], [1, 0], [2, 0], [0, 1], [1, 1], [2, 1]]
     apart = [name for name, *_ in hooks.received[recorded:] if "batch" not in name]
     assert apart == [
         *("setup", "on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end", "teardown")

@@ -79,7 +79,7 @@ SETTINGS: Mapping[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # Ultralytics writes into the working folder
 
 
@@ -194,7 +194,7 @@ class RequestsAtStep(Callback):
 # --- events ---
 
 
-def test_the_map_has_ultralytics_events() -> None:
+def test_the_maps_name_existing_events_of_callsheet_and_ultralytics() -> None:
     assert set(FIRED_AT) <= set(EVENTS)
     assert set(NOT_FIRED) <= set(EVENTS)
     assert set(HANDLED) <= set(default_callbacks)
@@ -280,7 +280,7 @@ def test_results_and_records(folder: Path) -> None:
     assert history["validation/loss"][-1] == pytest.approx(sum(parts))
 
 
-def test_names_of_results() -> None:
+def test_results_are_named_without_prefixes_and_with_the_summed_loss() -> None:
     found = results({"metrics/mAP50(B)": 0.5, "val/box_loss": 1.0, "val/cls_loss": 2.0}, 0.25)
     assert found == {"loss": 3.0, "box_loss": 1.0, "cls_loss": 2.0, "mAP50(B)": 0.5, "fitness": 0.25}
     assert results({"metrics/mAP50(B)": 0.5}) == {"mAP50(B)": 0.5}
@@ -410,7 +410,7 @@ def test_a_trainer_is_freed_after_its_training(folder: Path) -> None:
 
 
 @pytest.mark.skipif(Version(__version__) < Version("8.4.76"), reason="this release does not train on a list of datasets")
-def test_a_list_of_datasets_has_a_run_for_each(folder: Path) -> None:
+def test_training_on_a_list_of_datasets_is_one_run_for_each_dataset(folder: Path) -> None:
     ends = Ends()
     trained = Trained(folder, [ends], given={"run_name": None}, data=[str(folder / "data.yaml")] * 2, epochs=1)
     assert len(trained.trainers) == 2
@@ -454,10 +454,10 @@ def test_a_resumed_training_restores_the_callbacks(folder: Path, caplog: pytest.
     resumed = YOLO(str(last))
     host([counts, recorder, seen], run_name="again").attach(resumed)
     resumed.train(resume=True)
-    undisturbed = Trained(folder, [whole], epochs=4, nbs=8)
+    uninterrupted = Trained(folder, [whole], epochs=4, nbs=8)
     check_events(recorder.events)
     assert seen.steps[0][0] == 4  # two epochs of three batches were trained, two batches a step
-    assert counts.steps == whole.steps == undisturbed.trainer.ema.updates
+    assert counts.steps == whole.steps == uninterrupted.trainer.ema.updates
     assert "no callbacks' states" not in caplog.text
 
 
@@ -556,11 +556,11 @@ def test_a_fault_in_a_span_of_a_step(
 ) -> None:
     breaks, begin = FailsInSpan(span, edge), HostedRun.begin
 
-    def begun(self: Any, *args: Any, **given: Any) -> None:
+    def begin_and_keep_run(self: Any, *args: Any, **given: Any) -> None:
         breaks.run = self
         begin(self, *args, **given)
 
-    monkeypatch.setattr(HostedRun, "begin", begun)
+    monkeypatch.setattr(HostedRun, "begin", begin_and_keep_run)
     observed = loop.train(POINTS, tmp_path / "observed", [breaks], strict=False)
     monkeypatch.undo()
     plain = loop.train(POINTS, tmp_path / "plain", None)
@@ -768,13 +768,13 @@ def weights_of_workers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture
-def _no_payload_is_left() -> Iterator[None]:
+def _no_payload_remains() -> Iterator[None]:
     yield
     home = Path(os.environ["YOLO_CONFIG_DIR"])
     assert not list(home.rglob("_temp_*"))
 
 
-@pytest.mark.usefixtures("_no_payload_is_left")
+@pytest.mark.usefixtures("_no_payload_remains")
 def test_callbacks_reach_the_workers_of_ultralytics(folder: Path, weights_of_workers: str) -> None:
     observed = run(folder, OBSERVED)
     assert observed.returncode == 0, observed.stderr
