@@ -99,7 +99,7 @@ class Fails(Callback):
             raise ZeroDivisionError
 
 
-class Ends(Callback):
+class RecordsOutcomes(Callback):
     """Records how the run ended."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Ends(Callback):
 def test_a_failing_host_disables_itself_and_training_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, ends = fit(POINTS, tmp_path / "plain", None), Ends()
+    plain, ends = fit(POINTS, tmp_path / "plain", None), RecordsOutcomes()
     handled = trainer_host.ComposerHost._batch_end
 
     def unforeseen(self: trainer_host.ComposerHost, state: Any) -> None:
@@ -266,7 +266,7 @@ def test_training_is_unchanged_and_every_event_is_fired(size: int, tmp_path: Pat
 
 
 def test_the_trainer_carries_out_requests(tmp_path: Path) -> None:
-    recorder, ends = Recorder(fields=("checkpoint",)), Ends()
+    recorder, ends = Recorder(fields=("checkpoint",)), RecordsOutcomes()
     trained = fit(
         POINTS,
         tmp_path,
@@ -368,11 +368,11 @@ def test_a_logger_writes_our_values_and_composer_s_into_the_run_folder(tmp_path:
 
 
 def test_standalone_evaluations_and_predictions_fire_events_in_order(tmp_path: Path) -> None:
-    class Sees(Callback):
+    class RecordsPosition(Callback):
         def on_predict_start(self, ctx: Context) -> None:
             self.position = ctx.step, ctx.epoch
 
-    recorder, ends, sees = Recorder(fields=("standalone", "outputs")), Ends(), Sees()
+    recorder, ends, sees = Recorder(fields=("standalone", "outputs")), RecordsOutcomes(), RecordsPosition()
     trained = made(POINTS, tmp_path, [recorder, ends, sees], epochs=1)
     trained.eval()
     trained.fit()
@@ -398,14 +398,14 @@ def test_listeners_to_events_that_composer_never_fires_are_rejected(tmp_path: Pa
 
 
 def test_an_exception_fails_the_run(tmp_path: Path) -> None:
-    ends, recorder = Ends(), Recorder()
+    ends, recorder = RecordsOutcomes(), Recorder()
     trained = made(POINTS, tmp_path, [Fails(2), ends, recorder])
     with pytest.raises(ZeroDivisionError):
         trained.fit()
     assert ends.outcomes == ["failed"]
     assert recorder.events.count("on_exception") == 1
     trained.close()
-    later = Ends()
+    later = RecordsOutcomes()
     trained = made(POINTS, tmp_path, [later], after=[RaisesError()])
     with pytest.raises(ArithmeticError):
         trained.fit()
@@ -438,7 +438,7 @@ def on_a_rank(folder: str) -> dict[str, Any]:
     plain = fit(POINTS, Path(folder, "plain"), None, loggers=[composer.loggers.InMemoryLogger()], **options)
     recorder, history = Recorder(), History()
     ours = fit(POINTS, Path(folder, "ours"), [recorder, history], **options)
-    requests, before, after, ends = Recorder(fields=("checkpoint",)), History(), History(), Ends()
+    requests, before, after, ends = Recorder(fields=("checkpoint",)), History(), History(), RecordsOutcomes()
     fit(
         POINTS,
         Path(folder, "requests"),
@@ -703,7 +703,7 @@ def test_an_error_names_the_attribute_that_a_guest_may_not_read(tmp_path: Path) 
 
 
 def test_composer_s_events_are_fired_in_composer_s_order(tmp_path: Path) -> None:
-    class Records(composer.Callback):  # type: ignore[misc]
+    class RecordsEvents(composer.Callback):  # type: ignore[misc]
         def __init__(self) -> None:
             self.noted: list[tuple[Any, ...]] = []
 
@@ -718,7 +718,7 @@ def test_composer_s_events_are_fired_in_composer_s_order(tmp_path: Path) -> None
         def post_close(self) -> None:
             self.noted.append(("post_close",))
 
-    native, here = Records(), Records()
+    native, here = RecordsEvents(), RecordsEvents()
     fit(POINTS, tmp_path, None, after=[native], device_train_microbatch_size=2)
     model = POINTS.made_model()
     with Trainer(
@@ -730,7 +730,7 @@ def test_composer_s_events_are_fired_in_composer_s_order(tmp_path: Path) -> None
 
 
 def test_the_loss_of_the_last_closure_evaluation_is_reported(tmp_path: Path) -> None:
-    class Sees(Callback):
+    class RecordsLosses(Callback):
         def __init__(self) -> None:
             self.losses: list[float] = []
 
@@ -752,7 +752,7 @@ def test_the_loss_of_the_last_closure_evaluation_is_reported(tmp_path: Path) -> 
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
         return fit(POINTS, tmp_path, callbacks, before=[losses], epochs=1, model=model, optimizers=optimizer), losses
 
-    sees, recorder = Sees(), Recorder()
+    sees, recorder = RecordsLosses(), Recorder()
     plain, _ = trained(None)
     observed, losses = trained([sees, recorder])
     assert any(len(each) > 1 for each in losses.by_step)

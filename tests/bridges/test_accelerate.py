@@ -134,7 +134,7 @@ class RequestsAtStep(Callback):
             getattr(ctx.control, self.what)("asked")
 
 
-class Ends(Callback):
+class RecordsOutcomes(Callback):
     """Records how runs ended."""
 
     phase = "report"
@@ -154,7 +154,11 @@ class Ends(Callback):
 def test_training_is_unchanged_and_every_event_is_fired(
     accumulate: int, sizes: int, steps: int, parts: list[int], tmp_path: Path
 ) -> None:
-    recorder, history, ends = Recorder(fields=("grad_norm", "learning_rate", "batch", "eval_results")), History(), Ends()
+    recorder, history, ends = (
+        Recorder(fields=("grad_norm", "learning_rate", "batch", "eval_results")),
+        History(),
+        RecordsOutcomes(),
+    )
     plain = Setup(tmp_path, accumulate=accumulate, sizes=sizes)
     plain.run()
     hosted = Setup(tmp_path, accumulate=accumulate, sizes=sizes)
@@ -193,7 +197,7 @@ def test_an_incomplete_accumulation_at_the_end_is_reported_as_a_skipped_step(tmp
 
 
 def test_requests_are_carried_out(tmp_path: Path) -> None:
-    recorder, ends = Recorder(fields=("checkpoint",)), Ends()
+    recorder, ends = Recorder(fields=("checkpoint",)), RecordsOutcomes()
     setup = Setup(tmp_path)
     with setup.host([RequestsAtStep("save", 2), RequestsAtStep("evaluate", 3), RequestsAtStep("stop", 8), recorder, ends]) as run:
         setup.run(run)
@@ -325,7 +329,7 @@ def test_loading_a_state_within_an_epoch_is_rejected(tmp_path: Path) -> None:
 
 
 def test_an_early_stop_and_a_break_end_training(tmp_path: Path) -> None:
-    ends = Ends()
+    ends = RecordsOutcomes()
     setup = Setup(tmp_path)
     with setup.host([EarlyStopper(monitor="validation/loss", patience="1ep"), ends]) as run:
         for epoch in run.epochs(9):
@@ -397,7 +401,7 @@ def test_engines_that_cannot_be_observed_are_rejected(tmp_path: Path) -> None:
 
 
 def test_an_exception_fails_the_run(tmp_path: Path) -> None:
-    ends, recorder = Ends(), Recorder(fields=("exception",))
+    ends, recorder = RecordsOutcomes(), Recorder(fields=("exception",))
     setup = Setup(tmp_path)
     with pytest.raises(RuntimeError), setup.host([ends, recorder]) as run:  # noqa: PT012  # the loop is what raises
         for _ in run.steps(setup.data):
@@ -410,7 +414,7 @@ def test_an_exception_fails_the_run(tmp_path: Path) -> None:
 
 
 def test_a_signal_preempts_the_run_after_a_save(tmp_path: Path) -> None:
-    ends = Ends()
+    ends = RecordsOutcomes()
     setup = Setup(tmp_path)
     with setup.host([ends]) as run:
         for number, batch in enumerate(run.steps(setup.data)):
@@ -445,7 +449,7 @@ def train_on_rank(folder: str) -> dict[str, Any]:
             if ctx.run.rank == 1 and ctx.step == 4:
                 ctx.control.stop("one rank wants to")
 
-    recorder, history, ends = Recorder(), History(), Ends()
+    recorder, history, ends = Recorder(), History(), RecordsOutcomes()
     hosted = Setup(Path(folder), accumulate=3)
     with hosted.host([recorder, history, ends, RequestsStop(), CheckpointSaver(save_interval="1ep")]) as run:
         for _ in run.epochs(40):
@@ -497,7 +501,7 @@ def test_two_ranks_train_one_model_and_stop_together(tmp_path: Path) -> None:
 # --- trackers as loggers ---
 
 
-class Notes(GeneralTracker):  # type: ignore[misc]  # Accelerate's types are not read
+class RecordingTracker(GeneralTracker):  # type: ignore[misc]  # Accelerate's types are not read
     """A user-defined tracker."""
 
     name = "notes"
@@ -557,7 +561,7 @@ def train(folder: Path, callbacks: list[Callback]) -> None:
 
 
 def test_a_custom_tracker_receives_the_records(tmp_path: Path) -> None:
-    notes, history = Notes(), History()
+    notes, history = RecordingTracker(), History()
     train(tmp_path, [guest(notes), history, LogsTablesAndImages()])
     assert notes.noted[0] == "start"
     assert notes.noted[-1] == "finish"
@@ -594,10 +598,10 @@ def test_accelerate_s_tensorboard_tracker_writes_the_same_as_in_accelerate(tmp_p
 
 
 def test_a_tracker_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
-    class Fails(Notes):
+    class Fails(RecordingTracker):
         def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
             raise OSError("the network is away")
 
-    ends = Ends()
+    ends = RecordsOutcomes()
     train(tmp_path, [guest(Fails()), ends])
     assert ends.outcomes == ["finished"]

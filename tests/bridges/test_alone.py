@@ -78,20 +78,20 @@ def test_a_callback_with_one_event_reads_the_same_fields_as_with_other_listeners
 
 @pytest.mark.parametrize("where", ["bare", "ignite"])
 def test_kept_outputs_are_available_without_listeners_to_the_forward(where: str, tmp_path: Path) -> None:
-    class Keeps(Callback):
+    class KeepsOutputs(Callback):
         keep_fields = ("outputs",)
 
         def on_train_step_end(self, ctx: Context) -> None:
             seen.append(ctx.outputs.shape)
 
     seen: list[torch.Size] = []
-    loop_of(where).train(POINTS, tmp_path, [Keeps()])
+    loop_of(where).train(POINTS, tmp_path, [KeepsOutputs()])
     assert seen == [torch.Size([4, 1])] * 12
 
 
 @pytest.mark.parametrize("where", ["automodel", "huggingface"])
 def test_a_handler_unmuted_within_an_evaluation_receives_the_outputs(where: str, tmp_path: Path) -> None:
-    class Second(Callback):
+    class HandlesSecondBatch(Callback):
         """Handles the forward of the second batch of each evaluation, and is muted for the others."""
 
         def __init__(self) -> None:
@@ -110,7 +110,7 @@ def test_a_handler_unmuted_within_an_evaluation_receives_the_outputs(where: str,
         def on_eval_forward_end(self, ctx: Context) -> None:
             self.read.append(ctx.has("outputs"))
 
-    loop_of(where).train(POINTS, tmp_path, [second := Second()], strict=False)
+    loop_of(where).train(POINTS, tmp_path, [second := HandlesSecondBatch()], strict=False)
     assert second.read == [True, True]  # one evaluation in each of two epochs
 
 
@@ -172,7 +172,7 @@ def test_backward_is_torch_s_own_if_the_loss_is_not_read(where: str, tmp_path: P
 def test_a_replacement_of_backward_by_other_code_is_kept(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other code also replaces `Tensor.backward`, in the first epoch. Only the second epoch's steps have listeners."""
 
-    class Second(Callback):
+    class HandlesSecondEpoch(Callback):
         def on_epoch_start(self, ctx: Context) -> None:
             if ctx.epoch == 1:
                 ctx.mute(self, "on_train_step_end")
@@ -202,7 +202,9 @@ def test_a_replacement_of_backward_by_other_code_is_kept(at: str, tmp_path: Path
 
     calls, losses, forwards, kind = list[None](), list[float](), list[None](), cast(Any, POINTS.model)
     monkeypatch.setattr(torch.Tensor, "backward", torch.Tensor.backward)  # the original, which is restored at the end
-    loop_of("ignite").train(replace(POINTS, model=type("Replaces", (kind,), {"forward": forward})), tmp_path, [Second()])
+    loop_of("ignite").train(
+        replace(POINTS, model=type("Replaces", (kind,), {"forward": forward})), tmp_path, [HandlesSecondEpoch()]
+    )
     assert (len(calls), len(losses)) == (12 if at == "while our replacement is in place" else 10, 6)
     assert torch.Tensor.backward.__qualname__.endswith("counted")
 

@@ -59,7 +59,7 @@ def weights(recipe: Recipe) -> list[torch.Tensor]:
     return [value.clone() for value in recipe.model_parts[0].state_dict().values()]
 
 
-class Ends(Callback):
+class RecordsOutcomes(Callback):
     """Records how the run ended."""
 
     phase = "report"
@@ -164,7 +164,7 @@ def test_automodel_carries_out_requests(tmp_path: Path) -> None:
     ("event", "step", "steps"), [("on_train_start", 0, 0), ("on_eval_all_end", 6, 6), ("on_checkpoint_published", 6, 6)]
 )
 def test_a_stop_ends_training_whichever_event_it_is_requested_at(event: str, step: int, steps: int, tmp_path: Path) -> None:
-    ends = Ends()
+    ends = RecordsOutcomes()
     recipe = run_recipe(tmp_path, [RequestsAtStep("stop", step, event), ends])
     assert len(recipe.losses) == steps
     assert ends.outcome == "stopped"
@@ -245,14 +245,14 @@ def test_several_validation_sets_are_named_and_evaluated_with_averaged_weights(t
     sets = {"squad": batches[:1], "hellaswag": batches[1:]}
     recorder, seen = Recorder(fields=("eval_name", "eval_results")), []
 
-    class Looks(Callback):
+    class ComparesWeights(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             self.trained = [parameter.detach().clone() for parameter in ctx.model.parameters()]
 
         def on_eval_end(self, ctx: Context) -> None:
             seen.append(all(torch.equal(a, b) for a, b in zip(self.trained, ctx.model.parameters(), strict=True)))
 
-    recipe = run_recipe(tmp_path / "a", [recorder, EMA(half_life=3), Looks()], sets=sets)
+    recipe = run_recipe(tmp_path / "a", [recorder, EMA(half_life=3), ComparesWeights()], sets=sets)
     plain = run_recipe(tmp_path / "b", None, sets=sets)
     assert [name for event, name in recorder.values["eval_name"] if event == "on_eval_end"] == ["squad", "hellaswag"] * 2
     found = [value for event, value in recorder.values["eval_results"] if event == "on_eval_all_end"]
@@ -478,7 +478,7 @@ def test_an_exception_fails_the_run(reports_exception: bool, tmp_path: Path) -> 
                 raise ZeroDivisionError("in the model")
             return self.inner(inputs)
 
-    ends = Ends()
+    ends = RecordsOutcomes()
     recipe = Recipe(POINTS, tmp_path, [host([ends])], num_epochs=1, model_wrap=Broken)
     recipe.setup()
     with pytest.raises(ZeroDivisionError) as caught:
@@ -499,7 +499,7 @@ def test_an_error_of_a_callback_is_reported_once(tmp_path: Path) -> None:
             if ctx.step == 2:
                 raise ZeroDivisionError
 
-    ends = Ends()
+    ends = RecordsOutcomes()
     recipe = Recipe(POINTS, tmp_path, [hosted := host([Fails(), ends])], num_epochs=1)
     recipe.setup()
     with pytest.raises(ZeroDivisionError) as caught:
@@ -517,7 +517,7 @@ def test_sigterm_preempts_the_run(saves: bool, tmp_path: Path) -> None:
             if ctx.step == 3:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    ends, recorder = Ends(), Recorder(fields=("checkpoint",))
+    ends, recorder = RecordsOutcomes(), Recorder(fields=("checkpoint",))
     recipe = run_recipe(tmp_path, [Kills(), ends, recorder], saves=saves)
     assert len(recipe.losses) == 3
     assert ends.outcome == "preempted"

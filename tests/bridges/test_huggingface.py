@@ -203,7 +203,7 @@ def test_an_early_stop_ends_training(tmp_path: Path) -> None:
 def test_averaged_weights_are_used_for_evaluation_only(tmp_path: Path) -> None:
     seen: list[bool] = []
 
-    class Looks(Callback):
+    class ComparesWeights(Callback):
         def on_eval_forward_end(self, ctx: Context) -> None:
             seen.append(torch.equal(ctx.model.head.weight, before["weight"]))
 
@@ -211,7 +211,7 @@ def test_averaged_weights_are_used_for_evaluation_only(tmp_path: Path) -> None:
             before["weight"] = ctx.model.head.weight.detach().clone()
 
     before: dict[str, torch.Tensor] = {}
-    averaged = trainer(tmp_path, [host([EMA(half_life=3), Looks()])], eval_strategy="epoch")
+    averaged = trainer(tmp_path, [host([EMA(half_life=3), ComparesWeights()])], eval_strategy="epoch")
     averaged.train()
     plain = trainer(tmp_path, [], eval_strategy="epoch")
     plain.train()
@@ -266,7 +266,7 @@ def test_events_that_the_trainer_never_fires_are_rejected(tmp_path: Path) -> Non
     trainer(tmp_path, [host([Listens()], strict=False)]).train()
 
 
-class Ends(Callback):
+class RecordsOutcomes(Callback):
     """Records the error and how the run ends."""
 
     phase = "report"
@@ -282,12 +282,12 @@ class Ends(Callback):
 
 
 def test_an_error_that_leaves_train_ends_the_run_at_once(tmp_path: Path) -> None:
-    ends = Ends()
+    ends = RecordsOutcomes()
     trained = trainer(tmp_path, [host([Fails(2), ends])])
     with pytest.raises(ZeroDivisionError) as by_callback:
         trained.train()
     assert ends.found == [by_callback.value, "failed"]
-    ends = Ends()
+    ends = RecordsOutcomes()
     trained = trainer(tmp_path, [host([ends])])
     trained.train()
     rows = trained.train_dataset.x
@@ -310,14 +310,14 @@ def test_a_keyboard_interrupt_that_leaves_train_interrupts_the_run(tmp_path: Pat
             if state.global_step == 2:
                 raise KeyboardInterrupt
 
-    ends = Ends()
+    ends = RecordsOutcomes()
     with pytest.raises(KeyboardInterrupt) as interrupted:
         trainer(tmp_path, [host([ends]), Interrupts()]).train()
     assert ends.found == [interrupted.value, "interrupted"]
 
 
 def test_an_error_before_training_begins_is_reported_to_no_run(tmp_path: Path) -> None:
-    ends = Ends()
+    ends = RecordsOutcomes()
     trained = trainer(tmp_path, [host([ends])])
     with pytest.raises(ValueError, match="checkpoint"):
         trained.train(resume_from_checkpoint=True)
@@ -338,7 +338,7 @@ def test_a_copy_of_the_trainer_trains_its_own_model(tmp_path: Path) -> None:
 
 
 def test_an_error_fails_the_run_of_a_host_added_with_add_callback_once_it_is_deleted(tmp_path: Path) -> None:
-    ends = Ends()
+    ends = RecordsOutcomes()
     trained = trainer(tmp_path, [])
     trained.add_callback(host([ends]))
     trained.train_dataset.x = trained.train_dataset.x[:, :2]

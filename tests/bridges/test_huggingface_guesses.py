@@ -177,7 +177,7 @@ def train_with_class(kind: type, folder: Path, callbacks: list[Any], **options: 
     return made
 
 
-class Reads(Callback):
+class ReadsMicrobatch(Callback):
     """Reads the fields of a microbatch at each of its events."""
 
     def __init__(self) -> None:
@@ -199,7 +199,7 @@ class Reads(Callback):
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("kind", [TwoForwards, ForwardInBackward])
 def test_several_forward_passes_of_a_batch_are_one_microbatch(kind: type, strict: bool, tmp_path: Path) -> None:
-    recorder, history, reads = Recorder(fields=("batch",)), History(), Reads()
+    recorder, history, reads = Recorder(fields=("batch",)), History(), ReadsMicrobatch()
     hosted = host([recorder, history, reads, NaNMonitor(), SpeedMonitor()], strict=strict)
     ours = train_with_class(kind, tmp_path / "ours", [hosted])
     plain = train_with_class(kind, tmp_path / "plain", [])
@@ -326,13 +326,13 @@ def test_the_trained_weights_are_restored_if_an_evaluation_ends_train(tmp_path: 
     before: list[torch.Tensor] = []
     seen: list[Any] = []
 
-    class Keeps(TrainerCallback):  # type: ignore[misc]
+    class KeepsTrainedWeights(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
             seen[:] = [model, [value.clone() for value in model.state_dict().values()]]
 
     recorder = Recorder()
     with pytest.raises(ZeroDivisionError):
-        train_with_class(Fails, tmp_path, [host([recorder, EMA(half_life=2)]), Keeps()])
+        train_with_class(Fails, tmp_path, [host([recorder, EMA(half_life=2)]), KeepsTrainedWeights()])
     model, trained = seen
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), trained, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(before, trained, strict=True))

@@ -255,7 +255,7 @@ class SetsAllFlags(TrainerCallback):  # type: ignore[misc]
 
 
 @dataclass
-class Seen:
+class CallbackResults:
     """The results of a callback: the steps of evaluations, saves and the end, and the callback's own output."""
 
     events: list[tuple[str, int]]
@@ -539,7 +539,7 @@ def test_the_flow_callback_s_stop_flag_at_the_last_step_is_not_reported_as_a_sto
 def test_save_strategy_best_saves_after_each_better_evaluation(tmp_path: Path) -> None:
     saved: list[tuple[int, str]] = []
 
-    class Keeps(Callback):
+    class RecordsCheckpoints(Callback):
         def on_checkpoint_published(self, ctx: Context) -> None:
             assert ctx.checkpoint is not None
             saved.append((ctx.checkpoint.step, ctx.checkpoint.kind))
@@ -547,7 +547,7 @@ def test_save_strategy_best_saves_after_each_better_evaluation(tmp_path: Path) -
     best = guest(
         EarlyStoppingCallback(9), args={"metric_for_best_model": "eval_loss", "save_strategy": "best", "eval_strategy": "steps"}
     )
-    as_guests(tmp_path, best, Keeps())
+    as_guests(tmp_path, best, RecordsCheckpoints())
     assert saved == [(2, "best"), (4, "best"), (6, "best"), (10, "best")]
     assert (best.state.best_metric, best.state.best_global_step) == (pytest.approx(2.9), 10)
     assert best.state.best_model_checkpoint.endswith("ep1-ba10")
@@ -580,7 +580,7 @@ def test_a_guest_that_listens_to_an_event_that_is_never_fired_is_rejected(
         guest(History())
 
 
-class Reads(TrainerCallback):  # type: ignore[misc]
+class ReadsArguments(TrainerCallback):  # type: ignore[misc]
     """Records some of the arguments that it receives."""
 
     def __init__(self, *names: str) -> None:
@@ -594,7 +594,7 @@ class Reads(TrainerCallback):  # type: ignore[misc]
 
 
 def test_training_arguments_of_a_guest_come_from_the_run_and_the_user(tmp_path: Path) -> None:
-    reads = Reads("output_dir", "run_name", "world_size", "should_log", "eval_strategy", "logging_steps", "weight_decay")
+    reads = ReadsArguments("output_dir", "run_name", "world_size", "should_log", "eval_strategy", "logging_steps", "weight_decay")
     as_guests(tmp_path, guest(reads, args={"weight_decay": 0.5, "run_name": "given"}), config={"seed": 4, "deep": {"more": 1}})
     assert reads.read == {
         "output_dir": str(tmp_path / "guest"),
@@ -608,7 +608,7 @@ def test_training_arguments_of_a_guest_come_from_the_run_and_the_user(tmp_path: 
     assert reads.whole["deep"] == reads.text["deep"] == {"more": 1}
     assert reads.text["eval_strategy"] == "epoch"
     assert reads.words["deep"] == "{'more': 1}"
-    whole: Any = Reads("weight_decay", "output_dir", "eval_strategy", "run_name")
+    whole: Any = ReadsArguments("weight_decay", "output_dir", "eval_strategy", "run_name")
     whole_arguments = TrainingArguments(output_dir=str(tmp_path / "given"), weight_decay=0.25, report_to=[], use_cpu=True)
     whole.on_train_begin = lambda args, *_, **__: setattr(whole, "read", {name: getattr(args, name) for name in whole.names})
     as_guests(tmp_path, guest(whole, args=whole_arguments), name="whole")
@@ -657,11 +657,11 @@ def test_trackio_s_own_callback_writes_the_logged_losses(tmp_path: Path, monkeyp
 
 def test_unknown_and_unsupported_arguments_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(NotSupported, match="transformers' TrainingArguments has here no 'fsdp': a guest may use"):
-        as_guests(tmp_path, guest(Reads("fsdp")))
+        as_guests(tmp_path, guest(ReadsArguments("fsdp")))
     with pytest.raises(ConfigError, match="unknown training argument 'metric_for_best'; did you mean 'metric_for_best_model'"):
-        guest(Reads(), args={"metric_for_best": "loss"})
+        guest(ReadsArguments(), args={"metric_for_best": "loss"})
     with pytest.raises(ConfigError, match="unknown eval_strategy 'step'"):
-        guest(Reads(), args={"eval_strategy": "step"})
+        guest(ReadsArguments(), args={"eval_strategy": "step"})
 
     class Writes(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -677,14 +677,14 @@ def test_unknown_and_unsupported_arguments_are_rejected(tmp_path: Path) -> None:
 def test_metrics_of_several_datasets_have_the_datasets_names(tmp_path: Path) -> None:
     received: list[dict[str, float]] = []
 
-    class Keeps(TrainerCallback):  # type: ignore[misc]
+    class RecordsMetrics(TrainerCallback):  # type: ignore[misc]
         def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
             received.append(metrics)
 
     several = {"short": DataLoader(DATA[:4], batch_size=4), "validation": EVALUATED}  # type: ignore[arg-type]
     model = Line()
     optimizer, _ = optimizers(model)
-    best = guest(Keeps(), args={"metric_for_best_model": "short_loss"})
+    best = guest(RecordsMetrics(), args={"metric_for_best_model": "short_loss"})
     with Trainer(
         model, OwnLoss(), EVALUATED, several, optimizer=optimizer, callbacks=best, run_name="several", runs_folder=tmp_path
     ) as trainer:
@@ -696,14 +696,14 @@ def test_metrics_of_several_datasets_have_the_datasets_names(tmp_path: Path) -> 
 def test_trainer_test_and_predict_call_the_hooks_for_predictions(tmp_path: Path) -> None:
     recorded: list[tuple[str, Any]] = []
 
-    class Keeps(TrainerCallback):  # type: ignore[misc]
+    class RecordsPredictions(TrainerCallback):  # type: ignore[misc]
         def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             recorded.append(("step", None))
 
         def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
             recorded.append(("predict", metrics))
 
-    trainer: Any = as_guests(tmp_path, guest(Keeps()), fits=False)
+    trainer: Any = as_guests(tmp_path, guest(RecordsPredictions()), fits=False)
     with trainer:
         trainer.model.batches.fill_(2)
         trainer.test(EVALUATED)

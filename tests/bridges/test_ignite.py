@@ -127,7 +127,7 @@ class Fails(Callback):
             raise ZeroDivisionError
 
 
-class Ends(Callback):
+class RecordsOutcomes(Callback):
     """Records how runs ended."""
 
     phase = "report"
@@ -141,7 +141,7 @@ class Ends(Callback):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_training_is_unchanged_and_every_event_is_fired(accumulate: int, tmp_path: Path) -> None:
-    recorder, history, ends = Recorder(fields=("loss", "batch", "eval_results")), History(), Ends()
+    recorder, history, ends = Recorder(fields=("loss", "batch", "eval_results")), History(), RecordsOutcomes()
     hosted, plain = Setup(tmp_path, accumulate=accumulate), Setup(tmp_path, accumulate=accumulate)
     hosted.host([recorder, history, ends, SpeedMonitor(), OptimizerMonitor(), LRMonitor(), NaNMonitor()])
     hosted.run()
@@ -216,7 +216,7 @@ def test_evaluators_that_are_run_together_are_one_evaluation(tmp_path: Path) -> 
 
 
 def test_the_engine_carries_out_requests(tmp_path: Path) -> None:
-    recorder, ends = Recorder(fields=("checkpoint",)), Ends()
+    recorder, ends = Recorder(fields=("checkpoint",)), RecordsOutcomes()
     setup = Setup(tmp_path)
     setup.host([RequestsAtStep("save", 2), RequestsAtStep("evaluate", 3), RequestsAtStep("stop", 8), recorder, ends])
     setup.run()
@@ -422,7 +422,7 @@ def test_arguments_that_cannot_work(tmp_path: Path) -> None:
 
 
 def test_an_exception_fails_the_run(tmp_path: Path) -> None:
-    ends, recorder = Ends(), Recorder(fields=("exception",))
+    ends, recorder = RecordsOutcomes(), Recorder(fields=("exception",))
     setup = Setup(tmp_path)
     setup.host([Fails(2), ends])
     with pytest.raises(ZeroDivisionError):
@@ -438,7 +438,7 @@ def test_an_exception_fails_the_run(tmp_path: Path) -> None:
 
 
 def test_an_exception_that_another_handler_suppresses_is_not_raised(tmp_path: Path) -> None:
-    ends = Ends()
+    ends = RecordsOutcomes()
     kept: list[BaseException] = []
     setup = Setup(tmp_path)
     setup.host([Fails(2), ends])
@@ -449,7 +449,7 @@ def test_an_exception_that_another_handler_suppresses_is_not_raised(tmp_path: Pa
 
 
 def test_ctrl_c_is_an_interruption(tmp_path: Path) -> None:
-    ends = Ends()
+    ends = RecordsOutcomes()
     setup = Setup(tmp_path)
     setup.host([ends])
 
@@ -463,7 +463,7 @@ def test_ctrl_c_is_an_interruption(tmp_path: Path) -> None:
 
 
 def test_a_signal_preempts_the_run_after_a_save(tmp_path: Path) -> None:
-    ends, recorder = Ends(), Recorder()
+    ends, recorder = RecordsOutcomes(), Recorder()
     setup = Setup(tmp_path)
     setup.host([ends, recorder], preempt_signals=["SIGUSR1"])
     setup.trainer.add_event_handler(Events.ITERATION_STARTED(once=3), lambda: os.kill(os.getpid(), signal.SIGUSR1))
@@ -476,7 +476,7 @@ def test_a_signal_preempts_the_run_after_a_save(tmp_path: Path) -> None:
 
 
 def test_run_may_be_called_again(tmp_path: Path) -> None:
-    recorder, ends = Recorder(), Ends()
+    recorder, ends = Recorder(), RecordsOutcomes()
     setup = Setup(tmp_path)
     setup.host([recorder, ends])
     setup.run(max_epochs=1)
@@ -511,7 +511,7 @@ def terminate_trainer(setup: Setup, how: str) -> None:
     ],
 )
 def test_all_of_ignite_s_ways_to_terminate(how: str, steps: int, epochs: int, outcome: str, tmp_path: Path) -> None:
-    recorder, ends = Recorder(), Ends()
+    recorder, ends = Recorder(), RecordsOutcomes()
     setup = Setup(tmp_path)
     setup.host([recorder, ends])
     setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), terminate_trainer, setup, how)
@@ -535,7 +535,7 @@ def test_a_terminated_step_is_a_skipped_step(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_continues_or_ends_as_interrupted(tmp_path: Path) -> None:
-    recorder, ends = Recorder(), Ends()
+    recorder, ends = Recorder(), RecordsOutcomes()
     setup = Setup(tmp_path)
     setup.host([recorder, ends])
     setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(every=4), terminate_trainer, setup, "interrupt")
@@ -560,7 +560,7 @@ def test_an_interrupted_run_continues_or_ends_as_interrupted(tmp_path: Path) -> 
 @pytest.mark.parametrize("data", ["endless", "unsized", "none"])
 def test_data_of_any_kind(data: str, tmp_path: Path) -> None:
     batches = list(POINTS.batches())
-    recorder, ends = Recorder(), Ends()
+    recorder, ends = Recorder(), RecordsOutcomes()
     setup = Setup(tmp_path, evaluates=False)
     if data == "none":
 
@@ -621,7 +621,7 @@ def train_on_rank(folder: str) -> dict[str, Any]:
             if ctx.run.rank == 1 and ctx.step == 7:
                 ctx.control.stop("one rank wants to")
 
-    recorder, history, ends = Recorder(), History(), Ends()
+    recorder, history, ends = Recorder(), History(), RecordsOutcomes()
     hosted, plain = DataParallel(Path(folder)), DataParallel(Path(folder))
     hosted.host([recorder, history, ends, RequestsStop(), CheckpointSaver(save_interval="1ep")])
     hosted.run(max_epochs=40)
@@ -654,7 +654,7 @@ def test_two_ranks_train_one_model_and_stop_together(tmp_path: Path) -> None:
 def test_a_step_during_which_the_epoch_is_terminated_ends_with_its_fields(tmp_path: Path) -> None:
     noted: list[tuple[str, bool, bool]] = []
 
-    class Reads(Callback):
+    class ReadsFields(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             noted.append(("step", ctx.has("batch"), ctx.has("loss")))
 
@@ -662,7 +662,7 @@ def test_a_step_during_which_the_epoch_is_terminated_ends_with_its_fields(tmp_pa
             noted.append(("epoch", ctx.has("batch"), ctx.has("loss")))
 
     setup = Setup(tmp_path, accumulate=2, evaluates=False)
-    setup.host([Reads()], saves=False)
+    setup.host([ReadsFields()], saves=False)
     setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), setup.trainer.terminate_epoch)
     setup.trainer.run(POINTS.batches(), max_epochs=1)
     assert noted == [("step", True, True)] * 2 + [("epoch", False, False)]

@@ -398,12 +398,12 @@ def test_a_guest_can_replace_the_batch(tmp_path: Path) -> None:
     def zeros(engine: Any) -> None:
         engine.state.batch = [torch.zeros_like(part) for part in engine.state.batch]
 
-    class Sees(Callback):
+    class RecordsBatches(Callback):
         def on_forward_end(self, ctx: Context) -> None:
             seen.append(float(ctx.batch[0].abs().sum()))
 
     model, optimizer = made(0.1)
-    run_here(tmp_path, [guest(zeros, Events.GET_BATCH_COMPLETED(every=2), phase="change"), Sees()], model, optimizer)
+    run_here(tmp_path, [guest(zeros, Events.GET_BATCH_COMPLETED(every=2), phase="change"), RecordsBatches()], model, optimizer)
     assert [value == 0 for value in seen[:3]] == [True, False, True]  # the filter counts completed iterations
 
 

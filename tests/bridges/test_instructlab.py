@@ -185,7 +185,7 @@ def test_a_run_continues_if_its_states_are_not_found(tmp_path: Path, caplog: pyt
     check_events(recorder.events)
 
 
-class Ends(Callback):
+class RecordsOutcomes(Callback):
     """Records how the run ended."""
 
     phase = "report"
@@ -203,7 +203,7 @@ class Ends(Callback):
 
 @pytest.mark.parametrize(("interrupted_in", "steps"), [("forward", 1), ("optimizer", 2)])
 def test_a_run_that_gets_a_signal_is_preempted(interrupted_in: str, steps: int, tmp_path: Path) -> None:
-    ends, recorder, counts = Ends(), Recorder(), Counts()
+    ends, recorder, counts = RecordsOutcomes(), Recorder(), Counts()
     loop = hosted(tmp_path, [ends, recorder, counts])
     loop.interrupted_at = (interrupted_in, 2)
     loop.run()
@@ -215,7 +215,7 @@ def test_a_run_that_gets_a_signal_is_preempted(interrupted_in: str, steps: int, 
 # A recorded warning would refer to InstructLab's coroutine, which would keep the host alive.
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 def test_a_run_that_breaks_off_has_failed_once_the_host_is_deleted(tmp_path: Path) -> None:
-    ends = Ends()
+    ends = RecordsOutcomes()
     loop = hosted(tmp_path, [ends])
     loop.validate_every = 2
 
@@ -241,7 +241,7 @@ def test_an_error_ends_callsheet_s_run_and_not_instructlab_s_training(tmp_path: 
             if ctx.step == 2:
                 raise ZeroDivisionError
 
-    ends, recorder = Ends(), Recorder()
+    ends, recorder = RecordsOutcomes(), Recorder()
     loop = hosted(tmp_path, [Fails(), ends, recorder])
     loop.run()
     assert loop.done == 6
@@ -257,7 +257,7 @@ def test_a_hook_that_is_not_called_is_named_after_the_first_step(
     class Listens(Callback):
         def on_optimizer_step_end(self, ctx: Context) -> None: ...
 
-    ends = Ends()
+    ends = RecordsOutcomes()
     loop = hosted(tmp_path, [Listens(), ends], strict=strict)
     fire = loop.manager.fire
 
@@ -399,7 +399,7 @@ def test_the_built_ins_that_run_there(subjects: Mapping[str, Subject]) -> None:
 
 def train_on_rank(folder: str) -> dict[str, Any]:
     """Train on one of two ranks, which do not communicate."""
-    history, ends, recorder = History(), Ends(), Recorder(fields=("record",))
+    history, ends, recorder = History(), RecordsOutcomes(), Recorder(fields=("record",))
     hosted(Path(folder), [history, ends, recorder], checkpoint_at_epoch=True).run()
     has_rates = all("train/learning_rate" in record.values for _, record in recorder.values["record"])
     return {"loss": history["train/loss"], "has_rates": has_rates, "outcome": ends.outcome}
@@ -603,7 +603,7 @@ def test_an_error_of_a_hook_is_logged_and_does_not_end_the_run(
 
 
 def test_on_train_end_is_called_once_after_an_error(api: Any, tmp_path: Path) -> None:
-    class Breaks(Callback):
+    class RaisesAtEvent(Callback):
         def __init__(self, event: str) -> None:
             self.event = event
 
@@ -615,7 +615,7 @@ def test_on_train_end_is_called_once_after_an_error(api: Any, tmp_path: Path) ->
         noted: list[tuple[str, int]] = []
         listens_to = callback_of(api, lambda hook, context: noted.append((hook, context.step)))  # noqa: B023  # read before the next iteration
         with pytest.raises(ZeroDivisionError):
-            fit([guest(listens_to), Breaks(event)], tmp_path / event)
+            fit([guest(listens_to), RaisesAtEvent(event)], tmp_path / event)
         assert noted[-1] == ("on_train_end", 2)
         assert [hook for hook, _ in noted].count("on_train_end") == 1
 
@@ -642,7 +642,7 @@ def test_objects_that_are_not_instructlab_callbacks_are_rejected() -> None:
 
 
 def test_a_resume_restores_the_state_of_a_guest(api: Any, tmp_path: Path) -> None:
-    class Keeps(api.TrainerCallback):  # type: ignore[misc]
+    class CountsSteps(api.TrainerCallback):  # type: ignore[misc]
         steps = 0
 
         def on_step_end(self, context: Any) -> None:
@@ -654,8 +654,8 @@ def test_a_resume_restores_the_state_of_a_guest(api: Any, tmp_path: Path) -> Non
         def load_state_dict(self, state: Mapping[str, int]) -> None:
             self.steps = state["steps"]
 
-    fit([guest(Keeps()), CheckpointSaver(save_interval="1ep")], tmp_path, max_duration="1ep")
-    again = Keeps()
+    fit([guest(CountsSteps()), CheckpointSaver(save_interval="1ep")], tmp_path, max_duration="1ep")
+    again = CountsSteps()
     fit([guest(again)], tmp_path, resume="auto")
     assert again.steps >= 5  # 2 or 3 were saved: the hook of the third step's end may not have been called yet
 

@@ -449,7 +449,7 @@ def test_a_script_under_exec_is_unchanged_without_a_private_part(
         assert names[0].rpartition(".")[2] in found.stderr
 
 
-class Records(Callback):
+class RecordsEvents(Callback):
     def __init__(self) -> None:
         self.events: list[str] = []
 
@@ -461,7 +461,7 @@ def test_a_trainer_without_inner_training_loop_fires_the_same_events_and_logs_a_
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def events(folder: str) -> list[str]:
-        records = Records()
+        records = RecordsEvents()
         arguments = transformers.TrainingArguments(
             output_dir=str(tmp_path / folder), max_steps=3, report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True
         )

@@ -120,7 +120,7 @@ def test_an_error_when_training_begins_fails_the_run(tmp_path: Path) -> None:
         def on_train_start(self, ctx: Context) -> None:
             raise ZeroDivisionError
 
-    ends, model = Ends(), own_loop.compiled(POINTS)
+    ends, model = RecordsOutcomes(), own_loop.compiled(POINTS)
     with pytest.raises(ZeroDivisionError):
         trained([hosted(tmp_path, ends, RaisesAtTheStart())], model=model)
     assert ends.noted == ["ZeroDivisionError", "failed"]
@@ -163,7 +163,7 @@ class Fails(Callback):
             raise ZeroDivisionError
 
 
-class Ends(Callback):
+class RecordsOutcomes(Callback):
     """Records how the run ended, and the exception."""
 
     def __init__(self) -> None:
@@ -212,7 +212,7 @@ class SendsSIGTERM(Callback):
 
 
 def test_sigterm_saves_a_checkpoint_and_preempts_the_run(tmp_path: Path) -> None:
-    ends, recorder = Ends(), Recorder(fields=("checkpoint",))
+    ends, recorder = RecordsOutcomes(), Recorder(fields=("checkpoint",))
     model = trained([hosted(tmp_path, ends, recorder, SendsSIGTERM(), preempt_signals=("SIGTERM",))])
     assert int(model.optimizer.iterations) == 3
     assert ends.noted == ["preempted"]
@@ -221,12 +221,12 @@ def test_sigterm_saves_a_checkpoint_and_preempts_the_run(tmp_path: Path) -> None
 
 
 def test_on_run_end_has_the_outcome_of_the_run(tmp_path: Path) -> None:
-    ends = Ends()
+    ends = RecordsOutcomes()
     trained([hosted(tmp_path, ends)], epochs=1)
     trained([hosted(tmp_path / "2", ends, RequestsAtStep("stop", 2))])
     assert ends.noted == ["finished", "stopped"]
     for error, outcome in ((ZeroDivisionError, "failed"), (KeyboardInterrupt, "interrupted")):
-        ends, model = Ends(), own_loop.compiled(LINE)
+        ends, model = RecordsOutcomes(), own_loop.compiled(LINE)
         model.job_loss = _raises(error)
         with pytest.raises(error):
             trained([hosted(tmp_path / outcome, ends)], model=model)
@@ -236,7 +236,7 @@ def test_on_run_end_has_the_outcome_of_the_run(tmp_path: Path) -> None:
     def fails(*_: Any) -> None:
         raise ZeroDivisionError
 
-    ends = Ends()
+    ends = RecordsOutcomes()
     given: Any = [hosted(tmp_path / "5", ends), keras.callbacks.LambdaCallback(on_epoch_begin=fails)]
     with pytest.raises(ZeroDivisionError):
         trained(given)
@@ -331,7 +331,7 @@ class Row:
 def _every_hook(folder: Path) -> Any:
     calls: list[Any] = []
 
-    class Notes(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's types are not read
+    class RecordsCalls(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's types are not read
         pass
 
     def noting(name: str) -> Callable[..., None]:
@@ -344,8 +344,8 @@ def _every_hook(folder: Path) -> Any:
 
     for name in vars(keras.callbacks.Callback):
         if name.startswith("on_") and name not in ("on_batch_begin", "on_batch_end"):
-            setattr(Notes, name, noting(name))
-    notes = Notes()
+            setattr(RecordsCalls, name, noting(name))
+    notes = RecordsCalls()
     notes.calls = calls
     return notes
 

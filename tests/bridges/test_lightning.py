@@ -162,7 +162,7 @@ class Fails(Callback):
             raise self.error
 
 
-class Ends(Callback):
+class RecordsOutcomes(Callback):
     """Records how the run ended."""
 
     phase = "report"
@@ -183,7 +183,7 @@ def test_requests_for_evaluations_are_rejected_if_lightning_evaluates_at_interva
 
 
 def test_lightning_carries_out_requests(tmp_path: Path) -> None:
-    recorder, ends = Recorder(fields=("checkpoint",)), Ends()
+    recorder, ends = Recorder(fields=("checkpoint",)), RecordsOutcomes()
     hosted = host([RequestsAtStep("save", 2), RequestsAtStep("evaluate", 3), RequestsAtStep("stop", 8), recorder, ends])
     trainer, _ = fitted(tmp_path, [hosted], val_check_interval=1.0)
     assert trainer.global_step == 8
@@ -220,13 +220,13 @@ def test_a_callback_can_replace_batch_outputs_and_loss(tmp_path: Path) -> None:
         def on_loss_end(self, ctx: Context) -> None:
             ctx.loss = ctx.loss * 0.5
 
-    class Other(Module):
+    class ComputesReplacedLoss(Module):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             inputs, targets = batch
             return POINTS.loss(self(inputs * 2) * 3, targets) * 0.5
 
     _, module = fitted(tmp_path, [host([Replaces()])])
-    _, other = fitted(tmp_path, [], module=Other(POINTS))
+    _, other = fitted(tmp_path, [], module=ComputesReplacedLoss(POINTS))
     assert same(module, other)
 
 
@@ -301,21 +301,21 @@ def test_our_early_stop_ends_training_and_lightning_s_is_reported_as_a_stop(tmp_
     ours = EarlyStopper(monitor="validation/loss", min_delta=1e9, patience="1ep")
     trainer, _ = fitted(tmp_path, [host([ours])], max_epochs=9)
     assert trainer.current_epoch < 5
-    ends = Ends()
+    ends = RecordsOutcomes()
     trainer, _ = fitted(tmp_path, [host([ends]), EarlyStopping("val_loss", min_delta=1e9, patience=1)], max_epochs=9)
     assert trainer.current_epoch < 5
     assert ends.outcome == "stopped"
 
 
 def test_several_datasets_are_reported_by_name(tmp_path: Path) -> None:
-    class Several(Module):
+    class TwoValidationSets(Module):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             inputs, targets = batch
             self.log("val_loss", POINTS.loss(self(inputs), targets) + dataloader_idx)
 
     recorder, history = Recorder(fields=("eval_name", "eval_results")), History()
     loaders = {"near": POINTS.validation_batches(), "far": POINTS.validation_batches()}
-    trainer, _ = fitted(tmp_path, [host([recorder, history])], module=Several(POINTS), validation=loaders)
+    trainer, _ = fitted(tmp_path, [host([recorder, history])], module=TwoValidationSets(POINTS), validation=loaders)
     check_events(recorder.events)
     assert [name for event, name in recorder.values["eval_name"] if event == "on_eval_start"] == ["near", "far"] * 2
     assert history["near/loss"][-1] == pytest.approx(float(trainer.callback_metrics["val_loss/dataloader_idx_0"]))
@@ -426,21 +426,21 @@ def test_the_only_child_of_a_module_is_observed_as_the_model(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("who", ["a callback", "the model"])
 def test_an_exception_fails_the_run(who: str, tmp_path: Path) -> None:
-    class Breaks(Module):
+    class RaisesAtEpochEnd(Module):
         def on_train_epoch_end(self) -> None:
             raise ZeroDivisionError
 
-    ends, recorder = Ends(), Recorder()
+    ends, recorder = RecordsOutcomes(), Recorder()
     callbacks: list[Callback] = [Fails(2)] if who == "a callback" else []
     with pytest.raises(ZeroDivisionError):
-        fitted(tmp_path, [host([*callbacks, ends, recorder])], module=Breaks(POINTS))
+        fitted(tmp_path, [host([*callbacks, ends, recorder])], module=RaisesAtEpochEnd(POINTS))
     assert ends.outcome == "failed"
     check_events(recorder.events)
 
 
 def test_ctrl_c_ends_the_run_as_interrupted(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGINT)
-    ends = Ends()
+    ends = RecordsOutcomes()
     exits = version.parse(lightning.__version__) >= version.parse("2.4")
     with pytest.raises(SystemExit) if exits else nullcontext():
         fitted(tmp_path, [host([Fails(3, KeyboardInterrupt), ends])])
@@ -455,7 +455,7 @@ def test_sigterm_saves_a_checkpoint_and_preempts_the_run(at: str, tmp_path: Path
             if ctx.event == at and ctx.step in (3, 6):
                 signal.raise_signal(signal.SIGTERM)
 
-    ends, recorder = Ends(), Recorder()
+    ends, recorder = RecordsOutcomes(), Recorder()
     with pytest.raises(SystemExit):
         fitted(tmp_path, [host([Kills(), ends, recorder])])
     assert ends.outcome == "preempted"
@@ -494,7 +494,7 @@ def test_a_step_that_loss_scaling_skips_is_reported_as_skipped(tmp_path: Path) -
     reason="it takes no callbacks of lightning.pytorch before Lightning 2.6",
 )
 def test_the_host_works_in_the_trainer_of_pytorch_lightning(tmp_path: Path) -> None:
-    class Other(pytorch_lightning.LightningModule):  # type: ignore[misc]  # Lightning's types are not read
+    class PytorchLightningModule(pytorch_lightning.LightningModule):  # type: ignore[misc]  # Lightning's types are not read
         def __init__(self) -> None:
             super().__init__()
             self.net = POINTS.made_model()
@@ -510,7 +510,7 @@ def test_the_host_works_in_the_trainer_of_pytorch_lightning(tmp_path: Path) -> N
     trainer = pytorch_lightning.Trainer(
         default_root_dir=tmp_path / "small", callbacks=[host([recorder])], accelerator="cpu", max_epochs=2, **options
     )
-    trainer.fit(Other(), POINTS.batches())
+    trainer.fit(PytorchLightningModule(), POINTS.batches())
     check_events(recorder.events)
     assert recorder.events.count("on_forward_end") == 12
 

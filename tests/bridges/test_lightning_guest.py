@@ -82,7 +82,7 @@ class NativeModule(Module):
 
 
 @dataclass
-class Ended:
+class TrainingResult:
     """The results of a training, in Lightning's Trainer or in ours."""
 
     foreign: Any
@@ -98,7 +98,7 @@ def made_model() -> Any:
     return model
 
 
-def in_framework(foreign: Any, folder: Path) -> Ended:
+def in_framework(foreign: Any, folder: Path) -> TrainingResult:
     torch.manual_seed(3)
     collects = Collects()
     trainer = quiet_trainer(
@@ -121,10 +121,10 @@ def in_framework(foreign: Any, folder: Path) -> Ended:
     for metrics in collects.logged:
         for name, value in metrics.items():
             logged.setdefault(f"lightning/{name}", []).append(float(value))
-    return Ended(foreign, trainer.global_step, module, logged, error)
+    return TrainingResult(foreign, trainer.global_step, module, logged, error)
 
 
-def in_ours(foreign: Any, folder: Path, *others: Callback, resume: str | None = None, phase: Any = "measure") -> Ended:
+def in_ours(foreign: Any, folder: Path, *others: Callback, resume: str | None = None, phase: Any = "measure") -> TrainingResult:
     history, model, error = History(), made_model(), ""
     torch.manual_seed(3)
     trainer = Trainer(
@@ -148,10 +148,10 @@ def in_ours(foreign: Any, folder: Path, *others: Callback, resume: str | None = 
     except TrainingSpikeException as spike:
         error = str(spike)
     names = {name for _, values in history.records for name in values if name.startswith("lightning/")}
-    return Ended(foreign, trainer.state.timestamp.batch, model, {name: history[name] for name in sorted(names)}, error)
+    return TrainingResult(foreign, trainer.state.timestamp.batch, model, {name: history[name] for name in sorted(names)}, error)
 
 
-def written(ended: Ended) -> str:
+def written(ended: TrainingResult) -> str:
     stream: io.StringIO = ended.foreign.stream
     return stream.getvalue()
 
@@ -223,12 +223,12 @@ class Clock:
         return self.now
 
 
-def scores(ended: Ended) -> Any:
+def scores(ended: TrainingResult) -> Any:
     state = ended.foreign.state_dict()
     return [state["wait_count"], state["stopped_epoch"], float(state["best_score"]), state.get("stopping_reason")]
 
 
-def files(ended: Ended) -> Any:
+def files(ended: TrainingResult) -> Any:
     foreign = ended.foreign
     best = [(Path(path).name, float(score)) for path, score in foreign.best_k_models.items()]
     saved = sorted(path.name for path in Path(foreign.dirpath).iterdir())
@@ -237,16 +237,16 @@ def files(ended: Ended) -> Any:
     return saved, [name for name, _ in best], [score for _, score in best] + numbers
 
 
-def keys(*suffixes: str) -> Function[[Ended], Any]:
+def keys(*suffixes: str) -> Function[[TrainingResult], Any]:
     """Compare only the names of logged values, because the values depend on the machine."""
 
-    def found(ended: Ended) -> Any:
+    def found(ended: TrainingResult) -> Any:
         return sorted({name for name in ended.logged if name.endswith(suffixes)})
 
     return found
 
 
-SAME_RESULTS: dict[str, tuple[str, Function[[], Any], Function[[Ended], Any]]] = {
+SAME_RESULTS: dict[str, tuple[str, Function[[], Any], Function[[TrainingResult], Any]]] = {
     "EarlyStopping": ("drives", lambda: theirs.EarlyStopping("val_loss", min_delta=0.4, patience=1), scores),
     "EarlyStopping during training": ("drives", lambda: theirs.EarlyStopping("val_loss", stopping_threshold=2.2), scores),
     "ModelCheckpoint": (
@@ -294,7 +294,7 @@ needs_averaging = pytest.mark.skipif(not hasattr(theirs, "EMAWeightAveraging"), 
 def test_a_guest_has_the_same_effects_as_in_its_framework(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier, make, compared = SAME_RESULTS[name]
     monkeypatch.chdir(tmp_path)
-    ends: list[Ended] = []
+    ends: list[TrainingResult] = []
     with redirect_stdout(io.StringIO()):
         for train, folder in ((in_framework, tmp_path / "framework"), (in_ours, tmp_path / "ours")):
             monkeypatch.setattr(timer_module, "time", Clock())
@@ -321,7 +321,7 @@ def _rounded(value: Any) -> Any:
     return [_rounded(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
-class Breaks(Callback):
+class RaisesInStep15(Callback):
     """Raises in the fifteenth step."""
 
     def on_train_step_start(self, ctx: Any) -> None:
@@ -342,7 +342,7 @@ def test_a_resume_restores_the_state_of_a_guest(make: Function[[], Any], tmp_pat
     whole = in_ours(make(), tmp_path / "whole", phase="change")
     saver = CheckpointSaver(save_interval="1ep")
     with pytest.raises(ZeroDivisionError):
-        in_ours(make(), tmp_path, saver, Breaks(), phase="change")
+        in_ours(make(), tmp_path, saver, RaisesInStep15(), phase="change")
     again = in_ours(make(), tmp_path, CheckpointSaver(save_interval="1ep"), resume="auto", phase="change")
     assert again.steps == whole.steps
     for mine, other in zip(again.model.state_dict().values(), whole.model.state_dict().values(), strict=True):

@@ -71,7 +71,7 @@ class RequestsAtStep(Callback):
             getattr(ctx.control, self.what)("asked")
 
 
-class Ending(Callback):
+class RecordsOutcomes(Callback):
     """Records how runs end."""
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ def test_training_is_unchanged_and_every_event_is_fired(micro: int, names: Modul
 
 
 def test_samples_and_tokens_are_counted() -> None:
-    ending = Ending()
+    ending = RecordsOutcomes()
     loop(None, host([ending]), model__seq_length=7).run()
     assert (ending.at.batch, ending.at.sample, ending.at.token) == (12, 12 * 4, 12 * 4 * 7)
 
@@ -132,16 +132,16 @@ def test_the_recorded_learning_rate_is_the_step_s_without_listeners_to_the_optim
 def test_the_model_has_hooks_only_while_events_have_listeners() -> None:
     counts: list[int] = []
 
-    class Looks(Callback):
+    class CountsHooks(Callback):
         def on_log(self, ctx: Context) -> None:
             counts.append(len(trained.model[0]._forward_hooks))
 
-    trained = loop(None, host(OwnManager([Looks()], costs="off")))
+    trained = loop(None, host(OwnManager([CountsHooks()], costs="off")))
     trained.run()
     without_listeners = len(counts)
     assert counts == [0] * without_listeners
     assert without_listeners
-    trained = loop(None, host([Looks(), Recorder()]))
+    trained = loop(None, host([CountsHooks(), Recorder()]))
     trained.run()
     assert counts[without_listeners:][:6] == [1] * 6  # the next line shows that no hook is left after training
     assert not trained.model[0]._forward_hooks
@@ -194,7 +194,7 @@ def test_a_callback_can_replace_microbatch_and_outputs() -> None:
 
 
 def test_a_stop_ends_training_and_a_requested_save_is_written_at_its_step(tmp_path: Path) -> None:
-    recorder, ending = Recorder(fields=("checkpoint",)), Ending()
+    recorder, ending = Recorder(fields=("checkpoint",)), RecordsOutcomes()
     hosted = host([RequestsAtStep("save", 3), RequestsAtStep("stop", 7), recorder, ending])
     trained = loop(tmp_path / "checkpoints", hosted)
     trained.run()
@@ -232,11 +232,11 @@ def test_a_requested_evaluation_is_reported_as_unsupported(caplog: pytest.LogCap
 
 
 def test_a_checkpoint_requested_after_training_logs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Late(Callback):
+    class RequestsSaveAtTrainEnd(Callback):
         def on_train_end(self, ctx: Context) -> None:
             ctx.control.save("late")
 
-    loop(tmp_path, host([Late()])).run()
+    loop(tmp_path, host([RequestsSaveAtTrainEnd()])).run()
     assert "a checkpoint was requested after training" in caplog.text
 
 
@@ -358,11 +358,11 @@ def test_a_listener_to_forward_passes_is_rejected_with_pipeline_parallelism(capl
 def test_ctx_model_is_a_list_if_there_are_several_model_chunks() -> None:
     seen: list[Any] = []
 
-    class Looks(Callback):
+    class RecordsModel(Callback):
         def on_train_start(self, ctx: Context) -> None:
             seen.append(ctx.model)
 
-    trained = loop(None, host([Looks()]))
+    trained = loop(None, host([RecordsModel()]))
     trained.model.append(nn.Linear(1, 1))  # type: ignore[arg-type]
     trained.run()
     assert seen == [[trained.model[0].module, trained.model[1]]]
@@ -373,7 +373,7 @@ def test_an_error_fails_or_interrupts_the_run_and_is_raised(tmp_path: Path) -> N
         def on_optimizer_step_start(self, ctx: Context) -> None:
             raise ZeroDivisionError
 
-    ending = Ending()
+    ending = RecordsOutcomes()
     with pytest.raises(ZeroDivisionError):
         loop(None, host([Fails(), ending])).run()
     assert ending.noted == ["ZeroDivisionError in optimizer_step", "failed"]
@@ -403,7 +403,7 @@ def test_an_error_fails_or_interrupts_the_run_and_is_raised(tmp_path: Path) -> N
 
 
 def test_a_run_that_ends_by_a_signal_is_preempted(tmp_path: Path) -> None:
-    hosted = host([ending := Ending()])
+    hosted = host([ending := RecordsOutcomes()])
     trained = loop(tmp_path, hosted, train__exit_signal_handler=True)
     trained.state.signal_handler._signal_received = True
     with pytest.raises(SystemExit), hosted:
@@ -419,7 +419,7 @@ def test_a_signal_handler_without_a_known_attribute_logs_a_warning_and_the_run_i
         _signal_received = True
 
     hide("Handler._signal_received", Handler)
-    hosted = host([ending := Ending()])
+    hosted = host([ending := RecordsOutcomes()])
     trained = loop(tmp_path, hosted, train__exit_signal_handler=True)
     trained.state.signal_handler = Handler()
     with pytest.raises(SystemExit), hosted:
@@ -429,7 +429,7 @@ def test_a_signal_handler_without_a_known_attribute_logs_a_warning_and_the_run_i
 
 
 def test_a_host_can_be_used_for_several_runs() -> None:
-    ending, recorder = Ending(), Recorder()
+    ending, recorder = RecordsOutcomes(), Recorder()
     hosted = host([ending, recorder])
     loop(None, hosted).run()
     check_events(recorder.events)
@@ -487,7 +487,7 @@ def test_the_host_works_with_megatron_lm_s_context_which_has_no_state(caplog: py
         with hosted:
             trained.run()
 
-    recorder, ending = Recorder(), Ending()
+    recorder, ending = Recorder(), RecordsOutcomes()
     run(host([recorder, ending]))
     check_events(recorder.events)
     assert recorder.events.count("on_train_step_end") == 12
@@ -507,7 +507,7 @@ def train_on_ranks(folder: str) -> tuple[int, int, list[float]]:
             if rank == 1 and ctx.step == 2:
                 ctx.control.stop("one rank's request")
 
-    history, recorder, ending = History(), Recorder(), Ending()
+    history, recorder, ending = History(), Recorder(), RecordsOutcomes()
     trained = loop(
         Path(folder), host([Stops(), history, recorder, ending]),
         train__train_iters=5000, train__eval_iters=0, logger__log_interval=10,
@@ -534,7 +534,7 @@ def test_two_ranks_stop_together_and_save_one_checkpoint(tmp_path: Path) -> None
 
 
 def test_a_threshold_stopper_stops_training_with_an_ema() -> None:
-    ending = Ending()
+    ending = RecordsOutcomes()
     trained = loop(
         None, host([EMA(half_life="2ba"), ThresholdStopper(monitor="train/loss", threshold=1e9), ending]), logger__log_interval=1
     )

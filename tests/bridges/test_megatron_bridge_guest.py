@@ -53,7 +53,7 @@ def trainer(folder: Path, callbacks: Any, **options: Any) -> Trainer:
     )
 
 
-class Notes(ours.Callback):
+class RecordsCalls(ours.Callback):
     """Records what it can read at every event."""
 
     def __init__(self) -> None:
@@ -61,8 +61,8 @@ class Notes(ours.Callback):
         self.contexts: list[ours.CallbackContext] = []
 
 
-def _note(event: str) -> Callable[[Notes, ours.CallbackContext], None]:
-    def note(self: Notes, context: ours.CallbackContext) -> None:
+def _note(event: str) -> Callable[[RecordsCalls, ours.CallbackContext], None]:
+    def note(self: RecordsCalls, context: ours.CallbackContext) -> None:
         given = ("optimizer", "loss_dict", "grad_norm", "skipped_iter", "total_loss_dict")
         self.recorded.append(
             (event, context.state.train_state.step, {name for name in given if getattr(context, name) is not None})
@@ -73,11 +73,11 @@ def _note(event: str) -> Callable[[Notes, ours.CallbackContext], None]:
 
 
 for _event in ours.VALID_EVENTS:
-    setattr(Notes, _event, _note(_event))
+    setattr(RecordsCalls, _event, _note(_event))
 
 
 def test_a_guest_receives_the_same_events_and_values_as_in_megatron_bridge(tmp_path: Path) -> None:
-    notes, in_framework = Notes(), Notes()
+    notes, in_framework = RecordsCalls(), RecordsCalls()
     with trainer(tmp_path / "ours", [guest(notes), CheckpointSaver(save_interval="6ba")]) as trained:
         trained.fit()
         trained.evaluate()
@@ -120,7 +120,7 @@ def test_callbacks_of_one_event_share_a_context_and_are_called_in_order(tmp_path
 def test_single_guests_share_context_and_user_state_but_not_with_a_manager(tmp_path: Path) -> None:
     seen: dict[str, list[Any]] = {}
 
-    class Sees(ours.Callback):
+    class RecordsContexts(ours.Callback):
         def __init__(self, name: str) -> None:
             self.name = name
 
@@ -129,9 +129,11 @@ def test_single_guests_share_context_and_user_state_but_not_with_a_manager(tmp_p
             seen.setdefault(self.name, []).append(context)
 
     manager = ours.CallbackManager()
-    manager.add(Sees("apart"))
+    manager.add(RecordsContexts("apart"))
     with trainer(
-        tmp_path, [guest(Sees("one"), name="one"), guest(manager), guest(Sees("two"), name="two")], max_duration="2ba"
+        tmp_path,
+        [guest(RecordsContexts("one"), name="one"), guest(manager), guest(RecordsContexts("two"), name="two")],
+        max_duration="2ba",
     ) as trained:
         trained.fit()
     assert [one is two for one, two in zip(seen["one"], seen["two"], strict=True)] == [True, True]

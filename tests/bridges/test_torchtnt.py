@@ -243,7 +243,7 @@ class Fails(Callback):
             raise ZeroDivisionError
 
 
-class Ends(Callback):
+class RecordsOutcomes(Callback):
     """Records how the run ended, and the exception."""
 
     def __init__(self) -> None:
@@ -257,11 +257,11 @@ class Ends(Callback):
 
 
 def test_on_run_end_has_the_outcome_of_the_run(tmp_path: Path) -> None:
-    ends = Ends()
+    ends = RecordsOutcomes()
     trained([hosted(tmp_path, ends)], epochs=1)
     trained([hosted(tmp_path / "2", ends, RequestsAtStep("stop", 2))])
     assert ends.noted == ["finished", "stopped"]
-    ends = Ends()
+    ends = RecordsOutcomes()
     with pytest.raises(ZeroDivisionError):
         trained([hosted(tmp_path / "3", ends, Fails(2))])
     assert ends.noted == ["ZeroDivisionError", "failed"]
@@ -270,7 +270,7 @@ def test_on_run_end_has_the_outcome_of_the_run(tmp_path: Path) -> None:
         def on_train_step_end(self, state: Any, unit: Any) -> None:
             raise KeyboardInterrupt
 
-    ends, given = Ends(), None
+    ends, given = RecordsOutcomes(), None
     given = [hosted(tmp_path / "4", ends), Interrupts()]
     with pytest.raises(KeyboardInterrupt):
         trained(given)
@@ -289,7 +289,7 @@ class SendsSIGTERM(Callback):
 
 
 def test_sigterm_saves_a_checkpoint_and_preempts_the_run(tmp_path: Path) -> None:
-    ends, recorder = Ends(), Recorder(fields=("checkpoint",))
+    ends, recorder = RecordsOutcomes(), Recorder(fields=("checkpoint",))
     unit = trained([hosted(tmp_path, ends, recorder, SendsSIGTERM(), preempt_signals=("SIGTERM",))])
     assert unit.train_progress.num_steps_completed == 3
     assert ends.noted == ["preempted"]
@@ -406,7 +406,7 @@ def test_unsupported_events_and_units_are_rejected(tmp_path: Path, caplog: pytes
     trained([hosted(tmp_path, Listens(), strict=False)], epochs=1)
     assert "Listens listens to on_test_end" in caplog.text
 
-    class Several(TrainUnit[Any]):  # type: ignore[misc]  # torchtnt's types are not read
+    class TwoModels(TrainUnit[Any]):  # type: ignore[misc]  # torchtnt's types are not read
         def __init__(self) -> None:
             super().__init__()
             self.generator, self.judge = nn.Linear(4, 4), nn.Linear(4, 1)
@@ -414,7 +414,7 @@ def test_unsupported_events_and_units_are_rejected(tmp_path: Path, caplog: pytes
         def train_step(self, state: Any, data: Any) -> None: ...
 
     with pytest.raises(NotSupported, match="tracks generator, judge"):
-        train(Several(), LINE.batches(), max_epochs=1, callbacks=[hosted(tmp_path)])
+        train(TwoModels(), LINE.batches(), max_epochs=1, callbacks=[hosted(tmp_path)])
 
     class Iterates(own_loop.Unit):
         def train_step(self, state: Any, data: Iterator[Any]) -> Any:

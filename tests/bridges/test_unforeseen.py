@@ -160,7 +160,7 @@ def test_events_are_in_order_if_a_framework_adds_omits_or_reorders_calls(
 def test_a_field_that_the_host_did_not_provide_skips_the_handler_and_logs_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Reads(Callback):
+    class ReadsLossAtLossEnd(Callback):
         def __init__(self) -> None:
             self.after = 0
 
@@ -168,11 +168,11 @@ def test_a_field_that_the_host_did_not_provide_skips_the_handler_and_logs_a_warn
             _ = ctx.loss
             self.after += 1
 
-    class Later(Reads):
+    class Later(ReadsLossAtLossEnd):
         def on_loss_end(self, ctx: Context) -> None:
             self.after += 1
 
-    reads, later = Reads(), Later()
+    reads, later = ReadsLossAtLossEnd(), Later()
     loop = SimulatedFramework(tmp_path, [reads, later])
     loop.run.begin()
     for _ in range(3):
@@ -186,11 +186,11 @@ def test_a_field_that_the_host_did_not_provide_skips_the_handler_and_logs_a_warn
 
 
 def test_reading_a_field_outside_its_window_raises_field_not_available(tmp_path: Path) -> None:
-    class Reads(Callback):
+    class ReadsLossAtStepStart(Callback):
         def on_train_step_start(self, ctx: Context) -> None:
             _ = ctx.loss
 
-    loop = SimulatedFramework(tmp_path, [Reads()])
+    loop = SimulatedFramework(tmp_path, [ReadsLossAtStepStart()])
     loop.run.begin()
     with pytest.raises(FieldNotAvailable, match=r"ctx\.loss is not available at on_train_step_start"):
         loop.train()
@@ -499,7 +499,7 @@ def test_huggingface_with_random_faults(seed: int, tmp_path: Path, caplog: pytes
     assert "callsheet cannot follow" not in caplog.text  # the host does not disable itself
 
 
-class Ends(Callback):
+class RecordsOutcomes(Callback):
     """Records how the run ends after its host has disabled itself."""
 
     def __init__(self) -> None:
@@ -512,7 +512,9 @@ class Ends(Callback):
         self.recorded.append(ctx.run.outcome)
 
 
-def assert_host_disabled_itself(ends: Ends, caplog: pytest.LogCaptureFixture, plain: nn.Module, observed: nn.Module) -> None:
+def assert_host_disabled_itself(
+    ends: RecordsOutcomes, caplog: pytest.LogCaptureFixture, plain: nn.Module, observed: nn.Module
+) -> None:
     assert ends.recorded == [HostError, "failed"]
     failed = [record for record in caplog.records if "callsheet cannot follow" in record.message]
     assert len(failed) == 1
@@ -537,7 +539,7 @@ def test_the_hugging_face_host_disables_itself_after_logs_of_a_wrong_type(
         trainer.train()
         return trainer
 
-    ends = Ends()
+    ends = RecordsOutcomes()
     plain, observed = trained(), trained(huggingface_host([ends, EMA(half_life=2, at_end=False)]))
     assert_host_disabled_itself(ends, caplog, plain.model, observed.model)
     assert not {"training_step", "compute_loss", "prediction_step", "evaluate"} & set(vars(observed))
@@ -560,7 +562,7 @@ def test_the_hugging_face_host_disables_itself_after_an_error_in_its_hook(
             found.append(metrics["eval_loss"])
             return metrics
 
-    class Breaks(TrainerCallback):  # type: ignore[misc]
+    class BreaksHost(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == 4:
                 hooks: Any = hosted._forward
@@ -574,9 +576,9 @@ def test_the_hugging_face_host_disables_itself_after_an_error_in_its_hook(
     expected, expected_calls = found[:], calls[:]
     found.clear()
     calls.clear()
-    ends = Ends()
+    ends = RecordsOutcomes()
     hosted = huggingface_host([ends, EMA(half_life=2, at_end=False)])
-    observed = huggingface_trainer(tmp_path / "observed", hosted, Breaks(), kind=Counts)
+    observed = huggingface_trainer(tmp_path / "observed", hosted, BreaksHost(), kind=Counts)
     observed.train()
     assert_host_disabled_itself(ends, caplog, plain.model, observed.model)
     assert calls == expected_calls
@@ -602,7 +604,7 @@ def test_the_automodel_host_disables_itself_after_metrics_of_a_wrong_type(
         model: nn.Module = recipe.model_parts[0]
         return model
 
-    ends = Ends()
+    ends = RecordsOutcomes()
     assert_host_disabled_itself(
         ends, caplog, trained("plain"), trained("observed", automodel_host([ends, EMA(half_life=2, at_end=False), NaNMonitor()]))
     )
@@ -628,7 +630,7 @@ def test_the_keras_host_disables_itself_after_a_log_that_is_not_a_number(
         return model, history.history["val_loss"]
 
     plain, expected = trained()
-    ends = Ends()
+    ends = RecordsOutcomes()
     observed, found = trained(
         keras_host([ends, EMA(half_life=2, at_end=False)], run_name="small", runs_folder=tmp_path, log_interval="1ba")
     )
@@ -651,7 +653,7 @@ def test_the_megatron_host_disables_itself_after_losses_of_a_wrong_type(tmp_path
         assert cfg.checkpoint.save_interval == 1000
         return model
 
-    ends = Ends()
+    ends = RecordsOutcomes()
     observed = trained("observed", megatron_host([ends, EMA(half_life=2, at_end=False), NaNMonitor()]))
     assert_host_disabled_itself(ends, caplog, trained("plain"), observed)
 
@@ -663,7 +665,7 @@ def test_an_error_of_a_callback_still_ends_training(loop: Any, tmp_path: Path) -
             if ctx.step == 4:
                 raise ZeroDivisionError
 
-    ends = Ends()
+    ends = RecordsOutcomes()
     with pytest.raises(ZeroDivisionError):
         loop.train(POINTS, tmp_path, [Fails(), ends])
     assert ends.recorded == [ZeroDivisionError, "failed"]
@@ -673,7 +675,7 @@ def test_the_ignite_host_disables_itself_after_an_error_of_its_own(tmp_path: Pat
     model = POINTS.made_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     trainer: Any = create_supervised_trainer(model, optimizer, POINTS.loss)
-    ends = Ends()
+    ends = RecordsOutcomes()
     hosted = ignite_host([ends, EMA(half_life=2)], model=model, optimizer=optimizer, run_name="small", runs_folder=tmp_path)
     hosted.attach(trainer)
 

@@ -167,7 +167,7 @@ class Losses(Callback):
         self.steps.append((ctx.step, float(ctx.loss), bool(ctx.step_skipped)))
 
 
-class Ends(Callback):
+class RecordsOutcomes(Callback):
     """Records how a run ends."""
 
     def __init__(self) -> None:
@@ -325,7 +325,7 @@ def test_a_loss_scaler(folder: Path) -> None:
 
 
 def test_a_stop_ends_the_epoch_after_the_step(folder: Path) -> None:
-    recorder, ends = Recorder(), Ends()
+    recorder, ends = Recorder(), RecordsOutcomes()
     trained = Trained(folder, [RequestsAtStep("stop", 2), recorder, ends], epochs=3)
     assert len(trained.losses) == 2
     assert ends.recorded[0] == "stopped"
@@ -339,7 +339,7 @@ def test_ultralytics_own_early_stop_is_an_outcome(folder: Path) -> None:
             metrics, _ = super().validate()
             return metrics, 1.0 / (self.epoch + 1)
 
-    ends = Ends()
+    ends = RecordsOutcomes()
     trained = Trained(folder, [ends], kind=Worsens, epochs=9, patience=2)
     assert trained.trainer.epoch == 2
     assert ends.recorded == ["stopped", "stopped by Ultralytics: it stopped after epoch 3 of 9"]
@@ -391,7 +391,7 @@ def test_a_host_is_attached_once(folder: Path) -> None:
 
 
 def test_a_second_training_is_a_run_of_its_own(folder: Path) -> None:
-    ends = Ends()
+    ends = RecordsOutcomes()
     trained = Trained(folder, [ends], given={"run_name": None})
     trained.model.overrides.setdefault("model", str(folder / "small.yaml"))  # older releases forget the model after a training
     trained.model.train(**{**SETTINGS, "data": str(folder / "data.yaml"), "project": str(Path.cwd() / "again"), "epochs": 1})
@@ -411,7 +411,7 @@ def test_a_trainer_is_freed_after_its_training(folder: Path) -> None:
 
 @pytest.mark.skipif(Version(__version__) < Version("8.4.76"), reason="this release does not train on a list of datasets")
 def test_training_on_a_list_of_datasets_is_one_run_for_each_dataset(folder: Path) -> None:
-    ends = Ends()
+    ends = RecordsOutcomes()
     trained = Trained(folder, [ends], given={"run_name": None}, data=[str(folder / "data.yaml")] * 2, epochs=1)
     assert len(trained.trainers) == 2
     assert ends.recorded == ["finished", "reached max_duration, 1ep"] * 2
@@ -445,7 +445,7 @@ def test_a_resumed_training_restores_the_callbacks(folder: Path, caplog: pytest.
 
         model.add_callback("on_train_batch_end", called)
 
-    ends, whole = Ends(), Counts()
+    ends, whole = RecordsOutcomes(), Counts()
     with pytest.raises(Interrupted):
         Trained(folder, [ends, Counts()], epochs=4, nbs=8, before=interrupt)
     assert ends.recorded[:2] == [Interrupted, "failed"]
@@ -466,7 +466,7 @@ def test_a_failing_training_fails_the_run(folder: Path) -> None:
         def optimizer_step(self) -> None:
             raise ZeroDivisionError
 
-    ends, recorder = Ends(), Recorder()
+    ends, recorder = RecordsOutcomes(), Recorder()
     with pytest.raises(ZeroDivisionError):
         Trained(folder, [ends, recorder], kind=Fails)
     assert ends.recorded[:2] == [ZeroDivisionError, "failed"]
@@ -474,7 +474,7 @@ def test_a_failing_training_fails_the_run(folder: Path) -> None:
     try:  # training inside an `except` block of another error does not fail
         raise ValueError
     except ValueError:
-        Trained(folder, [finished := Ends()])
+        Trained(folder, [finished := RecordsOutcomes()])
     assert finished.recorded[0] == "finished"
 
 
@@ -489,7 +489,7 @@ def test_an_error_of_a_callback_is_raised(folder: Path) -> None:
 
 
 def test_a_failure_is_recorded_at_once_in_releases_that_do_not_report_it(folder: Path) -> None:
-    class Left(DetectionTrainer):  # type: ignore[misc]
+    class WithoutTeardown(DetectionTrainer):  # type: ignore[misc]
         def run_callbacks(self, event: str) -> None:
             if event != "teardown":  # as in versions that do not call callbacks after an error
                 super().run_callbacks(event)
@@ -497,12 +497,12 @@ def test_a_failure_is_recorded_at_once_in_releases_that_do_not_report_it(folder:
         def optimizer_step(self) -> None:
             raise ZeroDivisionError
 
-    ends = Ends()
+    ends = RecordsOutcomes()
     model = YOLO(str(folder / "small.yaml"), task="detect")
     host([ends], run_name="small").attach(model)
     settings: Any = {**SETTINGS, "data": str(folder / "data.yaml"), "project": str(Path.cwd() / "left")}
     with pytest.raises(ZeroDivisionError):
-        model.train(trainer=Left, **settings)
+        model.train(trainer=WithoutTeardown, **settings)
     assert ends.recorded[:2] == [ZeroDivisionError, "failed"]
     assert Tensor.backward.__qualname__ == "Tensor.backward"
     model.train(**settings)

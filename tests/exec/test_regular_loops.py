@@ -169,7 +169,7 @@ if batches_left == 0:
 @pytest.mark.parametrize("batches_per_step", ["2", "1 + step % 3", "1 if step < 30 else 2"])
 def test_losses_and_samples_of_a_regular_loop_with_gradient_accumulation_are_right(batches_per_step: str, tmp_path: Path) -> None:
     """Steps of several batches, and epochs that end within a step: losses, samples and epochs are right."""
-    setup = "import weakref\nplace, references = 0, []\n"
+    setup = "import weakref\nbatches_left, references = 0, []\n"
     ends = f"\nif batches_left == 0:{indent(f'{chr(10)}if step > 40: assert all(each() is None for each in references[:-1])', '    ')}\n"
     body = ACCUMULATES.replace("BATCHES_PER_STEP", batches_per_step) + ends + "references.append(weakref.ref(inputs))\n"
     losses, _, run = run_loop(tmp_path, body=body, setup=setup)
