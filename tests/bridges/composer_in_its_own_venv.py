@@ -277,8 +277,8 @@ def test_the_trainer_carries_out_requests(tmp_path: Path) -> None:
     assert int(trained.state.timestamp.batch) == 7
     assert ends.outcomes == ["stopped"]
     check_events(recorder.events)
-    noted = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
-    assert [(step, kind) for event, step, kind in noted if event == "on_checkpoint_published"] == [
+    recorded = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
+    assert [(step, kind) for event, step, kind in recorded if event == "on_checkpoint_published"] == [
         (2, "requested"),
         (6, "periodic"),
         (7, "periodic"),
@@ -372,8 +372,8 @@ def test_standalone_evaluations_and_predictions_fire_events_in_order(tmp_path: P
         def on_predict_start(self, ctx: Context) -> None:
             self.position = ctx.step, ctx.epoch
 
-    recorder, ends, sees = Recorder(fields=("standalone", "outputs")), RecordsOutcomes(), RecordsPosition()
-    trained = made(POINTS, tmp_path, [recorder, ends, sees], epochs=1)
+    recorder, ends, records_position = Recorder(fields=("standalone", "outputs")), RecordsOutcomes(), RecordsPosition()
+    trained = made(POINTS, tmp_path, [recorder, ends, records_position], epochs=1)
     trained.eval()
     trained.fit()
     trained.fit(duration="1ep")
@@ -382,7 +382,7 @@ def test_standalone_evaluations_and_predictions_fire_events_in_order(tmp_path: P
     check_events(recorder.events)
     assert recorder.events.count("on_train_end") == 2
     assert recorder.events.count("on_predict_forward_end") == len(predicted) == 3
-    assert sees.position == (12, 2)
+    assert records_position.position == (12, 2)
     standalone = [value for event, value in recorder.values["standalone"] if event == "on_eval_all_start"]
     assert standalone == [True, False, False]
     assert ends.outcomes == ["finished"]
@@ -705,18 +705,18 @@ def test_an_error_names_the_attribute_that_a_guest_may_not_read(tmp_path: Path) 
 def test_composer_s_events_are_fired_in_composer_s_order(tmp_path: Path) -> None:
     class RecordsEvents(composer.Callback):  # type: ignore[misc]
         def __init__(self) -> None:
-            self.noted: list[tuple[Any, ...]] = []
+            self.recorded: list[tuple[Any, ...]] = []
 
         def run_event(self, event: Any, state: Any, logger: Any) -> None:
             assert isinstance(event, composer.Event)
             stamp = state.timestamp
-            self.noted.append((event.value, int(stamp.epoch), int(stamp.batch), int(stamp.sample), int(stamp.batch_in_epoch)))
+            self.recorded.append((event.value, int(stamp.epoch), int(stamp.batch), int(stamp.sample), int(stamp.batch_in_epoch)))
 
         def close(self, state: Any, logger: Any) -> None:
-            self.noted.append(("close",))
+            self.recorded.append(("close",))
 
         def post_close(self) -> None:
-            self.noted.append(("post_close",))
+            self.recorded.append(("post_close",))
 
     native, here = RecordsEvents(), RecordsEvents()
     fit(POINTS, tmp_path, None, after=[native], device_train_microbatch_size=2)
@@ -726,7 +726,7 @@ def test_composer_s_events_are_fired_in_composer_s_order(tmp_path: Path) -> None
         optimizer=torch.optim.SGD(model.parameters(), lr=0.01), callbacks=[guest(here)], runs_folder=tmp_path,
     ) as trainer:  # fmt: skip
         trainer.fit()
-    assert here.noted == native.noted
+    assert here.recorded == native.recorded
 
 
 def test_the_loss_of_the_last_closure_evaluation_is_reported(tmp_path: Path) -> None:
@@ -752,11 +752,11 @@ def test_the_loss_of_the_last_closure_evaluation_is_reported(tmp_path: Path) -> 
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
         return fit(POINTS, tmp_path, callbacks, before=[losses], epochs=1, model=model, optimizers=optimizer), losses
 
-    sees, recorder = RecordsLosses(), Recorder()
+    records_losses, recorder = RecordsLosses(), Recorder()
     plain, _ = trained(None)
-    observed, losses = trained([sees, recorder])
+    observed, losses = trained([records_losses, recorder])
     assert any(len(each) > 1 for each in losses.by_step)
-    assert sees.losses == [each[-1] for each in losses.by_step]
+    assert records_losses.losses == [each[-1] for each in losses.by_step]
     check_events(recorder.events)
     assert all(torch.equal(one, other) for one, other in zip(weights(plain), weights(observed), strict=True))
 

@@ -174,8 +174,8 @@ def test_training_is_unchanged_and_every_event_is_fired(
     assert counts["on_fetch_end"] == 2 * steps + 2  # the last fetch finds the end of the data
     assert counts["on_microbatch_end"] == counts["on_forward_end"] == counts["on_backward_end"] == 2 * sum(parts)
     losses = iter(plain.losses)
-    noted = [sum(next(losses) for _ in range(part)) / accumulate for part in parts * 2]
-    assert history["train/loss"] == pytest.approx(noted, rel=1e-6)
+    recorded = [sum(next(losses) for _ in range(part)) / accumulate for part in parts * 2]
+    assert history["train/loss"] == pytest.approx(recorded, rel=1e-6)
     norms = [float(norm) for event, norm in recorder.values["grad_norm"] if event == "on_train_step_end"]
     assert norms == history["train/grad_norm"] == plain.norms
     rates = [rate for event, rate in recorder.values["learning_rate"] if event == "on_train_step_end"]
@@ -204,12 +204,12 @@ def test_requests_are_carried_out(tmp_path: Path) -> None:
         assert run.is_over
     assert len(setup.losses) == 8
     assert recorder.events.count("on_eval_all_end") == len(setup.found) == 3  # one of the three is the loop's own, after the stop
-    noted = [
+    recorded = [
         (info.step, info.kind, Path(info.path).name)
         for event, info in recorder.values["checkpoint"]
         if event.endswith("published")
     ]
-    assert noted == [(2, "requested", "step-2")]
+    assert recorded == [(2, "requested", "step-2")]
     assert ends.outcomes == ["stopped"]
     check_events(recorder.events)
 
@@ -227,12 +227,12 @@ def test_checkpoints_that_the_loop_saves_are_reported(tmp_path: Path) -> None:
                     setup.accelerator.save_state()  # a second checkpoint of the same step is not reported
             setup.accelerator.save_state()
     check_events(recorder.events)
-    noted = [
+    recorded = [
         (info.step, info.epoch, Path(info.path).name)
         for event, info in recorder.values["checkpoint"]
         if event.endswith("published")
     ]
-    assert noted == [(3, 0, "checkpoint_0"), (5, 0, "checkpoint_2"), (6, 1, "checkpoint_3"), (12, 2, "checkpoint_4")]
+    assert recorded == [(3, 0, "checkpoint_0"), (5, 0, "checkpoint_2"), (6, 1, "checkpoint_3"), (12, 2, "checkpoint_4")]
     kept = torch.load(tmp_path / "checkpoints" / "checkpoint_0" / "custom_checkpoint_0.pkl", weights_only=True)
     assert (kept["state"]["timestamp"]["batch"], kept["taken"]) == (3, 3)
 
@@ -489,10 +489,10 @@ def test_two_ranks_train_one_model_and_stop_together(tmp_path: Path) -> None:
     assert zero["triggered"] == one["triggered"] == 2
     (a, b), (c, d) = zero["weights"], one["weights"]
     assert a == b == c == d
-    hosted, plain, noted, norms, logged = zero["losses"]
+    hosted, plain, recorded, norms, logged = zero["losses"]
     assert hosted == plain
     means = [sum(losses) / 2 for losses in zip(plain, one["losses"][1], strict=True)]
-    assert noted == pytest.approx([sum(means[i : i + 3]) / 3 for i in range(0, len(means), 3)], rel=1e-6)
+    assert recorded == pytest.approx([sum(means[i : i + 3]) / 3 for i in range(0, len(means), 3)], rel=1e-6)
     assert norms == pytest.approx(zero["norms"])
     assert logged
     assert (tmp_path / "small" / "checkpoints" / "step-1" / "random_states_1.pkl").is_file()
@@ -510,26 +510,26 @@ class RecordingTracker(GeneralTracker):  # type: ignore[misc]  # Accelerate's ty
 
     def __init__(self) -> None:
         super().__init__()
-        self.noted: list[Any] = []
+        self.recorded: list[Any] = []
 
     @property
     def tracker(self) -> list[Any]:
-        return self.noted
+        return self.recorded
 
     def start(self) -> None:
-        self.noted.append("start")
+        self.recorded.append("start")
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.noted.append(values)
+        self.recorded.append(values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-        self.noted.append((step, values))
+        self.recorded.append((step, values))
 
     def log_table(self, table_name: str, columns: list[str], data: list[list[Any]], step: int | None = None) -> None:
-        self.noted.append((step, table_name, columns, data))
+        self.recorded.append((step, table_name, columns, data))
 
     def finish(self) -> None:
-        self.noted.append("finish")
+        self.recorded.append("finish")
 
 
 class LogsTablesAndImages(Callback):
@@ -563,14 +563,14 @@ def train(folder: Path, callbacks: list[Callback]) -> None:
 def test_a_custom_tracker_receives_the_records(tmp_path: Path) -> None:
     notes, history = RecordingTracker(), History()
     train(tmp_path, [guest(notes), history, LogsTablesAndImages()])
-    assert notes.noted[0] == "start"
-    assert notes.noted[-1] == "finish"
-    settings = [noted for noted in notes.noted if isinstance(noted, dict)]
+    assert notes.recorded[0] == "start"
+    assert notes.recorded[-1] == "finish"
+    settings = [recorded for recorded in notes.recorded if isinstance(recorded, dict)]
     assert {"lr": 0.02, "layers": "[1, 2]", "nested.deep": True}.items() <= settings[0].items()
-    records = [noted for noted in notes.noted if isinstance(noted, tuple) and len(noted) == 2]
+    records = [recorded for recorded in notes.recorded if isinstance(recorded, tuple) and len(recorded) == 2]
     assert [step for step, _ in records] == [2, 4, 6]
     assert [values["train/loss"] for _, values in records] == history["train/loss"]
-    assert (3, "table", ["a", "b"], [[1, "x"]]) in notes.noted
+    assert (3, "table", ["a", "b"], [[1, "x"]]) in notes.recorded
     with pytest.raises(RegistrationError, match="not an instance of"):
         guest(object())
 

@@ -47,7 +47,7 @@ def recording_callback(read: Read, *names: str) -> Callback:
             recorded_values | {name: name for name in fields if name not in recorded_values}
         )
 
-    made: Callback = type("Reads", (Callback,), dict.fromkeys(names, recorded))()
+    made: Callback = type("RecordsFields", (Callback,), dict.fromkeys(names, recorded))()
     return made
 
 
@@ -139,12 +139,16 @@ class ReadsLosses(Callback):
 @pytest.mark.parametrize("where", ["bare", "composer", "huggingface", "ignite", "keras", "lightning", "torchtnt"])
 def test_a_checkpoint_names_the_last_step_s_loss_without_listeners_to_the_steps(where: str, tmp_path: Path) -> None:
     try:
-        with_listener, alone, listens_to = Saves(), Saves(), ReadsLosses()
-        loop_of(where).train(POINTS, tmp_path / "with_listener", [with_listener, listens_to])
-        loop_of(where).train(POINTS, tmp_path / "alone", [alone])
+        with_listener, without_listener, reads_losses = Saves(), Saves(), ReadsLosses()
+        loop_of(where).train(POINTS, tmp_path / "with_listener", [with_listener, reads_losses])
+        loop_of(where).train(POINTS, tmp_path / "alone", [without_listener])
     except ModuleNotFoundError as missing:
         pytest.skip(f"{missing.name} is not installed here")
-    assert alone.recorded_losses == with_listener.recorded_losses == pytest.approx([listens_to.losses[5], listens_to.losses[11]])
+    assert (
+        without_listener.recorded_losses
+        == with_listener.recorded_losses
+        == pytest.approx([reads_losses.losses[5], reads_losses.losses[11]])
+    )
 
 
 @pytest.mark.parametrize("where", ["accelerate", "automodel", "huggingface", "ignite", "keras", "lightning", "torchtnt"])
@@ -152,12 +156,12 @@ def test_backward_is_torch_s_own_if_the_loss_is_not_read(where: str, tmp_path: P
     def backwards(*callbacks: Callback) -> set[bool]:
         own, found, kind = torch.Tensor.backward, list[bool](), cast(Any, POINTS.model)
 
-        def looks(self: Any, inputs: torch.Tensor) -> Any:
+        def forward(self: Any, inputs: torch.Tensor) -> Any:
             if self.training:
                 found.append(torch.Tensor.backward is own)
             return kind.forward(self, inputs)
 
-        loop_of(where).train(replace(POINTS, model=type("Looks", (kind,), {"forward": looks})), tmp_path, callbacks)
+        loop_of(where).train(replace(POINTS, model=type("ChecksBackward", (kind,), {"forward": forward})), tmp_path, callbacks)
         assert torch.Tensor.backward is own
         return set(found)
 

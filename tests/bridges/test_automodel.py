@@ -117,8 +117,8 @@ def test_training_is_unchanged_and_every_event_is_fired(accumulate: int, tmp_pat
     assert history["validation/loss"] == pytest.approx([each["default"] for each in plain.evaluated])
     assert history["train/label_tokens"] == [4.0] * steps
     assert history["automodel/tps"] == [1.0] * steps
-    noted = dict(recorder.values["grad_norm"])
-    assert noted["on_train_step_end"] > 0
+    norms = dict(recorder.values["grad_norm"])
+    assert norms["on_train_step_end"] > 0
     rates = {value for event, value in recorder.values["learning_rate"] if event == "on_optimizer_step_end"}
     assert rates == {0.02}
 
@@ -151,8 +151,8 @@ def test_automodel_carries_out_requests(tmp_path: Path) -> None:
     callbacks = [RequestsAtStep("evaluate", 2), RequestsAtStep("save", 3), RequestsAtStep("stop", 8), recorder]
     recipe = run_recipe(tmp_path, callbacks)
     assert len(recipe.losses) == 8
-    noted = [(info.step, info.kind) for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"]
-    assert noted == [(3, "requested"), (6, "periodic"), (8, "periodic")]  # AutoModel also saves at its last step
+    recorded = [(info.step, info.kind) for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"]
+    assert recorded == [(3, "requested"), (6, "periodic"), (8, "periodic")]  # AutoModel also saves at its last step
     assert len(recipe.evaluated) == 4  # after step 2, and at each of the three saves
     assert sorted(path.name for path in tmp_path.glob("epoch*")) == ["epoch_0_step_2", "epoch_0_step_5", "epoch_1_step_7"]
     assert recipe.step_scheduler.ckpt_every_steps == 6
@@ -724,8 +724,8 @@ def test_a_guest_listens_only_to_the_hooks_that_it_defines() -> None:
     class OverridesTrainEnd(AutoModelCallback):
         def on_train_end(self, recipe: Any, **kwargs: Any) -> None: ...
 
-    noted = guest(OverridesTrainEnd())
-    assert {event for event in OURS if event in vars(noted)} == {"on_data_init_end", "on_train_end"}
+    wrapped = guest(OverridesTrainEnd())
+    assert {event for event in OURS if event in vars(wrapped)} == {"on_data_init_end", "on_train_end"}
 
     class WithoutBaseClass:  # AutoModel's runner requires no base class
         def on_train_end(self, recipe: Any) -> None: ...
@@ -736,20 +736,20 @@ def test_a_guest_listens_only_to_the_hooks_that_it_defines() -> None:
 
 
 def test_a_guest_receives_an_exception_and_not_the_end(tmp_path: Path) -> None:
-    noted: list[Any] = []
+    recorded: list[Any] = []
 
     class Listens(AutoModelCallback):
         def on_exception(self, recipe: Any, **kwargs: Any) -> None:
-            noted.append((recipe.step_scheduler.step, kwargs["exception"]))
+            recorded.append((recipe.step_scheduler.step, kwargs["exception"]))
 
         def on_train_end(self, recipe: Any, **kwargs: Any) -> None:
-            noted.append("end")
+            recorded.append("end")
 
     error = ValueError("in the model")
     loop = FakeLoop(guest(Listens()), [3.0, 2.0, 1.0], folder=tmp_path, raises={3: error})
     with pytest.raises(ValueError, match="in the model"):
         loop.run()
-    assert noted == [(2, error)]
+    assert recorded == [(2, error)]
 
 
 def test_a_guest_that_changes_the_last_step_to_a_later_one_is_rejected(tmp_path: Path) -> None:

@@ -100,13 +100,13 @@ def test_training_is_unchanged_and_every_event_is_fired(accumulate: int) -> None
     assert recorder.events.count("on_backward_end") == 2 * BATCHES
     assert recorder.events.count("on_epoch_end") == 2
     assert run.ctx.run.outcome == "finished"
-    noted = [
+    recorded = [
         losses[at : at + accumulate]
         for epoch in (losses[:BATCHES], losses[BATCHES:])
         for at in range(0, BATCHES, accumulate)
         for losses in (epoch,)
     ]
-    assert history["train/loss"] == pytest.approx([sum(step) for step in noted])
+    assert history["train/loss"] == pytest.approx([sum(step) for step in recorded])
     assert history["time/sample"][-1] == 8 * BATCHES
 
 
@@ -883,17 +883,17 @@ def test_the_batch_is_available_at_an_exception_without_other_listeners() -> Non
 
 
 def test_a_callback_added_within_a_step_has_all_fields_at_the_end_of_the_step() -> None:
-    manager, noted = CallbackManager(), list[tuple[int, bool]]()
+    manager, recorded = CallbackManager(), list[tuple[int, bool]]()
     fields = ("batch", "loss", "loss_dict", "learning_rate", "grad_norm", "step_skipped")
     model, optimizer, data = parts()
     with attach(model=model, optimizer=optimizer, callbacks=manager) as run:
         for step, (inputs, targets) in enumerate(run.steps(data)):
             if step == 1:
-                manager.register("on_train_step_end", lambda ctx: noted.append((ctx.step, all(map(ctx.has, fields)))))
+                manager.register("on_train_step_end", lambda ctx: recorded.append((ctx.step, all(map(ctx.has, fields)))))
             nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert noted == [(step, True) for step in range(2, BATCHES + 1)]
+    assert recorded == [(step, True) for step in range(2, BATCHES + 1)]
 
 
 def test_callbacks_and_loggers_both_receive_the_records(tmp_path: Path) -> None:

@@ -80,13 +80,13 @@ class EvaluatedWeights(Callback):
 
     def __init__(self) -> None:
         self.trained: list[Tensor] = []
-        self.are_others: list[bool] = []
+        self.are_changed: list[bool] = []
 
     def on_train_step_end(self, ctx: Context) -> None:
         self.trained = weights(ctx.model)
 
     def on_eval_step_end(self, ctx: Context) -> None:
-        self.are_others.append(not same(self.trained, weights(ctx.model)))
+        self.are_changed.append(not same(self.trained, weights(ctx.model)))
 
 
 def weights(model: torch.nn.Module) -> list[Tensor]:
@@ -203,12 +203,12 @@ def test_a_callback_stops_it_and_no_evaluation_is_added(name: str, tmp_path: Pat
 
 @pytest.mark.parametrize("name", [parameter(name, averages=True) for name in BUILT_ON])
 def test_an_average_is_evaluated_and_a_callback_saves(name: str, plain: Callable[[str], Plain], tmp_path: Path) -> None:
-    looks, notes, recorder = EvaluatedWeights(), RecordsSteps(), Recorder()
-    ours = [EMA(half_life=2, at_end=False), RequestsAtStep("save", 2), looks, recorder]
+    evaluated_weights, notes, recorder = EvaluatedWeights(), RecordsSteps(), Recorder()
+    ours = [EMA(half_life=2, at_end=False), RequestsAtStep("save", 2), evaluated_weights, recorder]
     trainer = BUILT_ON[name].make(tmp_path, [host(ours), notes])
     trainer.train()
-    assert looks.are_others
-    assert all(looks.are_others)
+    assert evaluated_weights.are_changed
+    assert all(evaluated_weights.are_changed)
     assert same(weights(module(trainer)), plain(name).weights)
     check_events(recorder.events)
     check_or_write_trainer_cell(name, BUILT_ON[name].library, "EMA", Cell("works"))

@@ -179,13 +179,13 @@ class RecordsLosses(Callback):
 def test_the_backward_passes_of_a_closure_are_part_of_its_step(where: str, kind: str, tmp_path: Path) -> None:
     alone, observed = ClosureTraining(kind), ClosureTraining(kind)
     (with_lightning if where == "lightning" else by_hand)(alone, None, tmp_path / "alone")
-    recorder, history, sees = Recorder(), History(), RecordsLosses()
-    HOSTS[where](observed, [recorder, history, sees, NaNMonitor()], tmp_path / "observed")
+    recorder, history, records_losses = Recorder(), History(), RecordsLosses()
+    HOSTS[where](observed, [recorder, history, records_losses, NaNMonitor()], tmp_path / "observed")
     assert observed.losses == alone.losses
     assert len(observed.losses) == EPOCHS * STEPS
     assert all(torch.equal(one, other) for one, other in zip(alone.model.parameters(), observed.model.parameters(), strict=True))
     last = [each[-1] for each in observed.losses]
-    assert sees.losses == last
+    assert records_losses.losses == last
     assert history["train/loss"] == pytest.approx(last)
     check_events(recorder.events)
     step = recorder.events[recorder.events.index("on_train_step_start") : recorder.events.index("on_train_step_end")]

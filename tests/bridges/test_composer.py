@@ -94,9 +94,9 @@ def test_a_guest_listens_only_to_the_hooks_that_it_overrides() -> None:
     class Listens(Callback):
         def before_loss(self, state: object, logger: object) -> None: ...
 
-    listens_to = guest(Listens())
-    assert "on_loss_start" in vars(listens_to)
-    assert "on_loss_end" not in vars(listens_to)
+    callback = guest(Listens())
+    assert "on_loss_start" in vars(callback)
+    assert "on_loss_end" not in vars(callback)
 
 
 def test_an_error_names_the_attribute_that_a_guest_may_not_set(tmp_path: Path) -> None:

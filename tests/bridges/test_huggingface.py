@@ -125,8 +125,8 @@ def test_keep_of_a_saver_has_no_effect_on_the_trainer_s_checkpoints(tmp_path: Pa
 
 
 def test_the_maps_contain_every_event_exactly_once() -> None:
-    noted = [event for events in FIRED_AT.values() for event in events]
-    assert sorted([*noted, *NOT_FIRED]) == sorted(EVENTS)
+    recorded = [event for events in FIRED_AT.values() for event in events]
+    assert sorted([*recorded, *NOT_FIRED]) == sorted(EVENTS)
     theirs = {name for name in vars(TrainerCallback) if name.startswith("on_")}
     assert {moment for moment in FIRED_AT if moment.startswith("on_")} < theirs
     assert set(GUEST_EVENTS) < set(EVENTS)
@@ -166,8 +166,8 @@ def test_the_trainer_carries_out_requests(tmp_path: Path) -> None:
     trained.train()
     assert trained.state.global_step == 7
     assert (tmp_path / "out" / "checkpoint-2" / "callsheet").is_dir()
-    noted = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
-    assert ("on_checkpoint_published", 2, "requested") in noted
+    recorded = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
+    assert ("on_checkpoint_published", 2, "requested") in recorded
     assert recorder.events.count("on_eval_all_end") == 1
     check_events(recorder.events)
 
@@ -407,10 +407,10 @@ def test_eval_on_start_is_reported_and_evaluations_after_training_are_not(tmp_pa
     assert recorder.events.index("on_eval_all_end") < recorder.events.index("on_train_start")
     evaluated = [entry["eval_loss"] for entry in trained.state.log_history if "eval_loss" in entry]
     assert [found["validation"] for _, found in recorder.values["eval_results"]] == [{"loss": loss} for loss in evaluated]
-    noted = len(recorder.events)
+    recorded = len(recorder.events)
     trained.evaluate()
     trained.predict(Points(4))
-    assert len(recorder.events) == noted
+    assert len(recorder.events) == recorded
 
 
 def test_other_values_that_the_trainer_logs_are_in_the_records(tmp_path: Path) -> None:

@@ -628,17 +628,17 @@ class ReadsTrackerValues(TrainerCallback):  # type: ignore[misc]
 
 
 def test_values_that_trackers_read_at_the_start_are_available(tmp_path: Path) -> None:
-    looks = ReadsTrackerValues()
-    trainer = as_guests(tmp_path, guest(looks), CheckpointSaver(save_interval="3ba"))
+    reads = ReadsTrackerValues()
+    trainer = as_guests(tmp_path, guest(reads), CheckpointSaver(save_interval="3ba"))
     assert trainer.optimizer is not None
     first = trainer.optimizer.param_groups[0]
-    assert looks.rate == first.get("initial_lr", first["lr"])
-    assert [looks.resumed] == [None]
-    assert looks.rest == (first["weight_decay"], 0, "not_parallel", 0, None)
-    as_guests(tmp_path, guest(looks), CheckpointSaver(save_interval="3ba"), epochs=3, resume="auto")
-    assert looks.resumed is not None
-    assert Path(looks.resumed).is_dir()
-    as_guests(tmp_path, guest(looks, args={"output_dir": str(tmp_path / "given" / "there")}), name="third")
+    assert reads.rate == first.get("initial_lr", first["lr"])
+    assert [reads.resumed] == [None]
+    assert reads.rest == (first["weight_decay"], 0, "not_parallel", 0, None)
+    as_guests(tmp_path, guest(reads), CheckpointSaver(save_interval="3ba"), epochs=3, resume="auto")
+    assert reads.resumed is not None
+    assert Path(reads.resumed).is_dir()
+    as_guests(tmp_path, guest(reads, args={"output_dir": str(tmp_path / "given" / "there")}), name="third")
 
 
 def test_trackio_s_own_callback_writes_the_logged_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

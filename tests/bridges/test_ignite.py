@@ -183,9 +183,9 @@ def test_the_order_of_handlers_does_not_matter(is_first: bool, tmp_path: Path) -
         attach_the_others()
     setup.run()
     check_events(recorder.events)
-    noted = [event for event in recorder.events if event in ("on_epoch_end", "on_eval_all_start", "on_checkpoint_save_end")]
+    recorded = [event for event in recorder.events if event in ("on_epoch_end", "on_eval_all_start", "on_checkpoint_save_end")]
     epoch = ["on_epoch_end", "on_eval_all_start", "on_checkpoint_save_end"]
-    assert noted == ["on_checkpoint_save_end", "on_eval_all_start", *epoch, *epoch]
+    assert recorded == ["on_checkpoint_save_end", "on_eval_all_start", *epoch, *epoch]
     published = [info for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"]
     assert [Path(info.path).name for info in published] == [f"checkpoint_{step}.pt" for step in (2, 6, 12)]
     assert [(info.step, info.epoch) for info in published] == [(2, 0), (6, 1), (12, 2)]
@@ -222,8 +222,8 @@ def test_the_engine_carries_out_requests(tmp_path: Path) -> None:
     setup.run()
     assert setup.trainer.state.iteration == 8
     assert setup.files() == ["checkpoint_2.pt"]
-    noted = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
-    assert ("on_checkpoint_published", 2, "requested") in noted
+    recorded = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
+    assert ("on_checkpoint_published", 2, "requested") in recorded
     assert len(setup.found) == recorder.events.count("on_eval_all_end") == 2
     assert ends.outcomes == ["stopped"]
     check_events(recorder.events)
@@ -272,9 +272,9 @@ def test_an_evaluation_requested_at_an_epoch_s_end_is_made_once(tmp_path: Path) 
 
 def test_the_callbacks_states_are_in_its_checkpoints(tmp_path: Path) -> None:
     whole = History()
-    unbroken = Setup(tmp_path / "whole")
-    unbroken.host([whole, CheckpointSaver(save_interval="1ep")])
-    unbroken.run(max_epochs=3)
+    uninterrupted = Setup(tmp_path / "whole")
+    uninterrupted.host([whole, CheckpointSaver(save_interval="1ep")])
+    uninterrupted.run(max_epochs=3)
     broken = Setup(tmp_path)
     broken.host([History(), CheckpointSaver(save_interval="1ep"), Fails(15)])
     with pytest.raises(ZeroDivisionError):
@@ -289,7 +289,7 @@ def test_the_callbacks_states_are_in_its_checkpoints(tmp_path: Path) -> None:
     assert (loaded.step, loaded.epoch) == (12, 2)
     assert history["train/loss"] == whole["train/loss"]
     assert history["validation/loss"] == whole["validation/loss"]
-    assert same(again, unbroken)
+    assert same(again, uninterrupted)
     check_events(recorder.events)
 
 
@@ -652,20 +652,20 @@ def test_two_ranks_train_one_model_and_stop_together(tmp_path: Path) -> None:
 
 
 def test_a_step_during_which_the_epoch_is_terminated_ends_with_its_fields(tmp_path: Path) -> None:
-    noted: list[tuple[str, bool, bool]] = []
+    recorded: list[tuple[str, bool, bool]] = []
 
     class ReadsFields(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
-            noted.append(("step", ctx.has("batch"), ctx.has("loss")))
+            recorded.append(("step", ctx.has("batch"), ctx.has("loss")))
 
         def on_epoch_end(self, ctx: Context) -> None:
-            noted.append(("epoch", ctx.has("batch"), ctx.has("loss")))
+            recorded.append(("epoch", ctx.has("batch"), ctx.has("loss")))
 
     setup = Setup(tmp_path, accumulate=2, evaluates=False)
     setup.host([ReadsFields()], saves=False)
     setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), setup.trainer.terminate_epoch)
     setup.trainer.run(POINTS.batches(), max_epochs=1)
-    assert noted == [("step", True, True)] * 2 + [("epoch", False, False)]
+    assert recorded == [("step", True, True)] * 2 + [("epoch", False, False)]
 
 
 @pytest.mark.parametrize("is_first", [True, False])

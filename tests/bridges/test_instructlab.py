@@ -99,7 +99,9 @@ def test_every_event_is_fired_in_the_lifecycle_s_order(microbatches: int, tmp_pa
     ]
     assert saved[0].path == str(tmp_path / "hf_format" / "samples_8")
     assert saved[0].val_losses == {"validation": 0.25}
-    steps = [noted.batch for noted, event in zip(recorder.recorded, recorder.events, strict=True) if event == "on_train_step_end"]
+    steps = [
+        recorded.batch for recorded, event in zip(recorder.recorded, recorder.events, strict=True) if event == "on_train_step_end"
+    ]
     assert steps == [1, 2, 3, 4, 5, 6]
 
 
@@ -516,9 +518,9 @@ def callback_of(api: Any, record: Callable[[str, Any], object], hooks: tuple[str
 
 @pytest.mark.parametrize("interval", ["2ba", "1ep"])
 def test_a_guest_is_called_in_instructlab_s_order(api: Any, interval: str, tmp_path: Path) -> None:
-    noted: list[tuple[str, int, int]] = []
-    listens_to = callback_of(api, lambda hook, context: noted.append((hook, context.step, context.epoch)))
-    fit([guest(listens_to), CheckpointSaver(save_interval="1ep")], tmp_path, eval_interval=interval)
+    recorded: list[tuple[str, int, int]] = []
+    callback = callback_of(api, lambda hook, context: recorded.append((hook, context.step, context.epoch)))
+    fit([guest(callback), CheckpointSaver(save_interval="1ep")], tmp_path, eval_interval=interval)
     microbatch = ["on_before_forward", "on_after_backward"]
     expected: list[tuple[str, int, int]] = [("on_train_begin", 1, 0)]
     for epoch in range(2):
@@ -530,14 +532,14 @@ def test_a_guest_is_called_in_instructlab_s_order(api: Any, interval: str, tmp_p
             hooks = ["on_step_begin", *microbatch * 2, "on_pre_optimizer_step", "on_optimizer_step", "on_log", *evaluated, *saved]
             expected += [(hook, step, epoch) for hook in [*hooks, "on_step_end"]]
         expected.append(("on_epoch_end", 3 * epoch + 3, epoch))
-    assert noted == [*expected, ("on_train_end", 6, 1)]
+    assert recorded == [*expected, ("on_train_end", 6, 1)]
 
 
 def test_a_guest_s_context_has_the_values_that_the_run_logs(tmp_path: Path) -> None:
     found: dict[tuple[str, int], dict[str, Any]] = {}
-    listens_to = callback_of(instructlab_names, lambda hook, context: found.update({(hook, context.step): dict(vars(context))}))
+    callback = callback_of(instructlab_names, lambda hook, context: found.update({(hook, context.step): dict(vars(context))}))
     history = History()
-    fit([guest(listens_to), history, CheckpointSaver(save_interval="1ep")], tmp_path)
+    fit([guest(callback), history, CheckpointSaver(save_interval="1ep")], tmp_path)
     losses = history["train/loss"]
     assert [found["on_log", step]["loss"] for step in range(1, 7)] == losses
     assert [found["on_pre_optimizer_step", step]["loss"] for step in range(1, 7)] == pytest.approx(losses)
@@ -558,28 +560,28 @@ def test_a_guest_s_context_has_the_values_that_the_run_logs(tmp_path: Path) -> N
 
 
 def test_slow_async_hooks_receive_all_events_without_delaying_training(api: Any, tmp_path: Path) -> None:
-    noted: list[tuple[str, int]] = []
+    recorded: list[tuple[str, int]] = []
     may_go = threading.Event()
 
     class Slow(api.TrainerCallback):  # type: ignore[misc]  # `api` is one of two modules
         async def on_step_begin(self, context: Any) -> None:
             await asyncio.to_thread(may_go.wait, 60)  # waits until training has ended
-            noted.append(("begin", context.step))
+            recorded.append(("begin", context.step))
 
         async def on_step_end(self, context: Any) -> None:
-            noted.append(("end", context.step))
+            recorded.append(("end", context.step))
 
         def on_train_end(self, context: Any) -> None:
-            noted.append(("over", context.step))
+            recorded.append(("over", context.step))
 
     class Trained(Callback):
         def on_train_end(self, ctx: Context) -> None:
-            noted.append(("trained", ctx.step))
+            recorded.append(("trained", ctx.step))
             may_go.set()
 
     fit([guest(Slow()), Trained()], tmp_path)
     steps = [(what, step) for step in range(1, 7) for what in ("begin", "end")]
-    assert noted == [("trained", 6), *steps, ("over", 6)]
+    assert recorded == [("trained", 6), *steps, ("over", 6)]
 
 
 def test_an_error_of_a_hook_is_logged_and_does_not_end_the_run(
@@ -612,20 +614,20 @@ def test_on_train_end_is_called_once_after_an_error(api: Any, tmp_path: Path) ->
                 raise ZeroDivisionError
 
     for event in ("on_forward_start", "on_train_step_end", "on_eval_all_start"):
-        noted: list[tuple[str, int]] = []
-        listens_to = callback_of(api, lambda hook, context: noted.append((hook, context.step)))  # noqa: B023  # read before the next iteration
+        recorded: list[tuple[str, int]] = []
+        callback = callback_of(api, lambda hook, context: recorded.append((hook, context.step)))  # noqa: B023  # read before the next iteration
         with pytest.raises(ZeroDivisionError):
-            fit([guest(listens_to), RaisesAtEvent(event)], tmp_path / event)
-        assert noted[-1] == ("on_train_end", 2)
-        assert [hook for hook, _ in noted].count("on_train_end") == 1
+            fit([guest(callback), RaisesAtEvent(event)], tmp_path / event)
+        assert recorded[-1] == ("on_train_end", 2)
+        assert [hook for hook, _ in recorded].count("on_train_end") == 1
 
 
 def test_an_evaluation_without_training_calls_no_hooks(tmp_path: Path) -> None:
-    noted: list[str] = []
+    recorded: list[str] = []
     with Trainer(nn.Linear(2, 1), nn.functional.mse_loss, eval_dataloader=DATA, device="cpu", runs_folder=tmp_path,
-                 callbacks=[guest(callback_of(instructlab_names, lambda hook, context: noted.append(hook)))]) as trainer:  # fmt: skip
+                 callbacks=[guest(callback_of(instructlab_names, lambda hook, context: recorded.append(hook)))]) as trainer:  # fmt: skip
         trainer.evaluate()
-    assert noted == []
+    assert recorded == []
 
 
 def test_a_guest_listens_only_to_the_hooks_that_it_overrides() -> None:
@@ -675,9 +677,9 @@ HOOK_ROWS: dict[str, tuple[str, ...]] = {"progress": ("on_log",), "timer": ("on_
 def test_a_guest_receives_the_same_values_as_in_its_framework(api: Any, row: str, tmp_path: Path) -> None:
     """With the same losses, InstructLab's loop and ours call the same hooks with the same numbers."""
 
-    def recording(noted: list[Any]) -> Any:
+    def recording(recorded: list[Any]) -> Any:
         def record(hook: str, context: Any) -> None:
-            noted.append(
+            recorded.append(
                 (hook, context.step, context.epoch, context.total_samples, context.loss, context.val_metrics.get("val_loss"))
             )
 

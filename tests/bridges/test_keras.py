@@ -123,7 +123,7 @@ def test_an_error_when_training_begins_fails_the_run(tmp_path: Path) -> None:
     ends, model = RecordsOutcomes(), own_loop.compiled(POINTS)
     with pytest.raises(ZeroDivisionError):
         trained([hosted(tmp_path, ends, RaisesAtTheStart())], model=model)
-    assert ends.noted == ["ZeroDivisionError", "failed"]
+    assert ends.recorded == ["ZeroDivisionError", "failed"]
     assert "apply" not in vars(model.optimizer)
 
 
@@ -167,13 +167,13 @@ class RecordsOutcomes(Callback):
     """Records how the run ended, and the exception."""
 
     def __init__(self) -> None:
-        self.noted: list[str] = []
+        self.recorded: list[str] = []
 
     def on_exception(self, ctx: Context) -> None:
-        self.noted.append(type(ctx.exception).__name__)
+        self.recorded.append(type(ctx.exception).__name__)
 
     def on_run_end(self, ctx: Context) -> None:
-        self.noted.append(str(ctx.run.outcome))
+        self.recorded.append(str(ctx.run.outcome))
 
 
 def test_requests_are_carried_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -215,7 +215,7 @@ def test_sigterm_saves_a_checkpoint_and_preempts_the_run(tmp_path: Path) -> None
     ends, recorder = RecordsOutcomes(), Recorder(fields=("checkpoint",))
     model = trained([hosted(tmp_path, ends, recorder, SendsSIGTERM(), preempt_signals=("SIGTERM",))])
     assert int(model.optimizer.iterations) == 3
-    assert ends.noted == ["preempted"]
+    assert ends.recorded == ["preempted"]
     assert [info.kind for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"] == ["preempt"]
     check_events(recorder.events)
 
@@ -224,13 +224,13 @@ def test_on_run_end_has_the_outcome_of_the_run(tmp_path: Path) -> None:
     ends = RecordsOutcomes()
     trained([hosted(tmp_path, ends)], epochs=1)
     trained([hosted(tmp_path / "2", ends, RequestsAtStep("stop", 2))])
-    assert ends.noted == ["finished", "stopped"]
+    assert ends.recorded == ["finished", "stopped"]
     for error, outcome in ((ZeroDivisionError, "failed"), (KeyboardInterrupt, "interrupted")):
         ends, model = RecordsOutcomes(), own_loop.compiled(LINE)
         model.job_loss = _raises(error)
         with pytest.raises(error):
             trained([hosted(tmp_path / outcome, ends)], model=model)
-        assert ends.noted == [error.__name__, outcome]
+        assert ends.recorded == [error.__name__, outcome]
         assert "apply" not in vars(model.optimizer)
 
     def fails(*_: Any) -> None:
@@ -240,10 +240,10 @@ def test_on_run_end_has_the_outcome_of_the_run(tmp_path: Path) -> None:
     given: Any = [hosted(tmp_path / "5", ends), keras.callbacks.LambdaCallback(on_epoch_begin=fails)]
     with pytest.raises(ZeroDivisionError):
         trained(given)
-    assert ends.noted == []  # Keras does not report one callback's error to the others
+    assert ends.recorded == []  # Keras does not report one callback's error to the others
     del given
     gc.collect()
-    assert ends.noted == ["failed"]
+    assert ends.recorded == ["failed"]
 
 
 def _raises(error: type[BaseException]) -> Callable[..., Any]:
@@ -335,12 +335,12 @@ def _every_hook(folder: Path) -> Any:
         pass
 
     def noting(name: str) -> Callable[..., None]:
-        def noted(self: Any, *given: Any, **named: Any) -> None:
+        def recorded(self: Any, *given: Any, **named: Any) -> None:
             logs = (named or {"logs": given[-1] if given and isinstance(given[-1], dict) else {}})["logs"] or {}
             numbers = [value for value in given if isinstance(value, int)]
             calls.append((name, numbers, {} if "test" in name else dict(logs)))
 
-        return noted
+        return recorded
 
     for name in vars(keras.callbacks.Callback):
         if name.startswith("on_") and name not in ("on_batch_begin", "on_batch_end"):

@@ -93,10 +93,10 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_training_is_unchanged_and_every_event_is_fired(accumulate: int, tmp_path: Path) -> None:
-    recorder, history, noted = Recorder(fields=("loss", "learning_rate", "batch", "step_skipped")), History(), Recorded()
+    recorder, history, recorded = Recorder(fields=("loss", "learning_rate", "batch", "step_skipped")), History(), Recorded()
     observers = [recorder, history, SpeedMonitor(), OptimizerMonitor(), LRMonitor(), NaNMonitor()]
     options: dict[str, Any] = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5, "log_every_n_steps": 1}
-    trainer, module = fitted(tmp_path, [host(observers), noted], **options)
+    trainer, module = fitted(tmp_path, [host(observers), recorded], **options)
     _, alone = fitted(tmp_path, [], **options)
     assert same(module, alone)
     check_events(recorder.events)
@@ -107,10 +107,10 @@ def test_training_is_unchanged_and_every_event_is_fired(accumulate: int, tmp_pat
     assert recorder.events.count("on_eval_all_end") == recorder.events.count("on_epoch_end") == 2
     assert recorder.events.count("on_eval_forward_end") == 6
     assert recorder.events[-1] == "on_run_end"
-    groups = [noted.losses[:6][at : at + accumulate] for at in range(0, 6, accumulate)]
-    groups += [noted.losses[6:][at : at + accumulate] for at in range(0, 6, accumulate)]
+    groups = [recorded.losses[:6][at : at + accumulate] for at in range(0, 6, accumulate)]
+    groups += [recorded.losses[6:][at : at + accumulate] for at in range(0, 6, accumulate)]
     assert history["train/loss"] == pytest.approx([sum(group) for group in groups])
-    assert history["validation/loss"] == pytest.approx(noted.evaluated)
+    assert history["validation/loss"] == pytest.approx(recorded.evaluated)
     assert history["lightning/train_loss"][: steps - 1] == pytest.approx([group[-1] * accumulate for group in groups[:-1]])
     assert {skipped for _, skipped in recorder.values["step_skipped"]} == {False}
     assert not module._forward_hooks
@@ -132,9 +132,9 @@ class RecordsGradientNorms(Callback):
 
 
 def test_clip_gradients_events_are_fired_before_and_after_lightning_clips(tmp_path: Path) -> None:
-    looks = RecordsGradientNorms()
-    fitted(tmp_path, [host([looks])], gradient_clip_val=0.1)
-    before, after = looks.norms.values()
+    records_norms = RecordsGradientNorms()
+    fitted(tmp_path, [host([records_norms])], gradient_clip_val=0.1)
+    before, after = records_norms.norms.values()
     assert len(before) == 12
     assert max(before) > 0.2
     assert max(after) < 0.101
@@ -189,10 +189,10 @@ def test_lightning_carries_out_requests(tmp_path: Path) -> None:
     assert trainer.global_step == 8
     assert ends.outcome == "stopped"
     assert (tmp_path / "small" / "checkpoints" / "step=2.ckpt").is_file()
-    noted = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
-    assert ("on_checkpoint_published", 2, "requested") in noted
+    recorded = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
+    assert ("on_checkpoint_published", 2, "requested") in recorded
     evaluated = [
-        noted.batch for event, noted in zip(recorder.events, recorder.recorded, strict=True) if event == "on_eval_all_end"
+        recorded.batch for event, recorded in zip(recorder.events, recorder.recorded, strict=True) if event == "on_eval_all_end"
     ]
     assert evaluated == [3, 6, 8]  # step 3: requested; step 6: the epoch's end; step 8: Lightning evaluates before it stops
     assert trainer.check_val_every_n_epoch == 1
@@ -327,21 +327,21 @@ def test_validate_test_and_predict_are_separate_runs(tmp_path: Path) -> None:
     recorder, history = Recorder(fields=("standalone",)), History()
     trainer, module = fitted(tmp_path, [host([recorder, history])], max_epochs=1)
     batches = POINTS.validation_batches()
-    noted = len(recorder.events)
+    recorded = len(recorder.events)
     (validated,) = trainer.validate(module, batches, verbose=False)
-    check_events(recorder.events[noted:])
+    check_events(recorder.events[recorded:])
     assert recorder.values["standalone"][-1][1] is True
     assert history["validation/loss"] == pytest.approx([validated["val_loss"]])
-    noted = len(recorder.events)
+    recorded = len(recorder.events)
     (tested,) = trainer.test(module, batches, verbose=False)
-    check_events(recorder.events[noted:])
-    assert recorder.events[noted:].count("on_test_forward_end") == recorder.events[noted:].count("on_test_step_end") == 3
+    check_events(recorder.events[recorded:])
+    assert recorder.events[recorded:].count("on_test_forward_end") == recorder.events[recorded:].count("on_test_step_end") == 3
     assert history["test/val_loss"] == pytest.approx([tested["val_loss"]])
-    noted = len(recorder.events)
+    recorded = len(recorder.events)
     inputs: Any = POINTS.validation.tensors[0]
     trainer.predict(module, DataLoader(inputs, batch_size=4))
-    check_events(recorder.events[noted:])
-    assert recorder.events[noted:].count("on_predict_forward_end") == 3
+    check_events(recorder.events[recorded:])
+    assert recorder.events[recorded:].count("on_predict_forward_end") == 3
 
 
 def test_averaged_weights_are_used_for_evaluation_only(tmp_path: Path) -> None:
@@ -477,16 +477,16 @@ def test_a_step_that_loss_scaling_skips_is_reported_as_skipped(tmp_path: Path) -
     def scaling() -> Any:
         return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**18))
 
-    recorder, history, noted = Recorder(fields=("step_skipped",)), History(), Recorded()
+    recorder, history, recorded = Recorder(fields=("step_skipped",)), History(), Recorded()
     hosted = host([recorder, history])
-    _, module = fitted(tmp_path, [hosted, noted], plugins=[scaling()], max_epochs=1, log_every_n_steps=1)
+    _, module = fitted(tmp_path, [hosted, recorded], plugins=[scaling()], max_epochs=1, log_every_n_steps=1)
     _, alone = fitted(tmp_path, [], plugins=[scaling()], max_epochs=1)
     assert same(module, alone)
     check_events(recorder.events)
     skipped = [value for event, value in recorder.values["step_skipped"] if event == "on_train_step_end"]
     assert skipped[0]
     assert not skipped[-1]
-    assert history["train/loss"] == pytest.approx(noted.losses, rel=1e-3)
+    assert history["train/loss"] == pytest.approx(recorded.losses, rel=1e-3)
 
 
 @pytest.mark.skipif(
@@ -546,7 +546,7 @@ def test_two_ranks_fire_the_same_events_and_stop_together(tmp_path: Path) -> Non
     assert one == other
     events, losses, size, states, fabric_events, fabric_losses = one
     assert size == states == 2
-    for noted, numbers in ((events, losses), (fabric_events, fabric_losses)):
-        check_events(noted)
-        assert noted.count("on_forward_end") == noted.count("on_train_step_end") == len(numbers)
+    for recorded, numbers in ((events, losses), (fabric_events, fabric_losses)):
+        check_events(recorded)
+        assert recorded.count("on_forward_end") == recorded.count("on_train_step_end") == len(numbers)
         assert len(numbers) < 12  # 4 epochs of 3 steps would be 12, but training was stopped

@@ -75,13 +75,13 @@ class RecordsOutcomes(Callback):
     """Records how runs end."""
 
     def __init__(self) -> None:
-        self.noted: list[str] = []
+        self.recorded: list[str] = []
 
     def on_exception(self, ctx: Context) -> None:
-        self.noted.append(f"{type(ctx.exception).__name__} in {ctx.span}")
+        self.recorded.append(f"{type(ctx.exception).__name__} in {ctx.span}")
 
     def on_run_end(self, ctx: Context) -> None:
-        self.noted.append(str(ctx.run.outcome))
+        self.recorded.append(str(ctx.run.outcome))
         self.at = ctx.state.timestamp
 
 
@@ -111,9 +111,9 @@ def test_training_is_unchanged_and_every_event_is_fired(micro: int, names: Modul
     assert history["test/loss"] == pytest.approx(without.evaluated[3:])
     assert history["train/load_balancing_loss"] == pytest.approx([2 * loss for loss in without.losses])
     assert history["lr/Optimizer/0"] == pytest.approx([0.02 * 0.9**step for step in range(12)])  # the rate that the step used
-    noted = [value for event, value in recorder.values["grad_norm"] if event == "on_train_step_end"]
-    assert len(noted) == 12
-    assert all(isinstance(norm, Tensor) and norm > 0 for norm in noted)
+    recorded = [value for event, value in recorder.values["grad_norm"] if event == "on_train_step_end"]
+    assert len(recorded) == 12
+    assert all(isinstance(norm, Tensor) and norm > 0 for norm in recorded)
     assert set(recorder.values["loss_dict"][0][1]) == {"loss", "load_balancing_loss"}
 
 
@@ -150,18 +150,18 @@ def test_the_model_has_hooks_only_while_events_have_listeners() -> None:
 
 @pytest.mark.parametrize("event", ["on_backward_end", "on_backward_start", "on_loss_end", "on_microbatch_end", ""])
 def test_the_outputs_have_a_backward_hook_only_if_it_has_listeners(event: str) -> None:
-    noted: list[str] = []
+    recorded: list[str] = []
     outputs: list[Tensor] = []
 
     def keep(ctx: Context) -> None:
         outputs.append(ctx.outputs)
 
-    given = Lambda(on_forward_end=keep, on_optimizer_step_end=lambda ctx: noted.append("on_optimizer_step_end"))
-    functions: dict[str, Any] = {event: lambda ctx: noted.append(event)}
-    listens_to = [Lambda(**functions)] if event else []
-    loop(None, host([given, *listens_to]), train__train_iters=2, train__micro_batch_size=2).run()
+    given = Lambda(on_forward_end=keep, on_optimizer_step_end=lambda ctx: recorded.append("on_optimizer_step_end"))
+    functions: dict[str, Any] = {event: lambda ctx: recorded.append(event)}
+    listeners = [Lambda(**functions)] if event else []
+    loop(None, host([given, *listeners]), train__train_iters=2, train__micro_batch_size=2).run()
     assert [bool(each._backward_hooks) for each in outputs] == [bool(event)] * 4
-    assert noted == [*([event] * 2 if event else []), "on_optimizer_step_end"] * 2
+    assert recorded == [*([event] * 2 if event else []), "on_optimizer_step_end"] * 2
 
 
 def test_a_callback_can_replace_microbatch_and_outputs() -> None:
@@ -207,7 +207,7 @@ def test_a_stop_ends_training_and_a_requested_save_is_written_at_its_step(tmp_pa
         ("iter_0000003", 3, "requested"),
         ("iter_0000007", 7, "periodic"),
     ]
-    assert ending.noted == ["stopped"]
+    assert ending.recorded == ["stopped"]
     check_events(recorder.events)
 
 
@@ -280,8 +280,8 @@ def test_a_skipped_step_is_reported_as_skipped() -> None:
     trained = loop(None, host([recorder]), train__eval_iters=0)
     trained.optimizer = Overflows(trained.optimizer.optimizer, {0, 4})
     trained.run()
-    noted = [value for event, value in recorder.values["step_skipped"] if event == "on_train_step_end"]
-    assert [step for step, skipped in enumerate(noted) if skipped] == [0, 4]
+    recorded = [value for event, value in recorder.values["step_skipped"] if event == "on_train_step_end"]
+    assert [step for step, skipped in enumerate(recorded) if skipped] == [0, 4]
     assert recorder.events.count("on_optimizer_step_end") == 12
     check_events(recorder.events)
 
@@ -376,7 +376,7 @@ def test_an_error_fails_or_interrupts_the_run_and_is_raised(tmp_path: Path) -> N
     ending = RecordsOutcomes()
     with pytest.raises(ZeroDivisionError):
         loop(None, host([Fails(), ending])).run()
-    assert ending.noted == ["ZeroDivisionError in optimizer_step", "failed"]
+    assert ending.recorded == ["ZeroDivisionError in optimizer_step", "failed"]
 
     def breaks(trained: Loop, error: BaseException) -> None:
         def step(_: Any) -> Any:
@@ -385,21 +385,21 @@ def test_an_error_fails_or_interrupts_the_run_and_is_raised(tmp_path: Path) -> N
         trained.step = step  # type: ignore[method-assign, assignment]
         trained.run()
 
-    for error, noted in [
+    for error, recorded in [
         (ValueError(), ["ValueError in run", "failed"]),
         (KeyboardInterrupt(), ["KeyboardInterrupt in run", "interrupted"]),
         (SystemExit(1), ["SystemExit in run", "failed"]),
         (SystemExit(0), ["stopped"]),
     ]:
-        ending.noted.clear()
+        ending.recorded.clear()
         with pytest.raises(type(error)), host([ending]) as hosted:
             breaks(loop(None, hosted), error)
-        assert ending.noted == noted
-    ending.noted.clear()
+        assert ending.recorded == recorded
+    ending.recorded.clear()
     with pytest.raises(ValueError, match="alone"):
         breaks(loop(None, host([ending])), ValueError("alone"))
     gc.collect()
-    assert ending.noted == ["failed"]  # recorded when the host was deleted
+    assert ending.recorded == ["failed"]  # recorded when the host was deleted
 
 
 def test_a_run_that_ends_by_a_signal_is_preempted(tmp_path: Path) -> None:
@@ -408,7 +408,7 @@ def test_a_run_that_ends_by_a_signal_is_preempted(tmp_path: Path) -> None:
     trained.state.signal_handler._signal_received = True
     with pytest.raises(SystemExit), hosted:
         trained.run()
-    assert ending.noted == ["preempted"]
+    assert ending.recorded == ["preempted"]
     assert trained.saved == [1]
 
 
@@ -424,7 +424,7 @@ def test_a_signal_handler_without_a_known_attribute_logs_a_warning_and_the_run_i
     trained.state.signal_handler = Handler()
     with pytest.raises(SystemExit), hosted:
         trained.run()
-    assert ending.noted == ["stopped"]
+    assert ending.recorded == ["stopped"]
     assert caplog.text.count("Megatron's signal handler has no _signal_received") == 1
 
 
@@ -436,7 +436,7 @@ def test_a_host_can_be_used_for_several_runs() -> None:
     first = len(recorder.events)
     loop(None, hosted, train__train_iters=3).run()
     check_events(recorder.events[first:])
-    assert ending.noted == ["finished", "finished"]
+    assert ending.recorded == ["finished", "finished"]
 
 
 def test_an_evaluation_without_training_is_a_run(names: ModuleType) -> None:
@@ -479,9 +479,9 @@ def test_the_host_works_with_megatron_lm_s_context_which_has_no_state(caplog: py
 
         def fire(event: str, **fields: Any) -> None:
             vars(context).update(fields)
-            noted = getattr(hosted, event, None)
-            if noted is not None:
-                noted(context)
+            recorded = getattr(hosted, event, None)
+            if recorded is not None:
+                recorded(context)
 
         trained.fire = fire  # type: ignore[method-assign]
         with hosted:
@@ -492,7 +492,7 @@ def test_the_host_works_with_megatron_lm_s_context_which_has_no_state(caplog: py
     check_events(recorder.events)
     assert recorder.events.count("on_train_step_end") == 12
     assert recorder.events.count("on_test_end") == 1
-    assert ending.noted == ["finished"]
+    assert ending.recorded == ["finished"]
     run(host([RequestsAtStep("stop", 2)]))
     assert "RequestsAtStep calls ctx.control.stop, which Megatron Bridge does not support here" in caplog.text
 
@@ -539,5 +539,5 @@ def test_a_threshold_stopper_stops_training_with_an_ema() -> None:
         None, host([EMA(half_life="2ba"), ThresholdStopper(monitor="train/loss", threshold=1e9), ending]), logger__log_interval=1
     )
     trained.run()
-    assert ending.noted == ["stopped"]
+    assert ending.recorded == ["stopped"]
     assert trained.state.train_state.step == 1

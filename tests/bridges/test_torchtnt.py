@@ -247,24 +247,24 @@ class RecordsOutcomes(Callback):
     """Records how the run ended, and the exception."""
 
     def __init__(self) -> None:
-        self.noted: list[str] = []
+        self.recorded: list[str] = []
 
     def on_exception(self, ctx: Context) -> None:
-        self.noted.append(type(ctx.exception).__name__)
+        self.recorded.append(type(ctx.exception).__name__)
 
     def on_run_end(self, ctx: Context) -> None:
-        self.noted.append(str(ctx.run.outcome))
+        self.recorded.append(str(ctx.run.outcome))
 
 
 def test_on_run_end_has_the_outcome_of_the_run(tmp_path: Path) -> None:
     ends = RecordsOutcomes()
     trained([hosted(tmp_path, ends)], epochs=1)
     trained([hosted(tmp_path / "2", ends, RequestsAtStep("stop", 2))])
-    assert ends.noted == ["finished", "stopped"]
+    assert ends.recorded == ["finished", "stopped"]
     ends = RecordsOutcomes()
     with pytest.raises(ZeroDivisionError):
         trained([hosted(tmp_path / "3", ends, Fails(2))])
-    assert ends.noted == ["ZeroDivisionError", "failed"]
+    assert ends.recorded == ["ZeroDivisionError", "failed"]
 
     class Interrupts(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types are not read
         def on_train_step_end(self, state: Any, unit: Any) -> None:
@@ -274,10 +274,10 @@ def test_on_run_end_has_the_outcome_of_the_run(tmp_path: Path) -> None:
     given = [hosted(tmp_path / "4", ends), Interrupts()]
     with pytest.raises(KeyboardInterrupt):
         trained(given)
-    assert ends.noted == []  # torchtnt does not report this error to callbacks
+    assert ends.recorded == []  # torchtnt does not report this error to callbacks
     del given
     gc.collect()
-    assert ends.noted == ["failed"]
+    assert ends.recorded == ["failed"]
 
 
 class SendsSIGTERM(Callback):
@@ -292,7 +292,7 @@ def test_sigterm_saves_a_checkpoint_and_preempts_the_run(tmp_path: Path) -> None
     ends, recorder = RecordsOutcomes(), Recorder(fields=("checkpoint",))
     unit = trained([hosted(tmp_path, ends, recorder, SendsSIGTERM(), preempt_signals=("SIGTERM",))])
     assert unit.train_progress.num_steps_completed == 3
-    assert ends.noted == ["preempted"]
+    assert ends.recorded == ["preempted"]
     assert [info.kind for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"] == ["preempt"]
     check_events(recorder.events)
 
@@ -501,11 +501,11 @@ def _every_hook(folder: Path) -> Any:
     calls: list[str] = []
 
     def note(name: str) -> Callable[..., None]:
-        def noted(state: Any, unit: Any, *_: Any) -> None:
+        def recorded(state: Any, unit: Any, *_: Any) -> None:
             counts = [(each.num_epochs_completed, each.num_steps_completed) for each in (unit.train_progress, unit.eval_progress)]
             calls.append(f"{name} {state.entry_point} {state.active_phase} {counts}")
 
-        return noted
+        return recorded
 
     hooks = [name for name in vars(TorchTNTCallback) if name.startswith("on_")]
     callback = Lambda(**{name: note(name) for name in hooks})

@@ -227,8 +227,8 @@ def test_an_evaluation_whose_start_is_not_reported_starts_at_the_last_trained_st
             if ctx.event == f"on_{kind}_start":
                 self.positions.append((ctx.step, ctx.epoch))
 
-    sees = RecordsStepAtStart()
-    loop = SimulatedFramework(tmp_path, [sees])
+    records_positions = RecordsStepAtStart()
+    loop = SimulatedFramework(tmp_path, [records_positions])
     run = loop.run
     run.begin()
     for _ in range(2):
@@ -241,7 +241,7 @@ def test_an_evaluation_whose_start_is_not_reported_starts_at_the_last_trained_st
     if kind != "eval_all":
         run.eval.driver.start(f"{kind}_step")
     run.lifetime.end()
-    assert sees.positions == ([(1, 1), (2, 1)] if kind == "eval_all" else [(2, 1)])
+    assert records_positions.positions == ([(1, 1), (2, 1)] if kind == "eval_all" else [(2, 1)])
 
 
 SEEDS = seeds()
