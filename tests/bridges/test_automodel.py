@@ -663,7 +663,7 @@ def test_a_guest_receives_the_same_values_as_in_its_framework(tmp_path: Path) ->
 
 
 class Log(AutoModelCallback):
-    """Counts events."""
+    """Records a line for each event."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []

@@ -168,7 +168,7 @@ class OwnDeepcopy(nn.Linear):
 
 
 class CountsGetstateCalls(nn.Linear):
-    """A module whose pickled state is its own dictionary. It counts in it how often the state was read."""
+    """A module whose pickled state is its own dictionary of attributes, with a count of how often the state was read."""
 
     times = 0
 

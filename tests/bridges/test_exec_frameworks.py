@@ -169,7 +169,7 @@ def weights(found: subprocess.CompletedProcess[str]) -> str:
 
 @pytest.fixture(scope="module")
 def huggingface_weights(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Train HUGGINGFACE alone."""
+    """Return the hash of the weights that the script HUGGINGFACE trains without callsheet."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / "train.py").write_text(HUGGINGFACE)
     return weights(run_forked(folder, "train.py", "1"))

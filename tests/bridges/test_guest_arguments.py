@@ -55,7 +55,7 @@ def test_a_callback_of_another_framework_is_rejected_with_the_right_guest(bridge
 
 
 def test_a_list_of_callbacks_is_rejected(bridge: str) -> None:
-    if bridge != "megatron_bridge":  # its `guest` accepts a list
+    if bridge != "megatron_bridge":  # this `guest` accepts a list
         assert "give them one at a time" in rejection_message(bridge, [lightning.pytorch.callbacks.Timer()])
 
 

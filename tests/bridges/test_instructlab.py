@@ -115,7 +115,7 @@ def test_a_second_run_in_a_locked_folder_fails_within_its_time(tmp_path: Path) -
     context.output_dir, context.max_epochs, context.is_world_process_zero = str(output), 1, True
     failures: list[BaseException] = []
 
-    def begin() -> None:  # on another thread, as in InstructLab; on the thread of the folder's owner, it would not wait
+    def begin() -> None:  # on another thread, as in InstructLab; the thread that locked the folder would not wait
         try:
             hosted.on_train_begin(context)
         except RunInUseError as error:
@@ -221,12 +221,12 @@ def test_a_run_that_breaks_off_has_failed_once_the_host_is_deleted(tmp_path: Pat
     loop = hosted(tmp_path, [ends])
     loop.validate_every = 2
 
-    def breaks() -> dict[str, float]:
+    def fail_validation() -> dict[str, float]:
         # Wait for the first hook, because a closed manager drops the hooks that its thread has not called yet.
         assert ends.has_begun.wait(60)
         raise ZeroDivisionError
 
-    loop.validate = breaks  # type: ignore[method-assign]
+    loop.validate = fail_validation  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         loop.run()
     assert ends.outcome == ""  # InstructLab does not report errors to its callbacks
@@ -263,11 +263,11 @@ def test_a_hook_that_is_not_called_is_named_after_the_first_step(
     loop = hosted(tmp_path, [Listens(), ends], strict=strict)
     fire = loop.manager.fire
 
-    def fires_most(hook: str, **given: Any) -> None:
+    def fire_all_but_one(hook: str, **given: Any) -> None:
         if hook != "on_optimizer_step":
             fire(hook, **given)
 
-    loop.manager.fire = fires_most
+    loop.manager.fire = fire_all_but_one
     loop.run()
     assert loop.done == 6
     assert ends.outcome == ("failed" if strict else "finished")
@@ -691,7 +691,7 @@ def test_a_guest_receives_the_same_values_as_in_its_framework(api: Any, row: str
     manager.add_callback(recording(there))
     fire = manager.fire
 
-    def waits(hook: str, **given: Any) -> None:
+    def fire_and_wait(hook: str, **given: Any) -> None:
         """Wait until the callbacks were called, because InstructLab's loop changes the context afterwards."""
         received = len(there) + (hook in HOOK_ROWS[row])
         fire(hook, **given)
@@ -699,7 +699,7 @@ def test_a_guest_receives_the_same_values_as_in_its_framework(api: Any, row: str
         while len(there) < received and time.monotonic() < deadline:
             time.sleep(0.001)
 
-    manager.fire = waits
+    manager.fire = fire_and_wait
     torch.manual_seed(3)
     own_loop.Training(POINTS, manager, tmp_path, epochs=1, steps_an_epoch=6, evaluate=True).run()
     with Trainer(

@@ -238,29 +238,29 @@ def test_a_callback_can_change_the_gradient_accumulation_between_epochs(tmp_path
     check_events(recorder.events)
 
 
-@pytest.mark.parametrize("saver", ["theirs", "ours"])
+@pytest.mark.parametrize("saver", ["ModelCheckpoint", "CheckpointSaver"])
 def test_a_resume_from_a_lightning_checkpoint_restores_the_callback_states(saver: str, tmp_path: Path) -> None:
     whole = History()
     _, uninterrupted = fitted(tmp_path / "whole", [host([whole])], module=Plain(), max_epochs=3)
-    theirs = [ModelCheckpoint(dirpath=tmp_path / "theirs", filename="last")] if saver == "theirs" else []
-    ours: list[Callback] = [CheckpointSaver(save_interval="1ep")] if saver == "ours" else []
+    model_checkpoints = [ModelCheckpoint(dirpath=tmp_path / "theirs", filename="last")] if saver == "ModelCheckpoint" else []
+    savers: list[Callback] = [CheckpointSaver(save_interval="1ep")] if saver == "CheckpointSaver" else []
     recorder = Recorder()
     with pytest.raises(ZeroDivisionError):
         fitted(
             tmp_path,
-            [host([History(), *ours, Fails(8), recorder]), *theirs],
+            [host([History(), *savers, Fails(8), recorder]), *model_checkpoints],
             module=Plain(),
             max_epochs=3,
-            enable_checkpointing=bool(theirs),
+            enable_checkpointing=bool(model_checkpoints),
         )
     check_events(recorder.events)
     assert recorder.events.count("on_checkpoint_published") == 1
-    path = tmp_path / "theirs" / "last.ckpt" if theirs else tmp_path / "small" / "checkpoints" / "step=6.ckpt"
+    path = tmp_path / "theirs" / "last.ckpt" if model_checkpoints else tmp_path / "small" / "checkpoints" / "step=6.ckpt"
     state = torch.load(path, weights_only=True)["callbacks"]["LightningHost"]
     assert state["state"]["timestamp"]["batch"] == 6
     history, recorder = History(), Recorder()
     again, module = fitted(
-        tmp_path, [host([history, *ours, recorder])], module=Plain(), max_epochs=3, ckpt_path=path, num_sanity_val_steps=0
+        tmp_path, [host([history, *savers, recorder])], module=Plain(), max_epochs=3, ckpt_path=path, num_sanity_val_steps=0
     )
     assert recorder.recorded[-1].batch == again.global_step == 18
     assert history["train/loss"] == pytest.approx(whole["train/loss"])

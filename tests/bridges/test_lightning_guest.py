@@ -21,7 +21,7 @@ import pytest
 import pytorch_lightning
 import torch
 from lightning.fabric.utilities.spike import TrainingSpikeException
-from lightning.pytorch import callbacks as theirs
+from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.loggers.logger import Logger
 from torch import nn
@@ -107,9 +107,9 @@ def in_framework(foreign: Any, folder: Path) -> TrainingResult:
         max_epochs=EPOCHS,
         logger=collects,
         num_sanity_val_steps=0,
-        enable_progress_bar=isinstance(foreign, theirs.ProgressBar),
-        enable_model_summary=isinstance(foreign, theirs.ModelSummary),
-        enable_checkpointing=isinstance(foreign, theirs.Checkpoint),
+        enable_progress_bar=isinstance(foreign, lightning_callbacks.ProgressBar),
+        enable_model_summary=isinstance(foreign, lightning_callbacks.ModelSummary),
+        enable_checkpointing=isinstance(foreign, lightning_callbacks.Checkpoint),
     )
     torch.manual_seed(3)
     module, error = NativeModule(), ""
@@ -156,7 +156,7 @@ def written(ended: TrainingResult) -> str:
     return stream.getvalue()
 
 
-class Summary(theirs.ModelSummary):  # type: ignore[misc]  # Lightning's types are not read
+class Summary(lightning_callbacks.ModelSummary):  # type: ignore[misc]  # Lightning's types are not read
     """Records the summary instead of printing it."""
 
     stream: io.StringIO
@@ -166,7 +166,7 @@ class Summary(theirs.ModelSummary):  # type: ignore[misc]  # Lightning's types a
         self.stream.write(f"{summary_data} {total_parameters}")
 
 
-class Bar(theirs.TQDMProgressBar):  # type: ignore[misc]  # Lightning's types are not read
+class Bar(lightning_callbacks.TQDMProgressBar):  # type: ignore[misc]  # Lightning's types are not read
     """Records the final values of its bars."""
 
     def __init__(self) -> None:
@@ -199,7 +199,7 @@ class Hooks:
         self.received: list[tuple[Any, ...]] = []
 
     def make(self) -> Any:
-        foreign = theirs.LambdaCallback(**{name: self._records(name) for name in self.names})
+        foreign = lightning_callbacks.LambdaCallback(**{name: self._records(name) for name in self.names})
         foreign.received = self.received
         return foreign
 
@@ -247,37 +247,49 @@ def keys(*suffixes: str) -> Function[[TrainingResult], Any]:
 
 
 SAME_RESULTS: dict[str, tuple[str, Function[[], Any], Function[[TrainingResult], Any]]] = {
-    "EarlyStopping": ("drives", lambda: theirs.EarlyStopping("val_loss", min_delta=0.4, patience=1), scores),
-    "EarlyStopping during training": ("drives", lambda: theirs.EarlyStopping("val_loss", stopping_threshold=2.2), scores),
+    "EarlyStopping": ("drives", lambda: lightning_callbacks.EarlyStopping("val_loss", min_delta=0.4, patience=1), scores),
+    "EarlyStopping during training": (
+        "drives",
+        lambda: lightning_callbacks.EarlyStopping("val_loss", stopping_threshold=2.2),
+        scores,
+    ),
     "ModelCheckpoint": (
         "drives",
-        lambda: theirs.ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True, filename="{epoch}-{step}"),
+        lambda: lightning_callbacks.ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True, filename="{epoch}-{step}"),
         files,
     ),
     "ModelCheckpoint by steps": (
         "drives",
-        lambda: theirs.ModelCheckpoint(every_n_train_steps=4, save_top_k=-1, filename="{step}"),
+        lambda: lightning_callbacks.ModelCheckpoint(every_n_train_steps=4, save_top_k=-1, filename="{step}"),
         lambda ended: sorted(path.name for path in Path(ended.foreign.dirpath).iterdir()),
     ),
-    "Timer": ("drives", lambda: theirs.Timer(duration=timedelta(seconds=10)), lambda ended: ended.foreign.time_elapsed()),
+    "Timer": (
+        "drives",
+        lambda: lightning_callbacks.Timer(duration=timedelta(seconds=10)),
+        lambda ended: ended.foreign.time_elapsed(),
+    ),
     "GradientAccumulationScheduler": (
         "drives",
-        lambda: theirs.GradientAccumulationScheduler({1: 2, 2: 3}),
+        lambda: lightning_callbacks.GradientAccumulationScheduler({1: 2, 2: 3}),
         lambda ended: ended.steps,
     ),
-    "EMAWeightAveraging": ("drives", lambda: theirs.EMAWeightAveraging(decay=0.5), lambda ended: ended.foreign.state_dict()),
+    "EMAWeightAveraging": (
+        "drives",
+        lambda: lightning_callbacks.EMAWeightAveraging(decay=0.5),
+        lambda ended: ended.foreign.state_dict(),
+    ),
     "SpikeDetection": (
         "drives",
         lambda: SpikeDetection(warmup=2, rtol=0.5, exclude_batches_path="spikes/skip.json"),
         lambda ended: (ended.error, ended.foreign.bad_batches),
     ),
-    "LearningRateMonitor": ("reads", lambda: theirs.LearningRateMonitor(), lambda ended: ended.foreign.lrs),
+    "LearningRateMonitor": ("reads", lambda: lightning_callbacks.LearningRateMonitor(), lambda ended: ended.foreign.lrs),
     "TQDMProgressBar": ("reads", Bar, written),
     "ModelSummary": ("reads", Summary, written),
-    "DeviceStatsMonitor": ("reads", lambda: theirs.DeviceStatsMonitor(), keys("cpu_percent", "cpu_vm_percent")),
+    "DeviceStatsMonitor": ("reads", lambda: lightning_callbacks.DeviceStatsMonitor(), keys("cpu_percent", "cpu_vm_percent")),
     "ThroughputMonitor": (
         "reads",
-        lambda: theirs.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=3),
+        lambda: lightning_callbacks.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=3),
         keys("samples", "batches_per_sec"),
     ),
     "LambdaCallback": ("listens", lambda: Hooks().make(), lambda ended: ended.foreign.received),
@@ -285,7 +297,9 @@ SAME_RESULTS: dict[str, tuple[str, Function[[], Any], Function[[TrainingResult],
 """For each name: the tier, a factory, and the results to compare besides the steps, the weights and the logged values."""
 
 
-needs_averaging = pytest.mark.skipif(not hasattr(theirs, "EMAWeightAveraging"), reason="Lightning before 2.6 does not have it")
+needs_averaging = pytest.mark.skipif(
+    not hasattr(lightning_callbacks, "EMAWeightAveraging"), reason="Lightning before 2.6 does not have it"
+)
 
 
 @pytest.mark.parametrize(
@@ -332,9 +346,9 @@ class RaisesInStep15(Callback):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: theirs.EarlyStopping("val_loss", min_delta=0.1, patience=2),
-        lambda: theirs.ModelCheckpoint(monitor="val_loss", save_top_k=2, filename="{epoch}"),
-        pytest.param(lambda: theirs.EMAWeightAveraging(decay=0.5), marks=needs_averaging),
+        lambda: lightning_callbacks.EarlyStopping("val_loss", min_delta=0.1, patience=2),
+        lambda: lightning_callbacks.ModelCheckpoint(monitor="val_loss", save_top_k=2, filename="{epoch}"),
+        pytest.param(lambda: lightning_callbacks.EMAWeightAveraging(decay=0.5), marks=needs_averaging),
     ],
     ids=["EarlyStopping", "ModelCheckpoint", "EMAWeightAveraging"],
 )
@@ -358,7 +372,7 @@ def _plain(value: Any) -> Any:
 
 
 def test_lightning_loads_a_checkpoint_that_its_checkpoint_callback_wrote_as_a_guest(tmp_path: Path) -> None:
-    ended = in_ours(theirs.ModelCheckpoint(filename="{epoch}"), tmp_path)
+    ended = in_ours(lightning_callbacks.ModelCheckpoint(filename="{epoch}"), tmp_path)
     torch.manual_seed(0)
     module = NativeModule()
     validate = quiet_trainer(tmp_path, []).validate
@@ -369,7 +383,7 @@ def test_lightning_loads_a_checkpoint_that_its_checkpoint_callback_wrote_as_a_gu
 
 
 def test_values_that_a_guest_logs_are_in_the_records_and_in_callback_metrics(tmp_path: Path) -> None:
-    class Logs(theirs.Callback):  # type: ignore[misc]  # Lightning's types are not read
+    class Logs(lightning_callbacks.Callback):  # type: ignore[misc]  # Lightning's types are not read
         seen: list[float] = []
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
@@ -413,7 +427,7 @@ def test_batch_and_dataloader_numbers_equal_lightning_s_with_accumulation_and_tw
 
 
 def test_an_error_names_the_attribute_that_a_guest_may_not_use(tmp_path: Path) -> None:
-    class CallsFit(theirs.Callback):  # type: ignore[misc]  # Lightning's types are not read
+    class CallsFit(lightning_callbacks.Callback):  # type: ignore[misc]  # Lightning's types are not read
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             assert not hasattr(pl_module, "flops_per_batch")
             trainer.fit(None)
@@ -421,7 +435,7 @@ def test_an_error_names_the_attribute_that_a_guest_may_not_use(tmp_path: Path) -
     with pytest.raises(NotSupported, match="Lightning's Trainer has here no 'fit'"):
         in_ours(CallsFit(), tmp_path)
 
-    class Writes(theirs.Callback):  # type: ignore[misc]  # Lightning's types are not read
+    class Writes(lightning_callbacks.Callback):  # type: ignore[misc]  # Lightning's types are not read
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             trainer.limit_val_batches = 3
 
@@ -432,12 +446,15 @@ def test_an_error_names_the_attribute_that_a_guest_may_not_use(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: theirs.StochasticWeightAveraging(1e-2), "StochasticWeightAveraging lengthens training"),
-        (lambda: theirs.BatchSizeFinder(), "BatchSizeFinder runs trial trainings"),
-        (lambda: theirs.LearningRateFinder(), "LearningRateFinder runs trial trainings"),
-        (lambda: theirs.BackboneFinetuning(), "BackboneFinetuning freezes the model"),
-        (lambda: theirs.ModelPruning("l1_unstructured", amount=0.5), "ModelPruning prunes"),
-        (lambda: theirs.LambdaCallback(on_before_zero_grad=print), "LambdaCallback listens to on_before_zero_grad of Lightning"),
+        (lambda: lightning_callbacks.StochasticWeightAveraging(1e-2), "StochasticWeightAveraging lengthens training"),
+        (lambda: lightning_callbacks.BatchSizeFinder(), "BatchSizeFinder runs trial trainings"),
+        (lambda: lightning_callbacks.LearningRateFinder(), "LearningRateFinder runs trial trainings"),
+        (lambda: lightning_callbacks.BackboneFinetuning(), "BackboneFinetuning freezes the model"),
+        (lambda: lightning_callbacks.ModelPruning("l1_unstructured", amount=0.5), "ModelPruning prunes"),
+        (
+            lambda: lightning_callbacks.LambdaCallback(on_before_zero_grad=print),
+            "LambdaCallback listens to on_before_zero_grad of Lightning",
+        ),
     ],
 )
 def test_unsupported_callbacks_are_rejected_by_name(make: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -454,16 +471,16 @@ def test_callbacks_of_both_lightning_packages_are_accepted(tmp_path: Path) -> No
     foreign = pytorch_lightning.callbacks.EMAWeightAveraging(decay=0.5)
     with redirect_stdout(io.StringIO()):
         ended = in_ours(foreign, tmp_path)
-        other = in_ours(theirs.EMAWeightAveraging(decay=0.5), tmp_path / "other")
+        other = in_ours(lightning_callbacks.EMAWeightAveraging(decay=0.5), tmp_path / "other")
     for mine, others in zip(ended.model.state_dict().values(), other.model.state_dict().values(), strict=True):
         assert torch.equal(mine, others)
 
 
 def test_a_guest_without_batch_hooks_has_no_handlers_for_steps() -> None:
-    stops = guest(theirs.EarlyStopping("val_loss"))
+    stops = guest(lightning_callbacks.EarlyStopping("val_loss"))
     assert not {"on_microbatch_start", "on_microbatch_end", "on_train_step_end"} & vars(stops).keys()
 
 
 def test_an_error_says_how_to_wrap_a_callback() -> None:
     with pytest.raises(NotACallbackError, match=r"wrap it: callsheet\.bridges\.lightning\.guest"):
-        CallbackManager([theirs.EarlyStopping("val_loss")])  # type: ignore[list-item, unused-ignore]
+        CallbackManager([lightning_callbacks.EarlyStopping("val_loss")])  # type: ignore[list-item, unused-ignore]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from callsheet import Callback, Context
 from callsheet import CallbackManager as OwnManager
 from callsheet.bridges.megatron_bridge import MegatronBridgeHost, host
-from callsheet.bridges.megatron_bridge import names as ours
+from callsheet.bridges.megatron_bridge import names as interface_copy
 from callsheet.callbacks import (
     EMA,
     CheckpointSaver,
@@ -45,12 +45,14 @@ real = interface()
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(params=[ours, real] if real is not None else [ours], ids=lambda names: names.__name__.rpartition(".")[2])
+@pytest.fixture(
+    params=[interface_copy, real] if real is not None else [interface_copy], ids=lambda names: names.__name__.rpartition(".")[2]
+)
 def names(request: pytest.FixtureRequest) -> ModuleType:
     return request.param  # type: ignore[no-any-return]
 
 
-def loop(folder: Path | None, hosted: Any, *, names: ModuleType = ours, scheduler: bool = False, **values: Any) -> Loop:
+def loop(folder: Path | None, hosted: Any, *, names: ModuleType = interface_copy, scheduler: bool = False, **values: Any) -> Loop:
     given = [hosted] if isinstance(hosted, MegatronBridgeHost) else hosted
     return Loop(configuration(folder, **values), POINTS, given, names=names, scheduler=scheduler)
 

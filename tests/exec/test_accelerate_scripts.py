@@ -1,4 +1,4 @@
-"""Scripts that train with Accelerate: they run as they do alone, and the run has the batches that the script gets."""
+"""Scripts that train with Accelerate: they print the same as without callsheet, and the run has the batches that the script gets."""
 
 from __future__ import annotations
 

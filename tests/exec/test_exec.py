@@ -249,7 +249,7 @@ def test_a_callback_that_acts_on_training_is_rejected_by_name(script: Path, call
     observed = run_forked(script.parent, "train.py", exec_words=["--callbacks", "callbacks.yaml"])
     assert observed.returncode == 0
     assert observed.stdout == run_forked(script.parent, "train.py").stdout
-    (line,) = [line for line in observed.stderr.splitlines() if line.startswith("callsheet")]  # the only one
+    (line,) = [line for line in observed.stderr.splitlines() if line.startswith("callsheet")]  # callsheet prints no other line
     assert message in line
     assert line.endswith("use callsheet.attach. The script continues without callbacks")
     assert not (script.parent / "runs").exists()

@@ -1,4 +1,4 @@
-"""Scripts that train with Ignite's engines: they run as they do alone, and the run has the engines' epochs and results."""
+"""Scripts that train with Ignite's engines: they print the same as without callsheet, and the run has the engines' epochs and results."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_an_error_in_an_evaluator_ends_the_script_as_without_callsheet(tmp_path:
 
 
 def test_an_evaluator_that_runs_on_one_of_two_ranks_is_observed(tmp_path: Path) -> None:
-    """The observation of rank 0 waits for no other rank."""
+    """callsheet on rank 0 does not wait for the other rank."""
     (tmp_path / "train.py").write_text(ON_TWO_RANKS)
     alone = run_forked(tmp_path, "train.py", ranks=2)
     observed = run_forked(tmp_path, "train.py", ranks=2, exec_words=["--run_name", "a", "--log_interval", "1"])

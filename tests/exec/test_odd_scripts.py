@@ -1,4 +1,4 @@
-"""Scripts that do what a wrapper of torch's functions easily breaks: each runs as it does alone."""
+"""Unusual scripts, with which wrapping torch's functions could interfere: each prints the same as without callsheet."""
 
 from __future__ import annotations
 
@@ -321,11 +321,11 @@ def test_an_unusual_script_is_observed_and_unchanged(name: str, tmp_path: Path) 
         assert "failed" not in observed.stderr
         assert all(record.values["l2_norm/grad/global"] > 0 for record in run.records[1:])
     if name == "loss_discarded":
-        assert run.records[-1].values["time/sample"] == 7 * 96  # without a dataloader, those of the first step are unknown
+        assert run.records[-1].values["time/sample"] == 7 * 96  # without a dataloader, the samples of the first step are unknown
     if name == "clips_another_model":
         clipped = [each.step for window in run.windows for each in window.slices if each.name == "clip_gradients"]
         assert clipped
-        assert len(set(clipped)) == len(clipped)  # once in a step, for the model that is trained
+        assert len(set(clipped)) == len(clipped)  # clipping is reported once per step, and only for the trained model
 
 
 @pytest.mark.test_all
@@ -333,7 +333,7 @@ def test_an_unusual_script_is_observed_and_unchanged(name: str, tmp_path: Path) 
 def test_a_compiled_step_is_observed_and_has_the_same_graphs(script: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script)
     _, observed = executed_alone_and_observed(tmp_path)
-    assert "Dynamo does not know" not in observed.stderr  # how to trace a function of callsheet
+    assert "Dynamo does not know" not in observed.stderr  # the warning that Dynamo cannot trace a function
     run = RunFolder.read(tmp_path / "runs" / "a")
     assert (run.outcome, run.last_step) == ("finished", 30), observed.stderr
 
@@ -368,7 +368,7 @@ def test_a_script_with_a_module_finder_that_asks_all_finders_is_observed(positio
 
 @pytest.mark.test_all
 def test_each_of_several_loops_in_sequence_has_its_own_run(tmp_path: Path) -> None:
-    """Such as the folds of a cross-validation. The first 20 steps of a later loop are what shows that it is one."""
+    """Such loops are the folds of a cross-validation. A later loop is recognized at its 20th step, so its run has no earlier steps."""
     loop = _LOOP.replace("range(8)", "range(30)").replace("\n", "\n    ")
     (tmp_path / "train.py").write_text(
         f"{_BEGIN}\nfor fold in range(3):\n    {_LINEAR.strip().replace(chr(10), chr(10) + '    ')}\n    {loop}\nend(model)\n"
@@ -563,7 +563,7 @@ raise SystemExit(3)
 @pytest.mark.parametrize("waits", ["BEFORE", "BETWEEN"])
 def test_a_thread_that_trains_after_the_end_of_the_main_thread_is_observed(waits: str, tmp_path: Path) -> None:
     text = TRAINS_IN_A_THREAD.replace(waits, "main_has_ended.wait()")
-    if waits == "BETWEEN":  # the script ends when the loop was recognized
+    if waits == "BETWEEN":  # the script ends after the first loop was recognized
         text = text.replace("AFTER", "while len(losses) < 8: pass")
     for name in ("BEFORE", "BETWEEN", "AFTER"):
         text = text.replace(name, "pass")
@@ -600,7 +600,7 @@ dist.destroy_process_group()
 @pytest.mark.test_all
 @pytest.mark.parametrize("replicated", [False, True])
 def test_a_sharded_loss_is_not_recorded_and_a_replicated_one_is(replicated: bool, tmp_path: Path) -> None:
-    """To read it on rank 0 alone would hang."""
+    """Reading a sharded loss on rank 0 alone would hang."""
     (tmp_path / "train.py").write_text(SHARDED_LOSS.replace("REPLICATED", str(replicated)))
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     alone = run_forked(tmp_path, "train.py", ranks=2)

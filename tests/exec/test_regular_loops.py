@@ -1,4 +1,4 @@
-"""Loops so regular that the calls of their model are no longer watched after some steps, and what such loops may do later."""
+"""Regular loops: after some steps callsheet removes its hooks from the model. The records stay right if the loop then changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forked import run_forked  # type: ignore[import-not-found]  # pytest has it
 
 from .scripts import _BEGIN
 
-LATER = _REGULAR_STEPS + 16  # a step long after the calls are no longer watched; a later one begins an epoch of 12 steps
+LATER = _REGULAR_STEPS + 16  # a step long after the hooks were removed; the next epoch of 12 steps begins after it
 STEPS = 48
 
 _LOOP = f"""{_BEGIN}
@@ -45,7 +45,7 @@ loss.backward()
 optimizer.step()
 losses.append(loss.item())
 """
-"""The body of the loop. `BEFORE` and `AFTER` in the scripts below are what the loop does besides, from step `LATER` on."""
+"""The body of the loop. `BEFORE` and `AFTER` in the scripts below are additional lines that run from step `LATER` on."""
 
 
 def run_loop(
@@ -103,7 +103,9 @@ def test_the_model_hooks_of_a_regular_loop_are_removed_between_epochs(tmp_path: 
     assert [record.values["time/sample"] for record in run.records] == [8 * step for step in range(1, STEPS + 1)]
     assert set(counts[2 : _REGULAR_STEPS - 1]) == {1}
     assert 0 in counts[_REGULAR_STEPS:]
-    assert counts.count(0) > 10  # they are watched again at the beginning of each epoch, since an evaluation may begin there
+    assert (
+        counts.count(0) > 10
+    )  # the hook is registered again at the beginning of each epoch, since an evaluation may begin there
 
 
 @pytest.mark.parametrize("mode", ["model.eval()", "model.eval(); list(DataLoader(TensorDataset(x, y)))"])

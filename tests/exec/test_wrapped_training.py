@@ -1,4 +1,4 @@
-"""What trains is called exactly once, whatever fails in what is added around it."""
+"""A wrapped training function is called exactly once, whichever part of the wrapper fails."""
 
 from __future__ import annotations
 
