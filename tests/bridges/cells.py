@@ -77,31 +77,31 @@ class Effects:
     outcome: str
     weights: tuple[torch.Tensor, ...] = field(repr=False)
 
-    def shows(self, alone: Effects) -> bool:
+    def has_effect(self, without: Effects) -> bool:
         """Return whether the callback has an effect: the run has not failed, and differs from a run without the callback."""
         differs = (self.names, self.suffixes, self.saves, self.outcome) != (
-            alone.names,
-            alone.suffixes,
-            alone.saves,
-            alone.outcome,
+            without.names,
+            without.suffixes,
+            without.saves,
+            without.outcome,
         )
-        return self.outcome != "failed" and (differs or not _same(self, alone))
+        return self.outcome != "failed" and (differs or not _same(self, without))
 
-    def lacks(self, wanted: Effects, alone: Effects, wanted_alone: Effects) -> list[str]:
+    def missing_effects(self, wanted: Effects, without: Effects, wanted_without: Effects) -> list[str]:
         """Return the effects that the callback has in the run `wanted`, but lacks in this run.
 
-        `alone` and `wanted_alone` are the same runs without the callback.
+        `without` and `wanted_without` are the same runs without the callback.
         """
         found = []
-        if names := (wanted.names - wanted_alone.names) - self.names:
+        if names := (wanted.names - wanted_without.names) - self.names:
             found.append(f"logs no {_listed(names)}")
-        if suffixes := (wanted.suffixes - wanted_alone.suffixes) - (self.suffixes - alone.suffixes):
+        if suffixes := (wanted.suffixes - wanted_without.suffixes) - (self.suffixes - without.suffixes):
             found.append(f"writes no {_listed(suffixes)}")
         if wanted.saves and not self.saves:
             found.append("saves nothing")
         if wanted.outcome != self.outcome:
             found.append(f"the run ends as {self.outcome}, not as {wanted.outcome}")
-        if wanted.outcome == "finished" and not _same(wanted, wanted_alone) and _same(self, alone):
+        if wanted.outcome == "finished" and not _same(wanted, wanted_without) and _same(self, without):
             found.append("does not change the weights")
         return found
 
@@ -140,7 +140,7 @@ def effects(where: str, job: Job, callbacks: Iterable[Callback], folder: Path, *
 
 
 @cache
-def alone(where: str, job: Job, folder: Path) -> Effects:
+def effects_without_callback(where: str, job: Job, folder: Path) -> Effects:
     """Return the effects of a run without the built-in callback."""
     return effects(where, job, [], folder / f"{where}-{id(job)}", strict=False)
 
@@ -166,11 +166,11 @@ def cell(where: str, name: str, subject: Subject, folder: Path, shared: Path) ->
     except RequestRejected as error:
         return Cell("rejected", _short(error))
     wanted = in_our_trainer(subject, make, shared / name)
-    without, wanted_without = alone(where, job, shared), alone("trainer", job, shared)
-    assert name not in WITH_CAUSE or wanted.shows(wanted_without)
-    if rejection and not found.shows(without):
+    without, wanted_without = effects_without_callback(where, job, shared), effects_without_callback("trainer", job, shared)
+    assert name not in WITH_CAUSE or wanted.has_effect(wanted_without)
+    if rejection and not found.has_effect(without):
         return Cell("rejected", rejection)
-    why = "; ".join([*([rejection] if rejection else []), *found.lacks(wanted, without, wanted_without)])
+    why = "; ".join([*([rejection] if rejection else []), *found.missing_effects(wanted, without, wanted_without)])
     return Cell("limited" if why else "works", why)
 
 

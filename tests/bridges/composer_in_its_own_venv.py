@@ -27,11 +27,20 @@ from callsheet.testing import Recorder, check_events, run_ranks
 from callsheet.trainer import Task
 from forked import python  # type: ignore[import-not-found]  # pytest has its folder on the path
 
-from .faults import OBSERVERS, Quiet, RandomFaults, Watched, counts_held, evaluations_are_right, held, seeds
+from .faults import (
+    OBSERVERS,
+    RandomFaults,
+    StepEndRecorder,
+    StepRecorder,
+    assert_counts_are_right,
+    assert_evaluations_are_right,
+    assert_training_is_unchanged,
+    seeds,
+)
 from .loops.composer import composer, made
 from .loops.composer import trained as as_composer_has_it
 from .loops.job import IMAGES, POINTS, Job
-from .rows import hold
+from .rows import check_or_write_cell
 
 from callsheet.bridges.composer import trainer_host  # isort: skip  # after the loop, which declares torchvision's operators
 
@@ -44,12 +53,12 @@ real = composer.callbacks
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left_in_torch() -> None:
+def _backward_is_not_patched_afterwards() -> None:
     """Replace the fixture in conftest.py by one that does nothing, because Composer's host does not patch torch."""
 
 
 @pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # Composer writes into the working folder
 
 
@@ -90,7 +99,7 @@ class Fails(Callback):
             raise ZeroDivisionError
 
 
-class Ends(Callback):
+class RecordsOutcomes(Callback):
     """Records how the run ended."""
 
     def __init__(self) -> None:
@@ -106,7 +115,7 @@ class Ends(Callback):
 def test_a_failing_host_disables_itself_and_training_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, ends = fit(POINTS, tmp_path / "plain", None), Ends()
+    plain, ends = fit(POINTS, tmp_path / "plain", None), RecordsOutcomes()
     handled = trainer_host.ComposerHost._batch_end
 
     def unforeseen(self: trainer_host.ComposerHost, state: Any) -> None:
@@ -158,21 +167,21 @@ def faulty_and_plain(seed: int, job: Job, callbacks: list[Callback], tmp_path: P
 def test_composer_with_random_faults(
     seed: int, options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder = Watched()
+    recorder = StepRecorder()
     faulty, plain = faulty_and_plain(seed, recorder.job, [*(make() for make in OBSERVERS), recorder], tmp_path, options)
-    held(recorder, plain.state.model, faulty.state.model)
-    counts_held(recorder, 18, 3, caplog)
+    assert_training_is_unchanged(recorder, plain.state.model, faulty.state.model)
+    assert_counts_are_right(recorder, 18, 3, caplog)
     logged = faulty.logger.destinations[0].data["metrics/eval/loss"]
     evaluated = [(int(at.batch), float(loss)) for at, loss in logged]
-    evaluations_are_right(recorder, evaluated)
+    assert_evaluations_are_right(recorder, evaluated)
 
 
 @pytest.mark.usefixtures("counts_may_differ")
 @pytest.mark.parametrize("seed", seeds(5))
 def test_composer_without_listeners_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    quiet = Quiet()
-    faulty_and_plain(seed, quiet.watched.job, [quiet], tmp_path, MICROBATCHES)
-    counts_held(quiet.watched, 18, 3, caplog)
+    step_ends = StepEndRecorder()
+    faulty_and_plain(seed, step_ends.recorder.job, [step_ends], tmp_path, MICROBATCHES)
+    assert_counts_are_right(step_ends.recorder, 18, 3, caplog)
 
 
 @pytest.mark.usefixtures("counts_may_differ")
@@ -188,9 +197,9 @@ def test_composer_with_closures_with_random_faults(seed: int, tmp_path: Path, ca
         trainer.close()
         return trainer.state.model
 
-    recorder = Watched()
-    held(recorder, trained("plain", None), trained("faulty", [*(make() for make in OBSERVERS), recorder]))
-    counts_held(recorder, 18, 3, caplog)
+    recorder = StepRecorder()
+    assert_training_is_unchanged(recorder, trained("plain", None), trained("faulty", [*(make() for make in OBSERVERS), recorder]))
+    assert_counts_are_right(recorder, 18, 3, caplog)
 
 
 HANDLED = [
@@ -206,7 +215,7 @@ HANDLED = [
 def test_composer_without_one_of_its_events(event: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Composer's loop no longer fires the event."""
     options = MICROBATCHES | SAVES
-    recorder = Watched()
+    recorder = StepRecorder()
     given = [*(make() for make in OBSERVERS), recorder]
     faulty = made(recorder.job, tmp_path / "faulty", given, strict=False, epochs=3, **options)
     (hosted,) = [each for each in faulty.state.callbacks if hasattr(each, "manager")]
@@ -215,8 +224,8 @@ def test_composer_without_one_of_its_events(event: str, tmp_path: Path, caplog: 
     faulty.fit()
     faulty.close()
     plain = fit(POINTS, tmp_path / "plain", None, epochs=3, **options)
-    held(recorder, plain.state.model, faulty.state.model)
-    counts_held(recorder, 18, 3, caplog)
+    assert_training_is_unchanged(recorder, plain.state.model, faulty.state.model)
+    assert_counts_are_right(recorder, 18, 3, caplog)
 
 
 @pytest.mark.parametrize("event", ["after_load", "batch_end", "eval_start"])
@@ -226,7 +235,7 @@ def test_a_version_of_composer_without_an_event_is_rejected(event: str, monkeypa
         host([])
 
 
-def test_the_forty_events_are_composer_s_in_its_order() -> None:
+def test_our_copy_of_the_forty_events_has_composer_s_order() -> None:
     assert [event.value for event in OurEvent] == [event.value for event in composer.Event]
     assert {theirs for several in EVENT_MAP.values() for theirs in several} == {event.value for event in composer.Event}
     for ours, theirs in zip(OurEvent, composer.Event, strict=True):
@@ -257,7 +266,7 @@ def test_training_is_unchanged_and_every_event_is_fired(size: int, tmp_path: Pat
 
 
 def test_the_trainer_carries_out_requests(tmp_path: Path) -> None:
-    recorder, ends = Recorder(fields=("checkpoint",)), Ends()
+    recorder, ends = Recorder(fields=("checkpoint",)), RecordsOutcomes()
     trained = fit(
         POINTS,
         tmp_path,
@@ -268,8 +277,8 @@ def test_the_trainer_carries_out_requests(tmp_path: Path) -> None:
     assert int(trained.state.timestamp.batch) == 7
     assert ends.outcomes == ["stopped"]
     check_events(recorder.events)
-    noted = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
-    assert [(step, kind) for event, step, kind in noted if event == "on_checkpoint_published"] == [
+    recorded = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
+    assert [(step, kind) for event, step, kind in recorded if event == "on_checkpoint_published"] == [
         (2, "requested"),
         (6, "periodic"),
         (7, "periodic"),
@@ -287,7 +296,7 @@ def test_unsupported_requests_are_rejected(tmp_path: Path, caplog: pytest.LogCap
     )
 
 
-def test_saved_by_a_callback_of_ours(tmp_path: Path) -> None:
+def test_checkpoints_that_a_saver_requests_are_written(tmp_path: Path) -> None:
     recorder = Recorder(fields=("checkpoint",))
     saver = CheckpointSaver(save_interval="5ba")
     fit(POINTS, tmp_path, [saver, recorder], save_folder=str(tmp_path / "saved"), save_interval="0ba")
@@ -296,11 +305,13 @@ def test_saved_by_a_callback_of_ours(tmp_path: Path) -> None:
     check_events(recorder.events)
 
 
-def test_states_of_several_hosts_are_in_its_checkpoints(tmp_path: Path) -> None:
+def test_a_resume_from_a_composer_checkpoint_restores_the_states_of_several_hosts(tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     options: dict[str, Any] = {"save_folder": folder, "save_interval": "7ba", "eval_interval": "2ba"}
     whole, other = History(), History()
-    unbroken = fit(POINTS, tmp_path / "whole", [whole], after=[host([other], log_interval=1)], **options | {"save_folder": None})
+    uninterrupted = fit(
+        POINTS, tmp_path / "whole", [whole], after=[host([other], log_interval=1)], **options | {"save_folder": None}
+    )
     with pytest.raises(ZeroDivisionError):
         fit(POINTS, tmp_path, [History(), Fails(8)], after=[host([History()], log_interval=1)], **options)
     history, second, recorder = History(), History(), Recorder()
@@ -309,20 +320,20 @@ def test_states_of_several_hosts_are_in_its_checkpoints(tmp_path: Path) -> None:
     assert history["train/loss"] == pytest.approx(whole["train/loss"])
     assert second["train/loss"] == pytest.approx(other["train/loss"])
     assert len(second["train/loss"]) == 12
-    assert all(torch.equal(a, b) for a, b in zip(weights(again), weights(unbroken), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(weights(again), weights(uninterrupted), strict=True))
     check_events(recorder.events)
     assert recorder.events.count("on_train_step_end") == 5
     assert recorder.recorded[-1].batch == 12
 
 
-def test_an_early_stop_stops_it(tmp_path: Path) -> None:
-    class Worse(Callback):
+def test_an_early_stop_ends_training(tmp_path: Path) -> None:
+    class RaisesEvalLoss(Callback):
         phase = "change"
 
         def on_eval_forward_end(self, ctx: Context) -> None:
             ctx.outputs = ctx.outputs + 10.0 * ctx.step
 
-    trained = fit(POINTS, tmp_path, [Worse(), EarlyStopper(monitor="eval/loss", patience="1ep")], epochs=9)
+    trained = fit(POINTS, tmp_path, [RaisesEvalLoss(), EarlyStopper(monitor="eval/loss", patience="1ep")], epochs=9)
     assert int(trained.state.timestamp.epoch) < 5
 
 
@@ -335,7 +346,7 @@ def test_averaged_weights_are_used_for_evaluation_only(tmp_path: Path) -> None:
 
 
 def test_values_replaced_by_a_callback_are_used_in_training(tmp_path: Path) -> None:
-    class Halves(Callback):
+    class ZeroesBatch(Callback):
         phase = "change"
 
         def on_fetch_end(self, ctx: Context) -> None:
@@ -343,26 +354,26 @@ def test_values_replaced_by_a_callback_are_used_in_training(tmp_path: Path) -> N
                 ctx.batch = [ctx.batch[0] * 0, ctx.batch[1] * 0]
 
     history = History()
-    fit(POINTS, tmp_path, [Halves(), history], epochs=1)
+    fit(POINTS, tmp_path, [ZeroesBatch(), history], epochs=1)
     plain = History()
     fit(POINTS, tmp_path, [plain], epochs=1)
     assert history["train/loss"][0] < plain["train/loss"][0] / 4
 
 
-def test_a_logger_writes_into_the_run_s_folder_what_others_log_too(tmp_path: Path) -> None:
+def test_a_logger_writes_our_values_and_composer_s_into_the_run_folder(tmp_path: Path) -> None:
     fit(POINTS, tmp_path, [JSONLLogger()], after=[real.LRMonitor()])
     records = read_metrics(tmp_path / "small")
     assert [record.step for record in records if "train/loss" in record.values] == [2, 4, 6, 8, 10, 12]
     assert records[0].values["composer/lr-AdamW/group0"] == 0.02
 
 
-def test_evaluating_and_predicting_by_hand(tmp_path: Path) -> None:
-    class Sees(Callback):
+def test_standalone_evaluations_and_predictions_fire_events_in_order(tmp_path: Path) -> None:
+    class RecordsPosition(Callback):
         def on_predict_start(self, ctx: Context) -> None:
-            self.place = ctx.step, ctx.epoch
+            self.position = ctx.step, ctx.epoch
 
-    recorder, ends, sees = Recorder(fields=("standalone", "outputs")), Ends(), Sees()
-    trained = made(POINTS, tmp_path, [recorder, ends, sees], epochs=1)
+    recorder, ends, records_position = Recorder(fields=("standalone", "outputs")), RecordsOutcomes(), RecordsPosition()
+    trained = made(POINTS, tmp_path, [recorder, ends, records_position], epochs=1)
     trained.eval()
     trained.fit()
     trained.fit(duration="1ep")
@@ -371,13 +382,13 @@ def test_evaluating_and_predicting_by_hand(tmp_path: Path) -> None:
     check_events(recorder.events)
     assert recorder.events.count("on_train_end") == 2
     assert recorder.events.count("on_predict_forward_end") == len(predicted) == 3
-    assert sees.place == (12, 2)
+    assert records_position.position == (12, 2)
     standalone = [value for event, value in recorder.values["standalone"] if event == "on_eval_all_start"]
     assert standalone == [True, False, False]
     assert ends.outcomes == ["finished"]
 
 
-def test_events_that_it_never_fires_are_rejected(tmp_path: Path) -> None:
+def test_listeners_to_events_that_composer_never_fires_are_rejected(tmp_path: Path) -> None:
     class Listens(Callback):
         def on_test_end(self, ctx: Context) -> None: ...
 
@@ -387,15 +398,15 @@ def test_events_that_it_never_fires_are_rejected(tmp_path: Path) -> None:
 
 
 def test_an_exception_fails_the_run(tmp_path: Path) -> None:
-    ends, recorder = Ends(), Recorder()
+    ends, recorder = RecordsOutcomes(), Recorder()
     trained = made(POINTS, tmp_path, [Fails(2), ends, recorder])
     with pytest.raises(ZeroDivisionError):
         trained.fit()
     assert ends.outcomes == ["failed"]
     assert recorder.events.count("on_exception") == 1
     trained.close()
-    later = Ends()
-    trained = made(POINTS, tmp_path, [later], after=[Bursts()])
+    later = RecordsOutcomes()
+    trained = made(POINTS, tmp_path, [later], after=[RaisesError()])
     with pytest.raises(ArithmeticError):
         trained.fit()
     assert later.outcomes == []  # Composer does not report other callbacks' errors
@@ -427,7 +438,7 @@ def on_a_rank(folder: str) -> dict[str, Any]:
     plain = fit(POINTS, Path(folder, "plain"), None, loggers=[composer.loggers.InMemoryLogger()], **options)
     recorder, history = Recorder(), History()
     ours = fit(POINTS, Path(folder, "ours"), [recorder, history], **options)
-    requests, before, after, ends = Recorder(fields=("checkpoint",)), History(), History(), Ends()
+    requests, before, after, ends = Recorder(fields=("checkpoint",)), History(), History(), RecordsOutcomes()
     fit(
         POINTS,
         Path(folder, "requests"),
@@ -455,7 +466,7 @@ def on_a_rank(folder: str) -> dict[str, Any]:
     }
 
 
-def test_on_two_ranks(tmp_path: Path) -> None:
+def test_two_ranks_carry_out_the_requests_of_one_rank(tmp_path: Path) -> None:
     for rank in "01":
         (tmp_path / rank).mkdir()
     one, other = run_ranks(on_a_rank, 2, str(tmp_path))
@@ -482,14 +493,14 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     assert one["stopped"] == (30, ["stopped"])
 
 
-class Bursts(composer.Callback):  # type: ignore[misc]
+class RaisesError(composer.Callback):  # type: ignore[misc]
     """A Composer callback that raises an error."""
 
     def batch_end(self, state: Any, logger: Any) -> None:
         raise ArithmeticError
 
 
-def test_a_host_may_be_used_again(tmp_path: Path) -> None:
+def test_a_host_can_be_used_for_several_runs(tmp_path: Path) -> None:
     recorder = Recorder()
     hosted = host([recorder], runs_folder=tmp_path)
     for _ in range(2):
@@ -618,7 +629,7 @@ SAME = {"lr_monitor", "optimizer_monitor", "activation_monitor"}
 
 
 @pytest.mark.parametrize(("tier", "name", "make", "options"), GUESTS, ids=[row[1] for row in GUESTS])
-def test_a_guest_acts_as_in_its_own_framework(
+def test_a_guest_has_the_same_effects_as_in_its_framework(
     tier: str, name: str, make: Function[[], Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
     with warnings.catch_warnings():
@@ -645,7 +656,7 @@ def test_a_guest_acts_as_in_its_own_framework(
     if name == "speed_monitor":
         per_second = [here.logged[f"throughput/{what}_per_sec"] for what in ("batches", "samples")]
         assert [4 * value for value in per_second[0]] == pytest.approx(per_second[1])
-    hold("composer", "guests", type(make()).__name__, Cell("works", tier=tier))
+    check_or_write_cell("composer", "guests", type(make()).__name__, Cell("works", tier=tier))
 
 
 def test_guests_work_with_a_plain_model(tmp_path: Path) -> None:
@@ -661,7 +672,7 @@ def test_guests_work_with_a_plain_model(tmp_path: Path) -> None:
     assert {f"l2_norm/grad/{name}" for name, _ in model.named_parameters()} <= logged.numbers.keys()
 
 
-def test_a_logger_of_theirs_is_given_our_records_under_their_names(tmp_path: Path) -> None:
+def test_a_composer_logger_receives_our_records_under_composer_s_names(tmp_path: Path) -> None:
     memory = composer.loggers.InMemoryLogger()
     model = POINTS.made_model()
     with Trainer(
@@ -677,37 +688,37 @@ def test_a_logger_of_theirs_is_given_our_records_under_their_names(tmp_path: Pat
     assert (int(stamp.batch), int(stamp.sample), type(stamp)) == (12, 48, composer.Timestamp)
 
 
-def test_an_error_names_what_a_guest_may_not_use(tmp_path: Path) -> None:
-    class Curious(composer.Callback):  # type: ignore[misc]
+def test_an_error_names_the_attribute_that_a_guest_may_not_read(tmp_path: Path) -> None:
+    class ReadsFsdpConfig(composer.Callback):  # type: ignore[misc]
         def fit_start(self, state: Any, logger: Any) -> None:
             state.fsdp_config  # noqa: B018
 
     model = POINTS.made_model()
     trainer = Trainer(
         model, POINTS.loss, POINTS.batches(), optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
-        callbacks=[guest(Curious())], runs_folder=tmp_path,
+        callbacks=[guest(ReadsFsdpConfig())], runs_folder=tmp_path,
     )  # fmt: skip
     with pytest.raises(NotSupported, match="Composer's State has here no 'fsdp_config'"):
         trainer.fit()
 
 
-def test_their_events_are_fired_in_their_order(tmp_path: Path) -> None:
-    class Records(composer.Callback):  # type: ignore[misc]
+def test_composer_s_events_are_fired_in_composer_s_order(tmp_path: Path) -> None:
+    class RecordsEvents(composer.Callback):  # type: ignore[misc]
         def __init__(self) -> None:
-            self.noted: list[tuple[Any, ...]] = []
+            self.recorded: list[tuple[Any, ...]] = []
 
         def run_event(self, event: Any, state: Any, logger: Any) -> None:
             assert isinstance(event, composer.Event)
             stamp = state.timestamp
-            self.noted.append((event.value, int(stamp.epoch), int(stamp.batch), int(stamp.sample), int(stamp.batch_in_epoch)))
+            self.recorded.append((event.value, int(stamp.epoch), int(stamp.batch), int(stamp.sample), int(stamp.batch_in_epoch)))
 
         def close(self, state: Any, logger: Any) -> None:
-            self.noted.append(("close",))
+            self.recorded.append(("close",))
 
         def post_close(self) -> None:
-            self.noted.append(("post_close",))
+            self.recorded.append(("post_close",))
 
-    native, here = Records(), Records()
+    native, here = RecordsEvents(), RecordsEvents()
     fit(POINTS, tmp_path, None, after=[native], device_train_microbatch_size=2)
     model = POINTS.made_model()
     with Trainer(
@@ -715,11 +726,11 @@ def test_their_events_are_fired_in_their_order(tmp_path: Path) -> None:
         optimizer=torch.optim.SGD(model.parameters(), lr=0.01), callbacks=[guest(here)], runs_folder=tmp_path,
     ) as trainer:  # fmt: skip
         trainer.fit()
-    assert here.noted == native.noted
+    assert here.recorded == native.recorded
 
 
 def test_the_loss_of_the_last_closure_evaluation_is_reported(tmp_path: Path) -> None:
-    class Sees(Callback):
+    class RecordsLosses(Callback):
         def __init__(self) -> None:
             self.losses: list[float] = []
 
@@ -741,11 +752,11 @@ def test_the_loss_of_the_last_closure_evaluation_is_reported(tmp_path: Path) -> 
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
         return fit(POINTS, tmp_path, callbacks, before=[losses], epochs=1, model=model, optimizers=optimizer), losses
 
-    sees, recorder = Sees(), Recorder()
+    records_losses, recorder = RecordsLosses(), Recorder()
     plain, _ = trained(None)
-    observed, losses = trained([sees, recorder])
+    observed, losses = trained([records_losses, recorder])
     assert any(len(each) > 1 for each in losses.by_step)
-    assert sees.losses == [each[-1] for each in losses.by_step]
+    assert records_losses.losses == [each[-1] for each in losses.by_step]
     check_events(recorder.events)
     assert all(torch.equal(one, other) for one, other in zip(weights(plain), weights(observed), strict=True))
 
@@ -791,7 +802,7 @@ def test_a_script_is_observed() -> None:
     assert "callsheet" not in str(saved["state"]["callbacks"])
 
 
-def test_each_fit_is_a_run() -> None:
+def test_each_call_of_fit_is_a_run() -> None:
     observed = script("-m", "callsheet.exec", "--run_name", "a", "train.py", "again")
     found = [RunFolder.read(Path(f"runs/{name}")) for name in ("a", "a-2")]
     assert [(run.outcome, run.last_step) for run in found] == [("finished", 12), ("finished", 18)], observed.stderr

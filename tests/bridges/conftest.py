@@ -20,7 +20,7 @@ versions.warned.update(
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left_in_torch() -> Iterator[None]:
+def _backward_is_not_patched_afterwards() -> Iterator[None]:
     """Check after each test that `Tensor.backward` is not patched. After a failed loop, garbage collection restores it."""
     yield
     if Tensor.backward.__qualname__ != "Tensor.backward":  # collect only if necessary, because it takes half a second

@@ -26,7 +26,7 @@ from .loops.job import POINTS
 TRAINED = ("epoch", "fetch", "train_step", "microbatch", "forward", "loss", "backward", "clip_gradients", "optimizer_step")
 EVALUATED = ("eval_all", "eval", "eval_step", "eval_forward")
 ALWAYS = {"epoch", "train_step", "forward", "optimizer_step", "eval"}
-"""One span for each place from which hosts fire events: the loop, a hook of the model, a hook of the optimizer, an evaluation."""
+"""One span for each kind of code that fires events in hosts: the loop, a hook of the model, a hook of the optimizer, an evaluation."""
 
 
 OBSERVERS: list[Any] = [lambda: EMA(half_life=2, at_end=False), NaNMonitor, History]
@@ -114,7 +114,7 @@ class FailsInSpan(Callback):
             setattr(driver, name, lambda: called("train_step"))
 
 
-class Watched(Recorder):
+class StepRecorder(Recorder):
     """Records every event, what callsheet reports of each step, and how many steps and epochs the run has counted at its end.
 
     A loop that trains `job` instead of `POINTS` also records the losses with which it really trains.
@@ -157,20 +157,20 @@ class Watched(Recorder):
             self.counted, self.inexact = (ctx.state.timestamp.batch, ctx.state.timestamp.epoch), ctx.run.inexact_counts
 
 
-class Quiet(Callback):
-    """Passes only the ends of steps and of the run to a `Watched`, so that hosts use their shortcuts for events without listeners."""
+class StepEndRecorder(Callback):
+    """Passes only the ends of steps and of the run to a `StepRecorder`, so that hosts use their shortcuts for events without listeners."""
 
     def __init__(self) -> None:
-        self.watched = Watched()
+        self.recorder = StepRecorder()
 
     def on_train_step_end(self, ctx: Context) -> None:
-        self.watched.on_event(ctx)
+        self.recorder.on_event(ctx)
 
     def on_run_end(self, ctx: Context) -> None:
-        self.watched.on_event(ctx)
+        self.recorder.on_event(ctx)
 
 
-def held(recorder: Recorder, plain: nn.Module, observed: nn.Module) -> None:
+def assert_training_is_unchanged(recorder: Recorder, plain: nn.Module, observed: nn.Module) -> None:
     """Check that the events are in order, that the weights are those of training without callsheet, and that no hook is left."""
     check_events(recorder.events)
     assert recorder.events[-1] == "on_run_end"
@@ -178,8 +178,8 @@ def held(recorder: Recorder, plain: nn.Module, observed: nn.Module) -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in observed.modules())
 
 
-def counts_held(
-    recorder: Watched,
+def assert_counts_are_right(
+    recorder: StepRecorder,
     steps: int,
     epochs: int,
     caplog: pytest.LogCaptureFixture,
@@ -202,10 +202,10 @@ def counts_held(
     assert not recorder.misplaced
     if recorder.losses:
         until = re.search(r"from step (\d+) on", recorder.inexact)
-        steps_are_right(recorder, steps, epochs, int(until[1]) if until else steps + 1)
+        assert_steps_are_right(recorder, steps, epochs, int(until[1]) if until else steps + 1)
 
 
-def steps_are_right(recorder: Watched, steps: int, epochs: int, until: int) -> None:
+def assert_steps_are_right(recorder: StepRecorder, steps: int, epochs: int, until: int) -> None:
     """Check that callsheet has reported the steps before step `until` once, in order, in their epochs and with their losses.
 
     If the fault hides a loss, callsheet reports none.
@@ -220,18 +220,18 @@ def steps_are_right(recorder: Watched, steps: int, epochs: int, until: int) -> N
         assert not was_skipped
 
 
-def steps_are_those_of(recorder: Watched, expected: Watched) -> None:
+def assert_steps_equal(recorder: StepRecorder, expected: StepRecorder) -> None:
     """Check that callsheet has reported the steps of a run without faults: all of them, or those before the step that a warning names."""
     found = re.search(r"from step (\d+) on", recorder.inexact)
     until = int(found[1]) if found else expected.counted[0] + 1
-    reported, steps = ([each for each in watched.steps if each[0] < until] for watched in (recorder, expected))
+    reported, steps = ([each for each in one.steps if each[0] < until] for one in (recorder, expected))
     assert recorder.inexact or len(reported) == len(steps)
     for (step, epoch, loss, was_skipped), right in zip(reported, steps, strict=False):
         assert (step, epoch, was_skipped) == (right[0], right[1], right[3])
         assert loss is None or loss == pytest.approx(right[2], rel=1e-5)
 
 
-def evaluations_are_right(recorder: Watched, expected: Sequence[tuple[int, float]]) -> None:
+def assert_evaluations_are_right(recorder: StepRecorder, expected: Sequence[tuple[int, float]]) -> None:
     """Check that every loss of an evaluation is one of those that the framework has found (`expected`), in order and after its step.
 
     From the step on that a warning names, only the losses must be right.
@@ -239,5 +239,5 @@ def evaluations_are_right(recorder: Watched, expected: Sequence[tuple[int, float
     found = re.search(r"from step (\d+) on", recorder.inexact)
     until, at = int(found[1]) if found else None, 0
     for step, loss in recorder.evaluated:
-        at = next(place for place in range(at, len(expected)) if expected[place][1] == pytest.approx(loss, rel=1e-5))
+        at = next(index for index in range(at, len(expected)) if expected[index][1] == pytest.approx(loss, rel=1e-5))
         assert step == expected[at][0] or (until is not None and step >= until)

@@ -48,7 +48,7 @@ def hide(name: str, where: Any = None) -> Callable[[], None]:
         where: the module or class that has the attribute. None: the one that the name says.
 
     Returns:
-        A function that shows the attribute again.
+        A function that undoes this.
     """
     owner, _, attribute = name.rpartition(".")
     found = _find(owner) if where is None else where

@@ -14,7 +14,7 @@ WRITES = os.environ.get("CALLSHEET_MATRIX") == "write"
 FILES = Path(matrix.__file__).parent
 
 
-def hold(bridge: str, part: str, name: str, found: Cell, loop: Any = None) -> None:
+def check_or_write_cell(bridge: str, part: str, name: str, found: Cell, loop: Any = None) -> None:
     """Compare a cell of the matrix with `found`, or write it.
 
     `part` is `callbacks` or `guests`. `loop` is the module of the framework's loop, whose name and version are written.
@@ -34,7 +34,7 @@ def hold(bridge: str, part: str, name: str, found: Cell, loop: Any = None) -> No
     path.write_text(known.to_json(), "utf-8")
 
 
-def hold_trainer(name: str, library: str, check: str, found: Cell) -> None:
+def check_or_write_trainer_cell(name: str, library: str, check: str, found: Cell) -> None:
     """Compare the result of a check of a trainer that is built on the Hugging Face Trainer with its row, or write it.
 
     `make versions` compares the results of other versions too, so the version is only written, not compared.

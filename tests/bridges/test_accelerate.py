@@ -28,7 +28,7 @@ from callsheet.loggers import Logger
 from callsheet.testing import Recorder, check_events, run_ranks
 
 from .loops.job import POINTS
-from .rows import hold
+from .rows import check_or_write_cell
 
 torch.set_num_threads(1)
 
@@ -37,7 +37,7 @@ STEPS = 6
 
 
 @pytest.fixture(autouse=True)
-def _accelerate_forgets() -> Iterator[None]:
+def _reset_accelerate_state() -> Iterator[None]:
     """Reset Accelerate's state, which is shared in a process, so that each test creates its own."""
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -134,7 +134,7 @@ class RequestsAtStep(Callback):
             getattr(ctx.control, self.what)("asked")
 
 
-class Ends(Callback):
+class RecordsOutcomes(Callback):
     """Records how runs ended."""
 
     phase = "report"
@@ -154,7 +154,11 @@ class Ends(Callback):
 def test_training_is_unchanged_and_every_event_is_fired(
     accumulate: int, sizes: int, steps: int, parts: list[int], tmp_path: Path
 ) -> None:
-    recorder, history, ends = Recorder(fields=("grad_norm", "learning_rate", "batch", "eval_results")), History(), Ends()
+    recorder, history, ends = (
+        Recorder(fields=("grad_norm", "learning_rate", "batch", "eval_results")),
+        History(),
+        RecordsOutcomes(),
+    )
     plain = Setup(tmp_path, accumulate=accumulate, sizes=sizes)
     plain.run()
     hosted = Setup(tmp_path, accumulate=accumulate, sizes=sizes)
@@ -170,8 +174,8 @@ def test_training_is_unchanged_and_every_event_is_fired(
     assert counts["on_fetch_end"] == 2 * steps + 2  # the last fetch finds the end of the data
     assert counts["on_microbatch_end"] == counts["on_forward_end"] == counts["on_backward_end"] == 2 * sum(parts)
     losses = iter(plain.losses)
-    noted = [sum(next(losses) for _ in range(part)) / accumulate for part in parts * 2]
-    assert history["train/loss"] == pytest.approx(noted, rel=1e-6)
+    recorded = [sum(next(losses) for _ in range(part)) / accumulate for part in parts * 2]
+    assert history["train/loss"] == pytest.approx(recorded, rel=1e-6)
     norms = [float(norm) for event, norm in recorder.values["grad_norm"] if event == "on_train_step_end"]
     assert norms == history["train/grad_norm"] == plain.norms
     rates = [rate for event, rate in recorder.values["learning_rate"] if event == "on_train_step_end"]
@@ -182,7 +186,7 @@ def test_training_is_unchanged_and_every_event_is_fired(
     assert hosted.accelerator.trackers == []
 
 
-def test_a_remainder_that_is_not_stepped_is_a_skipped_step(tmp_path: Path) -> None:
+def test_an_incomplete_accumulation_at_the_end_is_reported_as_a_skipped_step(tmp_path: Path) -> None:
     recorder = Recorder(fields=("step_skipped",))
     setup = Setup(tmp_path, accumulate=4, plugin={"sync_with_dataloader": False})
     with setup.host([recorder], strict=False) as run:
@@ -193,24 +197,24 @@ def test_a_remainder_that_is_not_stepped_is_a_skipped_step(tmp_path: Path) -> No
 
 
 def test_requests_are_carried_out(tmp_path: Path) -> None:
-    recorder, ends = Recorder(fields=("checkpoint",)), Ends()
+    recorder, ends = Recorder(fields=("checkpoint",)), RecordsOutcomes()
     setup = Setup(tmp_path)
     with setup.host([RequestsAtStep("save", 2), RequestsAtStep("evaluate", 3), RequestsAtStep("stop", 8), recorder, ends]) as run:
         setup.run(run)
         assert run.is_over
     assert len(setup.losses) == 8
     assert recorder.events.count("on_eval_all_end") == len(setup.found) == 3  # one of the three is the loop's own, after the stop
-    noted = [
+    recorded = [
         (info.step, info.kind, Path(info.path).name)
         for event, info in recorder.values["checkpoint"]
         if event.endswith("published")
     ]
-    assert noted == [(2, "requested", "step-2")]
+    assert recorded == [(2, "requested", "step-2")]
     assert ends.outcomes == ["stopped"]
     check_events(recorder.events)
 
 
-def test_its_own_saves_are_reported(tmp_path: Path) -> None:
+def test_checkpoints_that_the_loop_saves_are_reported(tmp_path: Path) -> None:
     recorder = Recorder(fields=("checkpoint",))
     project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
     setup = Setup(tmp_path, project_config=project)
@@ -223,17 +227,17 @@ def test_its_own_saves_are_reported(tmp_path: Path) -> None:
                     setup.accelerator.save_state()  # a second checkpoint of the same step is not reported
             setup.accelerator.save_state()
     check_events(recorder.events)
-    noted = [
+    recorded = [
         (info.step, info.epoch, Path(info.path).name)
         for event, info in recorder.values["checkpoint"]
         if event.endswith("published")
     ]
-    assert noted == [(3, 0, "checkpoint_0"), (5, 0, "checkpoint_2"), (6, 1, "checkpoint_3"), (12, 2, "checkpoint_4")]
+    assert recorded == [(3, 0, "checkpoint_0"), (5, 0, "checkpoint_2"), (6, 1, "checkpoint_3"), (12, 2, "checkpoint_4")]
     kept = torch.load(tmp_path / "checkpoints" / "checkpoint_0" / "custom_checkpoint_0.pkl", weights_only=True)
     assert (kept["state"]["timestamp"]["batch"], kept["taken"]) == (3, 3)
 
 
-def test_its_own_saves_are_reported_if_no_callback_requests_checkpoints(tmp_path: Path) -> None:
+def test_checkpoints_that_the_loop_saves_are_reported_if_no_callback_requests_any(tmp_path: Path) -> None:
     class Published(Callback):
         def on_checkpoint_published(self, ctx: Context) -> None:
             steps.append(ctx.step)
@@ -252,30 +256,30 @@ def before_1_15(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make `skip_first_batches` lose the epoch count, as it does before Accelerate 1.15."""
     skip = Accelerator.skip_first_batches
 
-    def skip_and_forget(self: Any, dataloader: Any, num_batches: int = 0) -> Any:
+    def skip_and_lose_count(self: Any, dataloader: Any, num_batches: int = 0) -> Any:
         left = skip(self, dataloader, num_batches)
         left.iteration = 0
         return left
 
-    monkeypatch.setattr(Accelerator, "skip_first_batches", skip_and_forget)
+    monkeypatch.setattr(Accelerator, "skip_first_batches", skip_and_lose_count)
 
 
 @pytest.mark.parametrize("at", [6, 8])
 @pytest.mark.parametrize("how", ["resume", "before", "inside"])
 @pytest.mark.parametrize("version", ["installed", "before_1_15"])
-def test_the_callbacks_states_are_in_its_checkpoints(
+def test_a_resume_from_an_accelerate_checkpoint_restores_the_callback_states(
     version: str, how: str, at: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     if version == "before_1_15":
         request.getfixturevalue(version)
     options = {"dataloader_config": DataLoaderConfiguration(use_seedable_sampler=True)}
     whole, history, recorder = History(), History(), Recorder(fields=("checkpoint",))
-    unbroken = Setup(tmp_path, **options)
-    with unbroken.host([whole], run_name="whole") as run:
-        unbroken.run(run, epochs=3)
-    broken = Setup(tmp_path, **options)
-    with broken.host([History(), RequestsAtStep("save", at)], max_duration="9ba") as run:
-        broken.run(run, epochs=3)
+    uninterrupted = Setup(tmp_path, **options)
+    with uninterrupted.host([whole], run_name="whole") as run:
+        uninterrupted.run(run, epochs=3)
+    interrupted = Setup(tmp_path, **options)
+    with interrupted.host([History(), RequestsAtStep("save", at)], max_duration="9ba") as run:
+        interrupted.run(run, epochs=3)
     path = tmp_path / "small" / "checkpoints" / f"step-{at}"
     again = Setup(tmp_path, **options)
     attached = again.host([history, recorder], resume=path if how == "resume" else None)
@@ -291,13 +295,15 @@ def test_the_callbacks_states_are_in_its_checkpoints(
     if how != "inside":
         loaded = next(info for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_load_end")
         assert loaded.step == at
-    assert again.losses == unbroken.losses[at:]
-    assert same(again, unbroken)
+    assert again.losses == uninterrupted.losses[at:]
+    assert same(again, uninterrupted)
     assert history["train/loss"] == whole["train/loss"]
     check_events(recorder.events)
 
 
-def test_a_warning_names_states_that_are_not_registered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_callback_states_that_are_not_registered_are_reported_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     setup = Setup(tmp_path)
     run = setup.host([RequestsAtStep("save", 1)])
     setup.accelerator._custom_objects.clear()
@@ -312,7 +318,7 @@ def test_a_warning_names_states_that_are_not_registered(tmp_path: Path, caplog: 
     assert "no states of callbacks were loaded" in caplog.text
 
 
-def test_a_state_is_not_loaded_within_an_epoch(tmp_path: Path) -> None:
+def test_loading_a_state_within_an_epoch_is_rejected(tmp_path: Path) -> None:
     setup = Setup(tmp_path)
     run = setup.host([RequestsAtStep("save", 1)])
     with pytest.raises(RequestRejected, match="load before the first epoch"), run:  # noqa: PT012  # the loop raises
@@ -322,8 +328,8 @@ def test_a_state_is_not_loaded_within_an_epoch(tmp_path: Path) -> None:
                 setup.accelerator.load_state(tmp_path / "small" / "checkpoints" / "step-1")
 
 
-def test_an_early_stop_and_a_break_end_it(tmp_path: Path) -> None:
-    ends = Ends()
+def test_an_early_stop_and_a_break_end_training(tmp_path: Path) -> None:
+    ends = RecordsOutcomes()
     setup = Setup(tmp_path)
     with setup.host([EarlyStopper(monitor="validation/loss", patience="1ep"), ends]) as run:
         for epoch in run.epochs(9):
@@ -345,7 +351,7 @@ def test_an_early_stop_and_a_break_end_it(tmp_path: Path) -> None:
     assert ends.outcomes == ["stopped", "finished"]
 
 
-def test_what_is_logged_is_in_our_records(tmp_path: Path) -> None:
+def test_values_logged_with_the_accelerator_are_in_the_metrics_records(tmp_path: Path) -> None:
     class Settings(Logger):
         values: dict[str, Any]
 
@@ -368,7 +374,7 @@ def test_what_is_logged_is_in_our_records(tmp_path: Path) -> None:
     setup.accelerator.log({"after": 1.0})  # the run has ended, so no callback receives this
 
 
-def test_events_that_such_a_loop_never_fires_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_listeners_to_events_that_the_loop_never_fires_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Listens(Callback):
         def on_eval_forward_end(self, ctx: Context) -> None: ...
 
@@ -395,7 +401,7 @@ def test_engines_that_cannot_be_observed_are_rejected(tmp_path: Path) -> None:
 
 
 def test_an_exception_fails_the_run(tmp_path: Path) -> None:
-    ends, recorder = Ends(), Recorder(fields=("exception",))
+    ends, recorder = RecordsOutcomes(), Recorder(fields=("exception",))
     setup = Setup(tmp_path)
     with pytest.raises(RuntimeError), setup.host([ends, recorder]) as run:  # noqa: PT012  # the loop is what raises
         for _ in run.steps(setup.data):
@@ -408,7 +414,7 @@ def test_an_exception_fails_the_run(tmp_path: Path) -> None:
 
 
 def test_a_signal_preempts_the_run_after_a_save(tmp_path: Path) -> None:
-    ends = Ends()
+    ends = RecordsOutcomes()
     setup = Setup(tmp_path)
     with setup.host([ends]) as run:
         for number, batch in enumerate(run.steps(setup.data)):
@@ -421,7 +427,7 @@ def test_a_signal_preempts_the_run_after_a_save(tmp_path: Path) -> None:
     assert (tmp_path / "small" / "checkpoints" / "step-3" / "custom_checkpoint_0.pkl").is_file()
 
 
-def test_an_accelerator_has_one_run_after_another(tmp_path: Path) -> None:
+def test_an_accelerator_can_be_used_for_several_runs(tmp_path: Path) -> None:
     recorder = Recorder()
     setup = Setup(tmp_path)
     for _ in range(2):
@@ -437,13 +443,13 @@ def test_an_accelerator_has_one_run_after_another(tmp_path: Path) -> None:
 # --- several ranks ---
 
 
-def on_a_rank(folder: str) -> dict[str, Any]:
+def train_on_rank(folder: str) -> dict[str, Any]:
     class RequestsStop(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             if ctx.run.rank == 1 and ctx.step == 4:
                 ctx.control.stop("one rank wants to")
 
-    recorder, history, ends = Recorder(), History(), Ends()
+    recorder, history, ends = Recorder(), History(), RecordsOutcomes()
     hosted = Setup(Path(folder), accumulate=3)
     with hosted.host([recorder, history, ends, RequestsStop(), CheckpointSaver(save_interval="1ep")]) as run:
         for _ in run.epochs(40):
@@ -477,16 +483,16 @@ def on_a_rank(folder: str) -> dict[str, Any]:
 
 
 def test_two_ranks_train_one_model_and_stop_together(tmp_path: Path) -> None:
-    zero, one = run_ranks(on_a_rank, 2, str(tmp_path))
+    zero, one = run_ranks(train_on_rank, 2, str(tmp_path))
     assert zero["steps"] == one["steps"] < 40
     assert zero["outcomes"] == one["outcomes"] == ["stopped", "finished"]
     assert zero["triggered"] == one["triggered"] == 2
     (a, b), (c, d) = zero["weights"], one["weights"]
     assert a == b == c == d
-    hosted, plain, noted, norms, logged = zero["losses"]
+    hosted, plain, recorded, norms, logged = zero["losses"]
     assert hosted == plain
     means = [sum(losses) / 2 for losses in zip(plain, one["losses"][1], strict=True)]
-    assert noted == pytest.approx([sum(means[i : i + 3]) / 3 for i in range(0, len(means), 3)], rel=1e-6)
+    assert recorded == pytest.approx([sum(means[i : i + 3]) / 3 for i in range(0, len(means), 3)], rel=1e-6)
     assert norms == pytest.approx(zero["norms"])
     assert logged
     assert (tmp_path / "small" / "checkpoints" / "step-1" / "random_states_1.pkl").is_file()
@@ -495,7 +501,7 @@ def test_two_ranks_train_one_model_and_stop_together(tmp_path: Path) -> None:
 # --- trackers as loggers ---
 
 
-class Notes(GeneralTracker):  # type: ignore[misc]  # Accelerate's types are not read
+class RecordingTracker(GeneralTracker):  # type: ignore[misc]  # Accelerate's types are not read
     """A user-defined tracker."""
 
     name = "notes"
@@ -504,29 +510,29 @@ class Notes(GeneralTracker):  # type: ignore[misc]  # Accelerate's types are not
 
     def __init__(self) -> None:
         super().__init__()
-        self.noted: list[Any] = []
+        self.recorded: list[Any] = []
 
     @property
     def tracker(self) -> list[Any]:
-        return self.noted
+        return self.recorded
 
     def start(self) -> None:
-        self.noted.append("start")
+        self.recorded.append("start")
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.noted.append(values)
+        self.recorded.append(values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-        self.noted.append((step, values))
+        self.recorded.append((step, values))
 
     def log_table(self, table_name: str, columns: list[str], data: list[list[Any]], step: int | None = None) -> None:
-        self.noted.append((step, table_name, columns, data))
+        self.recorded.append((step, table_name, columns, data))
 
     def finish(self) -> None:
-        self.noted.append("finish")
+        self.recorded.append("finish")
 
 
-class Shows(Callback):
+class LogsTablesAndImages(Callback):
     """Logs tables and images."""
 
     def on_train_step_end(self, ctx: Context) -> None:
@@ -555,23 +561,23 @@ def train(folder: Path, callbacks: list[Callback]) -> None:
 
 
 def test_a_custom_tracker_receives_the_records(tmp_path: Path) -> None:
-    notes, history = Notes(), History()
-    train(tmp_path, [guest(notes), history, Shows()])
-    assert notes.noted[0] == "start"
-    assert notes.noted[-1] == "finish"
-    settings = [noted for noted in notes.noted if isinstance(noted, dict)]
+    notes, history = RecordingTracker(), History()
+    train(tmp_path, [guest(notes), history, LogsTablesAndImages()])
+    assert notes.recorded[0] == "start"
+    assert notes.recorded[-1] == "finish"
+    settings = [recorded for recorded in notes.recorded if isinstance(recorded, dict)]
     assert {"lr": 0.02, "layers": "[1, 2]", "nested.deep": True}.items() <= settings[0].items()
-    records = [noted for noted in notes.noted if isinstance(noted, tuple) and len(noted) == 2]
+    records = [recorded for recorded in notes.recorded if isinstance(recorded, tuple) and len(recorded) == 2]
     assert [step for step, _ in records] == [2, 4, 6]
     assert [values["train/loss"] for _, values in records] == history["train/loss"]
-    assert (3, "table", ["a", "b"], [[1, "x"]]) in notes.noted
+    assert (3, "table", ["a", "b"], [[1, "x"]]) in notes.recorded
     with pytest.raises(RegistrationError, match="not an instance of"):
         guest(object())
 
 
-def test_accelerate_s_tensorboard_writes_what_it_writes_in_accelerate(tmp_path: Path) -> None:
+def test_accelerate_s_tensorboard_tracker_writes_the_same_as_in_accelerate(tmp_path: Path) -> None:
     history = History()
-    train(tmp_path, [guest(TensorBoardTracker("here", tmp_path)), history, Shows()])
+    train(tmp_path, [guest(TensorBoardTracker("here", tmp_path)), history, LogsTablesAndImages()])
     accelerator: Any = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
     accelerator.init_trackers("framework", config={"lr": 0.02})
     for step, (loss, rate) in enumerate(zip(history["train/loss"], history["train/learning_rate"], strict=True)):
@@ -588,14 +594,14 @@ def test_accelerate_s_tensorboard_writes_what_it_writes_in_accelerate(tmp_path: 
     assert found["here"] == found["framework"]
     assert [step for step, _ in found["here"]["train/loss"]] == [2, 4, 6]
     assert list((tmp_path / "here").rglob("hparams.yml"))
-    hold("accelerate", "guests", "TensorBoardTracker", Cell("works", tier="listens"))
+    check_or_write_cell("accelerate", "guests", "TensorBoardTracker", Cell("works", tier="listens"))
 
 
 def test_a_tracker_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
-    class Fails(Notes):
+    class Fails(RecordingTracker):
         def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
             raise OSError("the network is away")
 
-    ends = Ends()
+    ends = RecordsOutcomes()
     train(tmp_path, [guest(Fails()), ends])
     assert ends.outcomes == ["finished"]

@@ -35,15 +35,19 @@ Read = dict[str, list[dict[str, Any]]]
 """For each event, one entry per time it was fired: the available fields, with the values of numbers."""
 
 
-def reading(read: Read, *names: str) -> Callback:
+def recording_callback(read: Read, *names: str) -> Callback:
     """Return a callback that listens to the events `names` and records the available fields in `read`."""
 
     def recorded(self: Callback, ctx: Context) -> None:
         fields = {name: getattr(ctx, name) for name in FIELDS if name not in ALWAYS_AVAILABLE and ctx.has(name)}
-        shown = {name: _number(value) for name, value in fields.items() if name not in ("optimizer", "scheduler", "outputs")}
-        read.setdefault(str(ctx.event), []).append(shown | {name: name for name in fields if name not in shown})
+        recorded_values = {
+            name: _number(value) for name, value in fields.items() if name not in ("optimizer", "scheduler", "outputs")
+        }
+        read.setdefault(str(ctx.event), []).append(
+            recorded_values | {name: name for name in fields if name not in recorded_values}
+        )
 
-    made: Callback = type("Reads", (Callback,), dict.fromkeys(names, recorded))()
+    made: Callback = type("RecordsFields", (Callback,), dict.fromkeys(names, recorded))()
     return made
 
 
@@ -53,9 +57,9 @@ def _number(value: Any) -> Any:
     return value if isinstance(value, (int, float, bool)) else type(value).__name__
 
 
-def trained(where: str, folder: Path, *names: str) -> Read:
+def fields_read_while_training(where: str, folder: Path, *names: str) -> Read:
     read: Read = {}
-    loop_of(where).train(POINTS, folder, [reading(read, *names)], strict=False)
+    loop_of(where).train(POINTS, folder, [recording_callback(read, *names)], strict=False)
     return read
 
 
@@ -64,30 +68,30 @@ def trained(where: str, folder: Path, *names: str) -> Read:
 )
 def test_a_callback_with_one_event_reads_the_same_fields_as_with_other_listeners(where: str, tmp_path: Path) -> None:
     try:
-        whole = trained(where, tmp_path / "whole", *EVENTS)
+        whole = fields_read_while_training(where, tmp_path / "whole", *EVENTS)
     except ModuleNotFoundError as missing:
         pytest.skip(f"{missing.name} is not installed here")
     assert "on_train_step_end" in whole
     for event in EVENTS:
-        assert trained(where, tmp_path / event, event).get(event) == whole.get(event), event
+        assert fields_read_while_training(where, tmp_path / event, event).get(event) == whole.get(event), event
 
 
 @pytest.mark.parametrize("where", ["bare", "ignite"])
 def test_kept_outputs_are_available_without_listeners_to_the_forward(where: str, tmp_path: Path) -> None:
-    class Keeps(Callback):
+    class KeepsOutputs(Callback):
         keep_fields = ("outputs",)
 
         def on_train_step_end(self, ctx: Context) -> None:
             seen.append(ctx.outputs.shape)
 
     seen: list[torch.Size] = []
-    loop_of(where).train(POINTS, tmp_path, [Keeps()])
+    loop_of(where).train(POINTS, tmp_path, [KeepsOutputs()])
     assert seen == [torch.Size([4, 1])] * 12
 
 
 @pytest.mark.parametrize("where", ["automodel", "huggingface"])
 def test_a_handler_unmuted_within_an_evaluation_receives_the_outputs(where: str, tmp_path: Path) -> None:
-    class Second(Callback):
+    class HandlesSecondBatch(Callback):
         """Handles the forward of the second batch of each evaluation, and is muted for the others."""
 
         def __init__(self) -> None:
@@ -106,7 +110,7 @@ def test_a_handler_unmuted_within_an_evaluation_receives_the_outputs(where: str,
         def on_eval_forward_end(self, ctx: Context) -> None:
             self.read.append(ctx.has("outputs"))
 
-    loop_of(where).train(POINTS, tmp_path, [second := Second()], strict=False)
+    loop_of(where).train(POINTS, tmp_path, [second := HandlesSecondBatch()], strict=False)
     assert second.read == [True, True]  # one evaluation in each of two epochs
 
 
@@ -114,14 +118,14 @@ class Saves(Callback):
     """Requests a checkpoint at the end of each epoch, and records the loss in its metadata."""
 
     def __init__(self) -> None:
-        self.named: list[float | None] = []
+        self.recorded_losses: list[float | None] = []
 
     def on_epoch_end(self, ctx: Context) -> None:
         ctx.control.save("to see its loss")
 
     def on_checkpoint_published(self, ctx: Context) -> None:
         assert ctx.checkpoint is not None
-        self.named.append(ctx.checkpoint.train_loss)
+        self.recorded_losses.append(ctx.checkpoint.train_loss)
 
 
 class ReadsLosses(Callback):
@@ -135,12 +139,16 @@ class ReadsLosses(Callback):
 @pytest.mark.parametrize("where", ["bare", "composer", "huggingface", "ignite", "keras", "lightning", "torchtnt"])
 def test_a_checkpoint_names_the_last_step_s_loss_without_listeners_to_the_steps(where: str, tmp_path: Path) -> None:
     try:
-        beside, alone, listens_to = Saves(), Saves(), ReadsLosses()
-        loop_of(where).train(POINTS, tmp_path / "beside", [beside, listens_to])
-        loop_of(where).train(POINTS, tmp_path / "alone", [alone])
+        with_listener, without_listener, reads_losses = Saves(), Saves(), ReadsLosses()
+        loop_of(where).train(POINTS, tmp_path / "with_listener", [with_listener, reads_losses])
+        loop_of(where).train(POINTS, tmp_path / "alone", [without_listener])
     except ModuleNotFoundError as missing:
         pytest.skip(f"{missing.name} is not installed here")
-    assert alone.named == beside.named == pytest.approx([listens_to.losses[5], listens_to.losses[11]])
+    assert (
+        without_listener.recorded_losses
+        == with_listener.recorded_losses
+        == pytest.approx([reads_losses.losses[5], reads_losses.losses[11]])
+    )
 
 
 @pytest.mark.parametrize("where", ["accelerate", "automodel", "huggingface", "ignite", "keras", "lightning", "torchtnt"])
@@ -148,12 +156,12 @@ def test_backward_is_torch_s_own_if_the_loss_is_not_read(where: str, tmp_path: P
     def backwards(*callbacks: Callback) -> set[bool]:
         own, found, kind = torch.Tensor.backward, list[bool](), cast(Any, POINTS.model)
 
-        def looks(self: Any, inputs: torch.Tensor) -> Any:
+        def forward(self: Any, inputs: torch.Tensor) -> Any:
             if self.training:
                 found.append(torch.Tensor.backward is own)
             return kind.forward(self, inputs)
 
-        loop_of(where).train(replace(POINTS, model=type("Looks", (kind,), {"forward": looks})), tmp_path, callbacks)
+        loop_of(where).train(replace(POINTS, model=type("ChecksBackward", (kind,), {"forward": forward})), tmp_path, callbacks)
         assert torch.Tensor.backward is own
         return set(found)
 
@@ -165,10 +173,10 @@ def test_backward_is_torch_s_own_if_the_loss_is_not_read(where: str, tmp_path: P
 
 
 @pytest.mark.parametrize("at", ["while our replacement is in place", "after our replacement was removed"])
-def test_another_replacement_of_backward_is_kept(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replacement_of_backward_by_other_code_is_kept(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other code also replaces `Tensor.backward`, in the first epoch. Only the second epoch's steps have listeners."""
 
-    class Second(Callback):
+    class HandlesSecondEpoch(Callback):
         def on_epoch_start(self, ctx: Context) -> None:
             if ctx.epoch == 1:
                 ctx.mute(self, "on_train_step_end")
@@ -198,12 +206,14 @@ def test_another_replacement_of_backward_is_kept(at: str, tmp_path: Path, monkey
 
     calls, losses, forwards, kind = list[None](), list[float](), list[None](), cast(Any, POINTS.model)
     monkeypatch.setattr(torch.Tensor, "backward", torch.Tensor.backward)  # the original, which is restored at the end
-    loop_of("ignite").train(replace(POINTS, model=type("Replaces", (kind,), {"forward": forward})), tmp_path, [Second()])
+    loop_of("ignite").train(
+        replace(POINTS, model=type("Replaces", (kind,), {"forward": forward})), tmp_path, [HandlesSecondEpoch()]
+    )
     assert (len(calls), len(losses)) == (12 if at == "while our replacement is in place" else 10, 6)
     assert torch.Tensor.backward.__qualname__.endswith("counted")
 
 
-def test_a_run_inside_a_step_of_a_run_without_listeners_has_its_own_losses(tmp_path: Path) -> None:
+def test_a_run_nested_in_a_step_of_a_run_without_listeners_records_its_own_losses(tmp_path: Path) -> None:
     def watched(name: str) -> BackwardWatch:
         model = nn.Linear(1, 1)
         run = HostedRun([Callback()], model=model, run_name=name, runs_folder=tmp_path)

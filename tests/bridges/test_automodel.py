@@ -45,7 +45,7 @@ def step_scheduler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(own_loop, "StepScheduler", request.param)
 
 
-def ran(folder: Path, callbacks: Any, *, strict: bool = True, **options: Any) -> Recipe:
+def run_recipe(folder: Path, callbacks: Any, *, strict: bool = True, **options: Any) -> Recipe:
     """Run a recipe of two epochs of six steps, which validates and saves after each epoch."""
     torch.manual_seed(3)
     hosted = [] if callbacks is None else [host(callbacks, log_interval=1, strict=strict)]
@@ -59,7 +59,7 @@ def weights(recipe: Recipe) -> list[torch.Tensor]:
     return [value.clone() for value in recipe.model_parts[0].state_dict().values()]
 
 
-class Ends(Callback):
+class RecordsOutcomes(Callback):
     """Records how the run ended."""
 
     phase = "report"
@@ -90,7 +90,7 @@ class RequestsAtStep(Callback):
 # --- the host ---
 
 
-def test_the_maps_name_events_and_hooks() -> None:
+def test_the_maps_cover_all_hooks_and_name_existing_events() -> None:
     assert set(HOST_EVENTS) == set(HOOKS) == {hook for hooks in EVENTS.values() for hook in hooks}
     assert {event for events in HOST_EVENTS.values() for event in events} | set(NOT_FIRED) | set(EVENTS) <= set(OURS)
 
@@ -99,8 +99,8 @@ def test_the_maps_name_events_and_hooks() -> None:
 def test_training_is_unchanged_and_every_event_is_fired(accumulate: int, tmp_path: Path) -> None:
     recorder, history = Recorder(fields=("loss", "learning_rate", "grad_norm")), History()
     callbacks = [recorder, history, SpeedMonitor(), OptimizerMonitor(), LRMonitor(), NaNMonitor()]
-    recipe = ran(tmp_path / "with", callbacks, accumulate=accumulate)
-    plain = ran(tmp_path / "without", None, accumulate=accumulate)
+    recipe = run_recipe(tmp_path / "with", callbacks, accumulate=accumulate)
+    plain = run_recipe(tmp_path / "without", None, accumulate=accumulate)
     assert all(torch.equal(a, b) for a, b in zip(weights(recipe), weights(plain), strict=True))
     check_events(recorder.events)
     counted = {event: recorder.events.count(event) for event in set(recorder.events)}
@@ -117,13 +117,13 @@ def test_training_is_unchanged_and_every_event_is_fired(accumulate: int, tmp_pat
     assert history["validation/loss"] == pytest.approx([each["default"] for each in plain.evaluated])
     assert history["train/label_tokens"] == [4.0] * steps
     assert history["automodel/tps"] == [1.0] * steps
-    noted = dict(recorder.values["grad_norm"])
-    assert noted["on_train_step_end"] > 0
+    norms = dict(recorder.values["grad_norm"])
+    assert norms["on_train_step_end"] > 0
     rates = {value for event, value in recorder.values["learning_rate"] if event == "on_optimizer_step_end"}
     assert rates == {0.02}
 
 
-def test_it_works_in_its_own_recipe(tmp_path: Path) -> None:
+def test_train_of_the_loop_module_is_unchanged_with_and_without_evaluation(tmp_path: Path) -> None:
     model, plain = train(POINTS, tmp_path / "a", [recorder := Recorder()]), train(POINTS, tmp_path / "b", "empty")
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
     assert recorder.events.count("on_log") == 6 + 2
@@ -132,7 +132,7 @@ def test_it_works_in_its_own_recipe(tmp_path: Path) -> None:
     check_events(alone.events)
 
 
-def test_the_rate_of_a_step_is_the_one_it_used(tmp_path: Path) -> None:
+def test_the_learning_rate_of_a_step_is_the_one_before_the_scheduler_steps(tmp_path: Path) -> None:
     class Schedules(Recipe):
         def setup(self) -> None:
             super().setup()
@@ -149,10 +149,10 @@ def test_the_rate_of_a_step_is_the_one_it_used(tmp_path: Path) -> None:
 def test_automodel_carries_out_requests(tmp_path: Path) -> None:
     recorder = Recorder(fields=("checkpoint",))
     callbacks = [RequestsAtStep("evaluate", 2), RequestsAtStep("save", 3), RequestsAtStep("stop", 8), recorder]
-    recipe = ran(tmp_path, callbacks)
+    recipe = run_recipe(tmp_path, callbacks)
     assert len(recipe.losses) == 8
-    noted = [(info.step, info.kind) for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"]
-    assert noted == [(3, "requested"), (6, "periodic"), (8, "periodic")]  # AutoModel also saves at its last step
+    recorded = [(info.step, info.kind) for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"]
+    assert recorded == [(3, "requested"), (6, "periodic"), (8, "periodic")]  # AutoModel also saves at its last step
     assert len(recipe.evaluated) == 4  # after step 2, and at each of the three saves
     assert sorted(path.name for path in tmp_path.glob("epoch*")) == ["epoch_0_step_2", "epoch_0_step_5", "epoch_1_step_7"]
     assert recipe.step_scheduler.ckpt_every_steps == 6
@@ -163,9 +163,9 @@ def test_automodel_carries_out_requests(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("event", "step", "steps"), [("on_train_start", 0, 0), ("on_eval_all_end", 6, 6), ("on_checkpoint_published", 6, 6)]
 )
-def test_a_stop_acts_wherever_it_is_requested(event: str, step: int, steps: int, tmp_path: Path) -> None:
-    ends = Ends()
-    recipe = ran(tmp_path, [RequestsAtStep("stop", step, event), ends])
+def test_a_stop_ends_training_whichever_event_it_is_requested_at(event: str, step: int, steps: int, tmp_path: Path) -> None:
+    ends = RecordsOutcomes()
+    recipe = run_recipe(tmp_path, [RequestsAtStep("stop", step, event), ends])
     assert len(recipe.losses) == steps
     assert ends.outcome == "stopped"
 
@@ -173,7 +173,7 @@ def test_a_stop_acts_wherever_it_is_requested(event: str, step: int, steps: int,
 def test_a_save_requested_after_an_evaluation_is_written_at_that_step(tmp_path: Path) -> None:
     recorder = Recorder(fields=("checkpoint",))
     saver = CheckpointSaver(save_interval="1ep", monitor="validation/loss", mode="min")
-    recipe = ran(tmp_path, [saver, recorder], val_every_steps=3)
+    recipe = run_recipe(tmp_path, [saver, recorder], val_every_steps=3)
     infos = [info for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"]
     assert {info.step for info in infos} >= {6, 12}
     assert all(info.val_losses["validation"] in [each["default"] for each in recipe.evaluated] for info in infos)
@@ -182,10 +182,10 @@ def test_a_save_requested_after_an_evaluation_is_written_at_that_step(tmp_path: 
     assert losses[12] == pytest.approx(recipe.losses[-1])
 
 
-def test_the_callbacks_states_are_in_its_checkpoints(tmp_path: Path) -> None:
+def test_a_resume_from_an_automodel_checkpoint_restores_the_callback_states(tmp_path: Path) -> None:
     whole, part, rest = History(), History(), History()
-    unbroken = ran(tmp_path / "whole", [whole])
-    ran(tmp_path / "part", [part], max_steps=6)
+    uninterrupted = run_recipe(tmp_path / "whole", [whole])
+    run_recipe(tmp_path / "part", [part], max_steps=6)
     recorder = Recorder(fields=("checkpoint",))
     path = str(tmp_path / "part" / "epoch_0_step_5")
     again = Recipe(
@@ -194,7 +194,7 @@ def test_the_callbacks_states_are_in_its_checkpoints(tmp_path: Path) -> None:
     again.setup()
     again.step_scheduler.epoch = 1  # AutoModel's own sampler would restore this
     again.run_train_validation_loop()
-    assert all(torch.equal(a, b) for a, b in zip(weights(again), weights(unbroken), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(weights(again), weights(uninterrupted), strict=True))
     assert rest["train/loss"] == pytest.approx(whole["train/loss"])
     assert recorder.recorded[-1].batch == 12
     loaded = dict(recorder.values["checkpoint"])["on_checkpoint_load_end"]
@@ -202,8 +202,8 @@ def test_the_callbacks_states_are_in_its_checkpoints(tmp_path: Path) -> None:
     check_events(recorder.events)
 
 
-def test_a_checkpoint_without_our_states_is_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    ran(tmp_path, None, max_steps=6)
+def test_a_resume_without_callback_states_logs_a_warning_and_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_recipe(tmp_path, None, max_steps=6)
     recorder = Recorder()
     path = str(tmp_path / "epoch_0_step_5")
     again = Recipe(POINTS, tmp_path, [host([recorder])], num_epochs=2, cfg={"checkpoint.restore_from": path})
@@ -216,7 +216,7 @@ def test_a_checkpoint_without_our_states_is_resumed(tmp_path: Path, caplog: pyte
 
 def test_a_background_checkpoint_is_published_when_it_is_complete(tmp_path: Path) -> None:
     recorder = Recorder(fields=("checkpoint",))
-    ran(tmp_path, [recorder], is_async=True)
+    run_recipe(tmp_path, [recorder], is_async=True)
     order = [
         event
         for event in recorder.events
@@ -233,27 +233,27 @@ def test_a_background_checkpoint_is_published_when_it_is_complete(tmp_path: Path
 
 def test_no_checkpoint_is_reported_if_nothing_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder()
-    ran(tmp_path, [recorder], saves=False)
+    run_recipe(tmp_path, [recorder], saves=False)
     assert "on_checkpoint_save_start" not in recorder.events
     assert not list(tmp_path.glob("epoch*"))
-    ran(tmp_path, [RequestsAtStep("save", 2)], saves=False)
+    run_recipe(tmp_path, [RequestsAtStep("save", 2)], saves=False)
     assert "RequestsAtStep calls ctx.control.save, which" in caplog.text
 
 
-def test_several_datasets_are_named_and_the_average_is_evaluated(tmp_path: Path) -> None:
+def test_several_validation_sets_are_named_and_evaluated_with_averaged_weights(tmp_path: Path) -> None:
     batches = list(POINTS.validation_batches())
     sets = {"squad": batches[:1], "hellaswag": batches[1:]}
     recorder, seen = Recorder(fields=("eval_name", "eval_results")), []
 
-    class Looks(Callback):
+    class ComparesWeights(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             self.trained = [parameter.detach().clone() for parameter in ctx.model.parameters()]
 
         def on_eval_end(self, ctx: Context) -> None:
             seen.append(all(torch.equal(a, b) for a, b in zip(self.trained, ctx.model.parameters(), strict=True)))
 
-    recipe = ran(tmp_path / "a", [recorder, EMA(half_life=3), Looks()], sets=sets)
-    plain = ran(tmp_path / "b", None, sets=sets)
+    recipe = run_recipe(tmp_path / "a", [recorder, EMA(half_life=3), ComparesWeights()], sets=sets)
+    plain = run_recipe(tmp_path / "b", None, sets=sets)
     assert [name for event, name in recorder.values["eval_name"] if event == "on_eval_end"] == ["squad", "hellaswag"] * 2
     found = [value for event, value in recorder.values["eval_results"] if event == "on_eval_all_end"]
     losses = [(name, each["loss"]) for result in found for name, each in result.items()]
@@ -264,14 +264,14 @@ def test_several_datasets_are_named_and_the_average_is_evaluated(tmp_path: Path)
     check_events(recorder.events)
 
 
-def test_data_of_unknown_length_has_its_epochs(tmp_path: Path) -> None:
+def test_epochs_are_counted_for_data_of_unknown_length(tmp_path: Path) -> None:
     class Stream(torch.utils.data.IterableDataset[Any]):
         def __iter__(self) -> Any:
             return iter(POINTS.batches())
 
     recorder = Recorder()
     loader = iter_only(Stream())
-    ran(tmp_path, [recorder], dataloader=loader, max_steps=12, ckpt_every_steps=100)
+    run_recipe(tmp_path, [recorder], dataloader=loader, max_steps=12, ckpt_every_steps=100)
     assert recorder.events.count("on_epoch_end") == recorder.events.count("on_epoch_start") == 2
     assert recorder.recorded[-1].batch == 12
     check_events(recorder.events)
@@ -285,18 +285,18 @@ class iter_only:  # noqa: N801  # an object that has only `__iter__`
         return iter(self._data)
 
 
-def test_an_early_stop_stops_it(tmp_path: Path) -> None:
-    class Worse(Callback):
+def test_an_early_stop_ends_training(tmp_path: Path) -> None:
+    class RaisesEvalLoss(Callback):
         phase = "change"
 
         def on_eval_forward_end(self, ctx: Context) -> None:
             ctx.outputs = ctx.outputs + 100.0 * ctx.step
 
-    recipe = ran(tmp_path, [Worse(), EarlyStopper(monitor="validation/loss", patience="1ep")], num_epochs=9)
+    recipe = run_recipe(tmp_path, [RaisesEvalLoss(), EarlyStopper(monitor="validation/loss", patience="1ep")], num_epochs=9)
     assert len(recipe.losses) < 5 * 6
 
 
-def test_a_callback_changes_batch_outputs_and_loss(tmp_path: Path) -> None:
+def test_a_callback_can_replace_batch_and_outputs(tmp_path: Path) -> None:
     class Changes(Callback):
         phase = "change"
 
@@ -306,12 +306,12 @@ def test_a_callback_changes_batch_outputs_and_loss(tmp_path: Path) -> None:
         def on_forward_end(self, ctx: Context) -> None:
             ctx.outputs = ctx.outputs * 0.0 + 1.0
 
-    recipe = ran(tmp_path, [Changes()], num_epochs=1, saves=False)
+    recipe = run_recipe(tmp_path, [Changes()], num_epochs=1, saves=False)
     targets = torch.cat([targets for _, targets in POINTS.batches()])
     assert sum(recipe.losses) / 6 == pytest.approx((targets - 1.0).square().mean().item(), rel=1e-5)
 
 
-def test_the_model_may_be_called_by_a_callback(tmp_path: Path) -> None:
+def test_model_calls_by_a_callback_fire_no_forward_events(tmp_path: Path) -> None:
     class Calls(Callback):
         draws_random = False
 
@@ -323,7 +323,7 @@ def test_the_model_may_be_called_by_a_callback(tmp_path: Path) -> None:
             ctx.model(torch.zeros(4, 4))
 
     recorder = Recorder()
-    ran(tmp_path, [Calls(), recorder], num_epochs=1)
+    run_recipe(tmp_path, [Calls(), recorder], num_epochs=1)
     check_events(recorder.events)
     assert recorder.events.count("on_eval_forward_end") == 3
     assert recorder.events.count("on_forward_end") == 6
@@ -347,7 +347,7 @@ for _hook in ("on_train_start", "on_train_batch_end", "on_validation_end", "on_s
     setattr(CallsModel, _hook, CallsModel._call_model)
 
 
-def test_a_callback_that_calls_the_model_at_every_event_does_not_open_an_evaluation(tmp_path: Path) -> None:
+def test_a_callback_that_calls_the_model_at_every_event_starts_no_evaluation(tmp_path: Path) -> None:
     found: list[Any] = []
     for hosted in ([], [host(recorder := Recorder()), host(EMA(half_life=2, at_end=False))]):
         torch.manual_seed(3)
@@ -392,7 +392,7 @@ def test_a_requested_validation_is_observed_in_a_recipe_without_the_methods(requ
     assert recorder.events.count("on_eval_forward_end") == recorder.events.count("on_eval_step_end") == 3 * len(recipe.evaluated)
 
 
-class Twice(Recipe):
+class CallsModelTwice(Recipe):
     """A recipe whose loss calls the model twice."""
 
     def setup(self) -> None:
@@ -415,9 +415,9 @@ class Twice(Recipe):
         self.job = cast(Any, Job(self.job))
 
 
-def test_several_forwards_are_one_microbatch(tmp_path: Path) -> None:
+def test_several_forward_passes_of_a_batch_are_one_microbatch(tmp_path: Path) -> None:
     recorder, history = Recorder(fields=("microbatch",)), History()
-    recipe = Twice(POINTS, tmp_path, [host([recorder, history])], num_epochs=1, accumulate=2)
+    recipe = CallsModelTwice(POINTS, tmp_path, [host([recorder, history])], num_epochs=1, accumulate=2)
     recipe.setup()
     recipe.run_train_validation_loop()
     check_events(recorder.events)
@@ -430,16 +430,16 @@ def test_events_that_are_never_fired_are_rejected(tmp_path: Path, caplog: pytest
         def on_predict_end(self, ctx: Context) -> None: ...
 
     with pytest.raises(NotSupported, match="Listens listens to on_predict_end, which NeMo AutoModel does not fire"):
-        ran(tmp_path / "a", [Listens()])
-    ran(tmp_path / "b", [Listens()], strict=False)
+        run_recipe(tmp_path / "a", [Listens()])
+    run_recipe(tmp_path / "b", [Listens()], strict=False)
     assert "NeMo AutoModel does not fire" in caplog.text
 
     class Steps(Callback):
         def on_eval_step_end(self, ctx: Context) -> None: ...
 
-    ran(tmp_path / "c", [Steps()])
+    run_recipe(tmp_path / "c", [Steps()])
     with pytest.raises(NotSupported, match="Steps listens to on_eval_step_end"):
-        ran(tmp_path / "d", [Steps()], sets={"a": [], "b": []})
+        run_recipe(tmp_path / "d", [Steps()], sets={"a": [], "b": []})
     recipe = Recipe(POINTS, tmp_path, [host([])], num_epochs=1)
     recipe.setup()
     recipe.pp = object()  # type: ignore[attr-defined]
@@ -462,7 +462,7 @@ def test_a_loop_that_does_not_call_its_model_as_a_whole_is_rejected(tmp_path: Pa
     with pytest.raises(
         NotSupported, match="Listens listens to on_forward_start, which NeMo AutoModel did not fire in its first step"
     ):
-        ran(tmp_path, [Listens()], model_wrap=Parts)
+        run_recipe(tmp_path, [Listens()], model_wrap=Parts)
 
 
 @pytest.mark.parametrize("reports_exception", [True, False])
@@ -478,7 +478,7 @@ def test_an_exception_fails_the_run(reports_exception: bool, tmp_path: Path) -> 
                 raise ZeroDivisionError("in the model")
             return self.inner(inputs)
 
-    ends = Ends()
+    ends = RecordsOutcomes()
     recipe = Recipe(POINTS, tmp_path, [host([ends])], num_epochs=1, model_wrap=Broken)
     recipe.setup()
     with pytest.raises(ZeroDivisionError) as caught:
@@ -499,7 +499,7 @@ def test_an_error_of_a_callback_is_reported_once(tmp_path: Path) -> None:
             if ctx.step == 2:
                 raise ZeroDivisionError
 
-    ends = Ends()
+    ends = RecordsOutcomes()
     recipe = Recipe(POINTS, tmp_path, [hosted := host([Fails(), ends])], num_epochs=1)
     recipe.setup()
     with pytest.raises(ZeroDivisionError) as caught:
@@ -511,14 +511,14 @@ def test_an_error_of_a_callback_is_reported_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("saves", [True, False])
-def test_a_sigterm_is_preemption(saves: bool, tmp_path: Path) -> None:
+def test_sigterm_preempts_the_run(saves: bool, tmp_path: Path) -> None:
     class Kills(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             if ctx.step == 3:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    ends, recorder = Ends(), Recorder(fields=("checkpoint",))
-    recipe = ran(tmp_path, [Kills(), ends, recorder], saves=saves)
+    ends, recorder = RecordsOutcomes(), Recorder(fields=("checkpoint",))
+    recipe = run_recipe(tmp_path, [Kills(), ends, recorder], saves=saves)
     assert len(recipe.losses) == 3
     assert ends.outcome == "preempted"
     assert recorder.events.count("on_preempt") == 1
@@ -527,7 +527,7 @@ def test_a_sigterm_is_preemption(saves: bool, tmp_path: Path) -> None:
     check_events(recorder.events)
 
 
-def test_a_host_may_be_used_again(tmp_path: Path) -> None:
+def test_a_host_can_be_used_for_several_runs(tmp_path: Path) -> None:
     recorder = Recorder()
     hosted = host([recorder])
     for name in ("a", "b"):
@@ -538,7 +538,7 @@ def test_a_host_may_be_used_again(tmp_path: Path) -> None:
     assert recorder.events.count("on_run_start") == recorder.events.count("on_run_end") == 2
 
 
-def test_the_losses_of_a_distillation_are_losses_here(tmp_path: Path) -> None:
+def test_the_losses_of_a_distillation_are_logged_and_in_the_loss_dict(tmp_path: Path) -> None:
     class Distils(Recipe):
         def _run_train_optim_step(self, batches: list[Any]) -> MetricsSample:
             sample = super()._run_train_optim_step(batches)
@@ -653,7 +653,7 @@ def as_guest(folder: Path, callback: Any, **options: Any) -> Trainer:
     return trainer
 
 
-def test_a_guest_sees_what_it_saw_in_its_framework(tmp_path: Path) -> None:
+def test_a_guest_receives_the_same_values_as_in_its_framework(tmp_path: Path) -> None:
     native, hosted_one = Collector(), Collector()
     in_framework(tmp_path, native)
     as_guest(tmp_path, hosted_one)
@@ -663,7 +663,7 @@ def test_a_guest_sees_what_it_saw_in_its_framework(tmp_path: Path) -> None:
 
 
 class Log(AutoModelCallback):
-    """Counts events."""
+    """Records a line for each event."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -681,7 +681,7 @@ class Log(AutoModelCallback):
         self.lines.append("done")
 
 
-def test_a_guest_writes_the_log_it_wrote_in_its_framework(tmp_path: Path) -> None:
+def test_a_guest_is_called_in_the_same_order_as_in_its_framework(tmp_path: Path) -> None:
     native, hosted_one = Log(), Log()
     in_framework(tmp_path, native)
     as_guest(tmp_path, hosted_one)
@@ -693,7 +693,7 @@ def flat(values: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("how", ["max_steps", "sigterm_flag"])
-def test_a_guest_stops_where_it_stopped_in_its_framework(how: str, tmp_path: Path) -> None:
+def test_a_guest_stops_at_the_same_step_as_in_its_framework(how: str, tmp_path: Path) -> None:
     native, hosted_one = Patience(how), Patience(how)
     recipe = in_framework(tmp_path, native, num_epochs=6)
     trainer = as_guest(tmp_path, hosted_one, max_duration="6ep")
@@ -720,51 +720,51 @@ def test_a_guest_s_state_is_saved_and_loaded(tmp_path: Path) -> None:
     assert first.best == 0.5
 
 
-def test_a_guest_listens_only_to_what_it_overrides() -> None:
-    class AtTheEnd(AutoModelCallback):
+def test_a_guest_listens_only_to_the_hooks_that_it_defines() -> None:
+    class OverridesTrainEnd(AutoModelCallback):
         def on_train_end(self, recipe: Any, **kwargs: Any) -> None: ...
 
-    noted = guest(AtTheEnd())
-    assert {event for event in OURS if event in vars(noted)} == {"on_data_init_end", "on_train_end"}
+    wrapped = guest(OverridesTrainEnd())
+    assert {event for event in OURS if event in vars(wrapped)} == {"on_data_init_end", "on_train_end"}
 
-    class Loose:  # AutoModel's runner requires no base class
+    class WithoutBaseClass:  # AutoModel's runner requires no base class
         def on_train_end(self, recipe: Any) -> None: ...
 
-    assert "on_train_end" in vars(guest(Loose()))
+    assert "on_train_end" in vars(guest(WithoutBaseClass()))
     with pytest.raises(RegistrationError, match="not a callback with one of AutoModel's hooks"):
         guest(object())
 
 
 def test_a_guest_receives_an_exception_and_not_the_end(tmp_path: Path) -> None:
-    noted: list[Any] = []
+    recorded: list[Any] = []
 
     class Listens(AutoModelCallback):
         def on_exception(self, recipe: Any, **kwargs: Any) -> None:
-            noted.append((recipe.step_scheduler.step, kwargs["exception"]))
+            recorded.append((recipe.step_scheduler.step, kwargs["exception"]))
 
         def on_train_end(self, recipe: Any, **kwargs: Any) -> None:
-            noted.append("end")
+            recorded.append("end")
 
     error = ValueError("in the model")
     loop = FakeLoop(guest(Listens()), [3.0, 2.0, 1.0], folder=tmp_path, raises={3: error})
     with pytest.raises(ValueError, match="in the model"):
         loop.run()
-    assert noted == [(2, error)]
+    assert recorded == [(2, error)]
 
 
-def test_a_guest_may_end_training_only_now(tmp_path: Path) -> None:
-    class Later(AutoModelCallback):
+def test_a_guest_that_changes_the_last_step_to_a_later_one_is_rejected(tmp_path: Path) -> None:
+    class SetsLaterMaxSteps(AutoModelCallback):
         def on_train_batch_end(self, recipe: Any, **kwargs: Any) -> None:
             recipe.step_scheduler.max_steps = 50
 
     with pytest.raises(NotSupported, match="max_steps=50 at step 0"):
-        FakeLoop(guest(Later()), [1.0, 2.0], folder=tmp_path).run()
+        FakeLoop(guest(SetsLaterMaxSteps()), [1.0, 2.0], folder=tmp_path).run()
 
 
 # --- several ranks ---
 
 
-class SecondRank(Callback):
+class RequestsOnRank1(Callback):
     """Makes requests on rank 1 only."""
 
     def on_train_step_end(self, ctx: Context) -> None:
@@ -772,7 +772,7 @@ class SecondRank(Callback):
             (ctx.control.save if ctx.step == 3 else ctx.control.stop)("the second rank")
 
 
-def on_a_rank(folder: str) -> dict[str, Any]:
+def train_on_rank(folder: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     class OnRanks(Recipe):
@@ -792,7 +792,7 @@ def on_a_rank(folder: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     recorder = Recorder(fields=("checkpoint", "model"))
-    recipe = OnRanks(POINTS, Path(folder), [host([SecondRank(), recorder])], num_epochs=30)
+    recipe = OnRanks(POINTS, Path(folder), [host([RequestsOnRank1(), recorder])], num_epochs=30)
     recipe.setup()
     recipe.run_train_validation_loop()
     check_events(recorder.events)
@@ -813,8 +813,8 @@ def on_a_rank(folder: str) -> dict[str, Any]:
     return {"steps": len(recipe.losses), "saved": saved, "model": type(recorder.values["model"][0][1]).__name__, "losses": losses}
 
 
-def test_the_ranks_do_the_same(tmp_path: Path) -> None:
-    first, second = run_ranks(on_a_rank, 2, str(tmp_path))
+def test_all_ranks_take_the_same_steps_and_save_the_same_checkpoints(tmp_path: Path) -> None:
+    first, second = run_ranks(train_on_rank, 2, str(tmp_path))
     assert first == second
     assert any(
         step > 3 and kind == "requested" for step, kind in first["saved"]

@@ -100,17 +100,17 @@ def test_training_is_unchanged_and_every_event_is_fired(accumulate: int) -> None
     assert recorder.events.count("on_backward_end") == 2 * BATCHES
     assert recorder.events.count("on_epoch_end") == 2
     assert run.ctx.run.outcome == "finished"
-    noted = [
+    recorded = [
         losses[at : at + accumulate]
         for epoch in (losses[:BATCHES], losses[BATCHES:])
         for at in range(0, BATCHES, accumulate)
         for losses in (epoch,)
     ]
-    assert history["train/loss"] == pytest.approx([sum(step) for step in noted])
+    assert history["train/loss"] == pytest.approx([sum(step) for step in recorded])
     assert history["time/sample"][-1] == 8 * BATCHES
 
 
-def test_the_model_the_optimizer_and_torch_are_left_as_they_were() -> None:
+def test_no_hooks_and_patches_are_left_after_the_run() -> None:
     before = Tensor.backward
     model, optimizer, data = parts()
     with attach(model=model, optimizer=optimizer, callbacks=[Recorder()], strict=False) as run:
@@ -150,7 +150,7 @@ def test_the_duration_ends_the_loop() -> None:
 
 
 @pytest.mark.parametrize("step", [3, 5, 7])
-def test_saved_and_resumed_it_continues_exactly(step: int, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_run(step: int, tmp_path: Path) -> None:
     whole, _ = bare(3)
     history = History()
     attached(3, [Stopper(step), CheckpointSaver(save_interval="1ba"), History()], folder=tmp_path)
@@ -187,7 +187,7 @@ def test_a_signal_saves_and_preempts_the_run(tmp_path: Path) -> None:
     check_events(recorder.events)
 
 
-def test_ctrl_c_saves_and_is_raised_then(tmp_path: Path) -> None:
+def test_ctrl_c_saves_a_checkpoint_and_raises_keyboard_interrupt(tmp_path: Path) -> None:
     class Interrupt(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             if ctx.step == 2:
@@ -274,7 +274,7 @@ def test_after_a_break_a_resume_continues_at_the_same_step(tmp_path: Path) -> No
     assert trained([99], resume="auto") == [[3, 4, 5, 6, 7, 8, 9]]
 
 
-def test_a_function_that_has_no_name_is_named_all_the_same() -> None:
+def test_an_error_names_a_handler_that_is_a_partial_function() -> None:
     def handle(number: int, ctx: Context) -> None: ...
 
     manager = CallbackManager()
@@ -315,14 +315,14 @@ def test_the_loop_s_evaluations_are_reported(within: bool, tmp_path: Path) -> No
     assert run.ctx.step == 2 * BATCHES  # the second evaluation stops the run, and no further step is trained
 
 
-def stops_at_evaluation(rank: int, stop_on: int, folder: str) -> tuple[int, str]:
-    class One(Callback):
+def train_until_stop_at_evaluation(rank: int, stop_on: int, folder: str) -> tuple[int, str]:
+    class StopsOnOneRank(Callback):
         def on_eval_all_end(self, ctx: Context) -> None:
             if rank == stop_on:
                 ctx.control.stop("good enough")
 
     model, optimizer, data = parts()
-    with attach(model=model, optimizer=optimizer, callbacks=One(), run_name="run", runs_folder=folder) as run:
+    with attach(model=model, optimizer=optimizer, callbacks=StopsOnOneRank(), run_name="run", runs_folder=folder) as run:
         for epoch in run.epochs(3):
             for inputs, _ in run.steps(data):
                 model(inputs).sum().backward()
@@ -331,15 +331,15 @@ def stops_at_evaluation(rank: int, stop_on: int, folder: str) -> tuple[int, str]
     return run.ctx.step, str(run.ctx.run.outcome)
 
 
-def ranks_that_stop_at_an_evaluation(folder: str) -> tuple[int, str]:
+def train_rank_until_stop_at_evaluation(folder: str) -> tuple[int, str]:
     torch.distributed.init_process_group("gloo")
-    found = stops_at_evaluation(torch.distributed.get_rank(), 1, folder)
+    found = train_until_stop_at_evaluation(torch.distributed.get_rank(), 1, folder)
     torch.distributed.destroy_process_group()
     return found
 
 
 def test_a_stop_at_an_evaluation_between_epochs_acts_at_once_on_all_ranks(tmp_path: Path) -> None:
-    assert run_ranks(ranks_that_stop_at_an_evaluation, 2, str(tmp_path)) == [(BATCHES, "stopped")] * 2
+    assert run_ranks(train_rank_until_stop_at_evaluation, 2, str(tmp_path)) == [(BATCHES, "stopped")] * 2
 
 
 def test_a_signal_in_an_evaluation_between_epochs_ends_the_run_without_a_further_step(tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ def test_a_signal_in_an_evaluation_between_epochs_ends_the_run_without_a_further
     assert same(model, bare(3)[0])
 
 
-def loop_of_range(folder: Path, *callbacks: Callback, epochs: int = 4, **options: Any) -> AttachedRun:
+def train_with_range_loop(folder: Path, *callbacks: Callback, epochs: int = 4, **options: Any) -> AttachedRun:
     """Train with a loop `for epoch in range(epochs)`, which does not end at a stop. It evaluates after each epoch."""
     model, optimizer, data = parts()
     with attach(model=model, optimizer=optimizer, callbacks=callbacks, run_name="run", runs_folder=folder, **options) as run:
@@ -378,10 +378,10 @@ def loop_of_range(folder: Path, *callbacks: Callback, epochs: int = 4, **options
     return run
 
 
-def test_a_loop_that_counts_its_epochs_itself_gets_one_message_that_says_what_to_write(
+def test_a_loop_over_range_that_continues_after_a_stop_logs_one_warning_with_a_hint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = loop_of_range(tmp_path, recorder := Recorder(), Stopper(BATCHES + 2))
+    run = train_with_range_loop(tmp_path, recorder := Recorder(), Stopper(BATCHES + 2))
     assert run.ctx.step == BATCHES + 2
     check_events(recorder.events)
     warning, ended = caplog.messages
@@ -390,12 +390,12 @@ def test_a_loop_that_counts_its_epochs_itself_gets_one_message_that_says_what_to
     assert "Write `for epoch in run.epochs(n):` instead of `for epoch in range(n):`" in warning
 
 
-def test_a_resumed_loop_that_counts_its_epochs_itself_gets_a_message_that_it_trains_too_long(
+def test_a_resumed_loop_over_range_logs_a_warning_that_it_trains_too_long(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loop_of_range(tmp_path, CheckpointSaver(), epochs=2)
+    train_with_range_loop(tmp_path, CheckpointSaver(), epochs=2)
     assert not caplog.messages
-    loop_of_range(tmp_path, CheckpointSaver(), epochs=2, resume="auto")
+    train_with_range_loop(tmp_path, CheckpointSaver(), epochs=2, resume="auto")
     (warning,) = caplog.messages
     assert warning.startswith("the run was resumed after 2 complete epochs")
     assert warning.endswith("write `for epoch in run.epochs(n):`")
@@ -406,7 +406,7 @@ def test_a_resumed_loop_that_counts_its_epochs_itself_gets_a_message_that_it_tra
     [({}, "all 2 epochs of run.epochs(2) are done"), ({"max_duration": "2ep"}, "it has reached max_duration, 2ep")],
     ids=["epochs", "max_duration"],
 )
-def test_a_complete_run_that_is_started_again_says_so(
+def test_resuming_a_complete_run_takes_no_step_and_logs_a_warning(
     options: dict[str, Any], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     attached(2, CheckpointSaver(), folder=tmp_path, **options)
@@ -418,7 +418,7 @@ def test_a_complete_run_that_is_started_again_says_so(
     assert warning.endswith("To train from the start, leave out resume= and give another run_name")
 
 
-def test_two_evaluations_in_one_step_are_one_and_a_second_one_between_epochs_is_ignored(
+def test_evaluations_of_one_step_are_merged_and_a_second_one_between_epochs_is_ignored(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     recorder = Recorder(fields=("eval_results",))
@@ -440,7 +440,7 @@ def test_two_evaluations_in_one_step_are_one_and_a_second_one_between_epochs_is_
     assert warning.startswith("run.evaluated() was called a second time without a training step in between")
 
 
-def test_a_callback_asks_for_an_evaluation(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_requested_evaluation_is_made_or_reported_as_unsupported(caplog: pytest.LogCaptureFixture) -> None:
     class RequestsEvaluation(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             if ctx.step == 3:
@@ -525,7 +525,7 @@ def test_an_evaluation_that_a_signal_prevents_is_made_after_the_resume(tmp_path:
     check_events(recorder.events)
 
 
-class Nothing(Callback):
+class ZeroesLoss(Callback):
     """Multiplies the loss by zero."""
 
     phase = "change"
@@ -537,21 +537,21 @@ class Nothing(Callback):
         ctx.outputs = ctx.outputs + 0
 
 
-def test_what_a_callback_writes_takes_effect() -> None:
+def test_a_loss_that_a_callback_replaces_is_used_in_training() -> None:
     model, _, _ = parts()
-    other, _ = attached(1, [Nothing()])
+    other, _ = attached(1, [ZeroesLoss()])
     assert same(model, other)
 
 
-def test_a_batch_that_is_replaced_is_handed_out() -> None:
-    class Other(Callback):
+def test_the_loop_receives_the_microbatch_that_a_callback_has_set() -> None:
+    class ReplacesMicrobatch(Callback):
         phase = "change"
 
         def on_microbatch_start(self, ctx: Context) -> None:
             ctx.microbatch = [torch.ones(1, 3), torch.ones(1, 1)]
 
     model, optimizer, data = parts()
-    with attach(model=model, optimizer=optimizer, callbacks=[Other()]) as run:
+    with attach(model=model, optimizer=optimizer, callbacks=[ReplacesMicrobatch()]) as run:
         for inputs, targets in run.steps(data):
             assert inputs.shape == (1, 3)
             nn.functional.mse_loss(model(inputs), targets).backward()
@@ -574,7 +574,7 @@ def test_a_scaled_loss_is_reported_without_its_scale() -> None:
     assert history["train/loss"] == pytest.approx(expected)
 
 
-def test_a_late_listener_to_records_reads_the_steps_from_then_on() -> None:
+def test_a_listener_added_during_training_receives_records_of_the_steps_from_then_on() -> None:
     manager, history = CallbackManager(), History()
     model, optimizer, data = parts()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -594,7 +594,7 @@ def test_a_late_listener_to_records_reads_the_steps_from_then_on() -> None:
     assert history["train/learning_rate"] == pytest.approx([0.05 * 0.5**step for step in (7, 11, 14)])
 
 
-def test_an_error_at_the_last_record_fails_the_run() -> None:
+def test_an_error_in_on_log_of_the_last_record_fails_the_run() -> None:
     class Fails(Callback):
         def on_log(self, ctx: Context) -> None:
             raise ValueError("no disk")
@@ -609,7 +609,7 @@ def test_an_error_at_the_last_record_fails_the_run() -> None:
     assert recorder.events[-2:] == ["on_exception", "on_run_end"]
 
 
-def test_what_a_lane_logs_at_the_end_of_training_is_in_the_last_record() -> None:
+def test_values_that_a_lane_logs_at_the_end_of_training_are_in_the_last_record() -> None:
     class LogsAtTheEnd(Callback):
         lane = "background"
 
@@ -625,7 +625,7 @@ def test_what_a_lane_logs_at_the_end_of_training_is_in_the_last_record() -> None
     assert history["lane/logged"] == [1.0]
 
 
-def test_only_the_last_loss_is_kept_of_steps_that_are_not_read(tmp_path: Path) -> None:
+def test_without_listeners_only_the_last_loss_is_kept(tmp_path: Path) -> None:
     model, optimizer, data = parts()
     with attach(model=model, optimizer=optimizer, callbacks=[], run_name="run", runs_folder=tmp_path) as run:
         for inputs, targets in run.steps(data):
@@ -670,7 +670,7 @@ class Listens(Callback):
     def on_forward_end(self, ctx: Context) -> None: ...
 
 
-def test_an_event_with_listeners_that_the_loop_does_not_fire_is_rejected(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_listener_to_an_event_that_the_loop_does_not_fire_is_rejected(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(NotSupported, match=r"Listens listens to on_forward_end, which this loop did not fire.*strict=False"):
         loop_over_children(True, [Listens()])
     with caplog.at_level(logging.WARNING, "callsheet"):
@@ -690,7 +690,7 @@ def test_a_loop_that_steps_less_often_than_declared_is_rejected() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [0, True, "2"])
-def test_bad_arguments_are_rejected(accumulate: Any) -> None:
+def test_invalid_gradient_accumulation_steps_are_rejected(accumulate: Any) -> None:
     model, optimizer, _ = parts()
     with pytest.raises(ConfigError, match="gradient_accumulation_steps="):
         attach(model=model, optimizer=optimizer, callbacks=[], gradient_accumulation_steps=accumulate)
@@ -705,19 +705,19 @@ def test_steps_inside_steps_are_rejected() -> None:
             next(run.steps(data))
 
 
-def test_function_callbacks_and_a_manager() -> None:
+def test_functions_and_callbacks_of_a_manager_are_called_at_their_intervals() -> None:
     manager, seen = CallbackManager(), []
 
     @manager.register("on_train_step_end", every="2ba")
     def look(ctx: Context) -> None:
         seen.append(ctx.step)
 
-    class Every(Callback):
+    class EverySecondStep(Callback):
         @every("2ba")
         def on_train_step_end(self, ctx: Context) -> None:
             seen.append(-ctx.step)
 
-    manager.add(Every())
+    manager.add(EverySecondStep())
     attached(1, manager)
     assert seen == [2, -2, 4, -4]
 
@@ -733,7 +733,7 @@ def ddp(folder: str, stop_on: int) -> tuple[list[float], str, int]:
     wrapped = nn.parallel.DistributedDataParallel(model)
     data = [(torch.full((2, 3), 0.1 * (rank + step % 3)), torch.zeros(2, 1)) for step in range(3 * MAX_PERIOD_STEPS)]
 
-    class One(Callback):
+    class StopsOnOneRank(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             if ctx.run.rank == stop_on and ctx.step == 5:
                 ctx.control.stop("one rank is enough")
@@ -741,7 +741,7 @@ def ddp(folder: str, stop_on: int) -> tuple[list[float], str, int]:
     recorder = Recorder()
     saver = CheckpointSaver(save_interval="100ba")
     with attach(
-        model=wrapped, optimizer=optimizer, callbacks=[One(), recorder, saver], run_name="run", runs_folder=folder
+        model=wrapped, optimizer=optimizer, callbacks=[StopsOnOneRank(), recorder, saver], run_name="run", runs_folder=folder
     ) as run:
         for inputs, targets in run.steps(data):
             nn.functional.mse_loss(wrapped(inputs), targets).backward()
@@ -763,7 +763,7 @@ def test_two_ranks_stop_together_and_save_one_checkpoint(tmp_path: Path) -> None
     assert all(int(name.removeprefix("ep0-ba")) in (*range(100, step, 100), step) for name in saved)
 
 
-def test_a_copy_of_the_model_fires_nothing(tmp_path: Path) -> None:
+def test_a_copy_of_the_model_fires_no_events(tmp_path: Path) -> None:
     recorder, copies = Recorder(), []
 
     class Copies(Callback):
@@ -784,20 +784,20 @@ def test_a_copy_of_the_model_fires_nothing(tmp_path: Path) -> None:
     assert len(copies) == 4
 
 
-def test_a_loop_that_the_host_does_not_see_is_an_error() -> None:
+def test_a_loop_that_does_not_use_the_run_is_rejected() -> None:
     model, optimizer, data = parts()
     attached = attach(model=model, optimizer=optimizer, callbacks=[])
     with pytest.raises(RequestRejected, match=r"with callsheet\.attach"):
         next(attached.steps(data))
 
-    def forgetful() -> None:
+    def train_without_steps() -> None:
         with attached as run:
             for _ in run.epochs(2):
                 for inputs, _ in data:
                     model(inputs)
 
     with pytest.raises(RequestRejected, match=r"run\.steps\(dataloader\)"):
-        forgetful()
+        train_without_steps()
 
 
 def test_results_without_a_dataset_are_rejected() -> None:
@@ -826,14 +826,14 @@ def test_fields_of_a_skipped_step_do_not_depend_on_other_listeners(has_more_list
 
 
 @pytest.mark.parametrize("received", [(), ("on_optimizer_step_start",), ("on_clip_gradients_end",), ("on_train_step_start",)])
-def test_the_recorded_learning_rate_is_the_step_s_if_a_scheduler_steps_after_it(received: tuple[str, ...]) -> None:
-    class ListensToIt(Callback): ...
+def test_the_recorded_learning_rate_is_the_one_before_the_scheduler_steps(received: tuple[str, ...]) -> None:
+    class ListensToEvent(Callback): ...
 
     for event in received:
-        setattr(ListensToIt, event, lambda self, ctx: None)
+        setattr(ListensToEvent, event, lambda self, ctx: None)
     model, optimizer, data = parts()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    callbacks = [history := History(), *([ListensToIt()] if received else [])]
+    callbacks = [history := History(), *([ListensToEvent()] if received else [])]
     with attach(model=model, optimizer=optimizer, scheduler=scheduler, callbacks=callbacks, log_interval=1) as run:
         for inputs, targets in run.steps(data):
             optimizer.zero_grad()
@@ -845,8 +845,8 @@ def test_the_recorded_learning_rate_is_the_step_s_if_a_scheduler_steps_after_it(
     assert not optimizer._optimizer_step_post_hooks
 
 
-def test_a_handler_that_is_unmuted_reads_nothing_of_an_earlier_step() -> None:
-    class Now(Callback):
+def test_an_unmuted_handler_has_no_fields_of_an_earlier_step() -> None:
+    class MutesItself(Callback):
         def __init__(self) -> None:
             self.read: list[tuple[int, bool, bool]] = []
 
@@ -854,19 +854,19 @@ def test_a_handler_that_is_unmuted_reads_nothing_of_an_earlier_step() -> None:
             self.read.append((ctx.step, ctx.has("batch"), ctx.has("learning_rate") or ctx.has("loss") or ctx.has("grad_norm")))
             ctx.mute(self, "on_train_step_start", until=ctx.step + 25)
 
-    attached(12, now := Now())
+    attached(12, now := MutesItself())
     assert now.read == [(step, True, False) for step in (1, 26, 51)]
 
 
-def test_an_exception_in_a_step_comes_with_its_batch_without_other_listeners() -> None:
-    class Dumps(Callback):
+def test_the_batch_is_available_at_an_exception_without_other_listeners() -> None:
+    class KeepsBatch(Callback):
         batch: Any = None
 
         def on_exception(self, ctx: Context) -> None:
             self.batch = ctx.batch
 
     model, optimizer, data = parts()
-    dumps, batches = Dumps(), list[Any]()
+    dumps, batches = KeepsBatch(), list[Any]()
 
     def train() -> None:
         with attach(model=model, optimizer=optimizer, callbacks=dumps) as run:
@@ -882,21 +882,21 @@ def test_an_exception_in_a_step_comes_with_its_batch_without_other_listeners() -
     assert dumps.batch is batches[2]
 
 
-def test_a_callback_added_within_a_step_without_listeners_receives_its_end_with_its_fields() -> None:
-    manager, noted = CallbackManager(), list[tuple[int, bool]]()
+def test_a_callback_added_within_a_step_has_all_fields_at_the_end_of_the_step() -> None:
+    manager, recorded = CallbackManager(), list[tuple[int, bool]]()
     fields = ("batch", "loss", "loss_dict", "learning_rate", "grad_norm", "step_skipped")
     model, optimizer, data = parts()
     with attach(model=model, optimizer=optimizer, callbacks=manager) as run:
         for step, (inputs, targets) in enumerate(run.steps(data)):
             if step == 1:
-                manager.register("on_train_step_end", lambda ctx: noted.append((ctx.step, all(map(ctx.has, fields)))))
+                manager.register("on_train_step_end", lambda ctx: recorded.append((ctx.step, all(map(ctx.has, fields)))))
             nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert noted == [(step, True) for step in range(2, BATCHES + 1)]
+    assert recorded == [(step, True) for step in range(2, BATCHES + 1)]
 
 
-def test_loggers_come_after_the_callbacks_as_in_the_trainer(tmp_path: Path) -> None:
+def test_callbacks_and_loggers_both_receive_the_records(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options: dict[str, Any] = {"runs_folder": tmp_path, "run_name": "run", "log_interval": 1}
@@ -915,7 +915,7 @@ def test_an_unknown_argument_is_rejected_with_its_name_in_callsheet() -> None:
 
 
 @pytest.mark.parametrize("argument", ["eval_interval", "eval_dataloader", "eval_steps", "val_loader"])
-def test_an_evaluation_argument_is_rejected_with_how_attach_evaluates(argument: str) -> None:
+def test_an_evaluation_argument_is_rejected_with_a_hint_how_attach_evaluates(argument: str) -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(
@@ -990,7 +990,7 @@ def test_activation_checkpointing_starts_no_microbatch() -> None:
     assert recorder.events.count("on_forward_start") == recorder.events.count("on_backward_end") == 2
 
 
-def test_a_generator_whose_discriminator_is_trained_first_is_rejected_with_what_to_do() -> None:
+def test_a_gan_whose_discriminator_is_trained_first_is_rejected_with_a_hint() -> None:
     generator, discriminator = nn.Linear(4, 4), nn.Linear(4, 1)
     optimizer = torch.optim.Adam(generator.parameters())
 
@@ -1050,7 +1050,7 @@ def test_an_optimizer_inside_a_wrapper_is_observed() -> None:
         ({"optimizer": object()}, r"optimizer= is a object, which is not a torch.optim.Optimizer.*OptimWrapper"),
     ],
 )
-def test_objects_that_are_no_torch_model_or_optimizer_are_rejected_with_a_hint(given: dict[str, Any], message: str) -> None:
+def test_objects_that_are_not_a_torch_model_or_optimizer_are_rejected_with_a_hint(given: dict[str, Any], message: str) -> None:
     model, optimizer, _ = parts()
     whole: Any = {"model": model, "optimizer": optimizer, "callbacks": []} | given
     with pytest.raises(ConfigError, match=message):
@@ -1068,13 +1068,13 @@ def test_objects_that_are_no_torch_model_or_optimizer_are_rejected_with_a_hint(g
         ({"run_name": 3}, "^run_name=3 must be a plain name"),
     ],
 )
-def test_mistaken_arguments_are_named_with_what_to_give(given: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_rejected_with_a_hint(given: dict[str, Any], message: str) -> None:
     model, optimizer, _ = parts()
     with pytest.raises(ConfigError, match=message):
         attach(**{"model": model, "optimizer": optimizer, **given})
 
 
-def test_arguments_without_their_names_are_rejected_with_the_names() -> None:
+def test_positional_arguments_are_rejected_with_a_hint() -> None:
     model, optimizer, _ = parts()
     with pytest.raises(
         ConfigError, match=r"^attach takes no argument without its name: write attach\(model=\.\.\., optimizer=\.\.\.\)$"
@@ -1095,13 +1095,13 @@ def test_arguments_without_their_names_are_rejected_with_the_names() -> None:
         (lambda run: next(run.epochs("3")), r"^epochs\('3'\): give the number of epochs"),
     ],
 )
-def test_mistaken_calls_are_named_with_what_to_write(call: Callable[[AttachedRun], Any], message: str) -> None:
+def test_invalid_calls_are_rejected_with_a_hint(call: Callable[[AttachedRun], Any], message: str) -> None:
     model, optimizer, _ = parts()
     with attach(model=model, optimizer=optimizer, callbacks=[]) as run, pytest.raises(ConfigError, match=message):
         call(run)
 
 
-def test_a_dataloader_without_a_length(tmp_path: Path) -> None:
+def test_a_dataloader_without_a_length_trains_all_its_batches(tmp_path: Path) -> None:
     class Stream(IterableDataset[Tensor]):
         def __iter__(self) -> Iterator[Tensor]:
             return iter(torch.ones(8, 3))
@@ -1123,7 +1123,7 @@ def test_a_callback_whose_request_the_loop_does_not_support_is_rejected_at_the_s
         attach(model=model, optimizer=optimizer, callbacks=[scheduler])
 
 
-def test_a_callback_that_is_a_dataclass_and_so_not_hashable(tmp_path: Path) -> None:
+def test_a_callback_that_is_not_hashable_is_called_at_every_step(tmp_path: Path) -> None:
     @dataclass
     class Steps(Callback):
         count: int = 0
@@ -1158,20 +1158,20 @@ WORKERS: Mapping[str, Any] = {"workers": 2, "persistent": True, "context": "fork
     ],
     ids=str,
 )
-def test_a_resume_gives_the_batches_of_an_undisturbed_run_in_any_epoch(case: Case) -> None:
+def test_a_resume_gives_the_batches_of_an_uninterrupted_run_in_any_epoch(case: Case) -> None:
     for epoch, place in ((1, 2), (2, 0), (3, 1)):
         result = result_of(replace(case, epoch=epoch, place=place), ATTACH)
         assert result.outcome == "exact", (epoch, place, result.message)
 
 
 @pytest.mark.parametrize("order", ["counting", "shuffles its list"])
-def test_a_resume_names_a_sampler_whose_state_it_cannot_restore(order: str) -> None:
+def test_a_resume_logs_a_warning_of_a_sampler_whose_state_it_cannot_restore(order: str) -> None:
     result = result_of(Case(order=order), ATTACH)
     assert result.outcome == "warned"
     assert "changed while training" in result.message
 
 
-def resumed_order(folder: Path, made: Callable[[int], Any], stop_after: int) -> tuple[list[Any], list[Any]]:
+def batches_without_and_with_resume(folder: Path, made: Callable[[int], Any], stop_after: int) -> tuple[list[Any], list[Any]]:
     """Return the batches of three epochs of four steps, of an uninterrupted run and of a resumed one.
 
     `made` returns the dataloader of an epoch.
@@ -1199,17 +1199,19 @@ def resumed_order(folder: Path, made: Callable[[int], Any], stop_after: int) -> 
 
 
 @pytest.mark.parametrize("stop_after", [3, 8, 9])
-def test_a_loop_that_makes_a_dataloader_for_each_epoch(stop_after: int, tmp_path: Path) -> None:
+def test_a_resume_gives_the_same_batches_if_each_epoch_has_a_new_dataloader(stop_after: int, tmp_path: Path) -> None:
     data = torch.arange(8.0).reshape(8, 1)
 
     def made(epoch: int) -> Any:
         return DataLoader(data, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(epoch))  # type: ignore[arg-type]
 
-    whole, stopped = resumed_order(tmp_path, made, stop_after)
+    whole, stopped = batches_without_and_with_resume(tmp_path, made, stop_after)
     assert stopped == whole
 
 
-def test_a_wrapper_around_a_dataloader_with_a_generator_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resume_logs_a_warning_of_a_wrapped_dataloader_with_its_own_generator(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     data = torch.arange(8.0).reshape(8, 1)
 
     class Wrapper:
@@ -1219,7 +1221,7 @@ def test_a_wrapper_around_a_dataloader_with_a_generator_is_named(tmp_path: Path,
         def __iter__(self) -> Iterator[Any]:
             return iter(self.inner)
 
-    resumed_order(tmp_path, lambda epoch: Wrapper(), stop_after=5)
+    batches_without_and_with_resume(tmp_path, lambda epoch: Wrapper(), stop_after=5)
     assert "Wrapper wraps a DataLoader with a generator of its own" in caplog.text
 
 
@@ -1243,7 +1245,7 @@ def train_in(folder: Path, loop: str, callbacks: list[Callback], **options: Any)
 @pytest.mark.parametrize("loop", ["attach", "Trainer"])
 @pytest.mark.parametrize("options", [{}, {"run_name": "run"}], ids=["unnamed", "named"])
 @pytest.mark.parametrize("kind", [JSONLLogger, CSVLogger, FileLogger, TensorboardLogger, Heartbeat])
-def test_a_callback_that_may_not_write_is_switched_off_with_one_line(
+def test_a_callback_without_write_permission_is_disabled_with_one_message(
     loop: str, options: dict[str, Any], kind: type[Callback], read_only_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert train_in(read_only_folder, loop, [kind()], **options) == BATCHES
@@ -1254,7 +1256,7 @@ def test_a_callback_that_may_not_write_is_switched_off_with_one_line(
 
 
 @pytest.mark.parametrize("loop", ["attach", "Trainer"])
-def test_checkpoints_that_cannot_be_written_are_an_error_before_the_first_step(
+def test_a_read_only_checkpoint_folder_is_rejected_before_the_first_step(
     loop: str, read_only_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = Recorder()

@@ -22,7 +22,7 @@ from callsheet.exec.default_observers import default_observers
 from callsheet.exec.log_pace import LogPace
 from callsheet.testing import Recorder, check_events
 
-from .rows import hold_trainer
+from .rows import check_or_write_trainer_cell
 
 pytest.importorskip("trl")
 pytest.importorskip("sentence_transformers")
@@ -38,7 +38,7 @@ pytestmark = [
 ]
 
 
-class Notes(TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
+class RecordsSteps(TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
     """Records the steps at which the Trainer evaluates and writes a checkpoint."""
 
     def __init__(self) -> None:
@@ -80,13 +80,13 @@ class EvaluatedWeights(Callback):
 
     def __init__(self) -> None:
         self.trained: list[Tensor] = []
-        self.are_others: list[bool] = []
+        self.are_changed: list[bool] = []
 
     def on_train_step_end(self, ctx: Context) -> None:
         self.trained = weights(ctx.model)
 
     def on_eval_step_end(self, ctx: Context) -> None:
-        self.are_others.append(not same(self.trained, weights(ctx.model)))
+        self.are_changed.append(not same(self.trained, weights(ctx.model)))
 
 
 def weights(model: torch.nn.Module) -> list[Tensor]:
@@ -111,7 +111,7 @@ class Plain:
 
     def __init__(self, built: Built, folder: Path) -> None:
         self.losses: list[Tensor] = []
-        self.notes = Notes()
+        self.notes = RecordsSteps()
         trainer = built.make(folder, [self.notes], **SAVES)
         with recording_backward(self.losses):
             trainer.train()
@@ -165,7 +165,7 @@ built_on = pytest.mark.parametrize("name", [parameter(name) for name in BUILT_ON
 @built_on
 def test_observers_do_not_change_training(name: str, plain: Callable[[str], Plain], tmp_path: Path) -> None:
     built, alone = BUILT_ON[name], plain(name)
-    recorder, history, losses, notes = Recorder(), History(), Losses(), Notes()
+    recorder, history, losses, notes = Recorder(), History(), Losses(), RecordsSteps()
     received: list[Tensor] = []
     trainer = built.make(tmp_path, [host([*default_observers(LogPace(1)), recorder, history, losses]), notes], **SAVES)
     with recording_backward(received):
@@ -186,7 +186,7 @@ def test_observers_do_not_change_training(name: str, plain: Callable[[str], Plai
     assert not [name for _, results in history.evaluations for name in results["validation"] if name.endswith("runtime")]
     assert notes.written == alone.notes.written == [3, 6]
     assert recorder.events.count("on_checkpoint_published") == 2
-    hold_trainer(name, built.library, "observers", Cell("works"))
+    check_or_write_trainer_cell(name, built.library, "observers", Cell("works"))
 
 
 @built_on
@@ -198,23 +198,23 @@ def test_a_callback_stops_it_and_no_evaluation_is_added(name: str, tmp_path: Pat
     check_events(recorder.events)
     assert recorder.events.count("on_train_step_end") == 2
     assert not [event for event in recorder.events if event.startswith("on_eval")]
-    hold_trainer(name, BUILT_ON[name].library, "stop", Cell("works"))
+    check_or_write_trainer_cell(name, BUILT_ON[name].library, "stop", Cell("works"))
 
 
 @pytest.mark.parametrize("name", [parameter(name, averages=True) for name in BUILT_ON])
 def test_an_average_is_evaluated_and_a_callback_saves(name: str, plain: Callable[[str], Plain], tmp_path: Path) -> None:
-    looks, notes, recorder = EvaluatedWeights(), Notes(), Recorder()
-    ours = [EMA(half_life=2, at_end=False), RequestsAtStep("save", 2), looks, recorder]
+    evaluated_weights, notes, recorder = EvaluatedWeights(), RecordsSteps(), Recorder()
+    ours = [EMA(half_life=2, at_end=False), RequestsAtStep("save", 2), evaluated_weights, recorder]
     trainer = BUILT_ON[name].make(tmp_path, [host(ours), notes])
     trainer.train()
-    assert looks.are_others
-    assert all(looks.are_others)
+    assert evaluated_weights.are_changed
+    assert all(evaluated_weights.are_changed)
     assert same(weights(module(trainer)), plain(name).weights)
     check_events(recorder.events)
-    hold_trainer(name, BUILT_ON[name].library, "EMA", Cell("works"))
+    check_or_write_trainer_cell(name, BUILT_ON[name].library, "EMA", Cell("works"))
     assert notes.written[0] == 2
     assert (tmp_path / "checkpoint-2" / STATE).is_dir()
-    hold_trainer(name, BUILT_ON[name].library, "save", Cell("works"))
+    check_or_write_trainer_cell(name, BUILT_ON[name].library, "save", Cell("works"))
 
 
 @pytest.mark.parametrize("name", [parameter(name, averages=True) for name, built in BUILT_ON.items() if built.resumes])
@@ -233,7 +233,7 @@ def test_it_resumes_as_without_callbacks(name: str, tmp_path: Path) -> None:
     assert recorder.recorded[-1].batch == STEPS
     assert history["train/loss"][:3] == whole["train/loss"][:3]
     assert len(history["train/loss"]) == len(whole["train/loss"])
-    hold_trainer(name, built.library, "resume", Cell("works"))
+    check_or_write_trainer_cell(name, built.library, "resume", Cell("works"))
 
 
 def test_trainers_marked_as_not_resumable_cannot_resume() -> None:
@@ -242,10 +242,12 @@ def test_trainers_marked_as_not_resumable_cannot_resume() -> None:
 
     assert [name for name, built in BUILT_ON.items() if not built.resumes] == ["setfit.Trainer"]
     assert "resume_from_checkpoint" not in inspect.signature(setfit.Trainer.train).parameters
-    hold_trainer("setfit.Trainer", BUILT_ON["setfit.Trainer"].library, "resume", Cell("rejected", "SetFit does not resume"))
+    check_or_write_trainer_cell(
+        "setfit.Trainer", BUILT_ON["setfit.Trainer"].library, "resume", Cell("rejected", "SetFit does not resume")
+    )
 
 
-def test_the_matrix_has_a_row_for_each_and_says_which_version() -> None:
+def test_the_matrix_has_a_row_and_the_version_of_each_trainer() -> None:
     found = {name: row.library for name, row in frameworks()["huggingface"].derived.items()}
     assert found == {name: built.library for name, built in BUILT_ON.items()}, "make matrix writes the versions"
     assert all(sorted(row.checks) == sorted(CHECKS) for row in frameworks()["huggingface"].derived.values())

@@ -61,8 +61,8 @@ def test_the_map_names_existing_events() -> None:
     assert {theirs for several in EVENT_MAP.values() for theirs in several} == set(Event)
 
 
-def test_a_callback_with_no_base_at_all_is_a_guest(tmp_path: Path) -> None:
-    class Duck:
+def test_a_guest_needs_no_base_class(tmp_path: Path) -> None:
+    class WithoutBaseClass:
         def __init__(self) -> None:
             self.recorded: list[str] = []
 
@@ -72,7 +72,7 @@ def test_a_callback_with_no_base_at_all_is_a_guest(tmp_path: Path) -> None:
         def close(self, state: object, logger: object) -> None:
             self.recorded.append("close")
 
-    duck = Duck()
+    duck = WithoutBaseClass()
     model = nn.Linear(2, 1)
     data = [(torch.randn(4, 2), torch.randn(4, 1))] * 3
     with Trainer(
@@ -83,23 +83,23 @@ def test_a_callback_with_no_base_at_all_is_a_guest(tmp_path: Path) -> None:
     assert duck.recorded == ["epoch_end", "close"]
 
 
-def test_objects_that_are_no_callback_are_rejected() -> None:
+def test_objects_that_are_not_callbacks_are_rejected() -> None:
     with pytest.raises(RegistrationError, match="not a callback with one of the methods of Composer's"):
         guest(object())
     with pytest.raises(RegistrationError, match="give an instance"):
         guest(Callback)
 
 
-def test_a_guest_listens_to_what_it_overrides_and_no_more() -> None:
+def test_a_guest_listens_only_to_the_hooks_that_it_overrides() -> None:
     class Listens(Callback):
         def before_loss(self, state: object, logger: object) -> None: ...
 
-    listens_to = guest(Listens())
-    assert "on_loss_start" in vars(listens_to)
-    assert "on_loss_end" not in vars(listens_to)
+    callback = guest(Listens())
+    assert "on_loss_start" in vars(callback)
+    assert "on_loss_end" not in vars(callback)
 
 
-def test_an_error_names_what_a_guest_may_not_write(tmp_path: Path) -> None:
+def test_an_error_names_the_attribute_that_a_guest_may_not_set(tmp_path: Path) -> None:
     class Writes(Callback):
         def fit_start(self, state: object, logger: object) -> None:
             state.model = None  # type: ignore[attr-defined]

@@ -116,7 +116,7 @@ def loop(model: nn.Module, callbacks: list[Any], *, steps: int = 3) -> torch.opt
     return optimizer
 
 
-class At(Callback):
+class CallsAtForwardEnd(Callback):
     """Calls a function at the end of the forward pass, while callsheet's hooks are registered."""
 
     def __init__(self, function: Any) -> None:
@@ -127,8 +127,8 @@ class At(Callback):
         self.function(ctx)
 
 
-def test_a_file_of_the_model_is_read_with_weights_only_and_where_there_is_no_callsheet(tmp_path: Path) -> None:
-    loop(nn.Linear(4, 4), [At(lambda ctx: torch.save(ctx.model, tmp_path / "model.pt"))])
+def test_a_saved_model_loads_with_weights_only_and_without_callsheet_installed(tmp_path: Path) -> None:
+    loop(nn.Linear(4, 4), [CallsAtForwardEnd(lambda ctx: torch.save(ctx.model, tmp_path / "model.pt"))])
     with torch.serialization.safe_globals([nn.Linear]):
         assert isinstance(torch.load(tmp_path / "model.pt", weights_only=True), nn.Linear)
     reads = (
@@ -140,12 +140,12 @@ def test_a_file_of_the_model_is_read_with_weights_only_and_where_there_is_no_cal
     assert (done.stdout.strip(), done.returncode) == ("0", 0), done.stderr
 
 
-def test_hooks_of_the_user_s_are_copied_and_can_be_removed() -> None:
+def test_hooks_of_the_user_are_copied_and_can_be_removed() -> None:
     calls: list[str] = []
     model = nn.Linear(4, 4)
     handle = model.register_forward_hook(lambda *_: calls.append("theirs"))
     copied: list[nn.Module] = []
-    loop(model, [At(lambda ctx: copied.append(copy.copy(ctx.model)))], steps=2)
+    loop(model, [CallsAtForwardEnd(lambda ctx: copied.append(copy.copy(ctx.model)))], steps=2)
     assert len(calls) == 2
     assert [len(each._forward_hooks) for each in copied] == [1, 1]
     handle.remove()
@@ -153,22 +153,22 @@ def test_hooks_of_the_user_s_are_copied_and_can_be_removed() -> None:
     assert len(calls) == 2
 
 
-class Keeps(nn.Linear):
+class OwnGetstate(nn.Linear):
     """A module that defines its own pickled state."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "kept": True}
 
 
-class Copied(nn.Linear):
-    def __deepcopy__(self, memo: dict[int, Any]) -> Copied:
+class OwnDeepcopy(nn.Linear):
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnDeepcopy:
         made = type(self).__new__(type(self))
         vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
         return made
 
 
-class Counts(nn.Linear):
-    """A module whose pickled state is its own dictionary. It counts in it how often the state was read."""
+class CountsGetstateCalls(nn.Linear):
+    """A module whose pickled state is its own dictionary of attributes, with a count of how often the state was read."""
 
     times = 0
 
@@ -177,7 +177,7 @@ class Counts(nn.Linear):
         return vars(self)
 
 
-class Reduced(nn.Linear):
+class OwnReduce(nn.Linear):
     def __reduce__(self) -> Any:
         return _made, (type(self), vars(self))
 
@@ -192,12 +192,12 @@ def _traced(size: int, outputs: int) -> nn.Module:
     return torch.fx.symbolic_trace(nn.Sequential(nn.Linear(size, outputs)))
 
 
-@pytest.mark.parametrize("kind", [Keeps, Copied, Counts, Reduced, _traced])
-def test_a_model_that_copies_itself_in_its_own_way(kind: Callable[..., nn.Module]) -> None:
+@pytest.mark.parametrize("kind", [OwnGetstate, OwnDeepcopy, CountsGetstateCalls, OwnReduce, _traced])
+def test_a_model_with_its_own_copy_method_is_copied_without_callsheet_s_hooks(kind: Callable[..., nn.Module]) -> None:
     copied: list[nn.Module] = []
-    at = At(lambda ctx: copied.append(copy.deepcopy(ctx.model)))
+    at = CallsAtForwardEnd(lambda ctx: copied.append(copy.deepcopy(ctx.model)))
     written: list[bytes] = []
-    saves = At(lambda ctx: written.append(_saved(ctx.model)))
+    saves = CallsAtForwardEnd(lambda ctx: written.append(_saved(ctx.model)))
     model = kind(4, 4)
     attributes = list(vars(model))
     loop(model, [at, saves])
@@ -208,13 +208,13 @@ def test_a_model_that_copies_itself_in_its_own_way(kind: Callable[..., nn.Module
         assert not each._forward_hooks
         assert not each._forward_pre_hooks
         each(torch.ones(1, 4)).sum().backward()
-    assert kind is not Keeps or vars(copied[0])["kept"] is True
-    assert kind is not Counts or vars(model).pop("times") == 6
+    assert kind is not OwnGetstate or vars(copied[0])["kept"] is True
+    assert kind is not CountsGetstateCalls or vars(model).pop("times") == 6
     assert list(vars(model)) == attributes
     assert type(model) not in copyreg.dispatch_table
 
 
-def test_a_copy_that_shares_the_attributes_has_its_own_weights() -> None:
+def test_copies_of_a_model_that_shares_the_attributes_have_that_model_s_weights() -> None:
     """Some scripts copy a module's dictionary of attributes into a new module, and then set other weights."""
     found: list[float] = []
 
@@ -227,22 +227,22 @@ def test_a_copy_that_shares_the_attributes_has_its_own_weights() -> None:
             assert not each._forward_hooks
             found.append(float(each.weight.detach().abs().sum()))
 
-    loop(nn.Linear(4, 4), [At(share)])
+    loop(nn.Linear(4, 4), [CallsAtForwardEnd(share)])
     assert found == [0.0] * 9
 
 
-class Whole(torch.optim.SGD):
+class PicklesItsHooks(torch.optim.SGD):
     """An optimizer whose pickled state is its dictionary of attributes, with its hooks."""
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self)
 
 
-def test_an_optimizer_that_pickles_its_hooks() -> None:
+def test_the_pickle_of_an_optimizer_with_its_hooks_contains_nothing_of_callsheet() -> None:
     written: list[bytes] = []
     model = nn.Linear(4, 4)
-    optimizer = Whole(model.parameters(), lr=0.1)
-    at = At(lambda ctx: written.append(pickle.dumps(copy.deepcopy(ctx.optimizer))))
+    optimizer = PicklesItsHooks(model.parameters(), lr=0.1)
+    at = CallsAtForwardEnd(lambda ctx: written.append(pickle.dumps(copy.deepcopy(ctx.optimizer))))
     with attach(model=model, optimizer=optimizer, callbacks=[at]) as run:
         for batch in run.steps([torch.ones(2, 4)] * 2):
             model(batch).sum().backward()
@@ -251,7 +251,7 @@ def test_an_optimizer_that_pickles_its_hooks() -> None:
     assert not any(b"callsheet" in each for each in written)
 
 
-def test_a_reducer_of_the_user_s_is_used_and_restored() -> None:
+def test_a_copyreg_reducer_of_the_user_is_used_and_restored() -> None:
     class Own(nn.Linear):
         pass
 
@@ -261,22 +261,22 @@ def test_a_reducer_of_the_user_s_is_used_and_restored() -> None:
     copied: list[nn.Module] = []
     copyreg.pickle(Own, reduce)
     try:
-        loop(Own(4, 4), [At(lambda ctx: copied.append(copy.deepcopy(ctx.model)))])
+        loop(Own(4, 4), [CallsAtForwardEnd(lambda ctx: copied.append(copy.deepcopy(ctx.model)))])
         assert copyreg.dispatch_table[Own] is reduce
     finally:
         del copyreg.dispatch_table[Own]
     assert all(vars(each)["reduced"] and not each._forward_hooks for each in copied)
 
 
-def test_a_copy_is_not_observed_and_trains() -> None:
+def test_a_copy_can_be_trained_and_is_not_observed() -> None:
     copied: list[Any] = []
-    at = At(lambda ctx: copied.append(copy.deepcopy(ctx.model)))
+    at = CallsAtForwardEnd(lambda ctx: copied.append(copy.deepcopy(ctx.model)))
     loop(nn.Linear(4, 4), [at])
     loop(copied[0], [])
     assert at.times == 3
 
 
-def test_a_compiled_model_is_compiled_once_though_hooks_are_registered() -> None:
+def test_a_compiled_model_is_compiled_once_although_hooks_are_registered() -> None:
     compiled: list[int] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -285,12 +285,12 @@ def test_a_compiled_model_is_compiled_once_though_hooks_are_registered() -> None
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     given: Any = torch.compile(model, backend=backend)
-    at = At(lambda ctx: None)
+    at = CallsAtForwardEnd(lambda ctx: None)
     loop(given, [at])
     assert (at.times, len(compiled)) == (3, 1)
 
 
-def test_two_additions_to_one_attribute_are_removed_in_any_order() -> None:
+def test_two_replacements_of_one_method_can_be_removed_in_any_order() -> None:
     class Thing:
         def name(self) -> str:
             return "theirs"
@@ -306,7 +306,7 @@ def test_two_additions_to_one_attribute_are_removed_in_any_order() -> None:
         assert not vars(thing)
 
 
-def test_a_torch_without_the_private_names_leaves_a_function_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_not_compiled_returns_the_function_if_torch_lacks_the_private_names(monkeypatch: pytest.MonkeyPatch) -> None:
     def function() -> int:
         return 1
 

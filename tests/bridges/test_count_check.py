@@ -40,7 +40,7 @@ class Counted(Callback):
 
 
 @pytest.mark.usefixtures("counts_may_differ")
-def test_other_counts_are_logged_once_recorded_and_corrected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_difference_in_counts_is_logged_once_recorded_and_corrected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(1, 1)
     counts = Counts(4, 7)
     run = HostedRun([JSONLLogger()], model=model, host="The loop", run_name="run", runs_folder=tmp_path)
@@ -87,7 +87,7 @@ def test_faults_that_cancel_out_in_the_counts_are_logged_and_recorded_once(
     )
 
 
-class Skips(lightning_loop.Module):
+class ReturnsNoLoss(lightning_loop.Module):
     """Returns no loss for one batch, which Lightning counts as a step nevertheless."""
 
     def training_step(self, batch: Any, index: int) -> Any:
@@ -128,11 +128,11 @@ class LeavesEpoch(LightningCallback):  # type: ignore[misc]
         (lambda: lightning_loop.Module(POINTS), {"num_sanity_val_steps": 2, "val_check_interval": 2}, (12, 2)),
         (lambda: lightning_loop.Module(POINTS), {"limit_train_batches": 5}, (10, 2)),
         (lambda: lightning_loop.Module(POINTS), {"leaves": True}, (8, 1)),
-        (lambda: Skips(POINTS), {}, (12, 2)),
+        (lambda: ReturnsNoLoss(POINTS), {}, (12, 2)),
         (SeveralOptimizers, {}, (12, 2)),
     ],
 )
-def test_lightning(module: Any, options: dict[str, Any], expected: tuple[int, int], tmp_path: Path) -> None:
+def test_the_counts_equal_lightning_s(module: Any, options: dict[str, Any], expected: tuple[int, int], tmp_path: Path) -> None:
     counted, options = Counted(), dict(options)
     callbacks = [lightning_host([counted], strict=False), *([LeavesEpoch()] if options.pop("leaves", False) else [])]
     trainer, module = lightning_loop.quiet_trainer(tmp_path, callbacks, **options), module()
@@ -149,7 +149,7 @@ def test_lightning(module: Any, options: dict[str, Any], expected: tuple[int, in
 
 @pytest.mark.parametrize("leave", ["terminate", "terminate_epoch"])
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_ignite(leave: str, accumulate: int, tmp_path: Path) -> None:
+def test_the_counts_equal_ignite_s_after_a_termination(leave: str, accumulate: int, tmp_path: Path) -> None:
     model, counted = POINTS.made_model(), Counted()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     trainer: Any = create_supervised_trainer(model, optimizer, POINTS.loss, gradient_accumulation_steps=accumulate)
@@ -171,7 +171,7 @@ class LeavesEarly(TrainerCallback):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("callbacks", [[], [LeavesEarly()]])
-def test_huggingface(callbacks: list[Any], tmp_path: Path) -> None:
+def test_the_counts_equal_the_hugging_face_trainer_s_in_each_run(callbacks: list[Any], tmp_path: Path) -> None:
     counted = Counted()
     trainer = huggingface_trainer(tmp_path, huggingface_host([counted]), *callbacks)
     trainer.train()

@@ -21,13 +21,15 @@ DATA: Any = list(range(4))  # used as a dataset
         (DataLoader(DATA, num_workers=1, persistent_workers=True), "persistent workers"),
     ],
 )
-def test_a_dataloader_whose_order_is_lost_is_named(loader: object, cause: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dataloader_whose_order_cannot_be_restored_is_reported_with_a_warning(
+    loader: object, cause: str, caplog: pytest.LogCaptureFixture
+) -> None:
     warn_if_not_restored(loader, "torchtnt")
     (message,) = caplog.messages
     assert message.startswith(f"torchtnt resumes with a dataloader that has {cause}, whose state its checkpoints do not hold")
 
 
 @pytest.mark.parametrize("loader", [DATA, DataLoader(DATA, shuffle=True), DataLoader(DATA, num_workers=1)])
-def test_other_data_is_not(loader: object, caplog: pytest.LogCaptureFixture) -> None:
+def test_data_whose_order_can_be_restored_is_not_reported(loader: object, caplog: pytest.LogCaptureFixture) -> None:
     warn_if_not_restored(loader, "torchtnt")
     assert caplog.messages == []

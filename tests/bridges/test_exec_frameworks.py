@@ -169,14 +169,14 @@ def weights(found: subprocess.CompletedProcess[str]) -> str:
 
 @pytest.fixture(scope="module")
 def huggingface_weights(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Train HUGGINGFACE alone."""
+    """Return the hash of the weights that the script HUGGINGFACE trains without callsheet."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / "train.py").write_text(HUGGINGFACE)
     return weights(run_forked(folder, "train.py", "1"))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_trainers_of_frameworks_are_observed(name: str, tmp_path: Path) -> None:
+def test_a_trainer_of_a_framework_is_observed_and_trains_the_same(name: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPTS[name])
     times = 1 if name in ("ignite", "accelerate") else 2
     alone = run_forked(tmp_path, "train.py", str(times))
@@ -210,7 +210,7 @@ def test_a_failing_callback_does_not_end_a_trainer(tmp_path: Path, huggingface_w
     assert RunFolder.read(tmp_path / "runs" / "a").outcome == "failed"
 
 
-def test_a_trainer_that_cannot_be_observed_trains(tmp_path: Path, huggingface_weights: str) -> None:
+def test_a_trainer_that_cannot_be_observed_trains_the_same(tmp_path: Path, huggingface_weights: str) -> None:
     (tmp_path / "train.py").write_text(HUGGINGFACE)
     entry = "- class_path: EarlyStopper\n  init_args: {monitor: validation/loss}\n"
     (tmp_path / "callbacks.yaml").write_text(entry + entry)  # a run rejects two callbacks of the same name
@@ -221,7 +221,7 @@ def test_a_trainer_that_cannot_be_observed_trains(tmp_path: Path, huggingface_we
     assert "no training was recognized" not in observed.stderr
 
 
-def test_a_script_that_uses_callsheet_runs_as_it_is(tmp_path: Path) -> None:
+def test_a_script_that_uses_callsheet_itself_is_not_observed(tmp_path: Path) -> None:
     given = HUGGINGFACE.replace("train_dataset=rows)", "train_dataset=rows, callbacks=[host([], strict=False)])")
     (tmp_path / "train.py").write_text(f"from callsheet.bridges.huggingface import host\n{given}")
     observed = run(tmp_path, "-m", "callsheet.exec", "--run_name", "a", "train.py", "1")
@@ -235,7 +235,7 @@ def test_a_script_that_uses_callsheet_runs_as_it_is(tmp_path: Path) -> None:
     [DDP, FSDP2, LIGHTNING.replace("max_steps=8", 'max_steps=8, devices=2, strategy="ddp"')],
     ids=["ddp", "fsdp2", "lightning"],
 )
-def test_two_ranks(text: str, tmp_path: Path) -> None:
+def test_a_script_on_two_ranks_is_observed_and_trains_the_same(text: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(text)
     launch = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", "-m", "callsheet.exec")
     alone = run_forked(tmp_path, "train.py", "1", ranks=2)

@@ -41,7 +41,7 @@ def loop_and_weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
 @pytest.mark.parametrize(
     "span", [span if span in ALWAYS else pytest.param(span, marks=pytest.mark.slow) for span in TRAINED + EVALUATED]
 )
-def test_a_fault_in_a_span_of_a_step(
+def test_training_is_unchanged_after_the_host_fails_in_a_span(
     loop_and_weights: tuple[Any, list[torch.Tensor]],
     span: str,
     edge: str,
@@ -50,27 +50,27 @@ def test_a_fault_in_a_span_of_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop, expected = loop_and_weights
-    breaks = FailsInSpan(span, edge)
+    fails_in_span = FailsInSpan(span, edge)
     for kind in (HostedRun, HookedRun):
         begin: Any = kind.begin
 
-        def begun(self: Any, *args: Any, begin: Any = begin, **given: Any) -> Any:
-            breaks.run = self
+        def begin_and_keep_run(self: Any, *args: Any, begin: Any = begin, **given: Any) -> Any:
+            fails_in_span.run = self
             return begin(self, *args, **given)
 
-        monkeypatch.setattr(kind, "begin", begun)
-    found = weights(loop, tmp_path, [breaks])
+        monkeypatch.setattr(kind, "begin", begin_and_keep_run)
+    found = weights(loop, tmp_path, [fails_in_span])
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
-    assert caplog.text.count("callsheet cannot follow") == bool(breaks.faults)
-    assert breaks.ends == ([HostError, "failed"] if breaks.faults else ["finished"])
+    assert caplog.text.count("callsheet cannot follow") == bool(fails_in_span.faults)
+    assert fails_in_span.ends == ([HostError, "failed"] if fails_in_span.faults else ["finished"])
     if span == "train_step":
-        assert breaks.faults
+        assert fails_in_span.faults
 
 
 # --- several ranks ---
 
 
-def with_a_fault(folder: str, is_observed: bool) -> tuple[list[float], list[Any], list[str]]:
+def train_with_a_fault(folder: str, is_observed: bool) -> tuple[list[float], list[Any], list[str]]:
     """Train twelve steps by hand in DDP; rank 1's host has a fault after step 3. Return the weights, how the run ended, and the log."""
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
@@ -78,29 +78,29 @@ def with_a_fault(folder: str, is_observed: bool) -> tuple[list[float], list[Any]
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = [(torch.full((2, 3), 0.1 * (rank + step)), torch.zeros(2, 1)) for step in range(12)]
-    breaks = FailsInSpan("train_step" if rank == 1 else "none", "end")
+    fails_in_span = FailsInSpan("train_step" if rank == 1 else "none", "end")
     log: list[str] = []
     handler = logging.Handler(logging.ERROR)
     handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("callsheet").addHandler(handler)
-    given: Any = {"model": model, "optimizer": optimizer, "callbacks": [breaks, CheckpointSaver(save_interval="5ba")]}
+    given: Any = {"model": model, "optimizer": optimizer, "callbacks": [fails_in_span, CheckpointSaver(save_interval="5ba")]}
     with attach(**given, runs_folder=folder) if is_observed else contextlib.nullcontext() as run:
-        breaks.run = run and run._run
+        fails_in_span.run = run and run._run
         for inputs, targets in run.steps(data) if run is not None else data:
             torch.nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
             optimizer.zero_grad()
     weights = [float(each) for parameter in model.parameters() for each in parameter.detach().flatten()]
     # Do not destroy the process group: even without callsheet, torch can hang if it frees a DDP model after its group.
-    return weights, breaks.ends, log
+    return weights, fails_in_span.ends, log
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.test_all)])
 def test_the_other_ranks_continue_without_callsheet_too(count: int, tmp_path: Path) -> None:
     """The rank whose host fails closes its connections, so that the other ranks do not wait for it until a timeout."""
-    plain = run_ranks(with_a_fault, count, str(tmp_path / "plain"), False)
+    plain = run_ranks(train_with_a_fault, count, str(tmp_path / "plain"), False)
     began = time.monotonic()
-    found = run_ranks(with_a_fault, count, str(tmp_path / "observed"), True)
+    found = run_ranks(train_with_a_fault, count, str(tmp_path / "observed"), True)
     assert time.monotonic() - began < 240  # the timeout is 600 s; starting the ranks takes most of this time
     assert [weights for weights, _, _ in found] == [weights for weights, _, _ in plain]
     assert [ends for _, ends, _ in found] == [[HostError, "failed"]] * count
@@ -113,10 +113,10 @@ def test_the_other_ranks_continue_without_callsheet_too(count: int, tmp_path: Pa
 
 def test_an_error_of_the_user_on_one_rank_still_ends_the_others(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"rank 1 .*ZeroDivisionError: the user's"):
-        run_ranks(with_an_error_of_the_user, 2, str(tmp_path))
+        run_ranks(train_with_an_error_of_the_user, 2, str(tmp_path))
 
 
-def with_an_error_of_the_user(folder: str) -> str:
+def train_with_an_error_of_the_user(folder: str) -> str:
     torch.distributed.init_process_group("gloo")
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -32,11 +32,11 @@ class Tally(Common):
         self.steps += 1
 
 
-class Plain:
+class HandlesNothing:
     """A foreign callback that handles no event."""
 
 
-class Looks:
+class HandlesStepEnd:
     """A foreign callback that handles the end of a step."""
 
     def __init__(self) -> None:
@@ -57,11 +57,11 @@ class Reader(Guest):
 
 
 def reader(name: str) -> Reader:
-    return Reader(Looks(), name=name)
+    return Reader(HandlesStepEnd(), name=name)
 
 
 def test_shared_state_is_updated_once_and_before_the_guests() -> None:
-    plain, first, second = Reader(Plain(), name="plain"), reader("first"), reader("second")
+    plain, first, second = Reader(HandlesNothing(), name="plain"), reader("first"), reader("second")
     manager = CallbackManager([plain, first, second])
     train(manager, context(), 3)
     assert first.common is second.common is plain.common
@@ -80,7 +80,7 @@ def test_each_call_sheet_has_its_own_shared_state() -> None:
     assert (one.foreign.seen, other.foreign.seen) == ([1, 2, 3], [1])
 
 
-def test_a_guest_that_is_alone_keeps_its_own_state() -> None:
+def test_a_guest_with_is_alone_keeps_its_own_state() -> None:
     one, other = reader("one"), reader("other")
     other.common.is_alone, own = True, other.common
     train(CallbackManager([one, other]), context(), 2)
@@ -88,7 +88,7 @@ def test_a_guest_that_is_alone_keeps_its_own_state() -> None:
     assert one.foreign.seen == other.foreign.seen == [1, 2]
 
 
-def test_a_guest_in_a_lane_shares_no_state() -> None:
+def test_a_guest_in_a_lane_does_not_share_its_state() -> None:
     here, away = reader("here"), reader("away")
     away.lane = "background"
     manager, ctx = CallbackManager([here, away]), context()
@@ -99,20 +99,20 @@ def test_a_guest_in_a_lane_shares_no_state() -> None:
     assert here.foreign.seen == away.foreign.seen == [1, 2, 3]
 
 
-def test_an_error_in_the_shared_part_ends_the_run_and_is_named() -> None:
-    class Breaks(Tally):
+def test_an_error_in_the_shared_state_ends_the_run_and_names_its_class() -> None:
+    class RaisesError(Tally):
         def on_train_step_end(self, ctx: Context) -> None:
             raise ValueError("no count")
 
     guest = reader("guest")
-    guest.common, guest.on_error = Breaks(), "isolate"
+    guest.common, guest.on_error = RaisesError(), "isolate"
     with pytest.raises(ValueError, match="no count") as caught:
         train(CallbackManager([guest]), context(), 1)
-    assert any("raised by callback Breaks (test_guest_base.py" in note for note in caught.value.__notes__)
+    assert any("raised by callback RaisesError (test_guest_base.py" in note for note in caught.value.__notes__)
     assert guest.foreign.seen == []
 
 
-def test_a_guest_that_moves_to_another_call_sheet_leaves_the_shared_state_behind() -> None:
+def test_a_guest_that_is_added_to_another_call_sheet_gets_a_new_shared_state() -> None:
     first, second = reader("first"), reader("second")
     train(CallbackManager([first, second]), context(), 2)
     train(CallbackManager([second]), context(), 1)

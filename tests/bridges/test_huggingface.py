@@ -28,7 +28,7 @@ ROWS = 24
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _quick() -> Iterator[None]:
+def _one_thread() -> Iterator[None]:
     """Use one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -110,7 +110,7 @@ def test_training_is_unchanged_and_every_event_is_fired(accumulate: int, tmp_pat
     assert set(recorder.values["batch"][0][1]) == {"x", "labels"}
 
 
-def test_a_saver_leaves_the_trainer_s_checkpoints_to_the_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_keep_of_a_saver_has_no_effect_on_the_trainer_s_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A message says once that only the Trainer deletes its checkpoints."""
     saver = CheckpointSaver(save_interval=2, keep=1)
     trainer(tmp_path, [host([saver])], num_train_epochs=3).train()
@@ -124,9 +124,9 @@ def test_a_saver_leaves_the_trainer_s_checkpoints_to_the_trainer(tmp_path: Path,
     assert "CheckpointSaver" not in caplog.text
 
 
-def test_the_maps_name_every_event_once() -> None:
-    noted = [event for events in FIRED_AT.values() for event in events]
-    assert sorted([*noted, *NOT_FIRED]) == sorted(EVENTS)
+def test_the_maps_contain_every_event_exactly_once() -> None:
+    recorded = [event for events in FIRED_AT.values() for event in events]
+    assert sorted([*recorded, *NOT_FIRED]) == sorted(EVENTS)
     theirs = {name for name in vars(TrainerCallback) if name.startswith("on_")}
     assert {moment for moment in FIRED_AT if moment.startswith("on_")} < theirs
     assert set(GUEST_EVENTS) < set(EVENTS)
@@ -166,16 +166,16 @@ def test_the_trainer_carries_out_requests(tmp_path: Path) -> None:
     trained.train()
     assert trained.state.global_step == 7
     assert (tmp_path / "out" / "checkpoint-2" / "callsheet").is_dir()
-    noted = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
-    assert ("on_checkpoint_published", 2, "requested") in noted
+    recorded = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
+    assert ("on_checkpoint_published", 2, "requested") in recorded
     assert recorder.events.count("on_eval_all_end") == 1
     check_events(recorder.events)
 
 
-def test_the_callbacks_states_are_in_its_checkpoints(tmp_path: Path) -> None:
+def test_a_resume_from_the_trainer_s_checkpoint_restores_the_callback_states(tmp_path: Path) -> None:
     whole = History()
-    unbroken = trainer(tmp_path / "whole", [host([whole])])
-    unbroken.train()
+    uninterrupted = trainer(tmp_path / "whole", [host([whole])])
+    uninterrupted.train()
     with pytest.raises(ZeroDivisionError):
         trainer(tmp_path, [host([History(), Fails(8)])], save_strategy="steps", save_steps=7).train()
     history, recorder = History(), Recorder()
@@ -183,19 +183,19 @@ def test_the_callbacks_states_are_in_its_checkpoints(tmp_path: Path) -> None:
     again.train(resume_from_checkpoint=True)
     assert recorder.recorded[-1].batch == again.state.global_step == 12
     assert history["train/loss"] == pytest.approx(whole["train/loss"])
-    assert all(torch.equal(a, b) for a, b in zip(weights(again), weights(unbroken), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(weights(again), weights(uninterrupted), strict=True))
     check_events(recorder.events)
 
 
-def test_an_early_stop_stops_it(tmp_path: Path) -> None:
-    class Worse(Callback):
+def test_an_early_stop_ends_training(tmp_path: Path) -> None:
+    class RaisesEvalLoss(Callback):
         phase = "change"
 
         def on_eval_forward_end(self, ctx: Context) -> None:
             ctx.outputs = {**ctx.outputs, "loss": torch.tensor(float(ctx.step))}
 
     stopper = EarlyStopper(monitor="validation/loss", patience="1ep")
-    trained = trainer(tmp_path, [host([Worse(), stopper])], eval_strategy="epoch", num_train_epochs=9)
+    trained = trainer(tmp_path, [host([RaisesEvalLoss(), stopper])], eval_strategy="epoch", num_train_epochs=9)
     trained.train()
     assert trained.state.epoch < 5
 
@@ -203,7 +203,7 @@ def test_an_early_stop_stops_it(tmp_path: Path) -> None:
 def test_averaged_weights_are_used_for_evaluation_only(tmp_path: Path) -> None:
     seen: list[bool] = []
 
-    class Looks(Callback):
+    class ComparesWeights(Callback):
         def on_eval_forward_end(self, ctx: Context) -> None:
             seen.append(torch.equal(ctx.model.head.weight, before["weight"]))
 
@@ -211,7 +211,7 @@ def test_averaged_weights_are_used_for_evaluation_only(tmp_path: Path) -> None:
             before["weight"] = ctx.model.head.weight.detach().clone()
 
     before: dict[str, torch.Tensor] = {}
-    averaged = trainer(tmp_path, [host([EMA(half_life=3), Looks()])], eval_strategy="epoch")
+    averaged = trainer(tmp_path, [host([EMA(half_life=3), ComparesWeights()])], eval_strategy="epoch")
     averaged.train()
     plain = trainer(tmp_path, [], eval_strategy="epoch")
     plain.train()
@@ -266,7 +266,7 @@ def test_events_that_the_trainer_never_fires_are_rejected(tmp_path: Path) -> Non
     trainer(tmp_path, [host([Listens()], strict=False)]).train()
 
 
-class Ends(Callback):
+class RecordsOutcomes(Callback):
     """Records the error and how the run ends."""
 
     phase = "report"
@@ -282,12 +282,12 @@ class Ends(Callback):
 
 
 def test_an_error_that_leaves_train_ends_the_run_at_once(tmp_path: Path) -> None:
-    ends = Ends()
+    ends = RecordsOutcomes()
     trained = trainer(tmp_path, [host([Fails(2), ends])])
     with pytest.raises(ZeroDivisionError) as by_callback:
         trained.train()
     assert ends.found == [by_callback.value, "failed"]
-    ends = Ends()
+    ends = RecordsOutcomes()
     trained = trainer(tmp_path, [host([ends])])
     trained.train()
     rows = trained.train_dataset.x
@@ -310,21 +310,21 @@ def test_a_keyboard_interrupt_that_leaves_train_interrupts_the_run(tmp_path: Pat
             if state.global_step == 2:
                 raise KeyboardInterrupt
 
-    ends = Ends()
+    ends = RecordsOutcomes()
     with pytest.raises(KeyboardInterrupt) as interrupted:
         trainer(tmp_path, [host([ends]), Interrupts()]).train()
     assert ends.found == [interrupted.value, "interrupted"]
 
 
-def test_an_error_before_training_begins_belongs_to_no_run(tmp_path: Path) -> None:
-    ends = Ends()
+def test_an_error_before_training_begins_is_reported_to_no_run(tmp_path: Path) -> None:
+    ends = RecordsOutcomes()
     trained = trainer(tmp_path, [host([ends])])
     with pytest.raises(ValueError, match="checkpoint"):
         trained.train(resume_from_checkpoint=True)
     assert not ends.found
 
 
-def test_a_copy_of_the_trainer_trains_itself(tmp_path: Path) -> None:
+def test_a_copy_of_the_trainer_trains_its_own_model(tmp_path: Path) -> None:
     trained = trainer(tmp_path, [host([NaNMonitor()])])
     before = weights(trained)
     assert "_inner_training_loop" in vars(trained)
@@ -337,8 +337,8 @@ def test_a_copy_of_the_trainer_trains_itself(tmp_path: Path) -> None:
     assert not all(torch.equal(one, other) for one, other in zip(before, weights(deep), strict=True))
 
 
-def test_an_error_with_a_host_that_was_added_later(tmp_path: Path) -> None:
-    ends = Ends()
+def test_an_error_fails_the_run_of_a_host_added_with_add_callback_once_it_is_deleted(tmp_path: Path) -> None:
+    ends = RecordsOutcomes()
     trained = trainer(tmp_path, [])
     trained.add_callback(host([ends]))
     trained.train_dataset.x = trained.train_dataset.x[:, :2]
@@ -350,7 +350,7 @@ def test_an_error_with_a_host_that_was_added_later(tmp_path: Path) -> None:
     assert ends.found == ["failed"]
 
 
-def test_train_may_be_called_again(tmp_path: Path) -> None:
+def test_train_can_be_called_again(tmp_path: Path) -> None:
     recorder = Recorder()
     trained = trainer(tmp_path, [host([recorder])])
     trained.train()
@@ -359,7 +359,7 @@ def test_train_may_be_called_again(tmp_path: Path) -> None:
     assert not trained.model._forward_hooks
 
 
-def test_a_dictionary_of_datasets_is_one_evaluation(tmp_path: Path) -> None:
+def test_an_evaluation_of_several_datasets_is_one_evaluation(tmp_path: Path) -> None:
     recorder, history = Recorder(fields=("eval_name", "standalone")), History()
     trained = trainer(
         tmp_path,
@@ -383,7 +383,7 @@ def test_a_dictionary_of_datasets_is_one_evaluation(tmp_path: Path) -> None:
     assert not any(standalone for _, standalone in recorder.values["standalone"])
 
 
-def test_a_stop_at_an_evaluation_of_several_datasets(tmp_path: Path) -> None:
+def test_a_stop_at_an_evaluation_of_several_datasets_ends_training_there(tmp_path: Path) -> None:
     class Stops(Callback):
         def on_eval_all_end(self, ctx: Context) -> None:
             ctx.control.stop("seen")
@@ -399,7 +399,7 @@ def test_a_stop_at_an_evaluation_of_several_datasets(tmp_path: Path) -> None:
     assert trained.state.global_step == 3
 
 
-def test_an_evaluation_before_training_and_requests_outside_training(tmp_path: Path) -> None:
+def test_eval_on_start_is_reported_and_evaluations_after_training_are_not(tmp_path: Path) -> None:
     recorder = Recorder(fields=("eval_results",))
     trained = trainer(tmp_path, [host([recorder])], eval_strategy="epoch", eval_on_start=True)
     trained.train()
@@ -407,10 +407,10 @@ def test_an_evaluation_before_training_and_requests_outside_training(tmp_path: P
     assert recorder.events.index("on_eval_all_end") < recorder.events.index("on_train_start")
     evaluated = [entry["eval_loss"] for entry in trained.state.log_history if "eval_loss" in entry]
     assert [found["validation"] for _, found in recorder.values["eval_results"]] == [{"loss": loss} for loss in evaluated]
-    noted = len(recorder.events)
+    recorded = len(recorder.events)
     trained.evaluate()
     trained.predict(Points(4))
-    assert len(recorder.events) == noted
+    assert len(recorder.events) == recorded
 
 
 def test_other_values_that_the_trainer_logs_are_in_the_records(tmp_path: Path) -> None:
@@ -428,7 +428,7 @@ def test_other_values_that_the_trainer_logs_are_in_the_records(tmp_path: Path) -
     assert history["train/grad_norm"] == pytest.approx(norms)
 
 
-def test_logging_at_every_step_as_the_command_line_gives_it(tmp_path: Path) -> None:
+def test_logging_steps_of_the_command_line_as_a_float_logs_every_step(tmp_path: Path) -> None:
     """The argument `--logging_steps 1` becomes the float 1.0, which the Trainer does not convert to an integer."""
     history = History()
     trained = trainer(tmp_path, [host([history])], logging_steps=1.0, max_steps=4)
@@ -437,7 +437,7 @@ def test_logging_at_every_step_as_the_command_line_gives_it(tmp_path: Path) -> N
     assert [step for step, values in history.records if "train/loss" in values] == [1, 2, 3, 4]
 
 
-def test_a_guest_in_a_host_of_its_own_framework_acts_the_same(tmp_path: Path) -> None:
+def test_a_guest_in_a_host_of_its_own_framework_stops_at_the_same_step(tmp_path: Path) -> None:
     arguments = {"metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 2}
     options: dict[str, Any] = {"learning_rate": 1e-12, "lr_scheduler_type": "constant", "num_train_epochs": 4}
     steps: list[int] = []
@@ -471,7 +471,7 @@ class SetsStopFlag(TrainerCallback):  # type: ignore[misc]
             control.should_training_stop = True
 
 
-def on_ranks(folder: str) -> dict[str, Any]:
+def train_all_cases_on_rank(folder: str) -> dict[str, Any]:
     """Run all cases in one pair of processes, because importing transformers takes the most time."""
     from .test_huggingface_guest import as_guests
 
@@ -517,7 +517,7 @@ def on_ranks(folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("ranks")
-    return folder, run_ranks(on_ranks, 2, str(folder))
+    return folder, run_ranks(train_all_cases_on_rank, 2, str(folder))
 
 
 def test_ranks_train_unchanged_and_fire_the_same_events(ranks: tuple[Path, list[dict[str, Any]]]) -> None:

@@ -114,7 +114,9 @@ def test_the_optimizer_s_step_starts_before_the_engine_steps(listens: bool, tmp_
         assert starts.found == [(True, False)] * 6
 
 
-def test_settings_with_which_callbacks_would_be_wrong_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fp16_and_callbacks_that_need_whole_weights_under_zero_3_are_rejected(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(NotSupported, match="DeepSpeed scales the loss of an fp16 training"):
         with_engine(tmp_path, [host([History()])], is_fp16=True).train()
     with pytest.raises(NotSupported, match="DeepSpeed ZeRO stage 3 leaves the model without whole weights"):

@@ -62,7 +62,7 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("averages", [False, True])
-def test_a_callback_that_calls_the_model_at_every_event_does_not_open_an_evaluation(
+def test_a_callback_that_calls_the_model_at_every_event_starts_no_evaluation(
     averages: bool, is_first: bool, tmp_path: Path
 ) -> None:
     caller, recorder, history = CallsModel(), Recorder(fields=("batch",)), History()
@@ -109,7 +109,7 @@ for _event in EVENTS:
 
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("method", ["evaluate", "predict"])
-def test_evaluations_that_a_callback_makes_leave_order_and_weights(
+def test_evaluations_that_a_callback_makes_change_neither_event_order_nor_weights(
     method: str, is_first: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def trained(folder: Path, *hosts: Any) -> Any:
@@ -142,7 +142,7 @@ class TwoForwards(HuggingFaceTrainer):  # type: ignore[misc]
         return (loss, one) if return_outputs else loss
 
 
-class OnlyInBackward(HuggingFaceTrainer):  # type: ignore[misc]
+class ForwardInBackward(HuggingFaceTrainer):  # type: ignore[misc]
     """A cached loss: the model is called with gradients only during the loss's backward pass."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
@@ -165,7 +165,7 @@ class OnlyInBackward(HuggingFaceTrainer):  # type: ignore[misc]
         return loss
 
 
-def looped(kind: type, folder: Path, callbacks: list[Any], **options: Any) -> Any:
+def train_with_class(kind: type, folder: Path, callbacks: list[Any], **options: Any) -> Any:
     torch.manual_seed(0)
     given: dict[str, Any] = {
         "num_train_epochs": 2, "per_device_train_batch_size": 4, "report_to": [], "disable_tqdm": True, "use_cpu": True,
@@ -177,7 +177,7 @@ def looped(kind: type, folder: Path, callbacks: list[Any], **options: Any) -> An
     return made
 
 
-class Reads(Callback):
+class ReadsMicrobatch(Callback):
     """Reads the fields of a microbatch at each of its events."""
 
     def __init__(self) -> None:
@@ -197,12 +197,12 @@ class Reads(Callback):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("kind", [TwoForwards, OnlyInBackward])
-def test_several_forwards_are_one_microbatch(kind: type, strict: bool, tmp_path: Path) -> None:
-    recorder, history, reads = Recorder(fields=("batch",)), History(), Reads()
+@pytest.mark.parametrize("kind", [TwoForwards, ForwardInBackward])
+def test_several_forward_passes_of_a_batch_are_one_microbatch(kind: type, strict: bool, tmp_path: Path) -> None:
+    recorder, history, reads = Recorder(fields=("batch",)), History(), ReadsMicrobatch()
     hosted = host([recorder, history, reads, NaNMonitor(), SpeedMonitor()], strict=strict)
-    ours = looped(kind, tmp_path / "ours", [hosted])
-    plain = looped(kind, tmp_path / "plain", [])
+    ours = train_with_class(kind, tmp_path / "ours", [hosted])
+    plain = train_with_class(kind, tmp_path / "plain", [])
     assert all(torch.equal(a, b) for a, b in zip(weights(ours), weights(plain), strict=True))
     assert logged(ours) == logged(plain)
     check_events(recorder.events)
@@ -215,9 +215,9 @@ def test_several_forwards_are_one_microbatch(kind: type, strict: bool, tmp_path:
     assert samples[-1] == 2 * ROWS  # each sample is counted once
 
 
-def test_several_forwards_without_listeners_are_counted_once(tmp_path: Path) -> None:
+def test_samples_of_several_forward_passes_are_counted_once_without_listeners(tmp_path: Path) -> None:
     history = History()
-    looped(TwoForwards, tmp_path, [host(history)])
+    train_with_class(TwoForwards, tmp_path, [host(history)])
     assert history.records[-1][1]["time/sample"] == 2 * ROWS
 
 
@@ -284,7 +284,7 @@ SAVERS: Mapping[str, tuple[Any, dict[str, Any], list[int]]] = {
 def test_an_evaluation_and_a_save_at_one_step_write_one_checkpoint(name: str, tmp_path: Path) -> None:
     made, options, steps = SAVERS[name]
     recorder, counts = Recorder(fields=("checkpoint",)), Counts()
-    looped(HuggingFaceTrainer, tmp_path, [host([recorder, EMA(half_life=2), *made()]), counts], **options)
+    train_with_class(HuggingFaceTrainer, tmp_path, [host([recorder, EMA(half_life=2), *made()]), counts], **options)
     check_events(recorder.events)
     assert counts.written == steps
     published = [info.step for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"]
@@ -295,7 +295,7 @@ def test_an_evaluation_and_a_save_at_one_step_write_one_checkpoint(name: str, tm
         assert recorder.events[at - 1] == "on_checkpoint_due"
 
 
-def test_an_evaluation_that_fails_leaves_the_trained_weights(tmp_path: Path) -> None:
+def test_the_trained_weights_are_restored_after_a_failed_evaluation(tmp_path: Path) -> None:
     class Fails(TwoForwards):
         def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
             super().prediction_step(*args, **kwargs)
@@ -308,8 +308,8 @@ def test_an_evaluation_that_fails_leaves_the_trained_weights(tmp_path: Path) -> 
                 return {"eval_loss": 1.0}
 
     recorder = Recorder(fields=("eval_results",))
-    ours = looped(Fails, tmp_path / "ours", [host([recorder, EMA(half_life=2, at_end=False)])])
-    plain = looped(Fails, tmp_path / "plain", [])
+    ours = train_with_class(Fails, tmp_path / "ours", [host([recorder, EMA(half_life=2, at_end=False)])])
+    plain = train_with_class(Fails, tmp_path / "plain", [])
     assert all(torch.equal(a, b) for a, b in zip(weights(ours), weights(plain), strict=True))
     check_events(recorder.events)
     found = [results for event, results in recorder.values["eval_results"] if event == "on_eval_all_end"]
@@ -326,20 +326,20 @@ def test_the_trained_weights_are_restored_if_an_evaluation_ends_train(tmp_path: 
     before: list[torch.Tensor] = []
     seen: list[Any] = []
 
-    class Keeps(TrainerCallback):  # type: ignore[misc]
+    class KeepsTrainedWeights(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
             seen[:] = [model, [value.clone() for value in model.state_dict().values()]]
 
     recorder = Recorder()
     with pytest.raises(ZeroDivisionError):
-        looped(Fails, tmp_path, [host([recorder, EMA(half_life=2)]), Keeps()])
+        train_with_class(Fails, tmp_path, [host([recorder, EMA(half_life=2)]), KeepsTrainedWeights()])
     model, trained = seen
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), trained, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(before, trained, strict=True))
     assert recorder.events.count("on_eval_all_end") == 1
 
 
-def test_the_trainer_is_left_as_it_was(tmp_path: Path) -> None:
+def test_no_hooks_and_methods_are_left_on_the_trainer(tmp_path: Path) -> None:
     trained = trainer(tmp_path, [host([Recorder()]), host([History()])])
     before = set(vars(trained))
     trained.train()
@@ -347,7 +347,9 @@ def test_the_trainer_is_left_as_it_was(tmp_path: Path) -> None:
     assert not trained.model._forward_pre_hooks
 
 
-def test_events_without_a_trainer_neither_raise_nor_stay_open(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_events_are_in_order_if_a_framework_fires_them_without_a_trainer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Some frameworks fire a TrainerCallback's events without a Trainer."""
     from transformers import TrainerControl, TrainerState
 

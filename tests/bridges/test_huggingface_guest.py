@@ -36,7 +36,7 @@ from callsheet.callbacks import CheckpointSaver, History
 from callsheet.errors import ConfigError, NotSupported, RegistrationError
 from callsheet.trainer import Task
 
-from .rows import hold
+from .rows import check_or_write_cell
 
 ROWS = 24  # batches of 4 rows: 6 steps per epoch
 GIVEN = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(0))
@@ -137,7 +137,7 @@ SPEEDS = ("runtime", "per_second", "total_flos")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _quick() -> Iterator[None]:
+def _one_thread() -> Iterator[None]:
     """Use one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -222,7 +222,7 @@ def same(ours: Any, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_guest_receives_what_it_receives_in_its_framework(accumulate: int, tmp_path: Path) -> None:
+def test_a_guest_receives_the_same_calls_as_in_its_framework(accumulate: int, tmp_path: Path) -> None:
     arguments = {**FLOW, "eval_steps": 4, "save_strategy": "steps", "save_steps": 4, "metric_for_best_model": "loss"}
     theirs, ours = RecordsCalls(), RecordsCalls()
     in_framework(tmp_path, theirs, accumulate=accumulate, **arguments)
@@ -241,7 +241,7 @@ def test_a_guest_receives_what_it_receives_in_its_framework(accumulate: int, tmp
     }
 
 
-class Drives(TrainerCallback):  # type: ignore[misc]
+class SetsAllFlags(TrainerCallback):  # type: ignore[misc]
     """A callback as users write it, which sets all of the Trainer's flags."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
@@ -255,7 +255,7 @@ class Drives(TrainerCallback):  # type: ignore[misc]
 
 
 @dataclass
-class Seen:
+class CallbackResults:
     """The results of a callback: the steps of evaluations, saves and the end, and the callback's own output."""
 
     events: list[tuple[str, int]]
@@ -378,7 +378,7 @@ TABLE = {
         evaluates=False,
         is_own=True,
     ),
-    "a user's own": Row(Drives, "drives", {"eval_strategy": "no"}, evaluates=False),
+    "a user's own": Row(SetsAllFlags, "drives", {"eval_strategy": "no"}, evaluates=False),
     "ProgressCallback": Row(ProgressCallback, "reads state", {}, printed),
     "PrinterCallback": Row(PrinterCallback, "reads state", {}, printed),
     "TensorBoardCallback": Row(TensorBoardCallback, "reads state", {}, scalars),
@@ -401,7 +401,7 @@ def both(row: Row, folder: Path, capsys: pytest.CaptureFixture[str], shows: Call
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_a_guest_does_what_it_does_in_its_framework(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_guest_has_the_same_effects_as_in_its_framework(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = TABLE[name]
     ours, theirs = both(row, tmp_path, capsys)
     same(ours, theirs)
@@ -411,10 +411,10 @@ def test_a_guest_does_what_it_does_in_its_framework(name: str, tmp_path: Path, c
     else:
         assert shown
     if name != "a user's own":
-        hold("huggingface", "guests", name, Cell("works", tier=row.tier.split()[0]))
+        check_or_write_cell("huggingface", "guests", name, Cell("works", tier=row.tier.split()[0]))
 
 
-def test_a_controller_receives_what_it_receives_in_the_framework(
+def test_a_kubeflow_controller_receives_the_same_from_a_guest_as_in_its_framework(
     tmp_path: Path, kubeflow: FakeController, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def sent() -> list[Any]:
@@ -426,7 +426,7 @@ def test_a_controller_receives_what_it_receives_in_the_framework(
     ours, theirs = both(Row(KubeflowCallback, "reads state", is_own=True), tmp_path, capsys, sent)
     same(ours, theirs)
     assert [percent for percent, _ in ours[2]] == [0, 100]
-    hold("huggingface", "guests", "KubeflowCallback", Cell("works", tier="reads"))
+    check_or_write_cell("huggingface", "guests", "KubeflowCallback", Cell("works", tier="reads"))
     assert {"loss", "grad_norm", "learning_rate", "epoch", "eval_loss", "train_loss"} <= ours[2][1][1].keys()
 
 
@@ -457,7 +457,7 @@ class Counts(TrainerCallback, ExportableState):  # type: ignore[misc]
         return {"args": {"start": self.start}, "attributes": {"steps": self.steps}}
 
 
-def test_states_are_in_our_checkpoints(tmp_path: Path) -> None:
+def test_a_resume_restores_the_states_of_guests(tmp_path: Path) -> None:
     arguments = {**FLOW, "metric_for_best_model": "loss"}
 
     def made() -> list[Any]:
@@ -467,8 +467,8 @@ def test_states_are_in_our_checkpoints(tmp_path: Path) -> None:
             CheckpointSaver(save_interval="2ba"),
         ]
 
-    unbroken, *_ = whole = made()
-    as_guests(tmp_path, *whole, epochs=3, name="unbroken")
+    uninterrupted, *_ = whole = made()
+    as_guests(tmp_path, *whole, epochs=3, name="uninterrupted")
     with pytest.raises(ZeroDivisionError):
         as_guests(tmp_path, *made(), Fails(9), epochs=3, name="broken")
     stopper, counter, _ = again = made()
@@ -479,14 +479,14 @@ def test_states_are_in_our_checkpoints(tmp_path: Path) -> None:
     assert stopper.foreign.early_stopping_patience_counter == 1
     with trainer:
         trainer.fit()
-    assert stopper.foreign.state() == unbroken.foreign.state()
-    assert stopper.state.global_step == unbroken.state.global_step == 14
-    same(stopper.state.log_history[:-1], unbroken.state.log_history[:-1])  # the last entry has the duration
+    assert stopper.foreign.state() == uninterrupted.foreign.state()
+    assert stopper.state.global_step == uninterrupted.state.global_step == 14
+    same(stopper.state.log_history[:-1], uninterrupted.state.log_history[:-1])  # the last entry has the duration
     assert counter.foreign.steps == 14
     assert counter.foreign.start == 7  # the new instance keeps its own constructor arguments
 
 
-def test_a_second_run_starts_from_scratch(tmp_path: Path) -> None:
+def test_a_guest_receives_the_same_calls_in_a_second_run(tmp_path: Path) -> None:
     recorded = guest(RecordsCalls(), args=FLOW, eval_dataloader=EVALUATED)
     as_guests(tmp_path, recorded, name="one")
     once, recorded.foreign.recorded = recorded.foreign.recorded, []
@@ -509,7 +509,7 @@ class SetsFlags(TrainerCallback):  # type: ignore[misc]
         setattr(self, event, set_them)
 
 
-def test_flags_that_the_framework_ignores_request_nothing(tmp_path: Path) -> None:
+def test_flags_at_events_where_the_framework_ignores_them_request_nothing(tmp_path: Path) -> None:
     flags = ("should_training_stop", "should_save", "should_evaluate", "should_log", "should_epoch_stop")
     for event, left in {"on_init_end": (), "on_train_begin": flags[1:], "on_epoch_begin": flags[1:], "on_train_end": ()}.items():
         done = CallsheetActions()
@@ -530,16 +530,16 @@ def test_a_stop_at_an_evaluation_outside_training_is_ignored(tmp_path: Path) -> 
     assert trainer.run.outcome == "stopped"
 
 
-def test_the_end_of_training_is_no_stop(tmp_path: Path) -> None:
+def test_the_flow_callback_s_stop_flag_at_the_last_step_is_not_reported_as_a_stop(tmp_path: Path) -> None:
     trainer = as_guests(tmp_path, guest(DefaultFlowCallback(), args={**FLOW, "save_strategy": "no"}))
     assert trainer.state.timestamp.batch == 12
     assert trainer.run.outcome == "finished"
 
 
-def test_the_best_model_is_saved_with_the_strategy_best(tmp_path: Path) -> None:
+def test_save_strategy_best_saves_after_each_better_evaluation(tmp_path: Path) -> None:
     saved: list[tuple[int, str]] = []
 
-    class Keeps(Callback):
+    class RecordsCheckpoints(Callback):
         def on_checkpoint_published(self, ctx: Context) -> None:
             assert ctx.checkpoint is not None
             saved.append((ctx.checkpoint.step, ctx.checkpoint.kind))
@@ -547,7 +547,7 @@ def test_the_best_model_is_saved_with_the_strategy_best(tmp_path: Path) -> None:
     best = guest(
         EarlyStoppingCallback(9), args={"metric_for_best_model": "eval_loss", "save_strategy": "best", "eval_strategy": "steps"}
     )
-    as_guests(tmp_path, best, Keeps())
+    as_guests(tmp_path, best, RecordsCheckpoints())
     assert saved == [(2, "best"), (4, "best"), (6, "best"), (10, "best")]
     assert (best.state.best_metric, best.state.best_global_step) == (pytest.approx(2.9), 10)
     assert best.state.best_model_checkpoint.endswith("ep1-ba10")
@@ -567,7 +567,9 @@ def test_unsupported_requests_are_rejected(tmp_path: Path, caplog: pytest.LogCap
     assert caplog.text.count("SetsFlags set control.should_log") == 6
 
 
-def test_events_that_are_never_fired_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_guest_that_listens_to_an_event_that_is_never_fired_is_rejected(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(
         NotSupported, match="TrackioCallback listens to on_push_begin of the Hugging Face Trainer, which callsheet does not fire"
     ):
@@ -578,7 +580,7 @@ def test_events_that_are_never_fired_are_rejected(tmp_path: Path, caplog: pytest
         guest(History())
 
 
-class Reads(TrainerCallback):  # type: ignore[misc]
+class ReadsArguments(TrainerCallback):  # type: ignore[misc]
     """Records some of the arguments that it receives."""
 
     def __init__(self, *names: str) -> None:
@@ -591,8 +593,8 @@ class Reads(TrainerCallback):  # type: ignore[misc]
         assert not hasattr(args, "fsdp")
 
 
-def test_arguments_come_from_the_run_and_from_the_user(tmp_path: Path) -> None:
-    reads = Reads("output_dir", "run_name", "world_size", "should_log", "eval_strategy", "logging_steps", "weight_decay")
+def test_training_arguments_of_a_guest_come_from_the_run_and_the_user(tmp_path: Path) -> None:
+    reads = ReadsArguments("output_dir", "run_name", "world_size", "should_log", "eval_strategy", "logging_steps", "weight_decay")
     as_guests(tmp_path, guest(reads, args={"weight_decay": 0.5, "run_name": "given"}), config={"seed": 4, "deep": {"more": 1}})
     assert reads.read == {
         "output_dir": str(tmp_path / "guest"),
@@ -606,14 +608,14 @@ def test_arguments_come_from_the_run_and_from_the_user(tmp_path: Path) -> None:
     assert reads.whole["deep"] == reads.text["deep"] == {"more": 1}
     assert reads.text["eval_strategy"] == "epoch"
     assert reads.words["deep"] == "{'more': 1}"
-    whole: Any = Reads("weight_decay", "output_dir", "eval_strategy", "run_name")
+    whole: Any = ReadsArguments("weight_decay", "output_dir", "eval_strategy", "run_name")
     whole_arguments = TrainingArguments(output_dir=str(tmp_path / "given"), weight_decay=0.25, report_to=[], use_cpu=True)
     whole.on_train_begin = lambda args, *_, **__: setattr(whole, "read", {name: getattr(args, name) for name in whole.names})
     as_guests(tmp_path, guest(whole, args=whole_arguments), name="whole")
     assert whole.read == {"weight_decay": 0.25, "output_dir": str(tmp_path / "given"), "eval_strategy": "no", "run_name": None}
 
 
-class Looks(TrainerCallback):  # type: ignore[misc]
+class ReadsTrackerValues(TrainerCallback):  # type: ignore[misc]
     """Reads what trackers read at the start, as CodeCarbon's and SwanLab's callbacks do."""
 
     resumed: Any = None
@@ -626,27 +628,27 @@ class Looks(TrainerCallback):  # type: ignore[misc]
 
 
 def test_values_that_trackers_read_at_the_start_are_available(tmp_path: Path) -> None:
-    looks = Looks()
-    trainer = as_guests(tmp_path, guest(looks), CheckpointSaver(save_interval="3ba"))
+    reads = ReadsTrackerValues()
+    trainer = as_guests(tmp_path, guest(reads), CheckpointSaver(save_interval="3ba"))
     assert trainer.optimizer is not None
     first = trainer.optimizer.param_groups[0]
-    assert looks.rate == first.get("initial_lr", first["lr"])
-    assert [looks.resumed] == [None]
-    assert looks.rest == (first["weight_decay"], 0, "not_parallel", 0, None)
-    as_guests(tmp_path, guest(looks), CheckpointSaver(save_interval="3ba"), epochs=3, resume="auto")
-    assert looks.resumed is not None
-    assert Path(looks.resumed).is_dir()
-    as_guests(tmp_path, guest(looks, args={"output_dir": str(tmp_path / "given" / "there")}), name="third")
+    assert reads.rate == first.get("initial_lr", first["lr"])
+    assert [reads.resumed] == [None]
+    assert reads.rest == (first["weight_decay"], 0, "not_parallel", 0, None)
+    as_guests(tmp_path, guest(reads), CheckpointSaver(save_interval="3ba"), epochs=3, resume="auto")
+    assert reads.resumed is not None
+    assert Path(reads.resumed).is_dir()
+    as_guests(tmp_path, guest(reads, args={"output_dir": str(tmp_path / "given" / "there")}), name="third")
 
 
-def test_trackio_s_own_callback_writes_what_was_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackio_s_own_callback_writes_the_logged_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import trackio
     from trackio.sqlite_storage import SQLiteStorage
 
     for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "trackio"]:
-        for place, inside in {"TRACKIO_DIR": "", "MEDIA_DIR": "media", "ARTIFACTS_DIR": "artifacts"}.items():
-            if isinstance(vars(module).get(place), Path):  # Trackio has set the folder at its import
-                monkeypatch.setattr(module, place, tmp_path / "trackio" / inside)
+        for name, inside in {"TRACKIO_DIR": "", "MEDIA_DIR": "media", "ARTIFACTS_DIR": "artifacts"}.items():
+            if isinstance(vars(module).get(name), Path):  # Trackio has set the folder at its import
+                monkeypatch.setattr(module, name, tmp_path / "trackio" / inside)
     as_guests(tmp_path, guest(TrackioCallback(), args={"project": "small"}))
     assert trackio.context_vars.current_run.get() is None
     logged = SQLiteStorage.get_logs("small", "guest")
@@ -655,11 +657,11 @@ def test_trackio_s_own_callback_writes_what_was_logged(tmp_path: Path, monkeypat
 
 def test_unknown_and_unsupported_arguments_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(NotSupported, match="transformers' TrainingArguments has here no 'fsdp': a guest may use"):
-        as_guests(tmp_path, guest(Reads("fsdp")))
+        as_guests(tmp_path, guest(ReadsArguments("fsdp")))
     with pytest.raises(ConfigError, match="unknown training argument 'metric_for_best'; did you mean 'metric_for_best_model'"):
-        guest(Reads(), args={"metric_for_best": "loss"})
+        guest(ReadsArguments(), args={"metric_for_best": "loss"})
     with pytest.raises(ConfigError, match="unknown eval_strategy 'step'"):
-        guest(Reads(), args={"eval_strategy": "step"})
+        guest(ReadsArguments(), args={"eval_strategy": "step"})
 
     class Writes(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -672,37 +674,36 @@ def test_unknown_and_unsupported_arguments_are_rejected(tmp_path: Path) -> None:
 # --- other loops and other data ---
 
 
-def test_several_datasets_have_their_own_names(tmp_path: Path) -> None:
-    metrics: list[dict[str, float]] = []
+def test_metrics_of_several_datasets_have_the_datasets_names(tmp_path: Path) -> None:
+    received: list[dict[str, float]] = []
 
-    class Keeps(TrainerCallback):  # type: ignore[misc]
+    class RecordsMetrics(TrainerCallback):  # type: ignore[misc]
         def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
-            keeps.append(metrics)
+            received.append(metrics)
 
-    keeps = metrics
     several = {"short": DataLoader(DATA[:4], batch_size=4), "validation": EVALUATED}  # type: ignore[arg-type]
     model = Line()
     optimizer, _ = optimizers(model)
-    best = guest(Keeps(), args={"metric_for_best_model": "short_loss"})
+    best = guest(RecordsMetrics(), args={"metric_for_best_model": "short_loss"})
     with Trainer(
         model, OwnLoss(), EVALUATED, several, optimizer=optimizer, callbacks=best, run_name="several", runs_folder=tmp_path
     ) as trainer:
         trainer.fit()
-    assert metrics == [{"eval_short_loss": 5.0, "epoch": 1.0}, {"eval_validation_loss": 5.0, "epoch": 1.0}]
+    assert received == [{"eval_short_loss": 5.0, "epoch": 1.0}, {"eval_validation_loss": 5.0, "epoch": 1.0}]
     assert best.state.best_metric == 5.0
 
 
-def test_a_test_is_a_prediction(tmp_path: Path) -> None:
+def test_trainer_test_and_predict_call_the_hooks_for_predictions(tmp_path: Path) -> None:
     recorded: list[tuple[str, Any]] = []
 
-    class Keeps(TrainerCallback):  # type: ignore[misc]
+    class RecordsPredictions(TrainerCallback):  # type: ignore[misc]
         def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             recorded.append(("step", None))
 
         def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
             recorded.append(("predict", metrics))
 
-    trainer: Any = as_guests(tmp_path, guest(Keeps()), fits=False)
+    trainer: Any = as_guests(tmp_path, guest(RecordsPredictions()), fits=False)
     with trainer:
         trainer.model.batches.fill_(2)
         trainer.test(EVALUATED)

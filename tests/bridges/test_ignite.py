@@ -127,7 +127,7 @@ class Fails(Callback):
             raise ZeroDivisionError
 
 
-class Ends(Callback):
+class RecordsOutcomes(Callback):
     """Records how runs ended."""
 
     phase = "report"
@@ -141,7 +141,7 @@ class Ends(Callback):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_training_is_unchanged_and_every_event_is_fired(accumulate: int, tmp_path: Path) -> None:
-    recorder, history, ends = Recorder(fields=("loss", "batch", "eval_results")), History(), Ends()
+    recorder, history, ends = Recorder(fields=("loss", "batch", "eval_results")), History(), RecordsOutcomes()
     hosted, plain = Setup(tmp_path, accumulate=accumulate), Setup(tmp_path, accumulate=accumulate)
     hosted.host([recorder, history, ends, SpeedMonitor(), OptimizerMonitor(), LRMonitor(), NaNMonitor()])
     hosted.run()
@@ -183,9 +183,9 @@ def test_the_order_of_handlers_does_not_matter(is_first: bool, tmp_path: Path) -
         attach_the_others()
     setup.run()
     check_events(recorder.events)
-    noted = [event for event in recorder.events if event in ("on_epoch_end", "on_eval_all_start", "on_checkpoint_save_end")]
+    recorded = [event for event in recorder.events if event in ("on_epoch_end", "on_eval_all_start", "on_checkpoint_save_end")]
     epoch = ["on_epoch_end", "on_eval_all_start", "on_checkpoint_save_end"]
-    assert noted == ["on_checkpoint_save_end", "on_eval_all_start", *epoch, *epoch]
+    assert recorded == ["on_checkpoint_save_end", "on_eval_all_start", *epoch, *epoch]
     published = [info for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"]
     assert [Path(info.path).name for info in published] == [f"checkpoint_{step}.pt" for step in (2, 6, 12)]
     assert [(info.step, info.epoch) for info in published] == [(2, 0), (6, 1), (12, 2)]
@@ -216,14 +216,14 @@ def test_evaluators_that_are_run_together_are_one_evaluation(tmp_path: Path) -> 
 
 
 def test_the_engine_carries_out_requests(tmp_path: Path) -> None:
-    recorder, ends = Recorder(fields=("checkpoint",)), Ends()
+    recorder, ends = Recorder(fields=("checkpoint",)), RecordsOutcomes()
     setup = Setup(tmp_path)
     setup.host([RequestsAtStep("save", 2), RequestsAtStep("evaluate", 3), RequestsAtStep("stop", 8), recorder, ends])
     setup.run()
     assert setup.trainer.state.iteration == 8
     assert setup.files() == ["checkpoint_2.pt"]
-    noted = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
-    assert ("on_checkpoint_published", 2, "requested") in noted
+    recorded = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
+    assert ("on_checkpoint_published", 2, "requested") in recorded
     assert len(setup.found) == recorder.events.count("on_eval_all_end") == 2
     assert ends.outcomes == ["stopped"]
     check_events(recorder.events)
@@ -272,9 +272,9 @@ def test_an_evaluation_requested_at_an_epoch_s_end_is_made_once(tmp_path: Path) 
 
 def test_the_callbacks_states_are_in_its_checkpoints(tmp_path: Path) -> None:
     whole = History()
-    unbroken = Setup(tmp_path / "whole")
-    unbroken.host([whole, CheckpointSaver(save_interval="1ep")])
-    unbroken.run(max_epochs=3)
+    uninterrupted = Setup(tmp_path / "whole")
+    uninterrupted.host([whole, CheckpointSaver(save_interval="1ep")])
+    uninterrupted.run(max_epochs=3)
     broken = Setup(tmp_path)
     broken.host([History(), CheckpointSaver(save_interval="1ep"), Fails(15)])
     with pytest.raises(ZeroDivisionError):
@@ -289,7 +289,7 @@ def test_the_callbacks_states_are_in_its_checkpoints(tmp_path: Path) -> None:
     assert (loaded.step, loaded.epoch) == (12, 2)
     assert history["train/loss"] == whole["train/loss"]
     assert history["validation/loss"] == whole["validation/loss"]
-    assert same(again, unbroken)
+    assert same(again, uninterrupted)
     check_events(recorder.events)
 
 
@@ -422,7 +422,7 @@ def test_arguments_that_cannot_work(tmp_path: Path) -> None:
 
 
 def test_an_exception_fails_the_run(tmp_path: Path) -> None:
-    ends, recorder = Ends(), Recorder(fields=("exception",))
+    ends, recorder = RecordsOutcomes(), Recorder(fields=("exception",))
     setup = Setup(tmp_path)
     setup.host([Fails(2), ends])
     with pytest.raises(ZeroDivisionError):
@@ -438,7 +438,7 @@ def test_an_exception_fails_the_run(tmp_path: Path) -> None:
 
 
 def test_an_exception_that_another_handler_suppresses_is_not_raised(tmp_path: Path) -> None:
-    ends = Ends()
+    ends = RecordsOutcomes()
     kept: list[BaseException] = []
     setup = Setup(tmp_path)
     setup.host([Fails(2), ends])
@@ -449,7 +449,7 @@ def test_an_exception_that_another_handler_suppresses_is_not_raised(tmp_path: Pa
 
 
 def test_ctrl_c_is_an_interruption(tmp_path: Path) -> None:
-    ends = Ends()
+    ends = RecordsOutcomes()
     setup = Setup(tmp_path)
     setup.host([ends])
 
@@ -463,7 +463,7 @@ def test_ctrl_c_is_an_interruption(tmp_path: Path) -> None:
 
 
 def test_a_signal_preempts_the_run_after_a_save(tmp_path: Path) -> None:
-    ends, recorder = Ends(), Recorder()
+    ends, recorder = RecordsOutcomes(), Recorder()
     setup = Setup(tmp_path)
     setup.host([ends, recorder], preempt_signals=["SIGUSR1"])
     setup.trainer.add_event_handler(Events.ITERATION_STARTED(once=3), lambda: os.kill(os.getpid(), signal.SIGUSR1))
@@ -476,7 +476,7 @@ def test_a_signal_preempts_the_run_after_a_save(tmp_path: Path) -> None:
 
 
 def test_run_may_be_called_again(tmp_path: Path) -> None:
-    recorder, ends = Recorder(), Ends()
+    recorder, ends = Recorder(), RecordsOutcomes()
     setup = Setup(tmp_path)
     setup.host([recorder, ends])
     setup.run(max_epochs=1)
@@ -489,7 +489,7 @@ def test_run_may_be_called_again(tmp_path: Path) -> None:
     check_events(recorder.events[first:])
 
 
-def leaves(setup: Setup, how: str) -> None:
+def terminate_trainer(setup: Setup, how: str) -> None:
     trainer = setup.trainer
     if how == "interrupt":
         trainer.interrupt()
@@ -511,10 +511,10 @@ def leaves(setup: Setup, how: str) -> None:
     ],
 )
 def test_all_of_ignite_s_ways_to_terminate(how: str, steps: int, epochs: int, outcome: str, tmp_path: Path) -> None:
-    recorder, ends = Recorder(), Ends()
+    recorder, ends = Recorder(), RecordsOutcomes()
     setup = Setup(tmp_path)
     setup.host([recorder, ends])
-    setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), leaves, setup, how)
+    setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), terminate_trainer, setup, how)
     setup.run()
     assert setup.trainer.state.iteration == recorder.recorded[-1].batch == steps
     assert recorder.recorded[-1].epoch == max(epochs, 1)
@@ -526,7 +526,7 @@ def test_a_terminated_step_is_a_skipped_step(tmp_path: Path) -> None:
     recorder, history = Recorder(fields=("step_skipped",)), History()
     setup = Setup(tmp_path, accumulate=2, evaluates=False)
     setup.host([recorder, history], log_interval="2ba")
-    setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=5), leaves, setup, "terminate")
+    setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=5), terminate_trainer, setup, "terminate")
     setup.run()
     skipped = [value for event, value in recorder.values["step_skipped"] if event == "on_train_step_end"]
     assert skipped == [False, False, True]
@@ -535,10 +535,10 @@ def test_a_terminated_step_is_a_skipped_step(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_continues_or_ends_as_interrupted(tmp_path: Path) -> None:
-    recorder, ends = Recorder(), Ends()
+    recorder, ends = Recorder(), RecordsOutcomes()
     setup = Setup(tmp_path)
     setup.host([recorder, ends])
-    setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(every=4), leaves, setup, "interrupt")
+    setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(every=4), terminate_trainer, setup, "interrupt")
     setup.run()
     assert recorder.recorded[-1].batch == 4
     assert ends.outcomes == []
@@ -550,7 +550,7 @@ def test_an_interrupted_run_continues_or_ends_as_interrupted(tmp_path: Path) -> 
     check_events(recorder.events)
     setup = Setup(tmp_path)
     setup.host([ends])
-    setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), leaves, setup, "interrupt")
+    setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), terminate_trainer, setup, "interrupt")
     setup.run()
     del setup
     gc.collect()
@@ -560,7 +560,7 @@ def test_an_interrupted_run_continues_or_ends_as_interrupted(tmp_path: Path) -> 
 @pytest.mark.parametrize("data", ["endless", "unsized", "none"])
 def test_data_of_any_kind(data: str, tmp_path: Path) -> None:
     batches = list(POINTS.batches())
-    recorder, ends = Recorder(), Ends()
+    recorder, ends = Recorder(), RecordsOutcomes()
     setup = Setup(tmp_path, evaluates=False)
     if data == "none":
 
@@ -613,7 +613,7 @@ class DataParallel(Setup):
         return [value.tolist() for value in self.inside.parameters()]
 
 
-def on_a_rank(folder: str) -> dict[str, Any]:
+def train_on_rank(folder: str) -> dict[str, Any]:
     idist.initialize("gloo")
 
     class RequestsStop(Callback):
@@ -621,7 +621,7 @@ def on_a_rank(folder: str) -> dict[str, Any]:
             if ctx.run.rank == 1 and ctx.step == 7:
                 ctx.control.stop("one rank wants to")
 
-    recorder, history, ends = Recorder(), History(), Ends()
+    recorder, history, ends = Recorder(), History(), RecordsOutcomes()
     hosted, plain = DataParallel(Path(folder)), DataParallel(Path(folder))
     hosted.host([recorder, history, ends, RequestsStop(), CheckpointSaver(save_interval="1ep")])
     hosted.run(max_epochs=40)
@@ -639,7 +639,7 @@ def on_a_rank(folder: str) -> dict[str, Any]:
 
 
 def test_two_ranks_train_one_model_and_stop_together(tmp_path: Path) -> None:
-    zero, one = run_ranks(on_a_rank, 2, str(tmp_path))
+    zero, one = run_ranks(train_on_rank, 2, str(tmp_path))
     assert zero["step"] == one["step"] < 40 * 3
     assert zero["outcome"] == one["outcome"] == ["stopped"]
     (a, b), (c, d) = zero["weights"], one["weights"]
@@ -652,20 +652,20 @@ def test_two_ranks_train_one_model_and_stop_together(tmp_path: Path) -> None:
 
 
 def test_a_step_during_which_the_epoch_is_terminated_ends_with_its_fields(tmp_path: Path) -> None:
-    noted: list[tuple[str, bool, bool]] = []
+    recorded: list[tuple[str, bool, bool]] = []
 
-    class Reads(Callback):
+    class ReadsFields(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
-            noted.append(("step", ctx.has("batch"), ctx.has("loss")))
+            recorded.append(("step", ctx.has("batch"), ctx.has("loss")))
 
         def on_epoch_end(self, ctx: Context) -> None:
-            noted.append(("epoch", ctx.has("batch"), ctx.has("loss")))
+            recorded.append(("epoch", ctx.has("batch"), ctx.has("loss")))
 
     setup = Setup(tmp_path, accumulate=2, evaluates=False)
-    setup.host([Reads()], saves=False)
+    setup.host([ReadsFields()], saves=False)
     setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), setup.trainer.terminate_epoch)
     setup.trainer.run(POINTS.batches(), max_epochs=1)
-    assert noted == [("step", True, True)] * 2 + [("epoch", False, False)]
+    assert recorded == [("step", True, True)] * 2 + [("epoch", False, False)]
 
 
 @pytest.mark.parametrize("is_first", [True, False])

@@ -37,17 +37,17 @@ from callsheet.callbacks import CheckpointSaver, History
 from callsheet.errors import NotSupported, RegistrationError
 
 from .loops.job import POINTS
-from .rows import hold
+from .rows import check_or_write_cell
 
 torch.set_num_threads(1)
 
 EPOCHS, STEPS = 4, 6
 
-Attach = Callable[["Given"], Callable[[], Any]]
+Attach = Callable[["TrainingSetup"], Callable[[], Any]]
 """Attaches a handler as a user of Ignite does. Returns a function that returns the handler's results after training."""
 
 
-class Given:
+class TrainingSetup:
     """A model to train, and engines that train it, or placeholders for them."""
 
     def __init__(self, folder: Path, trainer: Any, evaluator: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -66,7 +66,7 @@ def in_framework(folder: Path, attach: Attach, rate: float) -> tuple[int, Any, n
     model, optimizer = made(rate)
     trainer: Any = create_supervised_trainer(model, optimizer, POINTS.loss)
     evaluator: Any = create_supervised_evaluator(model, {"loss": Loss(POINTS.loss)})
-    result = attach(Given(folder, trainer, evaluator, model, optimizer))
+    result = attach(TrainingSetup(folder, trainer, evaluator, model, optimizer))
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(POINTS.validation_batches()))
     trainer.run(POINTS.batches(), max_epochs=EPOCHS)
     return trainer.state.iteration, result(), model
@@ -92,19 +92,19 @@ def run_here(folder: Path, callbacks: list[Callback], model: nn.Module, optimize
 def here(folder: Path, attach: Attach, rate: float) -> tuple[int, Any, nn.Module]:
     model, optimizer = made(rate)
     engine = GuestEngine(lambda ctx: ctx.loss.item())
-    result = attach(Given(folder, engine, engine.evaluator(), model, optimizer))
+    result = attach(TrainingSetup(folder, engine, engine.evaluator(), model, optimizer))
     trainer = run_here(folder, [guest(engine)], model, optimizer)
     return trainer.state.timestamp.batch, result(), model
 
 
-def early_stopping(given: Given) -> Callable[[], Any]:
+def early_stopping(given: TrainingSetup) -> Callable[[], Any]:
     scores = iter([5.0, 4.0, 6.0, 6.0])
     stopper = EarlyStopping(patience=1, score_function=lambda engine: next(scores), trainer=given.trainer)
     given.evaluator.add_event_handler(Events.COMPLETED, stopper)
     return lambda: (stopper.counter, round(stopper.best_score or 0.0, 6))
 
 
-def early_stopping_on_the_loss(given: Given) -> Callable[[], Any]:
+def early_stopping_on_the_loss(given: TrainingSetup) -> Callable[[], Any]:
     if not hasattr(EarlyStopping, "attach"):
         pytest.skip("Ignite before 0.5.4 does not have it")
     known = signature(EarlyStopping).parameters  # Ignite 0.5.5 renamed some of them
@@ -114,12 +114,12 @@ def early_stopping_on_the_loss(given: Given) -> Callable[[], Any]:
     return lambda: (stopper.counter, round(stopper.best_score or 0.0, 6))
 
 
-def terminate_on_nan(given: Given) -> Callable[[], Any]:
+def terminate_on_nan(given: TrainingSetup) -> Callable[[], Any]:
     given.trainer.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan())
     return lambda: None
 
 
-def time_limit(given: Given) -> Callable[[], Any]:
+def time_limit(given: TrainingSetup) -> Callable[[], Any]:
     limit = TimeLimit(limit_sec=60)
 
     def pass_time() -> None:
@@ -130,19 +130,19 @@ def time_limit(given: Given) -> Callable[[], Any]:
     return lambda: None
 
 
-def linear_schedule(given: Given) -> Callable[[], Any]:
+def linear_schedule(given: TrainingSetup) -> Callable[[], Any]:
     schedule = LinearCyclicalScheduler(given.optimizer, "lr", 0.1, 0.0, 10, save_history=True)
     given.trainer.add_event_handler(Events.ITERATION_STARTED, schedule)
     return lambda: given.trainer.state.param_history["lr"]
 
 
-def torch_schedule(given: Given) -> Callable[[], Any]:
+def torch_schedule(given: TrainingSetup) -> Callable[[], Any]:
     schedule = LRScheduler(torch.optim.lr_scheduler.StepLR(given.optimizer, step_size=2, gamma=0.5))
     given.trainer.add_event_handler(Events.EPOCH_COMPLETED, schedule)
     return lambda: given.optimizer.param_groups[0]["lr"]
 
 
-def timer(given: Given) -> Callable[[], Any]:
+def timer(given: TrainingSetup) -> Callable[[], Any]:
     taken = Timer(average=True)
     taken.attach(
         given.trainer,
@@ -154,37 +154,37 @@ def timer(given: Given) -> Callable[[], Any]:
     return lambda: (taken.step_count, taken.running, taken.value() > 0)
 
 
-def average_of_the_weights(given: Given) -> Callable[[], Any]:
+def average_of_the_weights(given: TrainingSetup) -> Callable[[], Any]:
     handler = EMAHandler(given.model, momentum=0.1, momentum_warmup=0.5, warmup_iters=6)
     handler.attach(given.trainer, name="ema_momentum", event=Events.ITERATION_COMPLETED(every=2))
     return lambda: [value.tolist() for value in handler.ema_model.state_dict().values()]
 
 
-def progress_bar(given: Given) -> Callable[[], Any]:
+def progress_bar(given: TrainingSetup) -> Callable[[], Any]:
     screen = io.StringIO()
     bar = ProgressBar(persist=True, bar_format="{desc} {n_fmt}/{total_fmt}{postfix}", file=screen, mininterval=0, ascii=True)
     bar.attach(given.trainer, output_transform=lambda loss: {"loss": f"{loss:.4f}"})
     return lambda: [line.strip() for line in re.split(r"[\r\n]+", screen.getvalue()) if line.strip()]
 
 
-def epoch_outputs(given: Given) -> Callable[[], Any]:
+def epoch_outputs(given: TrainingSetup) -> Callable[[], Any]:
     EpochOutputStore(lambda output: output[0].flatten().tolist()).attach(given.evaluator, "predictions")
     return lambda: given.evaluator.state.predictions
 
 
-def running_average(given: Given) -> Callable[[], Any]:
+def running_average(given: TrainingSetup) -> Callable[[], Any]:
     seen: list[float] = []
     RunningAverage(output_transform=lambda loss: loss).attach(given.trainer, "running_loss")
     given.trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append(given.trainer.state.metrics["running_loss"]))
     return lambda: seen
 
 
-def a_metric(given: Given) -> Callable[[], Any]:
+def a_metric(given: TrainingSetup) -> Callable[[], Any]:
     MeanAbsoluteError().attach(given.evaluator, "mae")
     return lambda: given.evaluator.state.metrics["mae"]
 
 
-def checkpoints(given: Given) -> Callable[[], Any]:
+def checkpoints(given: TrainingSetup) -> Callable[[], Any]:
     best = Checkpoint(
         {"model": given.model},
         given.folder / "best",
@@ -206,7 +206,7 @@ def checkpoints(given: Given) -> Callable[[], Any]:
     return result
 
 
-def filters(given: Given) -> Callable[[], Any]:
+def filters(given: TrainingSetup) -> Callable[[], Any]:
     """Attach a function to all kinds of Ignite's filtered events."""
     recorded: list[Any] = []
 
@@ -276,7 +276,7 @@ NAMES = {
         (timer, "listens"),
     ],
 )
-def test_a_guest_does_what_it_does_in_its_framework(attach: Attach, tier: str, tmp_path: Path) -> None:
+def test_a_guest_has_the_same_effects_as_in_its_framework(attach: Attach, tier: str, tmp_path: Path) -> None:
     rate = 1e12 if attach is terminate_on_nan else 0.1
     steps_framework, result_framework, model_framework = in_framework(tmp_path / "framework", attach, rate)
     steps_here, result_here, model_here = here(tmp_path / "here", attach, rate)
@@ -286,10 +286,10 @@ def test_a_guest_does_what_it_does_in_its_framework(attach: Attach, tier: str, t
     changes_the_rate = attach in (linear_schedule, torch_schedule)
     assert (steps_framework < EPOCHS * STEPS) == (tier == "drives" and not changes_the_rate)
     if attach in NAMES:
-        hold("ignite", "guests", NAMES[attach], Cell("works", tier=tier))
+        check_or_write_cell("ignite", "guests", NAMES[attach], Cell("works", tier=tier))
 
 
-def test_its_metrics_are_in_our_records(tmp_path: Path) -> None:
+def test_ignite_s_metrics_are_in_the_metrics_records(tmp_path: Path) -> None:
     model, optimizer = made(0.1)
     engine = GuestEngine()
     RunningAverage(output_transform=lambda loss: loss).attach(engine, "running_loss")
@@ -299,7 +299,7 @@ def test_its_metrics_are_in_our_records(tmp_path: Path) -> None:
     assert history["ignite/running_loss"][-1] == pytest.approx(float(engine.state.metrics["running_loss"]))
 
 
-def test_states_are_kept(tmp_path: Path) -> None:
+def test_a_resume_restores_the_states_of_ignite_s_handlers(tmp_path: Path) -> None:
     def guests(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[EarlyStopping, EMAHandler, Callback]:
         engine = GuestEngine()
         stopper = EarlyStopping(100, lambda each: 1.0, engine)
@@ -330,7 +330,7 @@ def test_states_are_kept(tmp_path: Path) -> None:
         assert all(torch.equal(one, other) for one, other in zip(a.parameters(), b.parameters(), strict=True))
 
 
-def test_a_handler_alone_is_given_as_it_is(tmp_path: Path) -> None:
+def test_guest_accepts_a_handler_without_an_engine(tmp_path: Path) -> None:
     model, optimizer = made(0.1)
     timer, nan = Timer(), TerminateOnNan()
     callbacks = [guest(timer), guest(nan, Events.ITERATION_COMPLETED(every=2) | Events.EPOCH_COMPLETED)]
@@ -379,35 +379,37 @@ def test_unsupported_handlers_are_rejected_by_name(tmp_path: Path, caplog: pytes
         ),
     ],
 )
-def test_what_a_guest_may_not_do_is_rejected(does: Callable[[Any], Any], message: str, tmp_path: Path) -> None:
+def test_calls_that_a_guest_s_engine_does_not_support_are_rejected(
+    does: Callable[[Any], Any], message: str, tmp_path: Path
+) -> None:
     model, optimizer = made(0.1)
     with pytest.raises(NotSupported, match=message):
         run_here(tmp_path, [guest(does, Events.ITERATION_STARTED)], model, optimizer)
 
 
-def test_an_engine_cannot_be_terminated_before_training() -> None:
+def test_terminating_an_engine_before_training_is_rejected() -> None:
     with pytest.raises(NotSupported, match="only after training has begun"):
         GuestEngine().terminate()
 
 
-def test_a_batch_may_be_replaced(tmp_path: Path) -> None:
+def test_a_guest_can_replace_the_batch(tmp_path: Path) -> None:
     seen: list[float] = []
 
     def zeros(engine: Any) -> None:
         engine.state.batch = [torch.zeros_like(part) for part in engine.state.batch]
 
-    class Sees(Callback):
+    class RecordsBatches(Callback):
         def on_forward_end(self, ctx: Context) -> None:
             seen.append(float(ctx.batch[0].abs().sum()))
 
     model, optimizer = made(0.1)
-    run_here(tmp_path, [guest(zeros, Events.GET_BATCH_COMPLETED(every=2), phase="change"), Sees()], model, optimizer)
+    run_here(tmp_path, [guest(zeros, Events.GET_BATCH_COMPLETED(every=2), phase="change"), RecordsBatches()], model, optimizer)
     assert [value == 0 for value in seen[:3]] == [True, False, True]  # the filter counts completed iterations
 
 
 @pytest.mark.parametrize("skips", [False, True])
-def test_the_end_is_fired_as_ignite_fires_it(skips: bool, tmp_path: Path) -> None:
-    def attach(given: Given) -> Callable[[], Any]:
+def test_a_termination_fires_the_same_final_events_as_in_ignite(skips: bool, tmp_path: Path) -> None:
+    def attach(given: TrainingSetup) -> Callable[[], Any]:
         recorded: list[str] = []
         for event in (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED, Events.TERMINATE, Events.COMPLETED):
             given.trainer.add_event_handler(event, lambda name: recorded.append(name), event.name)
@@ -420,7 +422,7 @@ def test_the_end_is_fired_as_ignite_fires_it(skips: bool, tmp_path: Path) -> Non
     assert result_framework[-2:] == (["ITERATION_COMPLETED", "TERMINATE"] if skips else ["TERMINATE", "COMPLETED"])
 
 
-def test_an_exception_is_reported_and_propagates(tmp_path: Path) -> None:
+def test_an_exception_is_reported_to_handlers_and_raised_once(tmp_path: Path) -> None:
     recorded: list[BaseException] = []
 
     def keeps(error: BaseException) -> None:

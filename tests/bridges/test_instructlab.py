@@ -65,7 +65,7 @@ def hosted(folder: Path, given: list[Callback], *, strict: bool = True, **option
 # --- the host ---
 
 
-def test_the_names_are_the_package_s() -> None:
+def test_the_copied_names_equal_those_of_the_package() -> None:
     assert set(EVENT_MAP) == set(HOOK_NAMES)
     assert set(EVENTS) >= {*EVENT_MAP.values(), *NOT_FIRED, *NOT_SEEN}
     if own_loop.REAL is not None:
@@ -99,7 +99,9 @@ def test_every_event_is_fired_in_the_lifecycle_s_order(microbatches: int, tmp_pa
     ]
     assert saved[0].path == str(tmp_path / "hf_format" / "samples_8")
     assert saved[0].val_losses == {"validation": 0.25}
-    steps = [noted.batch for noted, event in zip(recorder.recorded, recorder.events, strict=True) if event == "on_train_step_end"]
+    steps = [
+        recorded.batch for recorded, event in zip(recorder.recorded, recorder.events, strict=True) if event == "on_train_step_end"
+    ]
     assert steps == [1, 2, 3, 4, 5, 6]
 
 
@@ -113,7 +115,7 @@ def test_a_second_run_in_a_locked_folder_fails_within_its_time(tmp_path: Path) -
     context.output_dir, context.max_epochs, context.is_world_process_zero = str(output), 1, True
     failures: list[BaseException] = []
 
-    def begin() -> None:  # on another thread, as in InstructLab; on the thread of the folder's owner, it would not wait
+    def begin() -> None:  # on another thread, as in InstructLab; the thread that locked the folder would not wait
         try:
             hosted.on_train_begin(context)
         except RunInUseError as error:
@@ -185,7 +187,7 @@ def test_a_run_continues_if_its_states_are_not_found(tmp_path: Path, caplog: pyt
     check_events(recorder.events)
 
 
-class Ends(Callback):
+class RecordsOutcomes(Callback):
     """Records how the run ended."""
 
     phase = "report"
@@ -201,11 +203,11 @@ class Ends(Callback):
         self.has_ended.set()
 
 
-@pytest.mark.parametrize(("place", "steps"), [("forward", 1), ("optimizer", 2)])
-def test_a_run_that_gets_a_signal_is_preempted(place: str, steps: int, tmp_path: Path) -> None:
-    ends, recorder, counts = Ends(), Recorder(), Counts()
+@pytest.mark.parametrize(("interrupted_in", "steps"), [("forward", 1), ("optimizer", 2)])
+def test_a_run_that_gets_a_signal_is_preempted(interrupted_in: str, steps: int, tmp_path: Path) -> None:
+    ends, recorder, counts = RecordsOutcomes(), Recorder(), Counts()
     loop = hosted(tmp_path, [ends, recorder, counts])
-    loop.interrupted_at = (place, 2)
+    loop.interrupted_at = (interrupted_in, 2)
     loop.run()
     assert ends.outcome == "preempted"
     assert counts.steps == steps  # depends on whether the second step was complete
@@ -215,16 +217,16 @@ def test_a_run_that_gets_a_signal_is_preempted(place: str, steps: int, tmp_path:
 # A recorded warning would refer to InstructLab's coroutine, which would keep the host alive.
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 def test_a_run_that_breaks_off_has_failed_once_the_host_is_deleted(tmp_path: Path) -> None:
-    ends = Ends()
+    ends = RecordsOutcomes()
     loop = hosted(tmp_path, [ends])
     loop.validate_every = 2
 
-    def breaks() -> dict[str, float]:
+    def fail_validation() -> dict[str, float]:
         # Wait for the first hook, because a closed manager drops the hooks that its thread has not called yet.
         assert ends.has_begun.wait(60)
         raise ZeroDivisionError
 
-    loop.validate = breaks  # type: ignore[method-assign]
+    loop.validate = fail_validation  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         loop.run()
     assert ends.outcome == ""  # InstructLab does not report errors to its callbacks
@@ -241,7 +243,7 @@ def test_an_error_ends_callsheet_s_run_and_not_instructlab_s_training(tmp_path: 
             if ctx.step == 2:
                 raise ZeroDivisionError
 
-    ends, recorder = Ends(), Recorder()
+    ends, recorder = RecordsOutcomes(), Recorder()
     loop = hosted(tmp_path, [Fails(), ends, recorder])
     loop.run()
     assert loop.done == 6
@@ -257,15 +259,15 @@ def test_a_hook_that_is_not_called_is_named_after_the_first_step(
     class Listens(Callback):
         def on_optimizer_step_end(self, ctx: Context) -> None: ...
 
-    ends = Ends()
+    ends = RecordsOutcomes()
     loop = hosted(tmp_path, [Listens(), ends], strict=strict)
     fire = loop.manager.fire
 
-    def fires_most(hook: str, **given: Any) -> None:
+    def fire_all_but_one(hook: str, **given: Any) -> None:
         if hook != "on_optimizer_step":
             fire(hook, **given)
 
-    loop.manager.fire = fires_most
+    loop.manager.fire = fire_all_but_one
     loop.run()
     assert loop.done == 6
     assert ends.outcome == ("failed" if strict else "finished")
@@ -335,8 +337,8 @@ def test_what_is_not_supported_is_rejected_by_name(
 
 
 def test_callbacks_that_work_without_unsupported_parts_are_accepted(tmp_path: Path) -> None:
-    hosted(tmp_path, [ListensAlsoToTests(), where := ReadsModelIfAvailable()]).run()
-    assert where.mode is None
+    hosted(tmp_path, [ListensAlsoToTests(), callback := ReadsModelIfAvailable()]).run()
+    assert callback.mode is None
 
 
 def test_a_request_that_was_accepted_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -397,16 +399,16 @@ def test_the_built_ins_that_run_there(subjects: Mapping[str, Subject]) -> None:
         assert name in page or name.endswith("Logger")
 
 
-def a_rank(folder: str) -> dict[str, Any]:
+def train_on_rank(folder: str) -> dict[str, Any]:
     """Train on one of two ranks, which do not communicate."""
-    history, ends, recorder = History(), Ends(), Recorder(fields=("record",))
+    history, ends, recorder = History(), RecordsOutcomes(), Recorder(fields=("record",))
     hosted(Path(folder), [history, ends, recorder], checkpoint_at_epoch=True).run()
     has_rates = all("train/learning_rate" in record.values for _, record in recorder.values["record"])
     return {"loss": history["train/loss"], "has_rates": has_rates, "outcome": ends.outcome}
 
 
 def test_each_rank_receives_its_own_events(tmp_path: Path) -> None:
-    zero, one = run_ranks(a_rank, 2, str(tmp_path))
+    zero, one = run_ranks(train_on_rank, 2, str(tmp_path))
     assert zero["loss"] == one["loss"]
     assert zero["outcome"] == one["outcome"] == "finished"
     assert zero["has_rates"]
@@ -416,7 +418,7 @@ def test_each_rank_receives_its_own_events(tmp_path: Path) -> None:
 
 
 @needs_the_package
-def test_it_goes_through_the_package_s_own_transport(tmp_path: Path) -> None:
+def test_callbacks_reach_a_rank_through_the_package_s_own_transport(tmp_path: Path) -> None:
     """InstructLab passes the source on a command line and executes it. The callbacks themselves are sent by callsheet's transport."""
     assert own_loop.REAL is not None
     given = host([JSONLLogger(), Counts()])
@@ -515,10 +517,10 @@ def callback_of(api: Any, record: Callable[[str, Any], object], hooks: tuple[str
 
 
 @pytest.mark.parametrize("interval", ["2ba", "1ep"])
-def test_a_guest_is_called_in_its_own_order(api: Any, interval: str, tmp_path: Path) -> None:
-    noted: list[tuple[str, int, int]] = []
-    listens_to = callback_of(api, lambda hook, context: noted.append((hook, context.step, context.epoch)))
-    fit([guest(listens_to), CheckpointSaver(save_interval="1ep")], tmp_path, eval_interval=interval)
+def test_a_guest_is_called_in_instructlab_s_order(api: Any, interval: str, tmp_path: Path) -> None:
+    recorded: list[tuple[str, int, int]] = []
+    callback = callback_of(api, lambda hook, context: recorded.append((hook, context.step, context.epoch)))
+    fit([guest(callback), CheckpointSaver(save_interval="1ep")], tmp_path, eval_interval=interval)
     microbatch = ["on_before_forward", "on_after_backward"]
     expected: list[tuple[str, int, int]] = [("on_train_begin", 1, 0)]
     for epoch in range(2):
@@ -530,14 +532,14 @@ def test_a_guest_is_called_in_its_own_order(api: Any, interval: str, tmp_path: P
             hooks = ["on_step_begin", *microbatch * 2, "on_pre_optimizer_step", "on_optimizer_step", "on_log", *evaluated, *saved]
             expected += [(hook, step, epoch) for hook in [*hooks, "on_step_end"]]
         expected.append(("on_epoch_end", 3 * epoch + 3, epoch))
-    assert noted == [*expected, ("on_train_end", 6, 1)]
+    assert recorded == [*expected, ("on_train_end", 6, 1)]
 
 
-def test_a_guest_receives_what_the_run_logs(tmp_path: Path) -> None:
+def test_a_guest_s_context_has_the_values_that_the_run_logs(tmp_path: Path) -> None:
     found: dict[tuple[str, int], dict[str, Any]] = {}
-    listens_to = callback_of(instructlab_names, lambda hook, context: found.update({(hook, context.step): dict(vars(context))}))
+    callback = callback_of(instructlab_names, lambda hook, context: found.update({(hook, context.step): dict(vars(context))}))
     history = History()
-    fit([guest(listens_to), history, CheckpointSaver(save_interval="1ep")], tmp_path)
+    fit([guest(callback), history, CheckpointSaver(save_interval="1ep")], tmp_path)
     losses = history["train/loss"]
     assert [found["on_log", step]["loss"] for step in range(1, 7)] == losses
     assert [found["on_pre_optimizer_step", step]["loss"] for step in range(1, 7)] == pytest.approx(losses)
@@ -557,32 +559,34 @@ def test_a_guest_receives_what_the_run_logs(tmp_path: Path) -> None:
     assert begin["is_world_process_zero"]
 
 
-def test_all_events_are_delivered_also_to_async_hooks(api: Any, tmp_path: Path) -> None:
-    noted: list[tuple[str, int]] = []
+def test_slow_async_hooks_receive_all_events_without_delaying_training(api: Any, tmp_path: Path) -> None:
+    recorded: list[tuple[str, int]] = []
     may_go = threading.Event()
 
     class Slow(api.TrainerCallback):  # type: ignore[misc]  # `api` is one of two modules
         async def on_step_begin(self, context: Any) -> None:
             await asyncio.to_thread(may_go.wait, 60)  # waits until training has ended
-            noted.append(("begin", context.step))
+            recorded.append(("begin", context.step))
 
         async def on_step_end(self, context: Any) -> None:
-            noted.append(("end", context.step))
+            recorded.append(("end", context.step))
 
         def on_train_end(self, context: Any) -> None:
-            noted.append(("over", context.step))
+            recorded.append(("over", context.step))
 
     class Trained(Callback):
         def on_train_end(self, ctx: Context) -> None:
-            noted.append(("trained", ctx.step))
+            recorded.append(("trained", ctx.step))
             may_go.set()
 
     fit([guest(Slow()), Trained()], tmp_path)
     steps = [(what, step) for step in range(1, 7) for what in ("begin", "end")]
-    assert noted == [("trained", 6), *steps, ("over", 6)]
+    assert recorded == [("trained", 6), *steps, ("over", 6)]
 
 
-def test_an_error_of_a_hook_is_only_logged(api: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_a_hook_is_logged_and_does_not_end_the_run(
+    api: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Fails(api.TrainerCallback):  # type: ignore[misc]
         calls = 0
 
@@ -600,8 +604,8 @@ def test_an_error_of_a_hook_is_only_logged(api: Any, tmp_path: Path, caplog: pyt
     assert caplog.text.count("Fails failed at on_log") == 6
 
 
-def test_the_end_is_fired_however_the_run_ends(api: Any, tmp_path: Path) -> None:
-    class Breaks(Callback):
+def test_on_train_end_is_called_once_after_an_error(api: Any, tmp_path: Path) -> None:
+    class RaisesAtEvent(Callback):
         def __init__(self, event: str) -> None:
             self.event = event
 
@@ -610,37 +614,37 @@ def test_the_end_is_fired_however_the_run_ends(api: Any, tmp_path: Path) -> None
                 raise ZeroDivisionError
 
     for event in ("on_forward_start", "on_train_step_end", "on_eval_all_start"):
-        noted: list[tuple[str, int]] = []
-        listens_to = callback_of(api, lambda hook, context: noted.append((hook, context.step)))  # noqa: B023  # read before the next iteration
+        recorded: list[tuple[str, int]] = []
+        callback = callback_of(api, lambda hook, context: recorded.append((hook, context.step)))  # noqa: B023  # read before the next iteration
         with pytest.raises(ZeroDivisionError):
-            fit([guest(listens_to), Breaks(event)], tmp_path / event)
-        assert noted[-1] == ("on_train_end", 2)
-        assert [hook for hook, _ in noted].count("on_train_end") == 1
+            fit([guest(callback), RaisesAtEvent(event)], tmp_path / event)
+        assert recorded[-1] == ("on_train_end", 2)
+        assert [hook for hook, _ in recorded].count("on_train_end") == 1
 
 
-def test_a_run_without_training_fires_no_train_end(tmp_path: Path) -> None:
-    noted: list[str] = []
+def test_an_evaluation_without_training_calls_no_hooks(tmp_path: Path) -> None:
+    recorded: list[str] = []
     with Trainer(nn.Linear(2, 1), nn.functional.mse_loss, eval_dataloader=DATA, device="cpu", runs_folder=tmp_path,
-                 callbacks=[guest(callback_of(instructlab_names, lambda hook, context: noted.append(hook)))]) as trainer:  # fmt: skip
+                 callbacks=[guest(callback_of(instructlab_names, lambda hook, context: recorded.append(hook)))]) as trainer:  # fmt: skip
         trainer.evaluate()
-    assert noted == []
+    assert recorded == []
 
 
-def test_only_overridden_hooks_are_listened_to() -> None:
+def test_a_guest_listens_only_to_the_hooks_that_it_overrides() -> None:
     one = guest(callback_of(instructlab_names, lambda hook, context: None, ("on_log",)))
     assert "on_forward_start" not in vars(one)
     assert "on_log" in vars(one)
 
 
-def test_objects_that_are_no_instructlab_callback_are_rejected() -> None:
+def test_objects_that_are_not_instructlab_callbacks_are_rejected() -> None:
     with pytest.raises(RegistrationError, match="not an instance of a TrainerCallback"):
         guest(object())
     with pytest.raises(RegistrationError, match="give an instance"):
         guest(instructlab_names.TrainerCallback)
 
 
-def test_a_guest_keeps_its_state(api: Any, tmp_path: Path) -> None:
-    class Keeps(api.TrainerCallback):  # type: ignore[misc]
+def test_a_resume_restores_the_state_of_a_guest(api: Any, tmp_path: Path) -> None:
+    class CountsSteps(api.TrainerCallback):  # type: ignore[misc]
         steps = 0
 
         def on_step_end(self, context: Any) -> None:
@@ -652,8 +656,8 @@ def test_a_guest_keeps_its_state(api: Any, tmp_path: Path) -> None:
         def load_state_dict(self, state: Mapping[str, int]) -> None:
             self.steps = state["steps"]
 
-    fit([guest(Keeps()), CheckpointSaver(save_interval="1ep")], tmp_path, max_duration="1ep")
-    again = Keeps()
+    fit([guest(CountsSteps()), CheckpointSaver(save_interval="1ep")], tmp_path, max_duration="1ep")
+    again = CountsSteps()
     fit([guest(again)], tmp_path, resume="auto")
     assert again.steps >= 5  # 2 or 3 were saved: the hook of the third step's end may not have been called yet
 
@@ -670,12 +674,12 @@ HOOK_ROWS: dict[str, tuple[str, ...]] = {"progress": ("on_log",), "timer": ("on_
 
 
 @pytest.mark.parametrize("row", HOOK_ROWS)
-def test_a_callback_receives_what_it_receives_in_its_framework(api: Any, row: str, tmp_path: Path) -> None:
+def test_a_guest_receives_the_same_values_as_in_its_framework(api: Any, row: str, tmp_path: Path) -> None:
     """With the same losses, InstructLab's loop and ours call the same hooks with the same numbers."""
 
-    def recording(noted: list[Any]) -> Any:
+    def recording(recorded: list[Any]) -> Any:
         def record(hook: str, context: Any) -> None:
-            noted.append(
+            recorded.append(
                 (hook, context.step, context.epoch, context.total_samples, context.loss, context.val_metrics.get("val_loss"))
             )
 
@@ -687,7 +691,7 @@ def test_a_callback_receives_what_it_receives_in_its_framework(api: Any, row: st
     manager.add_callback(recording(there))
     fire = manager.fire
 
-    def waits(hook: str, **given: Any) -> None:
+    def fire_and_wait(hook: str, **given: Any) -> None:
         """Wait until the callbacks were called, because InstructLab's loop changes the context afterwards."""
         received = len(there) + (hook in HOOK_ROWS[row])
         fire(hook, **given)
@@ -695,7 +699,7 @@ def test_a_callback_receives_what_it_receives_in_its_framework(api: Any, row: st
         while len(there) < received and time.monotonic() < deadline:
             time.sleep(0.001)
 
-    manager.fire = waits
+    manager.fire = fire_and_wait
     torch.manual_seed(3)
     own_loop.Training(POINTS, manager, tmp_path, epochs=1, steps_an_epoch=6, evaluate=True).run()
     with Trainer(

@@ -83,7 +83,7 @@ def files_in(folder: str) -> list[Path]:
     return [path for path in sorted((SOURCE / folder).glob("*.py")) if "internals" not in path.name]
 
 
-PLACES: Mapping[str, tuple[list[Path], set[str], set[str]]] = {
+FOLDER_NAMES: Mapping[str, tuple[list[Path], set[str], set[str]]] = {
     "bridges": (files_in("bridges"), OF_TORCH, set()),
     "exec": (files_in("exec"), OF_TORCH | OF_EXEC, OF_EXEC),
     **{folder: (files_in(f"bridges/{folder}"), OF_TORCH | listed(folder, *EVERY), listed(folder, *EVERY)) for folder in FOLDERS},
@@ -95,9 +95,9 @@ def names_in(kind: Callable[[ast.Module], frozenset[str]], files: Iterable[Path]
     return frozenset[str]().union(*(kind(tree_of(path)) for path in files))
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_every_private_name_that_is_used_is_in_a_list(place: str) -> None:
-    files, allowed, _ = PLACES[place]
+@pytest.mark.parametrize("folder", FOLDER_NAMES)
+def test_every_private_name_that_is_used_is_in_a_list(folder: str) -> None:
+    files, allowed, _ = FOLDER_NAMES[folder]
     own, known = names_in(own_names, {*files, *SHARED}), components(allowed)
     unlisted = [
         f"{path.relative_to(SOURCE)}:{line}: {name}"
@@ -108,15 +108,15 @@ def test_every_private_name_that_is_used_is_in_a_list(place: str) -> None:
     assert not unlisted, "add these names to `internals.py` of the framework, with what happens without them"
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_every_name_in_a_list_is_used(place: str) -> None:
-    files, _, needed = PLACES[place]
+@pytest.mark.parametrize("folder", FOLDER_NAMES)
+def test_every_private_name_in_a_list_is_used(folder: str) -> None:
+    files, _, needed = FOLDER_NAMES[folder]
     used = names_in(words, files) | OF_A_RELEASE
     assert not [name for name in needed if name.rpartition(".")[2] not in used]
 
 
-def test_every_name_in_the_list_of_torch_is_used() -> None:
-    used = names_in(words, (path for files, _, _ in PLACES.values() for path in files))
+def test_every_private_name_in_the_list_of_torch_is_used() -> None:
+    used = names_in(words, (path for files, _, _ in FOLDER_NAMES.values() for path in files))
     assert not [name for name in OF_TORCH if name.rpartition(".")[2] not in used]
 
 
@@ -158,7 +158,7 @@ def private_attributes(kind: type) -> set[str]:
     return {name for name in {name for name, _ in ours} | assigned if re.fullmatch("_[^_].*", name)}
 
 
-def test_private_attributes_of_a_base_class_that_ours_overrides_or_sets_are_in_a_list() -> None:
+def test_private_base_class_attributes_that_callsheet_overrides_or_sets_are_in_a_list() -> None:
     standard = {*sys.stdlib_module_names, "callsheet"}
     theirs = {
         name
@@ -194,7 +194,7 @@ INSTALLED = [name for framework in LISTS if is_installed(framework) for name in 
 
 
 @pytest.mark.parametrize("name", INSTALLED)
-def test_the_installed_version_has_what_is_used(name: str) -> None:
+def test_the_installed_version_has_the_names_in_the_lists(name: str) -> None:
     if name.startswith("megatron."):  # its modules can be imported only with a GPU
         file, kind, attribute = re.fullmatch(r"(.*)\.(.*)\.(.*)", name).groups()  # type: ignore[union-attr]
         text = Path(
@@ -325,23 +325,23 @@ class Evaluates(Callback):
 
 
 @pytest.mark.parametrize("edge", ["start", "end"])
-def test_a_hook_that_fails_is_harmless_if_the_optimizer_s_hooks_are_not_known(
+def test_a_failing_optimizer_hook_does_not_change_training_if_it_cannot_be_removed(
     edge: str, hidden: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = trained(bare, tmp_path / "expected")[1]
     hidden("torch.optim.Optimizer._optimizer_step_pre_hooks")
     hidden("torch.optim.Optimizer._optimizer_step_post_hooks")
-    breaks = FailsInSpan("optimizer_step", edge)
+    fails_in_span = FailsInSpan("optimizer_step", edge)
     with pytest.MonkeyPatch.context() as patch:
         begin: Any = HostedRun.begin
 
-        def begun(self: Any, *args: Any, **given: Any) -> Any:
-            breaks.run = self
+        def begin_and_keep_run(self: Any, *args: Any, **given: Any) -> Any:
+            fails_in_span.run = self
             return begin(self, *args, **given)
 
-        patch.setattr(HostedRun, "begin", begun)
-        assert trained(bare, tmp_path / "found", breaks)[1] == expected
-    assert breaks.faults == 1
+        patch.setattr(HostedRun, "begin", begin_and_keep_run)
+        assert trained(bare, tmp_path / "found", fails_in_span)[1] == expected
+    assert fails_in_span.faults == 1
     assert caplog.text.count("callsheet cannot follow") == 1
 
 
@@ -449,7 +449,7 @@ def test_a_script_under_exec_is_unchanged_without_a_private_part(
         assert names[0].rpartition(".")[2] in found.stderr
 
 
-class Records(Callback):
+class RecordsEvents(Callback):
     def __init__(self) -> None:
         self.events: list[str] = []
 
@@ -457,11 +457,11 @@ class Records(Callback):
         self.events.append(str(ctx.event))
 
 
-def test_a_trainer_without_its_inner_loop_fires_the_same_events_and_says_what_is_missing(
+def test_a_trainer_without_inner_training_loop_fires_the_same_events_and_logs_a_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def events(folder: str) -> list[str]:
-        records = Records()
+        records = RecordsEvents()
         arguments = transformers.TrainingArguments(
             output_dir=str(tmp_path / folder), max_steps=3, report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True
         )

@@ -23,7 +23,7 @@ from callsheet.testing import Recorder, check_events
 
 from .loops import keras as own_loop  # before keras, because it sets the backend
 from .loops.job import POINTS, Job
-from .rows import hold
+from .rows import check_or_write_cell
 
 import keras  # isort: skip
 
@@ -79,7 +79,7 @@ def test_training_is_unchanged_and_every_event_is_fired(tmp_path: Path) -> None:
     assert [tuple(part.shape) for part in recorder.values["batch"][0][1]] == [(4, 4), (4, 1)]
 
 
-def test_layers_losses_and_metrics_of_keras_s_own(tmp_path: Path) -> None:
+def test_training_with_keras_s_own_layers_losses_and_metrics_is_unchanged(tmp_path: Path) -> None:
     def fit(callbacks: list[Any]) -> Any:
         keras.utils.set_random_seed(3)
         layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dropout(0.3), keras.layers.Dense(1)]
@@ -104,7 +104,7 @@ def test_layers_losses_and_metrics_of_keras_s_own(tmp_path: Path) -> None:
     assert rates == pytest.approx([0.1 * 0.5**step for step in range(6)])
 
 
-def test_a_module_in_a_keras_model_is_seen_as_it_is(tmp_path: Path) -> None:
+def test_a_module_in_a_keras_model_is_observed_with_its_own_parameter_names(tmp_path: Path) -> None:
     recorder, history, model = Recorder(), History(), own_loop.compiled(POINTS)
     trained([hosted(tmp_path, recorder, history, OptimizerMonitor(batch_log_interval=2), model=model.inner.module)], model=model)
     assert same(model, trained([]))
@@ -120,14 +120,14 @@ def test_an_error_when_training_begins_fails_the_run(tmp_path: Path) -> None:
         def on_train_start(self, ctx: Context) -> None:
             raise ZeroDivisionError
 
-    ends, model = Ends(), own_loop.compiled(POINTS)
+    ends, model = RecordsOutcomes(), own_loop.compiled(POINTS)
     with pytest.raises(ZeroDivisionError):
         trained([hosted(tmp_path, ends, RaisesAtTheStart())], model=model)
-    assert ends.noted == ["ZeroDivisionError", "failed"]
+    assert ends.recorded == ["ZeroDivisionError", "failed"]
     assert "apply" not in vars(model.optimizer)
 
 
-def test_nothing_is_left_in_the_model(tmp_path: Path) -> None:
+def test_no_hooks_and_wrappers_are_left_in_the_model(tmp_path: Path) -> None:
     recorder = Recorder()
     bridge, model = hosted(tmp_path, recorder), own_loop.compiled(POINTS)
     trained([bridge], model=model)
@@ -163,17 +163,17 @@ class Fails(Callback):
             raise ZeroDivisionError
 
 
-class Ends(Callback):
+class RecordsOutcomes(Callback):
     """Records how the run ended, and the exception."""
 
     def __init__(self) -> None:
-        self.noted: list[str] = []
+        self.recorded: list[str] = []
 
     def on_exception(self, ctx: Context) -> None:
-        self.noted.append(type(ctx.exception).__name__)
+        self.recorded.append(type(ctx.exception).__name__)
 
     def on_run_end(self, ctx: Context) -> None:
-        self.noted.append(str(ctx.run.outcome))
+        self.recorded.append(str(ctx.run.outcome))
 
 
 def test_requests_are_carried_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -188,22 +188,22 @@ def test_requests_are_carried_out(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize("step", [4, 6, 9])
-def test_a_run_resumes_from_our_checkpoint_bit_for_bit(step: int, tmp_path: Path) -> None:
+def test_a_resume_from_our_checkpoint_gives_identical_weights_and_losses(step: int, tmp_path: Path) -> None:
     whole, history, recorder = History(), History(), Recorder()
-    unbroken = trained([hosted(tmp_path / "whole", whole, EMA(half_life=3))])
+    uninterrupted = trained([hosted(tmp_path / "whole", whole, EMA(half_life=3))])
     saver = CheckpointSaver(save_interval=f"{step}ba")
     with pytest.raises(ZeroDivisionError):
         trained([hosted(tmp_path, History(), EMA(half_life=3), saver, Fails(step + 1))])
     saver = CheckpointSaver(save_interval="50ba")
     again = trained([hosted(tmp_path, history, EMA(half_life=3), recorder, saver, resume="auto")])
-    assert same(again, unbroken)
+    assert same(again, uninterrupted)
     assert int(again.optimizer.iterations) == recorder.recorded[-1].batch == 12
     assert history["train/loss"] == whole["train/loss"]
     assert history["validation/loss"] == whole["validation/loss"]
     check_events(recorder.events)
 
 
-class Killed(Callback):
+class SendsSIGTERM(Callback):
     """Sends SIGTERM to its own process at a step."""
 
     def on_train_step_end(self, ctx: Context) -> None:
@@ -211,39 +211,39 @@ class Killed(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_signal_saves_and_stops_it(tmp_path: Path) -> None:
-    ends, recorder = Ends(), Recorder(fields=("checkpoint",))
-    model = trained([hosted(tmp_path, ends, recorder, Killed(), preempt_signals=("SIGTERM",))])
+def test_sigterm_saves_a_checkpoint_and_preempts_the_run(tmp_path: Path) -> None:
+    ends, recorder = RecordsOutcomes(), Recorder(fields=("checkpoint",))
+    model = trained([hosted(tmp_path, ends, recorder, SendsSIGTERM(), preempt_signals=("SIGTERM",))])
     assert int(model.optimizer.iterations) == 3
-    assert ends.noted == ["preempted"]
+    assert ends.recorded == ["preempted"]
     assert [info.kind for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"] == ["preempt"]
     check_events(recorder.events)
 
 
-def test_the_outcome_of_a_run_is_reported(tmp_path: Path) -> None:
-    ends = Ends()
+def test_on_run_end_has_the_outcome_of_the_run(tmp_path: Path) -> None:
+    ends = RecordsOutcomes()
     trained([hosted(tmp_path, ends)], epochs=1)
     trained([hosted(tmp_path / "2", ends, RequestsAtStep("stop", 2))])
-    assert ends.noted == ["finished", "stopped"]
+    assert ends.recorded == ["finished", "stopped"]
     for error, outcome in ((ZeroDivisionError, "failed"), (KeyboardInterrupt, "interrupted")):
-        ends, model = Ends(), own_loop.compiled(LINE)
+        ends, model = RecordsOutcomes(), own_loop.compiled(LINE)
         model.job_loss = _raises(error)
         with pytest.raises(error):
             trained([hosted(tmp_path / outcome, ends)], model=model)
-        assert ends.noted == [error.__name__, outcome]
+        assert ends.recorded == [error.__name__, outcome]
         assert "apply" not in vars(model.optimizer)
 
     def fails(*_: Any) -> None:
         raise ZeroDivisionError
 
-    ends = Ends()
+    ends = RecordsOutcomes()
     given: Any = [hosted(tmp_path / "5", ends), keras.callbacks.LambdaCallback(on_epoch_begin=fails)]
     with pytest.raises(ZeroDivisionError):
         trained(given)
-    assert ends.noted == []  # Keras does not report one callback's error to the others
+    assert ends.recorded == []  # Keras does not report one callback's error to the others
     del given
     gc.collect()
-    assert ends.noted == ["failed"]
+    assert ends.recorded == ["failed"]
 
 
 def _raises(error: type[BaseException]) -> Callable[..., Any]:
@@ -253,7 +253,7 @@ def _raises(error: type[BaseException]) -> Callable[..., Any]:
     return loss
 
 
-def test_evaluate_and_predict_are_runs_of_their_own(tmp_path: Path) -> None:
+def test_evaluate_and_predict_are_separate_runs(tmp_path: Path) -> None:
     recorder, model = Recorder(fields=("standalone", "eval_results")), own_loop.compiled(LINE)
     found = model.evaluate(LINE.validation_batches(), callbacks=[hosted(tmp_path, recorder)], return_dict=True, verbose=0)
     check_events(recorder.events)
@@ -268,7 +268,7 @@ def test_evaluate_and_predict_are_runs_of_their_own(tmp_path: Path) -> None:
     assert dict(recorder.values["outputs"])["on_predict_step_end"].tolist() == predicted[-4:].tolist()
 
 
-def test_events_that_cannot_be_fired_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_events_and_settings_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Listens(Callback):
         def on_test_end(self, ctx: Context) -> None: ...
 
@@ -305,7 +305,7 @@ def test_events_that_the_first_step_does_not_fire_are_rejected(tmp_path: Path) -
         trained([hosted(tmp_path, Listens())], model=model)
 
 
-def test_a_callback_may_set_the_learning_rate(tmp_path: Path) -> None:
+def test_a_callback_can_set_the_learning_rate(tmp_path: Path) -> None:
     class Halves(Callback):
         def on_epoch_end(self, ctx: Context) -> None:
             ctx.optimizer.param_groups[0]["lr"] *= 0.5
@@ -331,21 +331,21 @@ class Row:
 def _every_hook(folder: Path) -> Any:
     calls: list[Any] = []
 
-    class Notes(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's types are not read
+    class RecordsCalls(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's types are not read
         pass
 
     def noting(name: str) -> Callable[..., None]:
-        def noted(self: Any, *given: Any, **named: Any) -> None:
+        def recorded(self: Any, *given: Any, **named: Any) -> None:
             logs = (named or {"logs": given[-1] if given and isinstance(given[-1], dict) else {}})["logs"] or {}
             numbers = [value for value in given if isinstance(value, int)]
             calls.append((name, numbers, {} if "test" in name else dict(logs)))
 
-        return noted
+        return recorded
 
     for name in vars(keras.callbacks.Callback):
         if name.startswith("on_") and name not in ("on_batch_begin", "on_batch_end"):
-            setattr(Notes, name, noting(name))
-    notes = Notes()
+            setattr(RecordsCalls, name, noting(name))
+    notes = RecordsCalls()
     notes.calls = calls
     return notes
 
@@ -425,7 +425,7 @@ def _in_framework(callback: Any, rate: float) -> tuple[Any, int]:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_guest_decides_and_logs_as_in_its_framework(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_guest_has_the_same_effects_as_in_its_framework(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = ROWS[name]
     folders = [tmp_path / "framework", tmp_path / "here"]
     for folder in folders:
@@ -446,7 +446,7 @@ def test_a_guest_decides_and_logs_as_in_its_framework(name: str, tmp_path: Path,
     if row.rate < 1:
         assert torch.allclose(here.weight, in_framework.weight, rtol=1e-4)
     if name != "every hook":
-        hold("keras", "guests", name, Cell("works", tier=row.tier))
+        check_or_write_cell("keras", "guests", name, Cell("works", tier=row.tier))
 
 
 @pytest.mark.parametrize(
@@ -458,15 +458,15 @@ def test_a_guest_decides_and_logs_as_in_its_framework(name: str, tmp_path: Path,
         lambda folder: keras.callbacks.SwapEMAWeights(),
     ],
 )
-def test_a_guest_that_is_not_supported_is_rejected(make: Callable[[Path], Any], tmp_path: Path) -> None:
+def test_an_unsupported_callback_is_rejected_as_a_guest(make: Callable[[Path], Any], tmp_path: Path) -> None:
     callback = make(tmp_path)
     name = type(callback).__name__
     with pytest.raises(NotSupported, match=f"{name} cannot be a guest: .*; use callsheet") as rejected:
         guest(callback)
-    hold("keras", "guests", name, Cell("rejected", str(rejected.value)))
+    check_or_write_cell("keras", "guests", name, Cell("rejected", str(rejected.value)))
 
 
-def test_a_guest_that_asks_for_more_is_rejected(tmp_path: Path) -> None:
+def test_a_guest_that_uses_an_unavailable_attribute_is_rejected(tmp_path: Path) -> None:
     for what, message in (
         (lambda model: model.layers, "Keras's model has here no 'layers'"),
         (lambda model: setattr(model, "trainable", False), "may not write 'trainable'"),
@@ -478,7 +478,7 @@ def test_a_guest_that_asks_for_more_is_rejected(tmp_path: Path) -> None:
             _here(tmp_path, guest(callback), 0.05)
 
 
-def test_a_guest_resumes_within_an_epoch(tmp_path: Path) -> None:
+def test_a_resume_within_an_epoch_restores_a_guest_s_epoch_mean(tmp_path: Path) -> None:
     def run(folder: Path, callbacks: list[Callback], resume: str | None = None) -> None:
         with Trainer(
             LINE.made_model(), LINE.loss, LINE.batches(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05),

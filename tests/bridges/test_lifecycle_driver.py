@@ -17,7 +17,7 @@ PARTS = ("forward_backward", "microbatch", "forward", "loss", "backward", "clip_
 words = st.tuples(st.sampled_from(("start", "end")), st.sampled_from(PARTS))
 
 
-def driven(manager: CallbackManager, steps: list[list[tuple[str, str]]]) -> LifecycleDriver:
+def drive(manager: CallbackManager, steps: list[list[tuple[str, str]]]) -> LifecycleDriver:
     """Run a loop that reports a fetch, the start and end of each step, and the given calls in between."""
     driver = LifecycleDriver(manager.spans(Context(RunInfo("small"))), {})
     for step in steps:
@@ -32,24 +32,24 @@ def driven(manager: CallbackManager, steps: list[list[tuple[str, str]]]) -> Life
 
 
 @given(st.lists(st.lists(words, max_size=12), min_size=1, max_size=3))
-def test_events_are_in_order_whatever_a_loop_reports(steps: list[list[tuple[str, str]]]) -> None:
+def test_events_are_in_order_for_any_sequence_of_reports(steps: list[list[tuple[str, str]]]) -> None:
     manager, recorded = CallbackManager(), list[str]()
     manager.register("*", lambda ctx: recorded.append(str(ctx.event)))
-    driven(manager, steps)
+    drive(manager, steps)
     check_events(["on_run_start", "on_data_init_start", "on_data_init_end", *recorded, "on_run_end"])
 
 
 @given(st.lists(words, max_size=12), st.sets(st.sampled_from(EVENTS), max_size=4))
-def test_a_callback_with_few_events_receives_them_as_often_as_one_with_all(
+def test_a_callback_receives_its_events_as_often_as_one_that_listens_to_all(
     step: list[tuple[str, str]], received: set[str]
 ) -> None:
-    little, everything = list[str](), list[str]()
-    for recorded, events in ((little, received), (everything, set(EVENTS))):
+    some, everything = list[str](), list[str]()
+    for recorded, events in ((some, received), (everything, set(EVENTS))):
         manager = CallbackManager()
         for event in events:
             manager.register(event, lambda ctx, recorded=recorded: recorded.append(str(ctx.event)))
-        driven(manager, [[*((word, name) for word in ("start", "end") for name in PARTS), *step]])
-    assert little == [event for event in everything if event in received]
+        drive(manager, [[*((word, name) for word in ("start", "end") for name in PARTS), *step]])
+    assert some == [event for event in everything if event in received]
 
 
 def test_a_forward_after_the_optimizer_s_step_starts_no_microbatch() -> None:
@@ -57,12 +57,12 @@ def test_a_forward_after_the_optimizer_s_step_starts_no_microbatch() -> None:
     manager.register("on_microbatch_start", lambda ctx: recorded.append("microbatch"))
     manager.register("on_optimizer_step_end", lambda ctx: recorded.append("optimizer step"))
     loop = [("start", "forward"), ("start", "optimizer_step"), ("end", "optimizer_step"), ("start", "forward")]
-    driver = driven(manager, [loop])
+    driver = drive(manager, [loop])
     assert recorded == ["microbatch", "optimizer step"]
     assert "optimizer_step" not in driver.synthesized
 
 
-def test_the_driver_reports_when_other_spans_of_a_step_have_listeners() -> None:
+def test_listen_returns_whether_the_spans_with_listeners_have_changed() -> None:
     manager = CallbackManager()
     driver = LifecycleDriver(manager.spans(Context(RunInfo("small"))), {})
     assert driver.listen()

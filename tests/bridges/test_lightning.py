@@ -48,7 +48,7 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
+def _ignore_lightning_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="lightning|pytorch_lightning")
         yield
@@ -93,10 +93,10 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_training_is_unchanged_and_every_event_is_fired(accumulate: int, tmp_path: Path) -> None:
-    recorder, history, noted = Recorder(fields=("loss", "learning_rate", "batch", "step_skipped")), History(), Recorded()
+    recorder, history, recorded = Recorder(fields=("loss", "learning_rate", "batch", "step_skipped")), History(), Recorded()
     observers = [recorder, history, SpeedMonitor(), OptimizerMonitor(), LRMonitor(), NaNMonitor()]
     options: dict[str, Any] = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5, "log_every_n_steps": 1}
-    trainer, module = fitted(tmp_path, [host(observers), noted], **options)
+    trainer, module = fitted(tmp_path, [host(observers), recorded], **options)
     _, alone = fitted(tmp_path, [], **options)
     assert same(module, alone)
     check_events(recorder.events)
@@ -107,10 +107,10 @@ def test_training_is_unchanged_and_every_event_is_fired(accumulate: int, tmp_pat
     assert recorder.events.count("on_eval_all_end") == recorder.events.count("on_epoch_end") == 2
     assert recorder.events.count("on_eval_forward_end") == 6
     assert recorder.events[-1] == "on_run_end"
-    groups = [noted.losses[:6][at : at + accumulate] for at in range(0, 6, accumulate)]
-    groups += [noted.losses[6:][at : at + accumulate] for at in range(0, 6, accumulate)]
+    groups = [recorded.losses[:6][at : at + accumulate] for at in range(0, 6, accumulate)]
+    groups += [recorded.losses[6:][at : at + accumulate] for at in range(0, 6, accumulate)]
     assert history["train/loss"] == pytest.approx([sum(group) for group in groups])
-    assert history["validation/loss"] == pytest.approx(noted.evaluated)
+    assert history["validation/loss"] == pytest.approx(recorded.evaluated)
     assert history["lightning/train_loss"][: steps - 1] == pytest.approx([group[-1] * accumulate for group in groups[:-1]])
     assert {skipped for _, skipped in recorder.values["step_skipped"]} == {False}
     assert not module._forward_hooks
@@ -118,7 +118,7 @@ def test_training_is_unchanged_and_every_event_is_fired(accumulate: int, tmp_pat
     assert "save_checkpoint" not in vars(trainer)
 
 
-class Looks(Callback):
+class RecordsGradientNorms(Callback):
     """Records the gradient norm before and after clipping."""
 
     def __init__(self) -> None:
@@ -131,10 +131,10 @@ class Looks(Callback):
     on_clip_gradients_start = on_clip_gradients_end = _look
 
 
-def test_clipping_is_fired_around_lightning_s_own(tmp_path: Path) -> None:
-    looks = Looks()
-    fitted(tmp_path, [host([looks])], gradient_clip_val=0.1)
-    before, after = looks.norms.values()
+def test_clip_gradients_events_are_fired_before_and_after_lightning_clips(tmp_path: Path) -> None:
+    records_norms = RecordsGradientNorms()
+    fitted(tmp_path, [host([records_norms])], gradient_clip_val=0.1)
+    before, after = records_norms.norms.values()
     assert len(before) == 12
     assert max(before) > 0.2
     assert max(after) < 0.101
@@ -162,7 +162,7 @@ class Fails(Callback):
             raise self.error
 
 
-class Ends(Callback):
+class RecordsOutcomes(Callback):
     """Records how the run ended."""
 
     phase = "report"
@@ -183,28 +183,30 @@ def test_requests_for_evaluations_are_rejected_if_lightning_evaluates_at_interva
 
 
 def test_lightning_carries_out_requests(tmp_path: Path) -> None:
-    recorder, ends = Recorder(fields=("checkpoint",)), Ends()
+    recorder, ends = Recorder(fields=("checkpoint",)), RecordsOutcomes()
     hosted = host([RequestsAtStep("save", 2), RequestsAtStep("evaluate", 3), RequestsAtStep("stop", 8), recorder, ends])
     trainer, _ = fitted(tmp_path, [hosted], val_check_interval=1.0)
     assert trainer.global_step == 8
     assert ends.outcome == "stopped"
     assert (tmp_path / "small" / "checkpoints" / "step=2.ckpt").is_file()
-    noted = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
-    assert ("on_checkpoint_published", 2, "requested") in noted
+    recorded = [(event, info.step, info.kind) for event, info in recorder.values["checkpoint"] if info is not None]
+    assert ("on_checkpoint_published", 2, "requested") in recorded
     evaluated = [
-        noted.batch for event, noted in zip(recorder.events, recorder.recorded, strict=True) if event == "on_eval_all_end"
+        recorded.batch for event, recorded in zip(recorder.events, recorder.recorded, strict=True) if event == "on_eval_all_end"
     ]
     assert evaluated == [3, 6, 8]  # step 3: requested; step 6: the epoch's end; step 8: Lightning evaluates before it stops
     assert trainer.check_val_every_n_epoch == 1
     check_events(recorder.events)
 
 
-def test_an_evaluation_is_not_requested_where_there_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_requested_evaluation_is_unsupported_without_validation_batches(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     fitted(tmp_path, [host([RequestsAtStep("evaluate", 1)])], limit_val_batches=0)
     assert "RequestsAtStep calls ctx.control.evaluate, which Lightning's Trainer does not support here" in caplog.text
 
 
-def test_a_batch_outputs_and_loss_may_be_replaced(tmp_path: Path) -> None:
+def test_a_callback_can_replace_batch_outputs_and_loss(tmp_path: Path) -> None:
     class Replaces(Callback):
         phase = "change"
 
@@ -218,17 +220,17 @@ def test_a_batch_outputs_and_loss_may_be_replaced(tmp_path: Path) -> None:
         def on_loss_end(self, ctx: Context) -> None:
             ctx.loss = ctx.loss * 0.5
 
-    class Other(Module):
+    class ComputesReplacedLoss(Module):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             inputs, targets = batch
             return POINTS.loss(self(inputs * 2) * 3, targets) * 0.5
 
     _, module = fitted(tmp_path, [host([Replaces()])])
-    _, other = fitted(tmp_path, [], module=Other(POINTS))
+    _, other = fitted(tmp_path, [], module=ComputesReplacedLoss(POINTS))
     assert same(module, other)
 
 
-def test_the_accumulation_changes_between_epochs(tmp_path: Path) -> None:
+def test_a_callback_can_change_the_gradient_accumulation_between_epochs(tmp_path: Path) -> None:
     recorder = Recorder()
     trainer, _ = fitted(tmp_path, [host([GradientAccumulationScheduler(schedule={1: 1, 2: 3}), recorder])])
     assert trainer.global_step == 6 + 2
@@ -236,34 +238,34 @@ def test_the_accumulation_changes_between_epochs(tmp_path: Path) -> None:
     check_events(recorder.events)
 
 
-@pytest.mark.parametrize("saver", ["theirs", "ours"])
-def test_the_callbacks_states_are_in_its_checkpoints(saver: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("saver", ["ModelCheckpoint", "CheckpointSaver"])
+def test_a_resume_from_a_lightning_checkpoint_restores_the_callback_states(saver: str, tmp_path: Path) -> None:
     whole = History()
-    _, unbroken = fitted(tmp_path / "whole", [host([whole])], module=Plain(), max_epochs=3)
-    theirs = [ModelCheckpoint(dirpath=tmp_path / "theirs", filename="last")] if saver == "theirs" else []
-    ours: list[Callback] = [CheckpointSaver(save_interval="1ep")] if saver == "ours" else []
+    _, uninterrupted = fitted(tmp_path / "whole", [host([whole])], module=Plain(), max_epochs=3)
+    model_checkpoints = [ModelCheckpoint(dirpath=tmp_path / "theirs", filename="last")] if saver == "ModelCheckpoint" else []
+    savers: list[Callback] = [CheckpointSaver(save_interval="1ep")] if saver == "CheckpointSaver" else []
     recorder = Recorder()
     with pytest.raises(ZeroDivisionError):
         fitted(
             tmp_path,
-            [host([History(), *ours, Fails(8), recorder]), *theirs],
+            [host([History(), *savers, Fails(8), recorder]), *model_checkpoints],
             module=Plain(),
             max_epochs=3,
-            enable_checkpointing=bool(theirs),
+            enable_checkpointing=bool(model_checkpoints),
         )
     check_events(recorder.events)
     assert recorder.events.count("on_checkpoint_published") == 1
-    path = tmp_path / "theirs" / "last.ckpt" if theirs else tmp_path / "small" / "checkpoints" / "step=6.ckpt"
+    path = tmp_path / "theirs" / "last.ckpt" if model_checkpoints else tmp_path / "small" / "checkpoints" / "step=6.ckpt"
     state = torch.load(path, weights_only=True)["callbacks"]["LightningHost"]
     assert state["state"]["timestamp"]["batch"] == 6
     history, recorder = History(), Recorder()
     again, module = fitted(
-        tmp_path, [host([history, *ours, recorder])], module=Plain(), max_epochs=3, ckpt_path=path, num_sanity_val_steps=0
+        tmp_path, [host([history, *savers, recorder])], module=Plain(), max_epochs=3, ckpt_path=path, num_sanity_val_steps=0
     )
     assert recorder.recorded[-1].batch == again.global_step == 18
     assert history["train/loss"] == pytest.approx(whole["train/loss"])
     assert history["validation/loss"] == pytest.approx(whole["validation/loss"])
-    assert same(module, unbroken)
+    assert same(module, uninterrupted)
     check_events(recorder.events)
 
 
@@ -279,7 +281,7 @@ def test_a_resume_within_an_epoch_continues_the_step_count(step: int, tmp_path: 
     check_events(recorder.events)
 
 
-def test_a_checkpoint_without_our_states_logs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resume_without_callback_states_logs_a_warning_and_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer, _ = fitted(tmp_path, [], max_epochs=1)
     trainer.save_checkpoint(tmp_path / "bare.ckpt")
     recorder = Recorder()
@@ -288,32 +290,32 @@ def test_a_checkpoint_without_our_states_logs_a_warning(tmp_path: Path, caplog: 
     assert recorder.recorded[-1].batch == 12
 
 
-def test_saved_after_training_it_still_has_the_states(tmp_path: Path) -> None:
+def test_a_checkpoint_saved_after_training_has_the_callback_states(tmp_path: Path) -> None:
     trainer, _ = fitted(tmp_path, [host([History()])])
     trainer.save_checkpoint(tmp_path / "after.ckpt")
     state = torch.load(tmp_path / "after.ckpt", weights_only=True)["callbacks"]["LightningHost"]
     assert state["state"]["timestamp"]["batch"] == 12
 
 
-def test_an_early_stop_stops_it_and_theirs_is_reported_as_a_stop(tmp_path: Path) -> None:
+def test_our_early_stop_ends_training_and_lightning_s_is_reported_as_a_stop(tmp_path: Path) -> None:
     ours = EarlyStopper(monitor="validation/loss", min_delta=1e9, patience="1ep")
     trainer, _ = fitted(tmp_path, [host([ours])], max_epochs=9)
     assert trainer.current_epoch < 5
-    ends = Ends()
+    ends = RecordsOutcomes()
     trainer, _ = fitted(tmp_path, [host([ends]), EarlyStopping("val_loss", min_delta=1e9, patience=1)], max_epochs=9)
     assert trainer.current_epoch < 5
     assert ends.outcome == "stopped"
 
 
 def test_several_datasets_are_reported_by_name(tmp_path: Path) -> None:
-    class Several(Module):
+    class TwoValidationSets(Module):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             inputs, targets = batch
             self.log("val_loss", POINTS.loss(self(inputs), targets) + dataloader_idx)
 
     recorder, history = Recorder(fields=("eval_name", "eval_results")), History()
     loaders = {"near": POINTS.validation_batches(), "far": POINTS.validation_batches()}
-    trainer, _ = fitted(tmp_path, [host([recorder, history])], module=Several(POINTS), validation=loaders)
+    trainer, _ = fitted(tmp_path, [host([recorder, history])], module=TwoValidationSets(POINTS), validation=loaders)
     check_events(recorder.events)
     assert [name for event, name in recorder.values["eval_name"] if event == "on_eval_start"] == ["near", "far"] * 2
     assert history["near/loss"][-1] == pytest.approx(float(trainer.callback_metrics["val_loss/dataloader_idx_0"]))
@@ -321,25 +323,25 @@ def test_several_datasets_are_reported_by_name(tmp_path: Path) -> None:
     assert set(recorder.values["eval_results"][-1][1]) == {"near", "far"}
 
 
-def test_validate_test_and_predict_are_runs_of_their_own(tmp_path: Path) -> None:
+def test_validate_test_and_predict_are_separate_runs(tmp_path: Path) -> None:
     recorder, history = Recorder(fields=("standalone",)), History()
     trainer, module = fitted(tmp_path, [host([recorder, history])], max_epochs=1)
     batches = POINTS.validation_batches()
-    noted = len(recorder.events)
+    recorded = len(recorder.events)
     (validated,) = trainer.validate(module, batches, verbose=False)
-    check_events(recorder.events[noted:])
+    check_events(recorder.events[recorded:])
     assert recorder.values["standalone"][-1][1] is True
     assert history["validation/loss"] == pytest.approx([validated["val_loss"]])
-    noted = len(recorder.events)
+    recorded = len(recorder.events)
     (tested,) = trainer.test(module, batches, verbose=False)
-    check_events(recorder.events[noted:])
-    assert recorder.events[noted:].count("on_test_forward_end") == recorder.events[noted:].count("on_test_step_end") == 3
+    check_events(recorder.events[recorded:])
+    assert recorder.events[recorded:].count("on_test_forward_end") == recorder.events[recorded:].count("on_test_step_end") == 3
     assert history["test/val_loss"] == pytest.approx([tested["val_loss"]])
-    noted = len(recorder.events)
+    recorded = len(recorder.events)
     inputs: Any = POINTS.validation.tensors[0]
     trainer.predict(module, DataLoader(inputs, batch_size=4))
-    check_events(recorder.events[noted:])
-    assert recorder.events[noted:].count("on_predict_forward_end") == 3
+    check_events(recorder.events[recorded:])
+    assert recorder.events[recorded:].count("on_predict_forward_end") == 3
 
 
 def test_averaged_weights_are_used_for_evaluation_only(tmp_path: Path) -> None:
@@ -374,7 +376,7 @@ class ByHand(Module):
         return [torch.optim.SGD(self.parameters(), lr=0.02), torch.optim.SGD(self.parameters(), lr=0.01)]
 
 
-def test_a_manually_optimized_step_reports_the_first_optimizer(tmp_path: Path) -> None:
+def test_with_manual_optimization_the_first_optimizer_is_observed(tmp_path: Path) -> None:
     recorder, rates = Recorder(fields=("learning_rate",)), LRMonitor()
     _, module = fitted(tmp_path, [host([recorder, rates])], module=ByHand())
     _, alone = fitted(tmp_path, [], module=ByHand())
@@ -402,7 +404,7 @@ def test_a_forward_that_cannot_be_observed_is_rejected(tmp_path: Path) -> None:
 
 
 def test_the_only_child_of_a_module_is_observed_as_the_model(tmp_path: Path) -> None:
-    class Around(Module):
+    class WrapsNetwork(Module):
         def __init__(self) -> None:
             super().__init__(POINTS)
             self.net = nn.Sequential(self.body, nn.ReLU(), self.head)
@@ -416,7 +418,7 @@ def test_the_only_child_of_a_module_is_observed_as_the_model(tmp_path: Path) -> 
             return self.net(inputs) * 2
 
     recorder = Recorder(fields=("outputs",))
-    fitted(tmp_path, [host([recorder])], module=Around())
+    fitted(tmp_path, [host([recorder])], module=WrapsNetwork())
     check_events(recorder.events)
     assert recorder.events.count("on_forward_end") == 12
     assert recorder.events.count("on_eval_forward_end") == 6
@@ -424,21 +426,21 @@ def test_the_only_child_of_a_module_is_observed_as_the_model(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("who", ["a callback", "the model"])
 def test_an_exception_fails_the_run(who: str, tmp_path: Path) -> None:
-    class Breaks(Module):
+    class RaisesAtEpochEnd(Module):
         def on_train_epoch_end(self) -> None:
             raise ZeroDivisionError
 
-    ends, recorder = Ends(), Recorder()
+    ends, recorder = RecordsOutcomes(), Recorder()
     callbacks: list[Callback] = [Fails(2)] if who == "a callback" else []
     with pytest.raises(ZeroDivisionError):
-        fitted(tmp_path, [host([*callbacks, ends, recorder])], module=Breaks(POINTS))
+        fitted(tmp_path, [host([*callbacks, ends, recorder])], module=RaisesAtEpochEnd(POINTS))
     assert ends.outcome == "failed"
     check_events(recorder.events)
 
 
-def test_ctrl_c_interrupts_it(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_run_as_interrupted(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGINT)
-    ends = Ends()
+    ends = RecordsOutcomes()
     exits = version.parse(lightning.__version__) >= version.parse("2.4")
     with pytest.raises(SystemExit) if exits else nullcontext():
         fitted(tmp_path, [host([Fails(3, KeyboardInterrupt), ends])])
@@ -447,13 +449,13 @@ def test_ctrl_c_interrupts_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", ["on_train_step_end", "on_eval_step_end"])
-def test_sigterm_preempts_it(at: str, tmp_path: Path) -> None:
+def test_sigterm_saves_a_checkpoint_and_preempts_the_run(at: str, tmp_path: Path) -> None:
     class Kills(Callback):
         def on_event(self, ctx: Context) -> None:
             if ctx.event == at and ctx.step in (3, 6):
                 signal.raise_signal(signal.SIGTERM)
 
-    ends, recorder = Ends(), Recorder()
+    ends, recorder = RecordsOutcomes(), Recorder()
     with pytest.raises(SystemExit):
         fitted(tmp_path, [host([Kills(), ends, recorder])])
     assert ends.outcome == "preempted"
@@ -462,7 +464,7 @@ def test_sigterm_preempts_it(at: str, tmp_path: Path) -> None:
     assert (tmp_path / "small" / "checkpoints" / f"step={3 if at == 'on_train_step_end' else 6}.ckpt").is_file()
 
 
-def test_fit_may_be_called_again(tmp_path: Path) -> None:
+def test_fit_can_be_called_again(tmp_path: Path) -> None:
     recorder = Recorder()
     trainer, module = fitted(tmp_path, [host([recorder])])
     trainer.fit_loop.max_epochs = 3
@@ -475,24 +477,24 @@ def test_a_step_that_loss_scaling_skips_is_reported_as_skipped(tmp_path: Path) -
     def scaling() -> Any:
         return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**18))
 
-    recorder, history, noted = Recorder(fields=("step_skipped",)), History(), Recorded()
+    recorder, history, recorded = Recorder(fields=("step_skipped",)), History(), Recorded()
     hosted = host([recorder, history])
-    _, module = fitted(tmp_path, [hosted, noted], plugins=[scaling()], max_epochs=1, log_every_n_steps=1)
+    _, module = fitted(tmp_path, [hosted, recorded], plugins=[scaling()], max_epochs=1, log_every_n_steps=1)
     _, alone = fitted(tmp_path, [], plugins=[scaling()], max_epochs=1)
     assert same(module, alone)
     check_events(recorder.events)
     skipped = [value for event, value in recorder.values["step_skipped"] if event == "on_train_step_end"]
     assert skipped[0]
     assert not skipped[-1]
-    assert history["train/loss"] == pytest.approx(noted.losses, rel=1e-3)
+    assert history["train/loss"] == pytest.approx(recorded.losses, rel=1e-3)
 
 
 @pytest.mark.skipif(
     version.parse(lightning.__version__) < version.parse("2.6"),
     reason="it takes no callbacks of lightning.pytorch before Lightning 2.6",
 )
-def test_it_runs_in_the_trainer_of_the_other_package(tmp_path: Path) -> None:
-    class Other(pytorch_lightning.LightningModule):  # type: ignore[misc]  # Lightning's types are not read
+def test_the_host_works_in_the_trainer_of_pytorch_lightning(tmp_path: Path) -> None:
+    class PytorchLightningModule(pytorch_lightning.LightningModule):  # type: ignore[misc]  # Lightning's types are not read
         def __init__(self) -> None:
             super().__init__()
             self.net = POINTS.made_model()
@@ -508,12 +510,12 @@ def test_it_runs_in_the_trainer_of_the_other_package(tmp_path: Path) -> None:
     trainer = pytorch_lightning.Trainer(
         default_root_dir=tmp_path / "small", callbacks=[host([recorder])], accelerator="cpu", max_epochs=2, **options
     )
-    trainer.fit(Other(), POINTS.batches())
+    trainer.fit(PytorchLightningModule(), POINTS.batches())
     check_events(recorder.events)
     assert recorder.events.count("on_forward_end") == 12
 
 
-def test_it_is_driven_by_hooks_of_lightning() -> None:
+def test_the_map_names_existing_events_and_lightning_hooks() -> None:
     assert FIRED_AT.keys() <= set(EVENTS)
     assert all(callable(getattr(LightningCallback, hook)) for hook in FIRED_AT.values())
 
@@ -526,7 +528,7 @@ class OneRankStops(Callback):
             ctx.control.stop("one of two")
 
 
-def on_two_ranks(folder: str) -> list[Any]:
+def train_on_rank(folder: str) -> list[Any]:
     """Return the events on a rank under DDP, in Lightning's Trainer and in a Fabric loop, in which one rank requests a stop."""
     torch.set_num_threads(1)
     received: list[Any] = []
@@ -539,12 +541,12 @@ def on_two_ranks(folder: str) -> list[Any]:
     return [*received, recorder.events, history["train/loss"]]
 
 
-def test_on_two_ranks(tmp_path: Path) -> None:
-    one, other = run_ranks(on_two_ranks, 2, str(tmp_path))
+def test_two_ranks_fire_the_same_events_and_stop_together(tmp_path: Path) -> None:
+    one, other = run_ranks(train_on_rank, 2, str(tmp_path))
     assert one == other
     events, losses, size, states, fabric_events, fabric_losses = one
     assert size == states == 2
-    for noted, numbers in ((events, losses), (fabric_events, fabric_losses)):
-        check_events(noted)
-        assert noted.count("on_forward_end") == noted.count("on_train_step_end") == len(numbers)
+    for recorded, numbers in ((events, losses), (fabric_events, fabric_losses)):
+        check_events(recorded)
+        assert recorded.count("on_forward_end") == recorded.count("on_train_step_end") == len(numbers)
         assert len(numbers) < 12  # 4 epochs of 3 steps would be 12, but training was stopped

@@ -79,7 +79,7 @@ class Stops(Callback):
             ctx.control.stop("enough")
 
 
-def test_stopped_saved_and_resumed_it_continues_exactly(tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_losses_and_weights_of_an_uninterrupted_run(tmp_path: Path) -> None:
     whole, losses, _ = trained(None, tmp_path)
     _, first, run = trained([Stops(), CheckpointSaver(save_interval="8ba")], tmp_path)
     assert run.ctx.run.outcome == "stopped"
@@ -89,7 +89,7 @@ def test_stopped_saved_and_resumed_it_continues_exactly(tmp_path: Path) -> None:
     assert same(whole, model)
 
 
-def test_an_exception_is_raised_and_everything_is_restored(tmp_path: Path) -> None:
+def test_an_exception_of_a_callback_is_raised_and_reported(tmp_path: Path) -> None:
     class Fails(Callback):
         def on_backward_end(self, ctx: Context) -> None:
             raise ZeroDivisionError

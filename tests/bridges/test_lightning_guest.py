@@ -21,7 +21,7 @@ import pytest
 import pytorch_lightning
 import torch
 from lightning.fabric.utilities.spike import TrainingSpikeException
-from lightning.pytorch import callbacks as theirs
+from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.loggers.logger import Logger
 from torch import nn
@@ -35,7 +35,7 @@ from callsheet.trainer import Trainer
 
 from .loops.job import POINTS
 from .loops.lightning import Module, quiet_trainer
-from .rows import hold
+from .rows import check_or_write_cell
 
 torch.set_num_threads(1)
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -44,7 +44,7 @@ EPOCHS = 3
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
+def _ignore_lightning_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="lightning|pytorch_lightning")
         yield
@@ -82,7 +82,7 @@ class NativeModule(Module):
 
 
 @dataclass
-class Ended:
+class TrainingResult:
     """The results of a training, in Lightning's Trainer or in ours."""
 
     foreign: Any
@@ -98,7 +98,7 @@ def made_model() -> Any:
     return model
 
 
-def in_framework(foreign: Any, folder: Path) -> Ended:
+def in_framework(foreign: Any, folder: Path) -> TrainingResult:
     torch.manual_seed(3)
     collects = Collects()
     trainer = quiet_trainer(
@@ -107,9 +107,9 @@ def in_framework(foreign: Any, folder: Path) -> Ended:
         max_epochs=EPOCHS,
         logger=collects,
         num_sanity_val_steps=0,
-        enable_progress_bar=isinstance(foreign, theirs.ProgressBar),
-        enable_model_summary=isinstance(foreign, theirs.ModelSummary),
-        enable_checkpointing=isinstance(foreign, theirs.Checkpoint),
+        enable_progress_bar=isinstance(foreign, lightning_callbacks.ProgressBar),
+        enable_model_summary=isinstance(foreign, lightning_callbacks.ModelSummary),
+        enable_checkpointing=isinstance(foreign, lightning_callbacks.Checkpoint),
     )
     torch.manual_seed(3)
     module, error = NativeModule(), ""
@@ -121,10 +121,10 @@ def in_framework(foreign: Any, folder: Path) -> Ended:
     for metrics in collects.logged:
         for name, value in metrics.items():
             logged.setdefault(f"lightning/{name}", []).append(float(value))
-    return Ended(foreign, trainer.global_step, module, logged, error)
+    return TrainingResult(foreign, trainer.global_step, module, logged, error)
 
 
-def in_ours(foreign: Any, folder: Path, *others: Callback, resume: str | None = None, phase: Any = "measure") -> Ended:
+def in_ours(foreign: Any, folder: Path, *others: Callback, resume: str | None = None, phase: Any = "measure") -> TrainingResult:
     history, model, error = History(), made_model(), ""
     torch.manual_seed(3)
     trainer = Trainer(
@@ -148,15 +148,15 @@ def in_ours(foreign: Any, folder: Path, *others: Callback, resume: str | None = 
     except TrainingSpikeException as spike:
         error = str(spike)
     names = {name for _, values in history.records for name in values if name.startswith("lightning/")}
-    return Ended(foreign, trainer.state.timestamp.batch, model, {name: history[name] for name in sorted(names)}, error)
+    return TrainingResult(foreign, trainer.state.timestamp.batch, model, {name: history[name] for name in sorted(names)}, error)
 
 
-def written(ended: Ended) -> str:
+def written(ended: TrainingResult) -> str:
     stream: io.StringIO = ended.foreign.stream
     return stream.getvalue()
 
 
-class Summary(theirs.ModelSummary):  # type: ignore[misc]  # Lightning's types are not read
+class Summary(lightning_callbacks.ModelSummary):  # type: ignore[misc]  # Lightning's types are not read
     """Records the summary instead of printing it."""
 
     stream: io.StringIO
@@ -166,7 +166,7 @@ class Summary(theirs.ModelSummary):  # type: ignore[misc]  # Lightning's types a
         self.stream.write(f"{summary_data} {total_parameters}")
 
 
-class Bar(theirs.TQDMProgressBar):  # type: ignore[misc]  # Lightning's types are not read
+class Bar(lightning_callbacks.TQDMProgressBar):  # type: ignore[misc]  # Lightning's types are not read
     """Records the final values of its bars."""
 
     def __init__(self) -> None:
@@ -199,7 +199,7 @@ class Hooks:
         self.received: list[tuple[Any, ...]] = []
 
     def make(self) -> Any:
-        foreign = theirs.LambdaCallback(**{name: self._records(name) for name in self.names})
+        foreign = lightning_callbacks.LambdaCallback(**{name: self._records(name) for name in self.names})
         foreign.received = self.received
         return foreign
 
@@ -223,12 +223,12 @@ class Clock:
         return self.now
 
 
-def scores(ended: Ended) -> Any:
+def scores(ended: TrainingResult) -> Any:
     state = ended.foreign.state_dict()
     return [state["wait_count"], state["stopped_epoch"], float(state["best_score"]), state.get("stopping_reason")]
 
 
-def files(ended: Ended) -> Any:
+def files(ended: TrainingResult) -> Any:
     foreign = ended.foreign
     best = [(Path(path).name, float(score)) for path, score in foreign.best_k_models.items()]
     saved = sorted(path.name for path in Path(foreign.dirpath).iterdir())
@@ -237,47 +237,59 @@ def files(ended: Ended) -> Any:
     return saved, [name for name, _ in best], [score for _, score in best] + numbers
 
 
-def keys(*suffixes: str) -> Function[[Ended], Any]:
+def keys(*suffixes: str) -> Function[[TrainingResult], Any]:
     """Compare only the names of logged values, because the values depend on the machine."""
 
-    def found(ended: Ended) -> Any:
+    def found(ended: TrainingResult) -> Any:
         return sorted({name for name in ended.logged if name.endswith(suffixes)})
 
     return found
 
 
-SAME_RESULTS: dict[str, tuple[str, Function[[], Any], Function[[Ended], Any]]] = {
-    "EarlyStopping": ("drives", lambda: theirs.EarlyStopping("val_loss", min_delta=0.4, patience=1), scores),
-    "EarlyStopping during training": ("drives", lambda: theirs.EarlyStopping("val_loss", stopping_threshold=2.2), scores),
+SAME_RESULTS: dict[str, tuple[str, Function[[], Any], Function[[TrainingResult], Any]]] = {
+    "EarlyStopping": ("drives", lambda: lightning_callbacks.EarlyStopping("val_loss", min_delta=0.4, patience=1), scores),
+    "EarlyStopping during training": (
+        "drives",
+        lambda: lightning_callbacks.EarlyStopping("val_loss", stopping_threshold=2.2),
+        scores,
+    ),
     "ModelCheckpoint": (
         "drives",
-        lambda: theirs.ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True, filename="{epoch}-{step}"),
+        lambda: lightning_callbacks.ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True, filename="{epoch}-{step}"),
         files,
     ),
     "ModelCheckpoint by steps": (
         "drives",
-        lambda: theirs.ModelCheckpoint(every_n_train_steps=4, save_top_k=-1, filename="{step}"),
+        lambda: lightning_callbacks.ModelCheckpoint(every_n_train_steps=4, save_top_k=-1, filename="{step}"),
         lambda ended: sorted(path.name for path in Path(ended.foreign.dirpath).iterdir()),
     ),
-    "Timer": ("drives", lambda: theirs.Timer(duration=timedelta(seconds=10)), lambda ended: ended.foreign.time_elapsed()),
+    "Timer": (
+        "drives",
+        lambda: lightning_callbacks.Timer(duration=timedelta(seconds=10)),
+        lambda ended: ended.foreign.time_elapsed(),
+    ),
     "GradientAccumulationScheduler": (
         "drives",
-        lambda: theirs.GradientAccumulationScheduler({1: 2, 2: 3}),
+        lambda: lightning_callbacks.GradientAccumulationScheduler({1: 2, 2: 3}),
         lambda ended: ended.steps,
     ),
-    "EMAWeightAveraging": ("drives", lambda: theirs.EMAWeightAveraging(decay=0.5), lambda ended: ended.foreign.state_dict()),
+    "EMAWeightAveraging": (
+        "drives",
+        lambda: lightning_callbacks.EMAWeightAveraging(decay=0.5),
+        lambda ended: ended.foreign.state_dict(),
+    ),
     "SpikeDetection": (
         "drives",
         lambda: SpikeDetection(warmup=2, rtol=0.5, exclude_batches_path="spikes/skip.json"),
         lambda ended: (ended.error, ended.foreign.bad_batches),
     ),
-    "LearningRateMonitor": ("reads", lambda: theirs.LearningRateMonitor(), lambda ended: ended.foreign.lrs),
+    "LearningRateMonitor": ("reads", lambda: lightning_callbacks.LearningRateMonitor(), lambda ended: ended.foreign.lrs),
     "TQDMProgressBar": ("reads", Bar, written),
     "ModelSummary": ("reads", Summary, written),
-    "DeviceStatsMonitor": ("reads", lambda: theirs.DeviceStatsMonitor(), keys("cpu_percent", "cpu_vm_percent")),
+    "DeviceStatsMonitor": ("reads", lambda: lightning_callbacks.DeviceStatsMonitor(), keys("cpu_percent", "cpu_vm_percent")),
     "ThroughputMonitor": (
         "reads",
-        lambda: theirs.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=3),
+        lambda: lightning_callbacks.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=3),
         keys("samples", "batches_per_sec"),
     ),
     "LambdaCallback": ("listens", lambda: Hooks().make(), lambda ended: ended.foreign.received),
@@ -285,16 +297,18 @@ SAME_RESULTS: dict[str, tuple[str, Function[[], Any], Function[[Ended], Any]]] =
 """For each name: the tier, a factory, and the results to compare besides the steps, the weights and the logged values."""
 
 
-needs_averaging = pytest.mark.skipif(not hasattr(theirs, "EMAWeightAveraging"), reason="Lightning before 2.6 does not have it")
+needs_averaging = pytest.mark.skipif(
+    not hasattr(lightning_callbacks, "EMAWeightAveraging"), reason="Lightning before 2.6 does not have it"
+)
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=needs_averaging) if name == "EMAWeightAveraging" else name for name in SAME_RESULTS]
 )
-def test_a_guest_does_what_it_does_in_its_framework(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guest_has_the_same_effects_as_in_its_framework(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier, make, compared = SAME_RESULTS[name]
     monkeypatch.chdir(tmp_path)
-    ends: list[Ended] = []
+    ends: list[TrainingResult] = []
     with redirect_stdout(io.StringIO()):
         for train, folder in ((in_framework, tmp_path / "framework"), (in_ours, tmp_path / "ours")):
             monkeypatch.setattr(timer_module, "time", Clock())
@@ -309,7 +323,7 @@ def test_a_guest_does_what_it_does_in_its_framework(name: str, tmp_path: Path, m
         assert torch.allclose(mine.double(), other.double(), atol=1e-5)
     if tier == "reads" and name == "LearningRateMonitor":
         assert ours.logged["lightning/lr-AdamW"] == pytest.approx(native.logged["lightning/lr-AdamW"])
-    hold("lightning", "guests", name, Cell("works", tier=tier))
+    check_or_write_cell("lightning", "guests", name, Cell("works", tier=tier))
 
 
 def _rounded(value: Any) -> Any:
@@ -321,7 +335,7 @@ def _rounded(value: Any) -> Any:
     return [_rounded(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
-class Breaks(Callback):
+class RaisesInStep15(Callback):
     """Raises in the fifteenth step."""
 
     def on_train_step_start(self, ctx: Any) -> None:
@@ -332,17 +346,17 @@ class Breaks(Callback):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: theirs.EarlyStopping("val_loss", min_delta=0.1, patience=2),
-        lambda: theirs.ModelCheckpoint(monitor="val_loss", save_top_k=2, filename="{epoch}"),
-        pytest.param(lambda: theirs.EMAWeightAveraging(decay=0.5), marks=needs_averaging),
+        lambda: lightning_callbacks.EarlyStopping("val_loss", min_delta=0.1, patience=2),
+        lambda: lightning_callbacks.ModelCheckpoint(monitor="val_loss", save_top_k=2, filename="{epoch}"),
+        pytest.param(lambda: lightning_callbacks.EMAWeightAveraging(decay=0.5), marks=needs_averaging),
     ],
     ids=["EarlyStopping", "ModelCheckpoint", "EMAWeightAveraging"],
 )
-def test_its_state_is_resumed_with_the_run(make: Function[[], Any], tmp_path: Path) -> None:
+def test_a_resume_restores_the_state_of_a_guest(make: Function[[], Any], tmp_path: Path) -> None:
     whole = in_ours(make(), tmp_path / "whole", phase="change")
     saver = CheckpointSaver(save_interval="1ep")
     with pytest.raises(ZeroDivisionError):
-        in_ours(make(), tmp_path, saver, Breaks(), phase="change")
+        in_ours(make(), tmp_path, saver, RaisesInStep15(), phase="change")
     again = in_ours(make(), tmp_path, CheckpointSaver(save_interval="1ep"), resume="auto", phase="change")
     assert again.steps == whole.steps
     for mine, other in zip(again.model.state_dict().values(), whole.model.state_dict().values(), strict=True):
@@ -357,8 +371,8 @@ def _plain(value: Any) -> Any:
     return {name: _plain(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
-def test_a_file_of_its_checkpoint_callback_is_one_that_lightning_reads(tmp_path: Path) -> None:
-    ended = in_ours(theirs.ModelCheckpoint(filename="{epoch}"), tmp_path)
+def test_lightning_loads_a_checkpoint_that_its_checkpoint_callback_wrote_as_a_guest(tmp_path: Path) -> None:
+    ended = in_ours(lightning_callbacks.ModelCheckpoint(filename="{epoch}"), tmp_path)
     torch.manual_seed(0)
     module = NativeModule()
     validate = quiet_trainer(tmp_path, []).validate
@@ -368,8 +382,8 @@ def test_a_file_of_its_checkpoint_callback_is_one_that_lightning_reads(tmp_path:
         assert torch.equal(mine, other)
 
 
-def test_what_it_logs_is_in_the_records_and_among_the_metrics(tmp_path: Path) -> None:
-    class Logs(theirs.Callback):  # type: ignore[misc]  # Lightning's types are not read
+def test_values_that_a_guest_logs_are_in_the_records_and_in_callback_metrics(tmp_path: Path) -> None:
+    class Logs(lightning_callbacks.Callback):  # type: ignore[misc]  # Lightning's types are not read
         seen: list[float] = []
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
@@ -382,7 +396,7 @@ def test_what_it_logs_is_in_the_records_and_among_the_metrics(tmp_path: Path) ->
     assert ended.logged["lightning/twice"] == pytest.approx(Logs.seen[1::2])
 
 
-def test_several_batches_a_step_and_several_datasets_are_given_as_lightning_does(tmp_path: Path) -> None:
+def test_batch_and_dataloader_numbers_equal_lightning_s_with_accumulation_and_two_datasets(tmp_path: Path) -> None:
     hooks = Hooks()
     with Trainer(
         POINTS.made_model(),
@@ -404,24 +418,24 @@ def test_several_batches_a_step_and_several_datasets_are_given_as_lightning_does
     starts, ends = batches[::2], batches[1::2]
     assert starts == [("on_train_batch_start", int(number > 3), [number]) for number in range(6)]
     assert ends == [("on_train_batch_end", [0, 0, 0, 1, 1, 2][number], [number]) for number in range(6)]
-    judged = [number for name, _, _, _, *number in hooks.received[:recorded] if name == "on_validation_batch_end"]
-    assert judged == [[0, 0], [1, 0], [2, 0], [0, 1], [1, 1], [2, 1]]
+    validation_batches = [number for name, _, _, _, *number in hooks.received[:recorded] if name == "on_validation_batch_end"]
+    assert validation_batches == [[0, 0], [1, 0], [2, 0], [0, 1], [1, 1], [2, 1]]
     apart = [name for name, *_ in hooks.received[recorded:] if "batch" not in name]
     assert apart == [
         *("setup", "on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end", "teardown")
     ]
 
 
-def test_an_error_names_what_a_facade_does_not_have(tmp_path: Path) -> None:
-    class Reaches(theirs.Callback):  # type: ignore[misc]  # Lightning's types are not read
+def test_an_error_names_the_attribute_that_a_guest_may_not_use(tmp_path: Path) -> None:
+    class CallsFit(lightning_callbacks.Callback):  # type: ignore[misc]  # Lightning's types are not read
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             assert not hasattr(pl_module, "flops_per_batch")
             trainer.fit(None)
 
     with pytest.raises(NotSupported, match="Lightning's Trainer has here no 'fit'"):
-        in_ours(Reaches(), tmp_path)
+        in_ours(CallsFit(), tmp_path)
 
-    class Writes(theirs.Callback):  # type: ignore[misc]  # Lightning's types are not read
+    class Writes(lightning_callbacks.Callback):  # type: ignore[misc]  # Lightning's types are not read
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             trainer.limit_val_batches = 3
 
@@ -432,12 +446,15 @@ def test_an_error_names_what_a_facade_does_not_have(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: theirs.StochasticWeightAveraging(1e-2), "StochasticWeightAveraging lengthens training"),
-        (lambda: theirs.BatchSizeFinder(), "BatchSizeFinder runs trial trainings"),
-        (lambda: theirs.LearningRateFinder(), "LearningRateFinder runs trial trainings"),
-        (lambda: theirs.BackboneFinetuning(), "BackboneFinetuning freezes the model"),
-        (lambda: theirs.ModelPruning("l1_unstructured", amount=0.5), "ModelPruning prunes"),
-        (lambda: theirs.LambdaCallback(on_before_zero_grad=print), "LambdaCallback listens to on_before_zero_grad of Lightning"),
+        (lambda: lightning_callbacks.StochasticWeightAveraging(1e-2), "StochasticWeightAveraging lengthens training"),
+        (lambda: lightning_callbacks.BatchSizeFinder(), "BatchSizeFinder runs trial trainings"),
+        (lambda: lightning_callbacks.LearningRateFinder(), "LearningRateFinder runs trial trainings"),
+        (lambda: lightning_callbacks.BackboneFinetuning(), "BackboneFinetuning freezes the model"),
+        (lambda: lightning_callbacks.ModelPruning("l1_unstructured", amount=0.5), "ModelPruning prunes"),
+        (
+            lambda: lightning_callbacks.LambdaCallback(on_before_zero_grad=print),
+            "LambdaCallback listens to on_before_zero_grad of Lightning",
+        ),
     ],
 )
 def test_unsupported_callbacks_are_rejected_by_name(make: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -454,16 +471,16 @@ def test_callbacks_of_both_lightning_packages_are_accepted(tmp_path: Path) -> No
     foreign = pytorch_lightning.callbacks.EMAWeightAveraging(decay=0.5)
     with redirect_stdout(io.StringIO()):
         ended = in_ours(foreign, tmp_path)
-        other = in_ours(theirs.EMAWeightAveraging(decay=0.5), tmp_path / "other")
+        other = in_ours(lightning_callbacks.EMAWeightAveraging(decay=0.5), tmp_path / "other")
     for mine, others in zip(ended.model.state_dict().values(), other.model.state_dict().values(), strict=True):
         assert torch.equal(mine, others)
 
 
-def test_a_guest_without_batch_hooks_costs_no_step() -> None:
-    stops = guest(theirs.EarlyStopping("val_loss"))
+def test_a_guest_without_batch_hooks_has_no_handlers_for_steps() -> None:
+    stops = guest(lightning_callbacks.EarlyStopping("val_loss"))
     assert not {"on_microbatch_start", "on_microbatch_end", "on_train_step_end"} & vars(stops).keys()
 
 
 def test_an_error_says_how_to_wrap_a_callback() -> None:
     with pytest.raises(NotACallbackError, match=r"wrap it: callsheet\.bridges\.lightning\.guest"):
-        CallbackManager([theirs.EarlyStopping("val_loss")])  # type: ignore[list-item, unused-ignore]
+        CallbackManager([lightning_callbacks.EarlyStopping("val_loss")])  # type: ignore[list-item, unused-ignore]

@@ -13,7 +13,7 @@ from callsheet.bridges.matrix import frameworks
 from callsheet.testing import Subject
 
 from .cells import cell, loop_of
-from .rows import hold
+from .rows import check_or_write_cell
 
 LOOPS = sorted(
     path.stem for path in (Path(__file__).parent / "loops").glob("*.py") if path.stem not in ("__init__", "job", "trainer")
@@ -60,10 +60,10 @@ def test_a_built_in_does_in_a_host_what_the_matrix_says(
         it = loop_of(where)
     except ModuleNotFoundError as missing:
         pytest.skip(f"{missing.name} is not installed here")
-    hold(where, "callbacks", built_in, cell(where, built_in, subjects[built_in], tmp_path, shared), it)
+    check_or_write_cell(where, "callbacks", built_in, cell(where, built_in, subjects[built_in], tmp_path, shared), it)
 
 
-def test_the_matrix_has_a_row_for_each_and_says_which_version() -> None:
+def test_the_matrix_has_every_built_in_and_the_version_of_every_framework() -> None:
     assert sorted(frameworks()) == LOOPS
     for where, framework in frameworks().items():
         assert sorted(framework.callbacks) == sorted(BUILT_INS), where

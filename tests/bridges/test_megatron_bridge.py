@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from callsheet import Callback, Context
 from callsheet import CallbackManager as OwnManager
 from callsheet.bridges.megatron_bridge import MegatronBridgeHost, host
-from callsheet.bridges.megatron_bridge import names as ours
+from callsheet.bridges.megatron_bridge import names as interface_copy
 from callsheet.callbacks import (
     EMA,
     CheckpointSaver,
@@ -45,12 +45,14 @@ real = interface()
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(params=[ours, real] if real is not None else [ours], ids=lambda names: names.__name__.rpartition(".")[2])
+@pytest.fixture(
+    params=[interface_copy, real] if real is not None else [interface_copy], ids=lambda names: names.__name__.rpartition(".")[2]
+)
 def names(request: pytest.FixtureRequest) -> ModuleType:
     return request.param  # type: ignore[no-any-return]
 
 
-def loop(folder: Path | None, hosted: Any, *, names: ModuleType = ours, scheduler: bool = False, **values: Any) -> Loop:
+def loop(folder: Path | None, hosted: Any, *, names: ModuleType = interface_copy, scheduler: bool = False, **values: Any) -> Loop:
     given = [hosted] if isinstance(hosted, MegatronBridgeHost) else hosted
     return Loop(configuration(folder, **values), POINTS, given, names=names, scheduler=scheduler)
 
@@ -71,17 +73,17 @@ class RequestsAtStep(Callback):
             getattr(ctx.control, self.what)("asked")
 
 
-class Ending(Callback):
+class RecordsOutcomes(Callback):
     """Records how runs end."""
 
     def __init__(self) -> None:
-        self.noted: list[str] = []
+        self.recorded: list[str] = []
 
     def on_exception(self, ctx: Context) -> None:
-        self.noted.append(f"{type(ctx.exception).__name__} in {ctx.span}")
+        self.recorded.append(f"{type(ctx.exception).__name__} in {ctx.span}")
 
     def on_run_end(self, ctx: Context) -> None:
-        self.noted.append(str(ctx.run.outcome))
+        self.recorded.append(str(ctx.run.outcome))
         self.at = ctx.state.timestamp
 
 
@@ -111,19 +113,19 @@ def test_training_is_unchanged_and_every_event_is_fired(micro: int, names: Modul
     assert history["test/loss"] == pytest.approx(without.evaluated[3:])
     assert history["train/load_balancing_loss"] == pytest.approx([2 * loss for loss in without.losses])
     assert history["lr/Optimizer/0"] == pytest.approx([0.02 * 0.9**step for step in range(12)])  # the rate that the step used
-    noted = [value for event, value in recorder.values["grad_norm"] if event == "on_train_step_end"]
-    assert len(noted) == 12
-    assert all(isinstance(norm, Tensor) and norm > 0 for norm in noted)
+    recorded = [value for event, value in recorder.values["grad_norm"] if event == "on_train_step_end"]
+    assert len(recorded) == 12
+    assert all(isinstance(norm, Tensor) and norm > 0 for norm in recorded)
     assert set(recorder.values["loss_dict"][0][1]) == {"loss", "load_balancing_loss"}
 
 
 def test_samples_and_tokens_are_counted() -> None:
-    ending = Ending()
+    ending = RecordsOutcomes()
     loop(None, host([ending]), model__seq_length=7).run()
     assert (ending.at.batch, ending.at.sample, ending.at.token) == (12, 12 * 4, 12 * 4 * 7)
 
 
-def test_the_rate_is_the_step_s_own_without_listeners_to_the_optimizer() -> None:
+def test_the_recorded_learning_rate_is_the_step_s_without_listeners_to_the_optimizer() -> None:
     trained = loop(None, host([history := History()]), scheduler=True, train__eval_iters=0, logger__log_interval=1)
     trained.run()
     assert history["train/learning_rate"] == pytest.approx([0.02 * 0.9**step for step in range(12)])
@@ -132,16 +134,16 @@ def test_the_rate_is_the_step_s_own_without_listeners_to_the_optimizer() -> None
 def test_the_model_has_hooks_only_while_events_have_listeners() -> None:
     counts: list[int] = []
 
-    class Looks(Callback):
+    class CountsHooks(Callback):
         def on_log(self, ctx: Context) -> None:
             counts.append(len(trained.model[0]._forward_hooks))
 
-    trained = loop(None, host(OwnManager([Looks()], costs="off")))
+    trained = loop(None, host(OwnManager([CountsHooks()], costs="off")))
     trained.run()
     without_listeners = len(counts)
     assert counts == [0] * without_listeners
     assert without_listeners
-    trained = loop(None, host([Looks(), Recorder()]))
+    trained = loop(None, host([CountsHooks(), Recorder()]))
     trained.run()
     assert counts[without_listeners:][:6] == [1] * 6  # the next line shows that no hook is left after training
     assert not trained.model[0]._forward_hooks
@@ -149,23 +151,23 @@ def test_the_model_has_hooks_only_while_events_have_listeners() -> None:
 
 
 @pytest.mark.parametrize("event", ["on_backward_end", "on_backward_start", "on_loss_end", "on_microbatch_end", ""])
-def test_the_outputs_have_a_hook_only_if_the_backward_has_listeners(event: str) -> None:
-    noted: list[str] = []
+def test_the_outputs_have_a_backward_hook_only_if_it_has_listeners(event: str) -> None:
+    recorded: list[str] = []
     outputs: list[Tensor] = []
 
     def keep(ctx: Context) -> None:
         outputs.append(ctx.outputs)
 
-    given = Lambda(on_forward_end=keep, on_optimizer_step_end=lambda ctx: noted.append("on_optimizer_step_end"))
-    functions: dict[str, Any] = {event: lambda ctx: noted.append(event)}
-    listens_to = [Lambda(**functions)] if event else []
-    loop(None, host([given, *listens_to]), train__train_iters=2, train__micro_batch_size=2).run()
+    given = Lambda(on_forward_end=keep, on_optimizer_step_end=lambda ctx: recorded.append("on_optimizer_step_end"))
+    functions: dict[str, Any] = {event: lambda ctx: recorded.append(event)}
+    listeners = [Lambda(**functions)] if event else []
+    loop(None, host([given, *listeners]), train__train_iters=2, train__micro_batch_size=2).run()
     assert [bool(each._backward_hooks) for each in outputs] == [bool(event)] * 4
-    assert noted == [*([event] * 2 if event else []), "on_optimizer_step_end"] * 2
+    assert recorded == [*([event] * 2 if event else []), "on_optimizer_step_end"] * 2
 
 
-def test_outputs_can_be_replaced_and_batches_too() -> None:
-    class Silences(Callback):
+def test_a_callback_can_replace_microbatch_and_outputs() -> None:
+    class ZeroesMicrobatchAndOutputs(Callback):
         def on_forward_end(self, ctx: Context) -> None:
             ctx.outputs = ctx.outputs * 0
 
@@ -173,7 +175,7 @@ def test_outputs_can_be_replaced_and_batches_too() -> None:
             seen.append(ctx.microbatch)
             ctx.microbatch = ctx.microbatch * 0
 
-    class Sees(nn.Module):
+    class RecordsInputs(nn.Module):
         def __init__(self, module: nn.Module) -> None:
             super().__init__()
             self.module = module
@@ -184,8 +186,8 @@ def test_outputs_can_be_replaced_and_batches_too() -> None:
 
     seen: list[Tensor] = []
     given: list[float] = []
-    trained = loop(None, host([Silences()]), train__eval_iters=0)
-    trained.model[0].module = Sees(trained.model[0].module)
+    trained = loop(None, host([ZeroesMicrobatchAndOutputs()]), train__eval_iters=0)
+    trained.model[0].module = RecordsInputs(trained.model[0].module)
     trained.run()
     assert all(value.abs().sum() > 0 for value in seen)
     assert given == [0.0] * 12
@@ -193,8 +195,8 @@ def test_outputs_can_be_replaced_and_batches_too() -> None:
     assert trained.losses == pytest.approx([target.square().mean().item() for target in targets])
 
 
-def test_a_stop_shortens_training_and_a_save_is_written_at_once(tmp_path: Path) -> None:
-    recorder, ending = Recorder(fields=("checkpoint",)), Ending()
+def test_a_stop_ends_training_and_a_requested_save_is_written_at_its_step(tmp_path: Path) -> None:
+    recorder, ending = Recorder(fields=("checkpoint",)), RecordsOutcomes()
     hosted = host([RequestsAtStep("save", 3), RequestsAtStep("stop", 7), recorder, ending])
     trained = loop(tmp_path / "checkpoints", hosted)
     trained.run()
@@ -207,11 +209,11 @@ def test_a_stop_shortens_training_and_a_save_is_written_at_once(tmp_path: Path) 
         ("iter_0000003", 3, "requested"),
         ("iter_0000007", 7, "periodic"),
     ]
-    assert ending.noted == ["stopped"]
+    assert ending.recorded == ["stopped"]
     check_events(recorder.events)
 
 
-def test_a_checkpoint_saver_and_an_early_stopper_work(tmp_path: Path) -> None:
+def test_a_checkpoint_saver_saves_and_an_early_stopper_stops(tmp_path: Path) -> None:
     saver = CheckpointSaver(save_interval="5ba", monitor="validation/loss")
     stopper = EarlyStopper(monitor="validation/loss", min_delta=1e9, patience="6ba")
     hosted = host([saver, stopper, recorder := Recorder()])
@@ -222,7 +224,7 @@ def test_a_checkpoint_saver_and_an_early_stopper_work(tmp_path: Path) -> None:
     check_events(recorder.events)
 
 
-def test_an_evaluation_cannot_be_requested(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_requested_evaluation_is_reported_as_unsupported(caplog: pytest.LogCaptureFixture) -> None:
     trained = loop(None, host([RequestsAtStep("evaluate", 2), RequestsAtStep("stop", 4)]))
     trained.run()
     assert trained.state.train_state.step == 4
@@ -231,21 +233,21 @@ def test_an_evaluation_cannot_be_requested(caplog: pytest.LogCaptureFixture) -> 
     )
 
 
-def test_a_request_after_training_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Late(Callback):
+def test_a_checkpoint_requested_after_training_logs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class RequestsSaveAtTrainEnd(Callback):
         def on_train_end(self, ctx: Context) -> None:
             ctx.control.save("late")
 
-    loop(tmp_path, host([Late()])).run()
+    loop(tmp_path, host([RequestsSaveAtTrainEnd()])).run()
     assert "a checkpoint was requested after training" in caplog.text
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_the_callbacks_states_are_in_its_checkpoints(is_async: bool, tmp_path: Path) -> None:
+def test_a_resume_from_a_megatron_checkpoint_restores_the_callback_states(is_async: bool, tmp_path: Path) -> None:
     whole = History()
     values: dict[str, Any] = {"checkpoint__async_save": is_async, "logger__log_interval": 1}
-    unbroken = loop(tmp_path / "whole", host([whole]), **values)
-    unbroken.run()
+    uninterrupted = loop(tmp_path / "whole", host([whole]), **values)
+    uninterrupted.run()
 
     class Fails(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
@@ -258,7 +260,7 @@ def test_the_callbacks_states_are_in_its_checkpoints(is_async: bool, tmp_path: P
     again = loop(tmp_path / "some", host([history := History(), recorder]), **values)
     again.run()
     assert history["train/loss"] == pytest.approx(whole["train/loss"])
-    assert all(torch.equal(a, b) for a, b in zip(weights(again), weights(unbroken), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(weights(again), weights(uninterrupted), strict=True))
     event, info = recorder.values["checkpoint"][0]
     assert (event, info.step) == ("on_checkpoint_load_end", 5)
     assert recorder.events.count("on_train_step_end") == 7
@@ -266,7 +268,7 @@ def test_the_callbacks_states_are_in_its_checkpoints(is_async: bool, tmp_path: P
     check_events(recorder.events)
 
 
-def test_a_checkpoint_without_states_is_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resume_without_callback_states_logs_a_warning_and_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     loop(tmp_path, None, train__train_iters=4).run()
     again = loop(tmp_path, host([recorder := Recorder()]))
     again.run()
@@ -280,8 +282,8 @@ def test_a_skipped_step_is_reported_as_skipped() -> None:
     trained = loop(None, host([recorder]), train__eval_iters=0)
     trained.optimizer = Overflows(trained.optimizer.optimizer, {0, 4})
     trained.run()
-    noted = [value for event, value in recorder.values["step_skipped"] if event == "on_train_step_end"]
-    assert [step for step, skipped in enumerate(noted) if skipped] == [0, 4]
+    recorded = [value for event, value in recorder.values["step_skipped"] if event == "on_train_step_end"]
+    assert [step for step, skipped in enumerate(recorded) if skipped] == [0, 4]
     assert recorder.events.count("on_optimizer_step_end") == 12
     check_events(recorder.events)
 
@@ -315,7 +317,7 @@ def test_skipped_iterations_are_counted() -> None:
     assert steps == [1, 2, 3, 6, 7, 8, 9, 10, 11, 12]
 
 
-def test_events_that_it_cannot_fire_are_rejected_by_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_listener_to_an_event_that_is_never_fired_is_rejected_by_name(caplog: pytest.LogCaptureFixture) -> None:
     class Predicts(Callback):
         def on_predict_end(self, ctx: Context) -> None: ...
 
@@ -326,7 +328,7 @@ def test_events_that_it_cannot_fire_are_rejected_by_name(caplog: pytest.LogCaptu
 
 
 @pytest.mark.skipif(real is None or "on_checkpoint_save" in real.VALID_EVENTS, reason="a release without checkpoint events")
-def test_a_release_without_checkpoint_events_is_named() -> None:
+def test_a_listener_to_checkpoints_is_rejected_in_a_version_without_checkpoint_events() -> None:
     class Uploads(Callback):
         def on_checkpoint_published(self, ctx: Context) -> None: ...
 
@@ -341,7 +343,7 @@ class ListensToForward(Callback):
     def on_forward_end(self, ctx: Context) -> None: ...
 
 
-def test_pipelined_microbatches_have_no_separate_events(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_listener_to_forward_passes_is_rejected_with_pipeline_parallelism(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(
         NotSupported, match="ListensToForward listens to on_forward_end, which Megatron Bridge did not fire in its first step"
     ):
@@ -355,28 +357,28 @@ def test_pipelined_microbatches_have_no_separate_events(caplog: pytest.LogCaptur
     assert history["train/loss"] == pytest.approx(trained.losses)
 
 
-def test_several_chunks_are_shown_as_a_list() -> None:
+def test_ctx_model_is_a_list_if_there_are_several_model_chunks() -> None:
     seen: list[Any] = []
 
-    class Looks(Callback):
+    class RecordsModel(Callback):
         def on_train_start(self, ctx: Context) -> None:
             seen.append(ctx.model)
 
-    trained = loop(None, host([Looks()]))
+    trained = loop(None, host([RecordsModel()]))
     trained.model.append(nn.Linear(1, 1))  # type: ignore[arg-type]
     trained.run()
     assert seen == [[trained.model[0].module, trained.model[1]]]
 
 
-def test_errors_end_the_run_as_they_are(tmp_path: Path) -> None:
+def test_an_error_fails_or_interrupts_the_run_and_is_raised(tmp_path: Path) -> None:
     class Fails(Callback):
         def on_optimizer_step_start(self, ctx: Context) -> None:
             raise ZeroDivisionError
 
-    ending = Ending()
+    ending = RecordsOutcomes()
     with pytest.raises(ZeroDivisionError):
         loop(None, host([Fails(), ending])).run()
-    assert ending.noted == ["ZeroDivisionError in optimizer_step", "failed"]
+    assert ending.recorded == ["ZeroDivisionError in optimizer_step", "failed"]
 
     def breaks(trained: Loop, error: BaseException) -> None:
         def step(_: Any) -> Any:
@@ -385,59 +387,61 @@ def test_errors_end_the_run_as_they_are(tmp_path: Path) -> None:
         trained.step = step  # type: ignore[method-assign, assignment]
         trained.run()
 
-    for error, noted in [
+    for error, recorded in [
         (ValueError(), ["ValueError in run", "failed"]),
         (KeyboardInterrupt(), ["KeyboardInterrupt in run", "interrupted"]),
         (SystemExit(1), ["SystemExit in run", "failed"]),
         (SystemExit(0), ["stopped"]),
     ]:
-        ending.noted.clear()
+        ending.recorded.clear()
         with pytest.raises(type(error)), host([ending]) as hosted:
             breaks(loop(None, hosted), error)
-        assert ending.noted == noted
-    ending.noted.clear()
+        assert ending.recorded == recorded
+    ending.recorded.clear()
     with pytest.raises(ValueError, match="alone"):
         breaks(loop(None, host([ending])), ValueError("alone"))
     gc.collect()
-    assert ending.noted == ["failed"]  # recorded when the host was deleted
+    assert ending.recorded == ["failed"]  # recorded when the host was deleted
 
 
-def test_a_run_that_a_signal_ends_is_reported_as_preempted(tmp_path: Path) -> None:
-    hosted = host([ending := Ending()])
+def test_a_run_that_ends_by_a_signal_is_preempted(tmp_path: Path) -> None:
+    hosted = host([ending := RecordsOutcomes()])
     trained = loop(tmp_path, hosted, train__exit_signal_handler=True)
     trained.state.signal_handler._signal_received = True
     with pytest.raises(SystemExit), hosted:
         trained.run()
-    assert ending.noted == ["preempted"]
+    assert ending.recorded == ["preempted"]
     assert trained.saved == [1]
 
 
-def test_a_signal_handler_that_does_not_show_a_signal_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_signal_handler_without_a_known_attribute_logs_a_warning_and_the_run_is_stopped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Handler:
         _signal_received = True
 
     hide("Handler._signal_received", Handler)
-    hosted = host([ending := Ending()])
+    hosted = host([ending := RecordsOutcomes()])
     trained = loop(tmp_path, hosted, train__exit_signal_handler=True)
     trained.state.signal_handler = Handler()
     with pytest.raises(SystemExit), hosted:
         trained.run()
-    assert ending.noted == ["stopped"]
+    assert ending.recorded == ["stopped"]
     assert caplog.text.count("Megatron's signal handler has no _signal_received") == 1
 
 
-def test_a_host_serves_one_run_after_another() -> None:
-    ending, recorder = Ending(), Recorder()
+def test_a_host_can_be_used_for_several_runs() -> None:
+    ending, recorder = RecordsOutcomes(), Recorder()
     hosted = host([ending, recorder])
     loop(None, hosted).run()
     check_events(recorder.events)
     first = len(recorder.events)
     loop(None, hosted, train__train_iters=3).run()
     check_events(recorder.events[first:])
-    assert ending.noted == ["finished", "finished"]
+    assert ending.recorded == ["finished", "finished"]
 
 
-def test_evaluating_alone_is_a_run(names: ModuleType) -> None:
+def test_an_evaluation_without_training_is_a_run(names: ModuleType) -> None:
     recorder = Recorder(fields=("standalone",))
     loop(None, host([recorder]), names=names, train__skip_train=True).run()
     check_events(recorder.events)
@@ -447,7 +451,7 @@ def test_evaluating_alone_is_a_run(names: ModuleType) -> None:
     assert recorder.events[-1] == "on_run_end"
 
 
-def test_without_validation_the_run_ends_with_training() -> None:
+def test_the_run_ends_with_training_if_there_is_no_validation() -> None:
     loop(None, host([recorder := Recorder()]), train__eval_iters=0).run()
     assert recorder.events[-2:] == ["on_train_end", "on_run_end"]
 
@@ -460,7 +464,7 @@ def test_data_events_are_fired_if_they_have_listeners() -> None:
     assert [event for event in recorder.events if event in order] == order
 
 
-def test_megatron_lm_s_context_has_no_state(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_host_works_with_megatron_lm_s_context_which_has_no_state(caplog: pytest.LogCaptureFixture) -> None:
     """In Megatron-LM all events share one context, whose fields keep their values. The host passes available fields and rejects unsupported requests."""
 
     def run(hosted: MegatronBridgeHost) -> None:
@@ -477,20 +481,20 @@ def test_megatron_lm_s_context_has_no_state(caplog: pytest.LogCaptureFixture) ->
 
         def fire(event: str, **fields: Any) -> None:
             vars(context).update(fields)
-            noted = getattr(hosted, event, None)
-            if noted is not None:
-                noted(context)
+            recorded = getattr(hosted, event, None)
+            if recorded is not None:
+                recorded(context)
 
         trained.fire = fire  # type: ignore[method-assign]
         with hosted:
             trained.run()
 
-    recorder, ending = Recorder(), Ending()
+    recorder, ending = Recorder(), RecordsOutcomes()
     run(host([recorder, ending]))
     check_events(recorder.events)
     assert recorder.events.count("on_train_step_end") == 12
     assert recorder.events.count("on_test_end") == 1
-    assert ending.noted == ["finished"]
+    assert ending.recorded == ["finished"]
     run(host([RequestsAtStep("stop", 2)]))
     assert "RequestsAtStep calls ctx.control.stop, which Megatron Bridge does not support here" in caplog.text
 
@@ -505,25 +509,25 @@ def train_on_ranks(folder: str) -> tuple[int, int, list[float]]:
             if rank == 1 and ctx.step == 2:
                 ctx.control.stop("one rank's request")
 
-    history, recorder, ending = History(), Recorder(), Ending()
+    history, recorder, ending = History(), Recorder(), RecordsOutcomes()
     trained = loop(
         Path(folder), host([Stops(), history, recorder, ending]),
         train__train_iters=5000, train__eval_iters=0, logger__log_interval=10,
     )  # fmt: skip
     if rank:
-        trained.save = functools.partial(waits, trained)  # type: ignore[method-assign]  # rank 0 writes, and the event is fired on all ranks
+        trained.save = functools.partial(report_save, trained)  # type: ignore[method-assign]  # rank 0 writes, and the event is fired on all ranks
     trained.run()
     check_events(recorder.events)
     torch.distributed.destroy_process_group()
     return trained.state.train_state.step, int(ending.at.sample), history["train/loss"]
 
 
-def waits(trained: Loop) -> None:
+def report_save(trained: Loop) -> None:
     trained.last_saved = trained.state.train_state.step
     trained.fire("on_checkpoint_save", optimizer=trained.optimizer)
 
 
-def test_two_ranks_stop_together_and_save_one_state(tmp_path: Path) -> None:
+def test_two_ranks_stop_together_and_save_one_checkpoint(tmp_path: Path) -> None:
     one, other = run_ranks(train_on_ranks, 2, str(tmp_path))
     assert one[0] == other[0] < 5000
     assert one[1] == other[1] == 4 * one[0]
@@ -531,11 +535,11 @@ def test_two_ranks_stop_together_and_save_one_state(tmp_path: Path) -> None:
     assert (tmp_path / f"iter_{one[0]:07d}" / "callsheet").is_dir()
 
 
-def test_a_hosted_ema_and_threshold_stopper_work() -> None:
-    ending = Ending()
+def test_a_threshold_stopper_stops_training_with_an_ema() -> None:
+    ending = RecordsOutcomes()
     trained = loop(
         None, host([EMA(half_life="2ba"), ThresholdStopper(monitor="train/loss", threshold=1e9), ending]), logger__log_interval=1
     )
     trained.run()
-    assert ending.noted == ["stopped"]
+    assert ending.recorded == ["stopped"]
     assert trained.state.train_state.step == 1

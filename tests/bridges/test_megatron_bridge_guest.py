@@ -16,7 +16,7 @@ from torch import Tensor
 from callsheet import CallbackManager as OwnManager
 from callsheet import Trainer
 from callsheet.bridges.megatron_bridge import GUEST_EVENTS, guest
-from callsheet.bridges.megatron_bridge import names as ours
+from callsheet.bridges.megatron_bridge import names as interface_copy
 from callsheet.bridges.megatron_bridge.state import StepContext
 from callsheet.callbacks import CheckpointSaver, History
 from callsheet.errors import NotSupported
@@ -53,16 +53,16 @@ def trainer(folder: Path, callbacks: Any, **options: Any) -> Trainer:
     )
 
 
-class Notes(ours.Callback):
+class RecordsCalls(interface_copy.Callback):
     """Records what it can read at every event."""
 
     def __init__(self) -> None:
         self.recorded: list[tuple[str, int, set[str]]] = []
-        self.contexts: list[ours.CallbackContext] = []
+        self.contexts: list[interface_copy.CallbackContext] = []
 
 
-def _note(event: str) -> Callable[[Notes, ours.CallbackContext], None]:
-    def note(self: Notes, context: ours.CallbackContext) -> None:
+def _note(event: str) -> Callable[[RecordsCalls, interface_copy.CallbackContext], None]:
+    def note(self: RecordsCalls, context: interface_copy.CallbackContext) -> None:
         given = ("optimizer", "loss_dict", "grad_norm", "skipped_iter", "total_loss_dict")
         self.recorded.append(
             (event, context.state.train_state.step, {name for name in given if getattr(context, name) is not None})
@@ -72,19 +72,19 @@ def _note(event: str) -> Callable[[Notes, ours.CallbackContext], None]:
     return note
 
 
-for _event in ours.VALID_EVENTS:
-    setattr(Notes, _event, _note(_event))
+for _event in interface_copy.VALID_EVENTS:
+    setattr(RecordsCalls, _event, _note(_event))
 
 
-def test_a_guest_is_called_in_megatron_s_order_with_its_steps(tmp_path: Path) -> None:
-    notes, in_framework = Notes(), Notes()
+def test_a_guest_receives_the_same_events_and_values_as_in_megatron_bridge(tmp_path: Path) -> None:
+    notes, in_framework = RecordsCalls(), RecordsCalls()
     with trainer(tmp_path / "ours", [guest(notes), CheckpointSaver(save_interval="6ba")]) as trained:
         trained.fit()
         trained.evaluate()
         trained.test(POINTS.validation_batches())
     loop(tmp_path / "theirs", [in_framework], checkpoint__save_interval=6).run()
     assert notes.recorded == in_framework.recorded
-    assert {event for event, *_ in notes.recorded} == ours.VALID_EVENTS
+    assert {event for event, *_ in notes.recorded} == interface_copy.VALID_EVENTS
     assert len({id(context) for context in notes.contexts}) == len(notes.contexts)  # a new context each time
     for mine, theirs in zip(notes.contexts, in_framework.contexts, strict=True):
         assert mine.model == [trained.model]
@@ -96,18 +96,18 @@ def test_a_guest_is_called_in_megatron_s_order_with_its_steps(tmp_path: Path) ->
         assert mine.skipped_iter == theirs.skipped_iter
 
 
-def test_callbacks_of_one_event_share_a_context_in_the_order_of_registration(tmp_path: Path) -> None:
-    manager, recorded = ours.CallbackManager(), list[Any]()
+def test_callbacks_of_one_event_share_a_context_and_are_called_in_order(tmp_path: Path) -> None:
+    manager, recorded = interface_copy.CallbackManager(), list[Any]()
 
-    class Third(ours.Callback):
-        def on_train_start(self, context: ours.CallbackContext) -> None:
+    class RecordsUserState(interface_copy.Callback):
+        def on_train_start(self, context: interface_copy.CallbackContext) -> None:
             recorded.append(("class", context.user_state["n"], context))
 
     manager.register("on_train_start", lambda context: recorded.append(("first", context.user_state.setdefault("n", 1), context)))
     manager.register("on_train_start", lambda context: manager.register("on_train_step_end", late))
-    manager.add(Third())
+    manager.add(RecordsUserState())
 
-    def late(context: ours.CallbackContext) -> None:
+    def late(context: interface_copy.CallbackContext) -> None:
         recorded.append(("late", context.state.train_state.step, context))
 
     with trainer(tmp_path, [guest(manager)], max_duration="2ba") as trained:
@@ -117,21 +117,23 @@ def test_callbacks_of_one_event_share_a_context_in_the_order_of_registration(tmp
     assert manager.user_state == {"n": 1}
 
 
-def test_guests_of_a_run_share_what_callbacks_of_a_manager_share(tmp_path: Path) -> None:
+def test_single_guests_share_context_and_user_state_but_not_with_a_manager(tmp_path: Path) -> None:
     seen: dict[str, list[Any]] = {}
 
-    class Sees(ours.Callback):
+    class RecordsContexts(interface_copy.Callback):
         def __init__(self, name: str) -> None:
             self.name = name
 
-        def on_train_step_end(self, context: ours.CallbackContext) -> None:
+        def on_train_step_end(self, context: interface_copy.CallbackContext) -> None:
             context.user_state[self.name] = context.state.train_state.step
             seen.setdefault(self.name, []).append(context)
 
-    manager = ours.CallbackManager()
-    manager.add(Sees("apart"))
+    manager = interface_copy.CallbackManager()
+    manager.add(RecordsContexts("apart"))
     with trainer(
-        tmp_path, [guest(Sees("one"), name="one"), guest(manager), guest(Sees("two"), name="two")], max_duration="2ba"
+        tmp_path,
+        [guest(RecordsContexts("one"), name="one"), guest(manager), guest(RecordsContexts("two"), name="two")],
+        max_duration="2ba",
     ) as trained:
         trained.fit()
     assert [one is two for one, two in zip(seen["one"], seen["two"], strict=True)] == [True, True]
@@ -141,7 +143,7 @@ def test_guests_of_a_run_share_what_callbacks_of_a_manager_share(tmp_path: Path)
 
 
 def test_an_error_of_one_callback_is_raised_and_the_rest_are_not_called(tmp_path: Path) -> None:
-    manager, recorded = ours.CallbackManager(), list[Any]()
+    manager, recorded = interface_copy.CallbackManager(), list[Any]()
     manager.register("on_train_step_end", lambda context: 1 // 0)
     manager.register("on_train_step_end", recorded.append)
     with pytest.raises(ZeroDivisionError), trainer(tmp_path, [guest(manager)]) as trained:
@@ -149,36 +151,36 @@ def test_an_error_of_one_callback_is_raised_and_the_rest_are_not_called(tmp_path
     assert not recorded
 
 
-class StopsByStep(ours.Callback):
+class StopsByStep(interface_copy.Callback):
     """Ends training as MLPerf's callbacks do: sets the step beyond the last one."""
 
-    def on_eval_end(self, context: ours.CallbackContext) -> None:
+    def on_eval_end(self, context: interface_copy.CallbackContext) -> None:
         context.state.mine = getattr(context.state, "mine", 0) + 1  # an attribute that the callback adds to the state
         if context.state.train_state.step >= 6:
             context.state.train_state.step = context.state.cfg.train.train_iters + 1
 
 
-class StopsByLength(ours.Callback):
+class StopsByLength(interface_copy.Callback):
     """Ends training by setting `train_iters`."""
 
-    def on_train_step_end(self, context: ours.CallbackContext) -> None:
+    def on_train_step_end(self, context: interface_copy.CallbackContext) -> None:
         assert context.loss_dict is not None
         if context.loss_dict["lm loss"] < 3.0:
             context.state.cfg.train.train_iters = context.state.train_state.step + 1
 
 
-class Decays(ours.Callback):
+class Decays(interface_copy.Callback):
     """Sets the learning rate."""
 
-    def on_train_step_start(self, context: ours.CallbackContext) -> None:
+    def on_train_step_start(self, context: interface_copy.CallbackContext) -> None:
         for group in context.optimizer.param_groups:
             group["lr"] = 0.1 / (1 + context.state.train_state.step)
 
 
-class KeepsLowestLoss(ours.Callback):
+class KeepsLowestLoss(interface_copy.Callback):
     """Keeps the lowest loss."""
 
-    def on_train_step_end(self, context: ours.CallbackContext) -> None:
+    def on_train_step_end(self, context: interface_copy.CallbackContext) -> None:
         assert context.loss_dict is not None
         loss = context.loss_dict["lm loss"].item()
         context.user_state["best"] = min(loss, context.user_state.get("best", math.inf))
@@ -187,8 +189,8 @@ class KeepsLowestLoss(ours.Callback):
 @pytest.mark.parametrize(
     "make", [KeepsLowestLoss, Decays, StopsByStep, StopsByLength]
 )  # the first one only listens, the others drive
-def test_a_guest_does_what_it_does_in_its_framework(make: type[ours.Callback], tmp_path: Path) -> None:
-    manager, in_framework = ours.CallbackManager(), ours.CallbackManager()
+def test_a_guest_has_the_same_effects_as_in_its_framework(make: type[interface_copy.Callback], tmp_path: Path) -> None:
+    manager, in_framework = interface_copy.CallbackManager(), interface_copy.CallbackManager()
     manager.add(make())
     in_framework.add(make())
     history = History()
@@ -203,10 +205,10 @@ def test_a_guest_does_what_it_does_in_its_framework(make: type[ours.Callback], t
 
 @pytest.mark.parametrize("config", [None, configuration()], ids=["callsheet's", "Megatron's"])
 def test_changing_the_step_other_than_to_end_training_is_rejected(config: Any, tmp_path: Path) -> None:
-    def jump(context: ours.CallbackContext) -> None:
+    def jump(context: interface_copy.CallbackContext) -> None:
         context.state.train_state.step += 2
 
-    manager = ours.CallbackManager()
+    manager = interface_copy.CallbackManager()
     manager.register("on_train_step_end", jump)
     with (
         pytest.raises(NotSupported, match="can only end training at once"),
@@ -215,17 +217,17 @@ def test_changing_the_step_other_than_to_end_training_is_rejected(config: Any, t
         made.fit()
 
 
-def test_setting_a_copy_of_the_state_has_no_effect(tmp_path: Path) -> None:
+def test_changing_a_copy_of_the_state_has_no_effect(tmp_path: Path) -> None:
     """Setting a value to its current value has no effect either."""
 
-    def looks_ahead(context: ours.CallbackContext) -> None:
+    def change_copy(context: interface_copy.CallbackContext) -> None:
         later = copy.deepcopy(context.state)
         later.train_state.step += 2
         later.cfg.train.train_iters += 2
         context.state.train_state.step = context.state.train_state.step  # the guest checks each assignment
 
-    manager = ours.CallbackManager()
-    manager.register("on_train_step_end", looks_ahead)
+    manager = interface_copy.CallbackManager()
+    manager.register("on_train_step_end", change_copy)
     with trainer(tmp_path, [guest(manager), guest(StopsByStep())], max_duration="3ba") as trained:
         trained.fit()
     assert trained.state.timestamp.batch == 3
@@ -234,7 +236,7 @@ def test_setting_a_copy_of_the_state_has_no_effect(tmp_path: Path) -> None:
 def test_unsupported_state_is_rejected_by_name(tmp_path: Path) -> None:
     found: list[Any] = []
 
-    def read_state(context: ours.CallbackContext) -> None:
+    def read_state(context: interface_copy.CallbackContext) -> None:
         state = context.state
         found.append((hasattr(state, "warmup"), state.tensorboard_logger, state.cfg.train.train_iters))
         state.timers("mine").start()
@@ -251,14 +253,14 @@ def test_unsupported_state_is_rejected_by_name(tmp_path: Path) -> None:
             with pytest.raises(NotSupported):
                 read()
 
-    manager = ours.CallbackManager()
+    manager = interface_copy.CallbackManager()
     manager.register("on_train_step_end", read_state)
     with trainer(tmp_path, [guest(manager)], max_duration="1ba") as trained:
         trained.fit()
     assert found == [(False, None, 1)]
 
 
-def test_a_norm_on_the_device_is_a_number_once_it_is_read() -> None:
+def test_a_gradient_norm_on_the_device_becomes_a_float_when_it_is_read() -> None:
     context = StepContext(None, [], {}, None, None, {}, torch.tensor(2.0))  # type: ignore[arg-type]  # as the loop passes it
     assert isinstance(vars(context)["grad_norm"], Tensor)
     assert isinstance(context.grad_norm, float)
@@ -269,19 +271,19 @@ def test_a_user_s_configuration_is_in_the_state(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     config = configuration()
 
-    def look(context: ours.CallbackContext) -> None:
+    def record_counts(context: interface_copy.CallbackContext) -> None:
         seen.append((context.state.cfg.logger.log_interval, context.state.train_state.consumed_train_samples))
 
-    manager = ours.CallbackManager()
-    manager.register("on_train_step_end", look)
+    manager = interface_copy.CallbackManager()
+    manager.register("on_train_step_end", record_counts)
     with trainer(tmp_path, [guest(manager, config=config)], max_duration="3ba") as trained:
         trained.fit()
     assert seen == [(2, 0), (2, 4), (2, 8)]
 
 
 def test_plain_values_of_user_state_are_saved(tmp_path: Path) -> None:
-    class Counts(ours.Callback):
-        def on_train_step_end(self, context: ours.CallbackContext) -> None:
+    class Counts(interface_copy.Callback):
+        def on_train_step_end(self, context: interface_copy.CallbackContext) -> None:
             context.user_state["steps"] = context.user_state.get("steps", 0) + 1
             context.user_state["lock"] = object()
 
@@ -304,7 +306,7 @@ def test_plain_values_of_user_state_are_saved(tmp_path: Path) -> None:
     )  # three evaluations of 12 samples, the first of them before the resume
 
 
-def test_events_that_are_never_fired_are_rejected_by_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_guest_that_listens_to_an_event_that_is_never_fired_is_rejected_by_name(caplog: pytest.LogCaptureFixture) -> None:
     class Base:  # like Megatron-LM's base class, which has events that Megatron Bridge lacks
         def on_log(self, context: Any) -> None: ...
         def on_train_end(self, context: Any) -> None: ...
@@ -314,35 +316,35 @@ def test_events_that_are_never_fired_are_rejected_by_name(caplog: pytest.LogCapt
     class Logs(Base):
         def on_log(self, context: Any) -> None: ...
 
-    class Quiet(Base): ...
+    class ListensToNothing(Base): ...
 
     with pytest.raises(NotSupported, match="Logs listens to on_log of Megatron Bridge, which callsheet does not fire"):
         guest(Logs())
     guest(Logs(), strict=False)
     assert "Logs listens to on_log" in caplog.text
-    guest(Quiet())
+    guest(ListensToNothing())
     with pytest.raises(NotSupported, match="pass a list of its callbacks"):
         guest(SimpleNamespace(callback_context=None, fire=None, has_callbacks=None))
 
 
-def test_a_guest_listens_to_what_it_overrides_and_nothing_else() -> None:
+def test_a_guest_listens_only_to_the_hooks_that_it_overrides() -> None:
     manager = OwnManager([guest(Decays())])
     received = [event for event in GUEST_EVENTS if manager.list_callbacks(event)]
     assert received == ["on_eval_step_end", "on_train_step_start"]  # the guest counts samples at the first
 
 
 @pytest.mark.skipif(real is None, reason="megatron-bridge is not installed")
-def test_the_package_s_own_callbacks_and_managers_are_guests(tmp_path: Path) -> None:
+def test_the_package_s_own_callbacks_and_managers_are_accepted_as_guests(tmp_path: Path) -> None:
     assert real is not None
     recorded: list[tuple[str, int]] = []
 
-    class Theirs(real.Callback):  # type: ignore[misc, name-defined]  # the module is loaded by its path
+    class RecordsSteps(real.Callback):  # type: ignore[misc, name-defined]  # the module is loaded by its path
         def on_train_step_end(self, context: Any) -> None:
             recorded.append(("class", context.state.train_state.step))
 
     manager = real.CallbackManager()
     manager.register("on_train_step_end", lambda context: recorded.append(("function", context.state.train_state.step)))
-    guests = [guest(Theirs()), guest([Theirs()], name="list"), guest(manager)]
+    guests = [guest(RecordsSteps()), guest([RecordsSteps()], name="list"), guest(manager)]
     assert [event for event in GUEST_EVENTS if OwnManager([guests[0]]).list_callbacks(event)] == [
         "on_eval_step_end",
         "on_train_step_end",

@@ -27,7 +27,7 @@ class Broken(Callback):
 
 
 @pytest.mark.parametrize("is_default", [False, True])
-def test_the_host_of_a_plugin_does_not_end_the_training(
+def test_errors_of_callbacks_do_not_end_or_change_training_in_a_plugin_s_host(
     is_default: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With a callback file, errors of callbacks are isolated. With the default callbacks, not even errors of collective callbacks end training."""

@@ -61,7 +61,7 @@ def measured(tool: Any, folder: Path, script: str) -> Any:
 
 
 @pytest.mark.test_all
-def test_a_training_that_stays_the_same(tool: Any, tmp_path: Path) -> None:
+def test_an_unchanged_training_is_measured_as_the_same(tool: Any, tmp_path: Path) -> None:
     result = measured(tool, tmp_path, LOOP + END)
     assert (result.verdict, result.order, result.steps, result.own_steps, result.weights) == ("trains", "", 3, 3, True)
     assert len(result.losses) == 3
@@ -72,7 +72,7 @@ def test_a_training_that_stays_the_same(tool: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.test_all
-def test_a_training_that_differs_under_callsheet(tool: Any, tmp_path: Path) -> None:
+def test_the_summary_shows_where_a_training_differs_under_callsheet(tool: Any, tmp_path: Path) -> None:
     result = measured(tool, tmp_path, LOOP + OTHER_RESULTS + END)
     assert (result.steps, result.own_steps, result.weights) == (3, 4, False)
     assert "steps 3 of 4, losses 3 of 4, weights ✗" in tool.summary(result)
@@ -80,18 +80,18 @@ def test_a_training_that_differs_under_callsheet(tool: Any, tmp_path: Path) -> N
     assert "losses to 5e-01" in tool.summary(longer)
 
 
-def test_a_program_that_does_not_train_without_callsheet(tool: Any, tmp_path: Path) -> None:
+def test_a_program_that_fails_without_callsheet_is_not_measured(tool: Any, tmp_path: Path) -> None:
     with pytest.raises(tool.NotPossibleError, match="No module named 'a_missing_module'"):
         measured(tool, tmp_path, "import a_missing_module\n")
 
 
-def test_every_way_has_a_result_in_the_versions_that_are_listed(tool: Any) -> None:
+def test_every_way_to_train_has_a_result_with_the_listed_versions(tool: Any) -> None:
     results = tool.read()
     expected = {(way.title, way.attached): program.versions for program in tool.PROGRAMS for way in program.ways}
     assert {key: result.versions for key, result in results.items()} == expected, "make built-on trains with the other programs"
 
 
-def test_no_training_differs_with_callsheet(tool: Any) -> None:
+def test_every_recorded_training_is_the_same_with_callsheet(tool: Any) -> None:
     """Training with callsheet gives the same results. A new result that differs must be examined before it is committed."""
     for result in tool.read().values():
         if result.verdict == "trains":

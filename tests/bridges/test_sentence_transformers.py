@@ -51,7 +51,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Encodes(TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
+class EncodesAtEveryEvent(TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
     """A user's callback that encodes some sentences at every event."""
 
     def _look(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -64,7 +64,7 @@ class Encodes(TrainerCallback):  # type: ignore[misc]  # transformers' types are
 
 
 for _event in (name for name in vars(TrainerCallback) if name.startswith("on_")):
-    setattr(Encodes, _event, Encodes._look)
+    setattr(EncodesAtEveryEvent, _event, EncodesAtEveryEvent._look)
 
 
 def options(folder: Path, **more: Any) -> dict[str, Any]:
@@ -83,7 +83,9 @@ SCORED = Dataset.from_dict(
 )
 
 
-def embedded(saved: Path, folder: Path, loss: Any, data: Dataset, callbacks: list[Any]) -> SentenceTransformerTrainer:
+def train_sentence_transformer(
+    saved: Path, folder: Path, loss: Any, data: Dataset, callbacks: list[Any]
+) -> SentenceTransformerTrainer:
     model = embedder(saved)
     rows = data.select(range(8))
     evaluator = EmbeddingSimilarityEvaluator(rows[data.column_names[0]], rows[data.column_names[1]], [i / 8 for i in range(8)])
@@ -95,7 +97,7 @@ def embedded(saved: Path, folder: Path, loss: Any, data: Dataset, callbacks: lis
     return trainer
 
 
-def crossed(saved: Path, folder: Path, callbacks: list[Any]) -> CrossEncoderTrainer:
+def train_cross_encoder(saved: Path, folder: Path, callbacks: list[Any]) -> CrossEncoderTrainer:
     torch.manual_seed(0)
     model = CrossEncoder(str(saved / "cross"), device="cpu", max_length=16)
     trainer = CrossEncoderTrainer(
@@ -131,8 +133,8 @@ def test_a_sentence_transformer_trains_as_without_callsheet(name: str, averages:
     recorder, history = Recorder(fields=("batch",)), History()
     observers = [recorder, history, SpeedMonitor(), NaNMonitor(), LRMonitor(), CheckpointSaver(save_interval="2ba")]
     hosted = host([*observers, *([EMA(half_life=2, at_end=False)] if averages else [])])
-    ours = embedded(saved, tmp_path / "ours", loss, data, [hosted, Encodes()])
-    plain = embedded(saved, tmp_path / "plain", loss, data, [Encodes()])
+    ours = train_sentence_transformer(saved, tmp_path / "ours", loss, data, [hosted, EncodesAtEveryEvent()])
+    plain = train_sentence_transformer(saved, tmp_path / "plain", loss, data, [EncodesAtEveryEvent()])
     assert same(ours, plain)
     assert logged(ours, of_training=averages) == logged(plain, of_training=averages)
     check_events(recorder.events)
@@ -149,8 +151,8 @@ def test_a_cross_encoder_trains_as_without_callsheet(saved: Path, tmp_path: Path
     recorder, history = Recorder(), History()
     stopper = EarlyStopper(monitor="validation/loss", patience=9)
     observers = [recorder, history, SpeedMonitor(), stopper, CheckpointSaver(save_interval="2ba"), EMA(half_life=2, at_end=False)]
-    ours = crossed(saved, tmp_path / "ours", [host(observers), Encodes()])
-    plain = crossed(saved, tmp_path / "plain", [Encodes()])
+    ours = train_cross_encoder(saved, tmp_path / "ours", [host(observers), EncodesAtEveryEvent()])
+    plain = train_cross_encoder(saved, tmp_path / "plain", [EncodesAtEveryEvent()])
     assert same(ours, plain)
     assert logged(ours, of_training=True) == logged(plain, of_training=True)
     check_events(recorder.events)

@@ -39,14 +39,14 @@ def check(*callbacks: Callback, strict: bool = True) -> SupportCheck:
     return SupportCheck(CallbackManager(callbacks), "this host", strict=strict)
 
 
-def test_a_callback_that_listens_to_no_event_of_the_host_is_rejected() -> None:
+def test_a_callback_none_of_whose_events_the_host_fires_is_rejected() -> None:
     with pytest.raises(
         NotSupported, match="OnlyPreempt listens to on_preempt, which this host does not fire; leave the callback out"
     ):
         check(OnlyPreempt()).before_run(NEVER, Control())
 
 
-def test_what_a_useful_callback_misses_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_events_that_a_still_useful_callback_does_not_receive_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "callsheet")
     check(AlsoSteps(), Everything()).before_run(NEVER, Control())
     assert caplog.messages == ["AlsoSteps also listens to on_preempt, which this host does not fire"]
@@ -59,7 +59,7 @@ def test_without_strict_a_warning_is_logged(caplog: pytest.LogCaptureFixture) ->
     ]
 
 
-def test_a_callback_of_which_no_request_is_supported_is_rejected() -> None:
+def test_a_callback_none_of_whose_requests_is_supported_is_rejected() -> None:
     control = Control(able=("stop",))
     control.hints = {"save": "give the host a checkpoint handler"}
     with pytest.raises(
@@ -70,17 +70,17 @@ def test_a_callback_of_which_no_request_is_supported_is_rejected() -> None:
     check(Saves()).before_run((), Control(able=()))  # no error: a run that supports no request at all does not train
 
 
-def test_a_function_that_listens_to_all_events_depends_on_none() -> None:
+def test_a_function_that_listens_to_all_events_is_not_rejected() -> None:
     manager = CallbackManager()
 
-    def everywhere(ctx: Context) -> None: ...
+    def handle(ctx: Context) -> None: ...
 
     for event in EVENTS:
-        manager.register(event, everywhere)
+        manager.register(event, handle)
     SupportCheck(manager, "this host", strict=True).before_run(NEVER, Control())
 
 
-def test_events_that_the_first_step_lacks_are_rejected_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_events_that_the_first_step_did_not_fire_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     class Forward(Callback):
         def on_forward_end(self, ctx: Context) -> None: ...
 
@@ -97,7 +97,7 @@ def test_events_that_the_first_step_lacks_are_rejected_once(caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
-def test_a_loop_that_has_not_stepped_the_optimizer(is_scaled: bool) -> None:
+def test_a_first_step_without_an_optimizer_step_is_rejected_unless_a_scaler_may_skip_it(is_scaled: bool) -> None:
     class Stepped(Callback):
         def on_clip_gradients_end(self, ctx: Context) -> None: ...
 
@@ -113,7 +113,7 @@ def test_a_loop_that_has_not_stepped_the_optimizer(is_scaled: bool) -> None:
             check(Stepped()).after_first_step(driver, without_step="no step")
 
 
-def test_events_come_in_the_order_of_the_lifecycle() -> None:
+def test_events_of_returns_events_in_the_order_of_the_lifecycle() -> None:
     assert [event for _, event in events_of({"backward", "forward"})] == [
         "on_forward_start",
         "on_forward_end",

@@ -52,7 +52,7 @@ from callsheet.testing import Recorder, check_events, run_ranks
 from .loops import torchtnt as own_loop
 from .loops import trainer as our_loop
 from .loops.job import POINTS, Job
-from .rows import hold
+from .rows import check_or_write_cell
 
 LINE = Job(lambda: nn.Linear(4, 1), POINTS.loss, POINTS.train, POINTS.validation)
 """A job without random numbers, so that its losses are the same in every loop."""
@@ -103,7 +103,7 @@ def test_training_is_unchanged_and_every_event_is_fired(accumulate: int, tmp_pat
     assert {rate for _, rate in recorder.values["learning_rate"]} == {0.02}
 
 
-def test_nothing_is_left_in_the_unit(tmp_path: Path) -> None:
+def test_no_hooks_are_left_on_the_unit(tmp_path: Path) -> None:
     unit = trained([hosted(tmp_path, Recorder())])
     assert not unit.module._forward_hooks
     assert not unit.module._forward_pre_hooks
@@ -153,14 +153,14 @@ def test_an_evaluation_within_an_epoch_is_recorded_at_its_step(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("step", [4, 6, 9])
-def test_a_run_resumes_from_our_checkpoint_bit_for_bit(step: int, tmp_path: Path) -> None:
+def test_a_resume_from_our_checkpoint_gives_identical_weights_and_losses(step: int, tmp_path: Path) -> None:
     whole, history = History(), History()
-    unbroken = trained([hosted(tmp_path / "whole", whole)])
+    uninterrupted = trained([hosted(tmp_path / "whole", whole)])
     with pytest.raises(ZeroDivisionError):
         trained([hosted(tmp_path, History(), CheckpointSaver(save_interval=f"{step}ba"), Fails(step + 1))])
     recorder = Recorder()
     again = trained([hosted(tmp_path, history, recorder, CheckpointSaver(save_interval="50ba"), resume="auto")])
-    assert same(again, unbroken)
+    assert same(again, uninterrupted)
     assert again.train_progress.num_steps_completed == recorder.recorded[-1].batch == 12
     assert history["train/loss"] == whole["train/loss"]
     check_events(recorder.events)
@@ -190,11 +190,11 @@ class EvaluatesAt(Callback):
 )
 def test_an_evaluation_that_a_signal_prevents_is_made_after_the_resume(signals_at: tuple[str, int], tmp_path: Path) -> None:
     options: dict[str, Any] = {"evaluate_every_n_epochs": None}
-    unbroken = trained([hosted(tmp_path / "whole", whole := History(), EvaluatesAt())], **options)
+    uninterrupted = trained([hosted(tmp_path / "whole", whole := History(), EvaluatesAt())], **options)
     trained([hosted(tmp_path, History(), EvaluatesAt(signals_at), preempt_signals=("SIGTERM",))], **options)
     recorder = Recorder()
     again = trained([hosted(tmp_path, history := History(), EvaluatesAt(), recorder, resume="auto")], **options)
-    assert same(again, unbroken)
+    assert same(again, uninterrupted)
     assert len(whole["validation/loss"]) == 4
     assert history["validation/loss"] == whole["validation/loss"]
     check_events(recorder.events)
@@ -202,7 +202,7 @@ def test_an_evaluation_that_a_signal_prevents_is_made_after_the_resume(signals_a
 
 def test_the_callbacks_states_are_in_torchtnt_s_checkpoints(tmp_path: Path) -> None:
     whole, average = History(), EMA(half_life=3)
-    unbroken = trained([hosted(tmp_path / "whole", whole, average)], job=LINE)
+    uninterrupted = trained([hosted(tmp_path / "whole", whole, average)], job=LINE)
     unit = own_loop.Unit(LINE)
     unit.callsheet = hosted(tmp_path, History(), EMA(half_life=3), Fails(8))
     saver = DistributedCheckpointSaver(str(tmp_path / "dcp"), save_every_n_epochs=1)
@@ -212,7 +212,7 @@ def test_the_callbacks_states_are_in_torchtnt_s_checkpoints(tmp_path: Path) -> N
     again.callsheet = hosted(tmp_path / "again", history, EMA(half_life=3), recorder)
     assert DistributedCheckpointSaver.restore_from_latest(str(tmp_path / "dcp"), again)
     trained([again.callsheet], unit=again, job=LINE)
-    assert same(again, unbroken)
+    assert same(again, uninterrupted)
     assert history["train/loss"] == whole["train/loss"]
     assert history["validation/loss"][-1] == whole["validation/loss"][-1]
     assert recorder.recorded[-1].batch == 12
@@ -243,44 +243,44 @@ class Fails(Callback):
             raise ZeroDivisionError
 
 
-class Ends(Callback):
+class RecordsOutcomes(Callback):
     """Records how the run ended, and the exception."""
 
     def __init__(self) -> None:
-        self.noted: list[str] = []
+        self.recorded: list[str] = []
 
     def on_exception(self, ctx: Context) -> None:
-        self.noted.append(type(ctx.exception).__name__)
+        self.recorded.append(type(ctx.exception).__name__)
 
     def on_run_end(self, ctx: Context) -> None:
-        self.noted.append(str(ctx.run.outcome))
+        self.recorded.append(str(ctx.run.outcome))
 
 
-def test_the_outcome_of_a_run_is_reported(tmp_path: Path) -> None:
-    ends = Ends()
+def test_on_run_end_has_the_outcome_of_the_run(tmp_path: Path) -> None:
+    ends = RecordsOutcomes()
     trained([hosted(tmp_path, ends)], epochs=1)
     trained([hosted(tmp_path / "2", ends, RequestsAtStep("stop", 2))])
-    assert ends.noted == ["finished", "stopped"]
-    ends = Ends()
+    assert ends.recorded == ["finished", "stopped"]
+    ends = RecordsOutcomes()
     with pytest.raises(ZeroDivisionError):
         trained([hosted(tmp_path / "3", ends, Fails(2))])
-    assert ends.noted == ["ZeroDivisionError", "failed"]
+    assert ends.recorded == ["ZeroDivisionError", "failed"]
 
     class Interrupts(TorchTNTCallback):  # type: ignore[misc]  # torchtnt's types are not read
         def on_train_step_end(self, state: Any, unit: Any) -> None:
             raise KeyboardInterrupt
 
-    ends, given = Ends(), None
+    ends, given = RecordsOutcomes(), None
     given = [hosted(tmp_path / "4", ends), Interrupts()]
     with pytest.raises(KeyboardInterrupt):
         trained(given)
-    assert ends.noted == []  # torchtnt does not report this error to callbacks
+    assert ends.recorded == []  # torchtnt does not report this error to callbacks
     del given
     gc.collect()
-    assert ends.noted == ["failed"]
+    assert ends.recorded == ["failed"]
 
 
-class Killed(Callback):
+class SendsSIGTERM(Callback):
     """Sends SIGTERM to its own process at a step."""
 
     def on_train_step_end(self, ctx: Context) -> None:
@@ -288,16 +288,16 @@ class Killed(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_signal_saves_and_stops_it(tmp_path: Path) -> None:
-    ends, recorder = Ends(), Recorder(fields=("checkpoint",))
-    unit = trained([hosted(tmp_path, ends, recorder, Killed(), preempt_signals=("SIGTERM",))])
+def test_sigterm_saves_a_checkpoint_and_preempts_the_run(tmp_path: Path) -> None:
+    ends, recorder = RecordsOutcomes(), Recorder(fields=("checkpoint",))
+    unit = trained([hosted(tmp_path, ends, recorder, SendsSIGTERM(), preempt_signals=("SIGTERM",))])
     assert unit.train_progress.num_steps_completed == 3
-    assert ends.noted == ["preempted"]
+    assert ends.recorded == ["preempted"]
     assert [info.kind for event, info in recorder.values["checkpoint"] if event == "on_checkpoint_published"] == ["preempt"]
     check_events(recorder.events)
 
 
-def on_ranks(folder: str) -> dict[str, Any]:
+def train_on_rank(folder: str) -> dict[str, Any]:
     """Train on this rank's half of the data. One rank requests a stop."""
 
     class StopsOnOne(Callback):
@@ -335,7 +335,7 @@ def on_ranks(folder: str) -> dict[str, Any]:
 
 
 def test_two_ranks_fire_the_same_events_and_stop_together(tmp_path: Path) -> None:
-    one, other = run_ranks(on_ranks, 2, str(tmp_path))
+    one, other = run_ranks(train_on_rank, 2, str(tmp_path))
     assert one["kind"] == "DistributedDataParallel"
     assert one["neutral"]
     assert other["neutral"]
@@ -349,7 +349,7 @@ def test_two_ranks_fire_the_same_events_and_stop_together(tmp_path: Path) -> Non
     check_events(one["events"])
 
 
-def test_a_run_twice_with_one_host(tmp_path: Path) -> None:
+def test_a_host_can_be_used_for_several_runs(tmp_path: Path) -> None:
     recorder = Recorder()
     bridge = hosted(tmp_path, recorder)
     trained([bridge])
@@ -358,7 +358,7 @@ def test_a_run_twice_with_one_host(tmp_path: Path) -> None:
     assert recorder.events.count("on_train_step_end") == 24
 
 
-def test_evaluate_and_predict_are_runs_of_their_own(tmp_path: Path) -> None:
+def test_evaluate_and_predict_are_separate_runs(tmp_path: Path) -> None:
     recorder = Recorder(fields=("standalone", "outputs", "eval_results"))
     unit = own_loop.Unit(LINE)
     evaluate(unit, LINE.validation_batches(), callbacks=[hosted(tmp_path, recorder)])
@@ -375,7 +375,7 @@ def test_evaluate_and_predict_are_runs_of_their_own(tmp_path: Path) -> None:
     assert torch.equal(dict(recorder.values["outputs"])["on_predict_step_end"], unit.module(inputs[-1]))
 
 
-def test_a_unit_that_steps_by_hand(tmp_path: Path) -> None:
+def test_steps_of_a_unit_that_steps_every_third_batch_are_counted(tmp_path: Path) -> None:
     class ByHand(TrainUnit[Any]):  # type: ignore[misc]  # torchtnt's types are not read
         """Steps its optimizer on every third batch."""
 
@@ -397,7 +397,7 @@ def test_a_unit_that_steps_by_hand(tmp_path: Path) -> None:
     check_events(recorder.events)
 
 
-def test_events_that_are_never_fired_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_events_and_units_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Listens(Callback):
         def on_test_end(self, ctx: Context) -> None: ...
 
@@ -406,7 +406,7 @@ def test_events_that_are_never_fired_are_rejected(tmp_path: Path, caplog: pytest
     trained([hosted(tmp_path, Listens(), strict=False)], epochs=1)
     assert "Listens listens to on_test_end" in caplog.text
 
-    class Several(TrainUnit[Any]):  # type: ignore[misc]  # torchtnt's types are not read
+    class TwoModels(TrainUnit[Any]):  # type: ignore[misc]  # torchtnt's types are not read
         def __init__(self) -> None:
             super().__init__()
             self.generator, self.judge = nn.Linear(4, 4), nn.Linear(4, 1)
@@ -414,7 +414,7 @@ def test_events_that_are_never_fired_are_rejected(tmp_path: Path, caplog: pytest
         def train_step(self, state: Any, data: Any) -> None: ...
 
     with pytest.raises(NotSupported, match="tracks generator, judge"):
-        train(Several(), LINE.batches(), max_epochs=1, callbacks=[hosted(tmp_path)])
+        train(TwoModels(), LINE.batches(), max_epochs=1, callbacks=[hosted(tmp_path)])
 
     class Iterates(own_loop.Unit):
         def train_step(self, state: Any, data: Iterator[Any]) -> Any:
@@ -501,11 +501,11 @@ def _every_hook(folder: Path) -> Any:
     calls: list[str] = []
 
     def note(name: str) -> Callable[..., None]:
-        def noted(state: Any, unit: Any, *_: Any) -> None:
+        def recorded(state: Any, unit: Any, *_: Any) -> None:
             counts = [(each.num_epochs_completed, each.num_steps_completed) for each in (unit.train_progress, unit.eval_progress)]
             calls.append(f"{name} {state.entry_point} {state.active_phase} {counts}")
 
-        return noted
+        return recorded
 
     hooks = [name for name in vars(TorchTNTCallback) if name.startswith("on_")]
     callback = Lambda(**{name: note(name) for name in hooks})
@@ -604,10 +604,10 @@ def test_a_guest_decides_and_logs_as_in_its_framework(name: str, tmp_path: Path,
     steps = recorder.events.count("on_train_step_end")
     assert steps == unit.train_progress.num_steps_completed
     assert (steps < 12) == (row.tier == "drives")
-    hold("torchtnt", "guests", name, Cell("works", tier=row.tier))
+    check_or_write_cell("torchtnt", "guests", name, Cell("works", tier=row.tier))
 
 
-def test_a_guest_that_asks_for_more_is_rejected(tmp_path: Path) -> None:
+def test_a_guest_that_uses_an_unavailable_attribute_is_rejected(tmp_path: Path) -> None:
     def reading(read: Callable[[Any, Any], Any]) -> Any:
         return guest(Lambda(on_train_step_end=lambda state, unit: read(state, unit)))
 
@@ -620,7 +620,7 @@ def test_a_guest_that_asks_for_more_is_rejected(tmp_path: Path) -> None:
             our_loop.train(LINE, tmp_path, [reading(read)], epochs=1)
 
 
-def test_a_guest_in_torchtnt_itself(tmp_path: Path) -> None:
+def test_a_guest_in_a_host_of_torchtnt_receives_the_same_calls(tmp_path: Path) -> None:
     """A guest of a torchtnt callback works in a host, which runs in torchtnt."""
     in_framework, here = _every_hook(tmp_path), _every_hook(tmp_path)
     trained([in_framework], job=LINE)

@@ -40,7 +40,7 @@ from callsheet.core.lifecycle import FIELDS, is_available
 from callsheet.errors import FieldNotAvailable, HostError
 from callsheet.testing import Recorder, check_events
 
-from .faults import OBSERVERS, RandomFaults, Watched, counts_held, held, rate_of, seeds
+from .faults import OBSERVERS, RandomFaults, StepRecorder, assert_counts_are_right, assert_training_is_unchanged, rate_of, seeds
 from .loops import automodel as automodel_loop
 from .loops import huggingface as huggingface_loop
 from .loops import instructlab as instructlab_loop
@@ -66,10 +66,10 @@ STEP = (
     "optimizer_step",
 )
 OUTER = ("train", "round", "epoch")
-JUDGED = ("eval_all", "eval", "eval_step", "eval_forward", "test", "test_step", "predict_step")
+EVALUATION_SPANS = ("eval_all", "eval", "eval_step", "eval_forward", "test", "test_step", "predict_step")
 WORDS = (
     *((word, name) for word in ("start", "end", "start_and_end") for name in STEP * 2 + OUTER),
-    *((word, name) for word in ("judge", "judged") for name in JUDGED),
+    *((word, name) for word in ("start_eval", "end_eval") for name in EVALUATION_SPANS),
     *(
         ("host", what)
         for what in ("step", "step", "epoch", "evaluate", "dataset", "evaluated", "reported evaluation", "train", "train")
@@ -91,8 +91,8 @@ class ReadsAll(Callback):
                 self.read += 1
 
 
-class Loop:
-    """A run in which the test plays the framework and may call the host in any order. Training alone would give `weights`."""
+class SimulatedFramework:
+    """A run whose host the test calls in any order, as a framework could. `weights` are those of training without callbacks."""
 
     def __init__(self, folder: Path, callbacks: list[Callback]) -> None:
         self.model = nn.Linear(3, 1)
@@ -116,8 +116,8 @@ class Loop:
         run = self.run
         if word in ("start", "end", "start_and_end"):
             getattr(run.driver, word)(name)
-        elif word in ("judge", "judged"):
-            (run.eval.driver.start if word == "judge" else run.eval.driver.end)(name)
+        elif word in ("start_eval", "end_eval"):
+            (run.eval.driver.start if word == "start_eval" else run.eval.driver.end)(name)
         else:
             acts: dict[str, Any] = {
                 "step": run.end_step,
@@ -135,13 +135,15 @@ class Loop:
 @hypothesis.given(words=st.lists(st.sampled_from(WORDS), max_size=60))
 @hypothesis.example(words=[("host", each) for each in ("train", "step", "train", "step", "evaluate")])
 @hypothesis.example(words=[("host", each) for each in ("train", "step", "evaluate", "epoch", "train", "step")])
-@hypothesis.example(words=[("host", "train"), ("host", "step"), ("judge", "test"), ("end", "train"), ("judge", "predict_step")])
-def test_events_that_a_framework_adds_leaves_out_and_reorders(
+@hypothesis.example(
+    words=[("host", "train"), ("host", "step"), ("start_eval", "test"), ("end", "train"), ("start_eval", "predict_step")]
+)
+def test_events_are_in_order_if_a_framework_adds_omits_or_reorders_calls(
     words: list[tuple[str, str]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     tmp_path = tmp_path_factory.mktemp("run")
     recorder, reads = Recorder(), ReadsAll()
-    loop = Loop(tmp_path, [EMA(half_life=2, at_end=False), NaNMonitor(), History(), recorder, reads])
+    loop = SimulatedFramework(tmp_path, [EMA(half_life=2, at_end=False), NaNMonitor(), History(), recorder, reads])
     run = loop.run
     run.begin()
     for word, name in words:
@@ -155,10 +157,10 @@ def test_events_that_a_framework_adds_leaves_out_and_reorders(
     assert reads.read
 
 
-def test_a_callback_is_not_to_blame_for_a_field_that_the_host_did_not_provide(
+def test_a_field_that_the_host_did_not_provide_skips_the_handler_and_logs_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Reads(Callback):
+    class ReadsLossAtLossEnd(Callback):
         def __init__(self) -> None:
             self.after = 0
 
@@ -166,12 +168,12 @@ def test_a_callback_is_not_to_blame_for_a_field_that_the_host_did_not_provide(
             _ = ctx.loss
             self.after += 1
 
-    class Later(Reads):
+    class Later(ReadsLossAtLossEnd):
         def on_loss_end(self, ctx: Context) -> None:
             self.after += 1
 
-    reads, later = Reads(), Later()
-    loop = Loop(tmp_path, [reads, later])
+    reads, later = ReadsLossAtLossEnd(), Later()
+    loop = SimulatedFramework(tmp_path, [reads, later])
     loop.run.begin()
     for _ in range(3):
         loop.train()
@@ -183,23 +185,23 @@ def test_a_callback_is_not_to_blame_for_a_field_that_the_host_did_not_provide(
     assert "training continues" in messages[0]
 
 
-def test_a_field_outside_its_window_is_the_callback_s_own_error(tmp_path: Path) -> None:
-    class Reads(Callback):
+def test_reading_a_field_outside_its_window_raises_field_not_available(tmp_path: Path) -> None:
+    class ReadsLossAtStepStart(Callback):
         def on_train_step_start(self, ctx: Context) -> None:
             _ = ctx.loss
 
-    loop = Loop(tmp_path, [Reads()])
+    loop = SimulatedFramework(tmp_path, [ReadsLossAtStepStart()])
     loop.run.begin()
     with pytest.raises(FieldNotAvailable, match=r"ctx\.loss is not available at on_train_step_start"):
         loop.train()
     loop.run.fail(ZeroDivisionError())
 
 
-def test_an_evaluation_that_is_not_ended_is_ended_before_the_weights_are_trained(
+def test_an_evaluation_whose_end_is_not_reported_ends_before_the_next_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = Recorder()
-    loop = Loop(tmp_path, [EMA(half_life=1, at_end=False), recorder])
+    loop = SimulatedFramework(tmp_path, [EMA(half_life=1, at_end=False), recorder])
     run = loop.run
     run.begin()
     for _ in range(3):
@@ -216,17 +218,17 @@ def test_an_evaluation_that_is_not_ended_is_ended_before_the_weights_are_trained
 
 
 @pytest.mark.parametrize("kind", ["eval_all", "test", "predict"])
-def test_an_evaluation_whose_start_is_not_reported_has_the_step_of_training(kind: str, tmp_path: Path) -> None:
-    class Sees(Callback):
+def test_an_evaluation_whose_start_is_not_reported_starts_at_the_last_trained_step(kind: str, tmp_path: Path) -> None:
+    class RecordsStepAtStart(Callback):
         def __init__(self) -> None:
-            self.places: list[tuple[int, int]] = []
+            self.positions: list[tuple[int, int]] = []
 
         def on_event(self, ctx: Context) -> None:
             if ctx.event == f"on_{kind}_start":
-                self.places.append((ctx.step, ctx.epoch))
+                self.positions.append((ctx.step, ctx.epoch))
 
-    sees = Sees()
-    loop = Loop(tmp_path, [sees])
+    records_positions = RecordsStepAtStart()
+    loop = SimulatedFramework(tmp_path, [records_positions])
     run = loop.run
     run.begin()
     for _ in range(2):
@@ -239,7 +241,7 @@ def test_an_evaluation_whose_start_is_not_reported_has_the_step_of_training(kind
     if kind != "eval_all":
         run.eval.driver.start(f"{kind}_step")
     run.lifetime.end()
-    assert sees.places == ([(1, 1), (2, 1)] if kind == "eval_all" else [(2, 1)])
+    assert records_positions.positions == ([(1, 1), (2, 1)] if kind == "eval_all" else [(2, 1)])
 
 
 SEEDS = seeds()
@@ -248,7 +250,7 @@ SEEDS = seeds()
 @pytest.mark.usefixtures("counts_may_differ")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_ignite_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def trained(recorder: Watched | None) -> nn.Module:
+    def trained(recorder: StepRecorder | None) -> nn.Module:
         torch.manual_seed(3)
         job = POINTS if recorder is None else recorder.job
         model = job.made_model()
@@ -269,15 +271,15 @@ def test_ignite_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.Log
         trainer.run(POINTS.batches(), max_epochs=3)
         return model
 
-    recorder = Watched()
-    held(recorder, trained(None), trained(recorder))
-    counts_held(recorder, 18, 3, caplog)
+    recorder = StepRecorder()
+    assert_training_is_unchanged(recorder, trained(None), trained(recorder))
+    assert_counts_are_right(recorder, 18, 3, caplog)
 
 
 @pytest.mark.usefixtures("counts_may_differ")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_lightning_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def trained(recorder: Watched | None) -> nn.Module:
+    def trained(recorder: StepRecorder | None) -> nn.Module:
         torch.manual_seed(3)
         module = lightning_loop.Module(POINTS if recorder is None else recorder.job)
         hosted: list[Any] = []
@@ -285,22 +287,27 @@ def test_lightning_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.
             hosted = [lightning_host([*(make() for make in OBSERVERS), recorder], strict=False)]
             steps = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
             epochs = ("on_train_epoch_start", "on_train_epoch_end")
-            judged = ("on_validation_start", "on_validation_batch_start", "on_validation_batch_end", "on_validation_end")
-            RandomFaults(hosted[0], (*steps, *epochs, *judged), seed)
+            evaluation_events = (
+                "on_validation_start",
+                "on_validation_batch_start",
+                "on_validation_batch_end",
+                "on_validation_end",
+            )
+            RandomFaults(hosted[0], (*steps, *epochs, *evaluation_events), seed)
         lightning_loop.quiet_trainer(tmp_path, hosted, num_sanity_val_steps=0).fit(
             module, POINTS.batches(), POINTS.validation_batches()
         )
         return module
 
-    recorder = Watched()
-    held(recorder, trained(None), trained(recorder))
-    counts_held(recorder, 12, 2, caplog)
+    recorder = StepRecorder()
+    assert_training_is_unchanged(recorder, trained(None), trained(recorder))
+    assert_counts_are_right(recorder, 12, 2, caplog)
 
 
 @pytest.mark.usefixtures("counts_may_differ")
 @pytest.mark.parametrize("seed", sorted({*SEEDS, 34, 163}))
 def test_torchtnt_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def trained(recorder: Watched | None) -> nn.Module:
+    def trained(recorder: StepRecorder | None) -> nn.Module:
         torch.manual_seed(3)
         unit = torchtnt_loop.Unit(POINTS if recorder is None else recorder.job)
         hosted: list[Any] = []
@@ -309,21 +316,21 @@ def test_torchtnt_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.L
                 torchtnt_host([*(make() for make in OBSERVERS), recorder], strict=False, run_name="small", runs_folder=tmp_path)
             ]
             names = ("on_train_epoch_start", "on_train_step_start", "on_train_step_end", "on_train_epoch_end")
-            judged = ("on_eval_start", "on_eval_step_start", "on_eval_step_end", "on_eval_end")
-            RandomFaults(hosted[0], (*names, *judged), seed)
+            evaluation_events = ("on_eval_start", "on_eval_step_start", "on_eval_step_end", "on_eval_end")
+            RandomFaults(hosted[0], (*names, *evaluation_events), seed)
         fit(unit, POINTS.batches(), POINTS.validation_batches(), max_epochs=3, callbacks=hosted)
         module: nn.Module = unit.module
         return module
 
-    recorder = Watched()
-    held(recorder, trained(None), trained(recorder))
-    counts_held(recorder, 18, 3, caplog)
+    recorder = StepRecorder()
+    assert_training_is_unchanged(recorder, trained(None), trained(recorder))
+    assert_counts_are_right(recorder, 18, 3, caplog)
 
 
 @pytest.mark.usefixtures("counts_may_differ")
 @pytest.mark.parametrize("seed", sorted({*SEEDS, 14, 28}))
 def test_instructlab_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def trained(name: str, recorder: Watched | None) -> nn.Module:
+    def trained(name: str, recorder: StepRecorder | None) -> nn.Module:
         torch.manual_seed(3)
         manager = instructlab_loop.API.CallbackManager()
         if recorder is not None:
@@ -338,16 +345,16 @@ def test_instructlab_with_random_faults(seed: int, tmp_path: Path, caplog: pytes
         loop.run()
         return loop.model
 
-    recorder = Watched()
-    held(recorder, trained("plain", None), trained("observed", recorder))
-    counts_held(recorder, 12, 3, caplog)
+    recorder = StepRecorder()
+    assert_training_is_unchanged(recorder, trained("plain", None), trained("observed", recorder))
+    assert_counts_are_right(recorder, 12, 3, caplog)
     assert "failed" not in caplog.text
 
 
 @pytest.mark.usefixtures("counts_may_differ")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_automodel_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def trained(name: str, recorder: Watched | None) -> nn.Module:
+    def trained(name: str, recorder: StepRecorder | None) -> nn.Module:
         torch.manual_seed(3)
         hosted: list[Any] = []
         if recorder is not None:
@@ -362,15 +369,15 @@ def test_automodel_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.
         model: nn.Module = recipe.model_parts[0]
         return model
 
-    recorder = Watched()
-    held(recorder, trained("plain", None), trained("observed", recorder))
-    counts_held(recorder, 18, 3, caplog)
+    recorder = StepRecorder()
+    assert_training_is_unchanged(recorder, trained("plain", None), trained("observed", recorder))
+    assert_counts_are_right(recorder, 18, 3, caplog)
 
 
 @pytest.mark.usefixtures("counts_may_differ")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_keras_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def trained(recorder: Watched | None) -> Any:
+    def trained(recorder: StepRecorder | None) -> Any:
         torch.manual_seed(3)
         model = keras_loop.compiled(POINTS if recorder is None else recorder.job)
         hosted: list[Any] = []
@@ -386,41 +393,43 @@ def test_keras_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogC
         assert "apply" not in vars(model.optimizer)
         return model
 
-    recorder = Watched()
+    recorder = StepRecorder()
     observed = trained(recorder)
-    held(recorder, trained(None), observed)
-    counts_held(recorder, int(observed.optimizer.iterations), 4, caplog)
+    assert_training_is_unchanged(recorder, trained(None), observed)
+    assert_counts_are_right(recorder, int(observed.optimizer.iterations), 4, caplog)
 
 
 @pytest.mark.usefixtures("counts_may_differ")
-def test_keras_trains_steps_that_its_host_does_not_see(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_difference_in_counts_is_recorded_if_keras_s_host_misses_steps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Rebuilds(keras.callbacks.Callback):  # type: ignore[misc]  # Keras's types are not read
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if self.model.optimizer.iterations == 9:
                 self.model.make_train_function(force=True)  # without the host's wrapper
 
-    recorder = Watched()
+    recorder = StepRecorder()
     model = keras_loop.compiled(recorder.job)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.fit(POINTS.batches(), epochs=3, verbose=0, callbacks=[keras_host([recorder], runs_folder=tmp_path), Rebuilds()])
-    counts_held(recorder, int(model.optimizer.iterations), 3, caplog)
+    assert_counts_are_right(recorder, int(model.optimizer.iterations), 3, caplog)
     assert recorder.inexact.startswith("Keras has counted 12 steps, and callsheet 9")
 
 
 @pytest.mark.usefixtures("counts_may_differ")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_megatron_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def trained(name: str, recorder: Watched | None) -> nn.Module:
+    def trained(name: str, recorder: StepRecorder | None) -> nn.Module:
         cfg = megatron_loop.configuration(tmp_path / name / "checkpoints", train__eval_interval=4, checkpoint__save_interval=3)
         hosted: list[Any] = []
         if recorder is not None:
             hosted = [megatron_host([*(make() for make in OBSERVERS), recorder], strict=False)]
             steps = ("on_train_step_start", "on_train_step_end", "on_checkpoint_save")
-            judged = ("on_eval_start", "on_eval_step_start", "on_eval_step_end", "on_eval_end")
+            evaluation_events = ("on_eval_start", "on_eval_step_start", "on_eval_step_end", "on_eval_end")
             tested = ("on_test_start", "on_test_step_start", "on_test_step_end")  # without `on_test_end`, which ends the run
             faults = RandomFaults(hosted[0], (), seed)
-            for name in (*steps, *judged, *tested):  # Megatron's manager accepts only methods
+            for name in (*steps, *evaluation_events, *tested):  # Megatron's manager accepts only methods
                 call = faults.around(getattr(hosted[0], name))
                 setattr(hosted[0], name, MethodType(lambda self, context, call=call: call(context), hosted[0]))
         job = POINTS if recorder is None else recorder.job
@@ -430,9 +439,9 @@ def test_megatron_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.L
         assert cfg.checkpoint.save_interval == 3
         return model
 
-    recorder = Watched()
-    held(recorder, trained("plain", None), trained("observed", recorder))
-    counts_held(recorder, 12, 0, caplog)
+    recorder = StepRecorder()
+    assert_training_is_unchanged(recorder, trained("plain", None), trained("observed", recorder))
+    assert_counts_are_right(recorder, 12, 0, caplog)
 
 
 class FaultyHandler(CallbackHandler):  # type: ignore[misc]  # transformers' types are not read
@@ -477,20 +486,20 @@ def huggingface_trainer(folder: Path, *callbacks: Any, kind: type = HuggingFaceT
 def test_huggingface_with_random_faults(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain = huggingface_trainer(tmp_path / "plain")
     plain.train()
-    recorder = Watched()
+    recorder = StepRecorder()
     hosted = huggingface_host([*(make() for make in OBSERVERS), recorder], strict=False)
     observed = huggingface_trainer(tmp_path / "observed", hosted, job=recorder.job)
     observed.callback_handler.__class__ = FaultyHandler
     observed.callback_handler.drawn, observed.callback_handler.rate = random.Random(seed), rate_of(seed)
     observed.train()
     assert observed.state.global_step == 18
-    held(recorder, plain.model, observed.model)
-    counts_held(recorder, 18, 3, caplog)
+    assert_training_is_unchanged(recorder, plain.model, observed.model)
+    assert_counts_are_right(recorder, 18, 3, caplog)
     assert not {"training_step", "compute_loss", "prediction_step", "evaluate"} & set(vars(observed))
     assert "callsheet cannot follow" not in caplog.text  # the host does not disable itself
 
 
-class Ends(Callback):
+class RecordsOutcomes(Callback):
     """Records how the run ends after its host has disabled itself."""
 
     def __init__(self) -> None:
@@ -503,7 +512,9 @@ class Ends(Callback):
         self.recorded.append(ctx.run.outcome)
 
 
-def assert_host_disabled_itself(ends: Ends, caplog: pytest.LogCaptureFixture, plain: nn.Module, observed: nn.Module) -> None:
+def assert_host_disabled_itself(
+    ends: RecordsOutcomes, caplog: pytest.LogCaptureFixture, plain: nn.Module, observed: nn.Module
+) -> None:
     assert ends.recorded == [HostError, "failed"]
     failed = [record for record in caplog.records if "callsheet cannot follow" in record.message]
     assert len(failed) == 1
@@ -520,20 +531,24 @@ class LogsRows(HuggingFaceTrainer):  # type: ignore[misc]
             self.callback_handler.on_log(self.args, self.state, self.control, list(logs.items()))
 
 
-def test_huggingface_logs_of_a_wrong_type(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_hugging_face_host_disables_itself_after_logs_of_a_wrong_type(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def trained(*callbacks: Any) -> Any:
         trainer = huggingface_trainer(tmp_path, *callbacks, kind=LogsRows)
         trainer.train()
         return trainer
 
-    ends = Ends()
+    ends = RecordsOutcomes()
     plain, observed = trained(), trained(huggingface_host([ends, EMA(half_life=2, at_end=False)]))
     assert_host_disabled_itself(ends, caplog, plain.model, observed.model)
     assert not {"training_step", "compute_loss", "prediction_step", "evaluate"} & set(vars(observed))
 
 
 @pytest.mark.parametrize("where", ["train", "eval"])
-def test_huggingface_an_error_in_a_hook(where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_hugging_face_host_disables_itself_after_an_error_in_its_hook(
+    where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     found: list[float] = []
     calls: list[int] = []
 
@@ -547,7 +562,7 @@ def test_huggingface_an_error_in_a_hook(where: str, tmp_path: Path, caplog: pyte
             found.append(metrics["eval_loss"])
             return metrics
 
-    class Breaks(TrainerCallback):  # type: ignore[misc]
+    class BreaksHost(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == 4:
                 hooks: Any = hosted._forward
@@ -561,16 +576,18 @@ def test_huggingface_an_error_in_a_hook(where: str, tmp_path: Path, caplog: pyte
     expected, expected_calls = found[:], calls[:]
     found.clear()
     calls.clear()
-    ends = Ends()
+    ends = RecordsOutcomes()
     hosted = huggingface_host([ends, EMA(half_life=2, at_end=False)])
-    observed = huggingface_trainer(tmp_path / "observed", hosted, Breaks(), kind=Counts)
+    observed = huggingface_trainer(tmp_path / "observed", hosted, BreaksHost(), kind=Counts)
     observed.train()
     assert_host_disabled_itself(ends, caplog, plain.model, observed.model)
     assert calls == expected_calls
     assert found[1:] == expected[1:]  # the trained weights were restored
 
 
-def test_automodel_a_step_without_its_measurements(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_automodel_host_disables_itself_after_metrics_of_a_wrong_type(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class SendsMetricsAlone(automodel_loop.Recipe):
         def _run_train_optim_step(self, batches: list[Any]) -> Any:
             sample = super()._run_train_optim_step(batches)
@@ -587,13 +604,15 @@ def test_automodel_a_step_without_its_measurements(tmp_path: Path, caplog: pytes
         model: nn.Module = recipe.model_parts[0]
         return model
 
-    ends = Ends()
+    ends = RecordsOutcomes()
     assert_host_disabled_itself(
         ends, caplog, trained("plain"), trained("observed", automodel_host([ends, EMA(half_life=2, at_end=False), NaNMonitor()]))
     )
 
 
-def test_keras_a_log_that_is_no_number(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_keras_host_disables_itself_after_a_log_that_is_not_a_number(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Confusion(keras_loop.Model):
         def train_step(self, data: Any) -> Any:
             return {**super().train_step(data), "confusion": torch.zeros(2, 2)}
@@ -611,7 +630,7 @@ def test_keras_a_log_that_is_no_number(tmp_path: Path, caplog: pytest.LogCapture
         return model, history.history["val_loss"]
 
     plain, expected = trained()
-    ends = Ends()
+    ends = RecordsOutcomes()
     observed, found = trained(
         keras_host([ends, EMA(half_life=2, at_end=False)], run_name="small", runs_folder=tmp_path, log_interval="1ba")
     )
@@ -620,7 +639,7 @@ def test_keras_a_log_that_is_no_number(tmp_path: Path, caplog: pytest.LogCapture
     assert "apply" not in vars(observed.optimizer)
 
 
-def test_megatron_losses_of_a_wrong_type(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_megatron_host_disables_itself_after_losses_of_a_wrong_type(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Lists(megatron_loop.Loop):
         def step(self, batches: Any) -> Any:
             losses, norm, skipped = super().step(batches)
@@ -634,7 +653,7 @@ def test_megatron_losses_of_a_wrong_type(tmp_path: Path, caplog: pytest.LogCaptu
         assert cfg.checkpoint.save_interval == 1000
         return model
 
-    ends = Ends()
+    ends = RecordsOutcomes()
     observed = trained("observed", megatron_host([ends, EMA(half_life=2, at_end=False), NaNMonitor()]))
     assert_host_disabled_itself(ends, caplog, trained("plain"), observed)
 
@@ -646,24 +665,24 @@ def test_an_error_of_a_callback_still_ends_training(loop: Any, tmp_path: Path) -
             if ctx.step == 4:
                 raise ZeroDivisionError
 
-    ends = Ends()
+    ends = RecordsOutcomes()
     with pytest.raises(ZeroDivisionError):
         loop.train(POINTS, tmp_path, [Fails(), ends])
     assert ends.recorded == [ZeroDivisionError, "failed"]
 
 
-def test_a_failing_host_disables_itself_and_training_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_ignite_host_disables_itself_after_an_error_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = POINTS.made_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     trainer: Any = create_supervised_trainer(model, optimizer, POINTS.loss)
-    ends = Ends()
+    ends = RecordsOutcomes()
     hosted = ignite_host([ends, EMA(half_life=2)], model=model, optimizer=optimizer, run_name="small", runs_folder=tmp_path)
     hosted.attach(trainer)
 
-    def confuse() -> None:
+    def break_host() -> None:
         hosted._training = None  # type: ignore[assignment]  # an error of the host's own
 
-    trainer.add_event_handler(Events.GET_BATCH_COMPLETED(once=5), confuse)
+    trainer.add_event_handler(Events.GET_BATCH_COMPLETED(once=5), break_host)
     trainer.run(POINTS.batches(), max_epochs=2)
     assert trainer.state.epoch == 2
     assert ends.recorded == [HostError, "failed"]
@@ -673,7 +692,7 @@ def test_a_failing_host_disables_itself_and_training_continues(tmp_path: Path, c
     assert not model._forward_hooks
 
 
-class OddLoop:
+class LoopWithRandomCalls:
     """A hand-written loop, with Accelerate or without, that randomly skips, repeats and reorders its calls.
 
     The calls depend only on the seed, so that runs with and without a host make the same calls. `at_batch` is called before each batch.
@@ -706,7 +725,7 @@ class OddLoop:
         else:
             self.accelerator.backward(loss)
 
-    def train(self, run: Any, at_batch: Callable[[int], None] = lambda given: None, *, odd: bool = True) -> None:
+    def train(self, run: Any, at_batch: Callable[[int], None] = lambda given: None, *, is_random: bool = True) -> None:
         torch.manual_seed(3)
         for _ in range(4):
             batches: Iterable[Any] = self.batches if run is None else run.steps(self.batches)
@@ -714,15 +733,15 @@ class OddLoop:
                 at_batch(self.given)
                 self.given += 1
                 with nullcontext() if self.accelerator is None else self.accelerator.accumulate(self.called):
-                    self.batch(inputs, targets, run, odd=odd)
-                if odd and self.drawn.random() < 0.05:
+                    self.batch(inputs, targets, run, is_random=is_random)
+                if is_random and self.drawn.random() < 0.05:
                     break
             if run is not None:
                 run.evaluated({"validation": {"loss": 1.0}})
 
-    def batch(self, inputs: Tensor, targets: Tensor, run: Any, *, odd: bool) -> None:
+    def batch(self, inputs: Tensor, targets: Tensor, run: Any, *, is_random: bool) -> None:
         calls = ["zero", "forward", "backward", "clip", "step"]
-        if odd and self.drawn.random() < 0.5:
+        if is_random and self.drawn.random() < 0.5:
             others = ["caught", "evaluate", "without gradients", "reported", "logged"]
             how = self.drawn.randrange(4)
             if how == 0:
@@ -775,12 +794,12 @@ def hooks_of(optimizer: Any) -> list[Any]:
 def test_a_hand_written_loop_with_random_faults(
     seed: int, accelerated: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain, observed = (OddLoop(seed, accelerated=accelerated) for _ in range(2))
+    plain, observed = (LoopWithRandomCalls(seed, accelerated=accelerated) for _ in range(2))
     plain.train(None)
     recorder, backward = Recorder(), Tensor.backward
     with observed.attach([*(make() for make in OBSERVERS), recorder], tmp_path) as run:
         observed.train(run)
-    held(recorder, plain.model, observed.model)
+    assert_training_is_unchanged(recorder, plain.model, observed.model)
     assert not hooks_of(observed.optimizer)
     assert Tensor.backward is backward
     assert "cannot follow" not in caplog.text
@@ -793,7 +812,7 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
     "optimizer step's end": lambda run: run._run._optimizer.register_step_pre_hook(  # it runs after the host's hook
         lambda *_: setattr(run._hooks.optimizer, "_own", None)
     ),
-    "place": lambda run: setattr(run._position, "taken", None),
+    "position in the data": lambda run: setattr(run._position, "taken", None),
     "end of the step": lambda run: setattr(run._run, "counted", None),
 }
 
@@ -801,20 +820,20 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("accelerated", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("at", [0, 3])
-def test_a_host_that_fails_in_a_loop_by_hand(
+def test_the_host_of_a_hand_written_loop_disables_itself_after_an_error_of_its_own(
     at: int, fault: str, accelerated: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain, observed = (OddLoop(0, accelerated=accelerated) for _ in range(2))
-    plain.train(None, odd=False)
+    plain, observed = (LoopWithRandomCalls(0, accelerated=accelerated) for _ in range(2))
+    plain.train(None, is_random=False)
     recorder, backward, seen = Recorder(), Tensor.backward, []
     attached = observed.attach([*(make() for make in OBSERVERS), recorder], tmp_path)
     with attached as run:
         inside = getattr(observed.optimizer, "optimizer", observed.optimizer)
         inside.register_step_pre_hook(lambda *_: seen.append("pre"))
         inside.register_step_post_hook(lambda *_: seen.append("post"))
-        observed.train(run, lambda given: FAULTS[fault](attached) if given == at else None, odd=False)
+        observed.train(run, lambda given: FAULTS[fault](attached) if given == at else None, is_random=False)
         run.log({"mine": 1.0})
-    held(recorder, plain.model, observed.model)
+    assert_training_is_unchanged(recorder, plain.model, observed.model)
     assert observed.given == plain.given
     assert all(hook.__name__ == "<lambda>" for hook in hooks_of(observed.optimizer))  # the user's hook
     assert seen == ["pre", "post"] * (len(seen) // 2)
@@ -826,13 +845,13 @@ def test_a_host_that_fails_in_a_loop_by_hand(
 @pytest.mark.parametrize("accelerated", [False, True])
 @pytest.mark.parametrize("duration", ["9ba", "2ep", "30sp"])
 def test_training_ends_at_its_duration_after_the_host_has_failed(duration: str, accelerated: bool, tmp_path: Path) -> None:
-    healthy, failing = (OddLoop(0, accelerated=accelerated) for _ in range(2))
+    healthy, failing = (LoopWithRandomCalls(0, accelerated=accelerated) for _ in range(2))
     for loop in (healthy, failing):
         attached = loop.attach([Recorder()], tmp_path / str(loop is failing), max_duration=duration)
         with attached as run:
             fails = [3] if loop is failing else []
             for _ in range(9):
-                loop.train(run, lambda given: FAULTS["forward"](attached) if given in fails else None, odd=False)  # noqa: B023
+                loop.train(run, lambda given: FAULTS["forward"](attached) if given in fails else None, is_random=False)  # noqa: B023
             assert run.is_over
     if duration != "30sp":  # samples are counted in full only at boundaries
         assert failing.given == healthy.given

@@ -39,11 +39,11 @@ def tool() -> Any:
         sys.path.remove(str(ROOT / "tools"))
 
 
-def test_the_page_shows_the_results(tool: Any) -> None:
+def test_the_page_of_versions_shows_the_recorded_results(tool: Any) -> None:
     assert tool.PAGE.read_text() == tool.page(tool.read().values()), "make versions writes the page"
 
 
-def test_the_tested_versions_are_those_with_correct_results(tool: Any) -> None:
+def test_the_tested_versions_are_those_with_which_all_tests_passed(tool: Any) -> None:
     checked = {package.name for package in tool.PACKAGES if package.is_checked}
     assert dict(versions.TESTED) == {name: each for name, each in tool.working(tool.read().values()).items() if name in checked}
 
@@ -69,14 +69,14 @@ def test_the_package_requires_no_version_older_than_those_that_are_tested(tool: 
 
 
 @pytest.fixture
-def of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def untested_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every package report version 99.1."""
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "99.1.0+local")
     monkeypatch.setattr(versions, "warned", set())
 
 
-@pytest.mark.usefixtures("of_another_version")
-def test_a_version_that_is_not_tested_is_named_once_with_the_tested_ones(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.usefixtures("untested_versions")
+def test_an_untested_version_is_reported_once_with_the_tested_versions(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         check_version("keras")
     (record,) = caplog.records
@@ -86,21 +86,23 @@ def test_a_version_that_is_not_tested_is_named_once_with_the_tested_ones(caplog:
     )
 
 
-@pytest.mark.usefixtures("of_another_version")
-def test_a_loop_by_hand_names_a_torch_that_is_not_tested(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("untested_versions")
+def test_attach_reports_an_untested_version_of_torch(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
     attach(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), runs_folder=tmp_path)
     assert "torch 99.1.0+local is not tested with callsheet" in caplog.text
 
 
-@pytest.mark.usefixtures("of_another_version")
+@pytest.mark.usefixtures("untested_versions")
 @pytest.mark.parametrize("bridge", BRIDGES)
-def test_a_host_names_a_framework_that_is_not_tested(bridge: str, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_a_host_reports_an_untested_version_of_its_framework_once(
+    bridge: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     loop_of(bridge).train(POINTS, tmp_path, [History()])
     assert caplog.text.count(f"{PACKAGES[bridge]} 99.1.0+local is not tested with callsheet") == 1
 
 
-def test_a_tested_version_is_not_mentioned(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tested_version_is_not_reported(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "warned", set())
     for package, tested in versions.TESTED.items():
         monkeypatch.setattr(importlib.metadata, "version", lambda name, tested=tested: f"{tested[-1]}.7")
@@ -108,7 +110,7 @@ def test_a_tested_version_is_not_mentioned(caplog: pytest.LogCaptureFixture, mon
     assert not caplog.records
 
 
-def test_a_minor_release_contains_its_patch_releases() -> None:
+def test_is_tested_accepts_patch_releases_of_a_tested_minor_release() -> None:
     assert is_tested("2.13.0+cpu", ["2.12", "2.13"])
     assert is_tested("0.5.5", ["0.5.5"])
     assert not is_tested("2.1.0", ["2.12", "2.13"])

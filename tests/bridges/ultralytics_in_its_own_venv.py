@@ -39,14 +39,14 @@ from .faults import (
     OBSERVERS,
     TRAINED,
     FailsInSpan,
-    Quiet,
     RandomFaults,
-    Watched,
-    counts_held,
-    evaluations_are_right,
-    held,
+    StepEndRecorder,
+    StepRecorder,
+    assert_counts_are_right,
+    assert_evaluations_are_right,
+    assert_steps_equal,
+    assert_training_is_unchanged,
     seeds,
-    steps_are_those_of,
 )
 from .loops import ultralytics as loop
 from .loops.job import POINTS
@@ -79,7 +79,7 @@ SETTINGS: Mapping[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # Ultralytics writes into the working folder
 
 
@@ -167,7 +167,7 @@ class Losses(Callback):
         self.steps.append((ctx.step, float(ctx.loss), bool(ctx.step_skipped)))
 
 
-class Ends(Callback):
+class RecordsOutcomes(Callback):
     """Records how a run ends."""
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ class RequestsAtStep(Callback):
 # --- events ---
 
 
-def test_the_map_has_ultralytics_events() -> None:
+def test_the_maps_name_existing_events_of_callsheet_and_ultralytics() -> None:
     assert set(FIRED_AT) <= set(EVENTS)
     assert set(NOT_FIRED) <= set(EVENTS)
     assert set(HANDLED) <= set(default_callbacks)
@@ -280,7 +280,7 @@ def test_results_and_records(folder: Path) -> None:
     assert history["validation/loss"][-1] == pytest.approx(sum(parts))
 
 
-def test_names_of_results() -> None:
+def test_results_are_named_without_prefixes_and_with_the_summed_loss() -> None:
     found = results({"metrics/mAP50(B)": 0.5, "val/box_loss": 1.0, "val/cls_loss": 2.0}, 0.25)
     assert found == {"loss": 3.0, "box_loss": 1.0, "cls_loss": 2.0, "mAP50(B)": 0.5, "fitness": 0.25}
     assert results({"metrics/mAP50(B)": 0.5}) == {"mAP50(B)": 0.5}
@@ -325,7 +325,7 @@ def test_a_loss_scaler(folder: Path) -> None:
 
 
 def test_a_stop_ends_the_epoch_after_the_step(folder: Path) -> None:
-    recorder, ends = Recorder(), Ends()
+    recorder, ends = Recorder(), RecordsOutcomes()
     trained = Trained(folder, [RequestsAtStep("stop", 2), recorder, ends], epochs=3)
     assert len(trained.losses) == 2
     assert ends.recorded[0] == "stopped"
@@ -339,7 +339,7 @@ def test_ultralytics_own_early_stop_is_an_outcome(folder: Path) -> None:
             metrics, _ = super().validate()
             return metrics, 1.0 / (self.epoch + 1)
 
-    ends = Ends()
+    ends = RecordsOutcomes()
     trained = Trained(folder, [ends], kind=Worsens, epochs=9, patience=2)
     assert trained.trainer.epoch == 2
     assert ends.recorded == ["stopped", "stopped by Ultralytics: it stopped after epoch 3 of 9"]
@@ -391,7 +391,7 @@ def test_a_host_is_attached_once(folder: Path) -> None:
 
 
 def test_a_second_training_is_a_run_of_its_own(folder: Path) -> None:
-    ends = Ends()
+    ends = RecordsOutcomes()
     trained = Trained(folder, [ends], given={"run_name": None})
     trained.model.overrides.setdefault("model", str(folder / "small.yaml"))  # older releases forget the model after a training
     trained.model.train(**{**SETTINGS, "data": str(folder / "data.yaml"), "project": str(Path.cwd() / "again"), "epochs": 1})
@@ -410,8 +410,8 @@ def test_a_trainer_is_freed_after_its_training(folder: Path) -> None:
 
 
 @pytest.mark.skipif(Version(__version__) < Version("8.4.76"), reason="this release does not train on a list of datasets")
-def test_a_list_of_datasets_has_a_run_for_each(folder: Path) -> None:
-    ends = Ends()
+def test_training_on_a_list_of_datasets_is_one_run_for_each_dataset(folder: Path) -> None:
+    ends = RecordsOutcomes()
     trained = Trained(folder, [ends], given={"run_name": None}, data=[str(folder / "data.yaml")] * 2, epochs=1)
     assert len(trained.trainers) == 2
     assert ends.recorded == ["finished", "reached max_duration, 1ep"] * 2
@@ -445,7 +445,7 @@ def test_a_resumed_training_restores_the_callbacks(folder: Path, caplog: pytest.
 
         model.add_callback("on_train_batch_end", called)
 
-    ends, whole = Ends(), Counts()
+    ends, whole = RecordsOutcomes(), Counts()
     with pytest.raises(Interrupted):
         Trained(folder, [ends, Counts()], epochs=4, nbs=8, before=interrupt)
     assert ends.recorded[:2] == [Interrupted, "failed"]
@@ -454,10 +454,10 @@ def test_a_resumed_training_restores_the_callbacks(folder: Path, caplog: pytest.
     resumed = YOLO(str(last))
     host([counts, recorder, seen], run_name="again").attach(resumed)
     resumed.train(resume=True)
-    undisturbed = Trained(folder, [whole], epochs=4, nbs=8)
+    uninterrupted = Trained(folder, [whole], epochs=4, nbs=8)
     check_events(recorder.events)
     assert seen.steps[0][0] == 4  # two epochs of three batches were trained, two batches a step
-    assert counts.steps == whole.steps == undisturbed.trainer.ema.updates
+    assert counts.steps == whole.steps == uninterrupted.trainer.ema.updates
     assert "no callbacks' states" not in caplog.text
 
 
@@ -466,7 +466,7 @@ def test_a_failing_training_fails_the_run(folder: Path) -> None:
         def optimizer_step(self) -> None:
             raise ZeroDivisionError
 
-    ends, recorder = Ends(), Recorder()
+    ends, recorder = RecordsOutcomes(), Recorder()
     with pytest.raises(ZeroDivisionError):
         Trained(folder, [ends, recorder], kind=Fails)
     assert ends.recorded[:2] == [ZeroDivisionError, "failed"]
@@ -474,7 +474,7 @@ def test_a_failing_training_fails_the_run(folder: Path) -> None:
     try:  # training inside an `except` block of another error does not fail
         raise ValueError
     except ValueError:
-        Trained(folder, [finished := Ends()])
+        Trained(folder, [finished := RecordsOutcomes()])
     assert finished.recorded[0] == "finished"
 
 
@@ -489,7 +489,7 @@ def test_an_error_of_a_callback_is_raised(folder: Path) -> None:
 
 
 def test_a_failure_is_recorded_at_once_in_releases_that_do_not_report_it(folder: Path) -> None:
-    class Left(DetectionTrainer):  # type: ignore[misc]
+    class WithoutTeardown(DetectionTrainer):  # type: ignore[misc]
         def run_callbacks(self, event: str) -> None:
             if event != "teardown":  # as in versions that do not call callbacks after an error
                 super().run_callbacks(event)
@@ -497,12 +497,12 @@ def test_a_failure_is_recorded_at_once_in_releases_that_do_not_report_it(folder:
         def optimizer_step(self) -> None:
             raise ZeroDivisionError
 
-    ends = Ends()
+    ends = RecordsOutcomes()
     model = YOLO(str(folder / "small.yaml"), task="detect")
     host([ends], run_name="small").attach(model)
     settings: Any = {**SETTINGS, "data": str(folder / "data.yaml"), "project": str(Path.cwd() / "left")}
     with pytest.raises(ZeroDivisionError):
-        model.train(trainer=Left, **settings)
+        model.train(trainer=WithoutTeardown, **settings)
     assert ends.recorded[:2] == [ZeroDivisionError, "failed"]
     assert Tensor.backward.__qualname__ == "Tensor.backward"
     model.train(**settings)
@@ -556,11 +556,11 @@ def test_a_fault_in_a_span_of_a_step(
 ) -> None:
     breaks, begin = FailsInSpan(span, edge), HostedRun.begin
 
-    def begun(self: Any, *args: Any, **given: Any) -> None:
+    def begin_and_keep_run(self: Any, *args: Any, **given: Any) -> None:
         breaks.run = self
         begin(self, *args, **given)
 
-    monkeypatch.setattr(HostedRun, "begin", begun)
+    monkeypatch.setattr(HostedRun, "begin", begin_and_keep_run)
     observed = loop.train(POINTS, tmp_path / "observed", [breaks], strict=False)
     monkeypatch.undo()
     plain = loop.train(POINTS, tmp_path / "plain", None)
@@ -587,7 +587,7 @@ def with_faults(hosted: UltralyticsHost, seed: int) -> None:
 @pytest.fixture(scope="module", params=[BATCHES, ACCUMULATES], ids=["", "accumulates"])
 def trained(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Train without faults, and without callsheet. Return the settings, what callsheet has recorded, and the plain training."""
-    recorder, settings = Watched(), request.param
+    recorder, settings = StepRecorder(), request.param
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("trained"))
         assert_same(Trained(folder, [recorder], **settings), plain := Trained(folder, None, **settings))
@@ -596,7 +596,7 @@ def trained(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pyte
 
 @pytest.mark.usefixtures("counts_may_differ")
 @pytest.mark.parametrize("seed", seeds(4))
-@pytest.mark.parametrize("kind", [Watched, Quiet])
+@pytest.mark.parametrize("kind", [StepRecorder, StepEndRecorder])
 def test_ultralytics_with_random_faults(
     seed: int, kind: Any, trained: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -609,17 +609,17 @@ def test_ultralytics_with_random_faults(
     monkeypatch.setattr(UltralyticsHost, "attach", attached)
     callback = kind()
     settings, expected, plain = trained
-    given = [callback, *(make() for make in OBSERVERS if kind is Watched)]
+    given = [callback, *(make() for make in OBSERVERS if kind is StepRecorder)]
     observed = Trained(folder, given, given={"strict": False}, **settings)
     assert_same(observed, plain)
     assert (observed.trainer.epoch, observed.trainer.stop) == (plain.trainer.epoch, plain.trainer.stop)
-    recorder = callback if kind is Watched else callback.watched
-    if kind is Watched:
-        held(recorder, plain.trainer.model, observed.trainer.model)
-    counts_held(recorder, observed.trainer.ema.updates, 3, caplog, drops_steps=True)
-    steps_are_those_of(recorder, expected)
-    if kind is Watched:
-        evaluations_are_right(recorder, observed.evaluated)
+    recorder = callback if kind is StepRecorder else callback.recorder
+    if kind is StepRecorder:
+        assert_training_is_unchanged(recorder, plain.trainer.model, observed.trainer.model)
+    assert_counts_are_right(recorder, observed.trainer.ema.updates, 3, caplog, drops_steps=True)
+    assert_steps_equal(recorder, expected)
+    if kind is StepRecorder:
+        assert_evaluations_are_right(recorder, observed.evaluated)
 
 
 @pytest.mark.usefixtures("counts_may_differ")
@@ -629,7 +629,7 @@ def test_ultralytics_without_one_of_its_events(
 ) -> None:
     """Ultralytics' loop no longer calls the host's callback of the event."""
     settings, expected, plain = trained
-    recorder = Watched()
+    recorder = StepRecorder()
     if event == "teardown":  # the host also wraps `train`, so it is called nevertheless
         run_callbacks = DetectionTrainer.run_callbacks
         monkeypatch.setattr(
@@ -642,10 +642,10 @@ def test_ultralytics_without_one_of_its_events(
     if event == "on_train_start":  # no run begins
         assert not recorder.events
         return
-    held(recorder, plain.trainer.model, observed.trainer.model)
-    counts_held(recorder, observed.trainer.ema.updates, 3, caplog, drops_steps=True)
-    steps_are_those_of(recorder, expected)
-    evaluations_are_right(recorder, observed.evaluated)
+    assert_training_is_unchanged(recorder, plain.trainer.model, observed.trainer.model)
+    assert_counts_are_right(recorder, observed.trainer.ema.updates, 3, caplog, drops_steps=True)
+    assert_steps_equal(recorder, expected)
+    assert_evaluations_are_right(recorder, observed.evaluated)
 
 
 # --- DDP workers ---
@@ -768,13 +768,13 @@ def weights_of_workers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture
-def _no_payload_is_left() -> Iterator[None]:
+def _no_payload_remains() -> Iterator[None]:
     yield
     home = Path(os.environ["YOLO_CONFIG_DIR"])
     assert not list(home.rglob("_temp_*"))
 
 
-@pytest.mark.usefixtures("_no_payload_is_left")
+@pytest.mark.usefixtures("_no_payload_remains")
 def test_callbacks_reach_the_workers_of_ultralytics(folder: Path, weights_of_workers: str) -> None:
     observed = run(folder, OBSERVED)
     assert observed.returncode == 0, observed.stderr

@@ -1,4 +1,4 @@
-"""Scripts that train with Accelerate: they run as they do alone, and the run has the batches that the script gets."""
+"""Scripts that train with Accelerate: they print the same as without callsheet, and the run has the batches that the script gets."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ accelerator.end_training()
 """
 
 
-def run_of(folder: Path, text: str, ranks: int) -> tuple[RunFolder, list[float]]:
+def run_alone_and_observed(folder: Path, text: str, ranks: int) -> tuple[RunFolder, list[float]]:
     """Run the script alone and observed. Return the observed run, and the losses that both have printed."""
     (folder / "train.py").write_text(text)
     alone = run_forked(folder, "train.py", ranks=ranks)
@@ -66,9 +66,11 @@ def run_of(folder: Path, text: str, ranks: int) -> tuple[RunFolder, list[float]]
     [(1, False, 9, 3 * 90), (2, False, 6, 3 * 96), (2, True, 6, 3 * 90)],
     ids=["one rank", "two ranks", "batches sent from rank 0"],
 )
-def test_batches_and_epochs_are_those_of_the_script(ranks: int, dispatch: bool, steps: int, samples: int, tmp_path: Path) -> None:
+def test_recorded_steps_epochs_and_samples_equal_those_of_the_script(
+    ranks: int, dispatch: bool, steps: int, samples: int, tmp_path: Path
+) -> None:
     """Accelerate fetches one batch ahead, so the end of the data comes before the last step."""
-    run, losses = run_of(tmp_path, ACCUMULATING.replace("DISPATCH", str(dispatch)).replace("LAST", "-1"), ranks)
+    run, losses = run_alone_and_observed(tmp_path, ACCUMULATING.replace("DISPATCH", str(dispatch)).replace("LAST", "-1"), ranks)
     assert (run.outcome, run.last_step, run.events[-1]["epoch"]) == ("finished", steps, 3)
     assert [each["step"] for each in run.evaluations] == [steps // 3, 2 * steps // 3, steps]
     logged = [record for record in run.records if "train/loss" in record.values]
@@ -77,13 +79,13 @@ def test_batches_and_epochs_are_those_of_the_script(ranks: int, dispatch: bool, 
     assert logged[-1].values["time/sample"] == samples
 
 
-def test_an_epoch_that_is_left_early(tmp_path: Path) -> None:
-    run, losses = run_of(tmp_path, ACCUMULATING.replace("DISPATCH", "False").replace("LAST", "3"), 1)
+def test_samples_are_counted_if_each_epoch_is_left_early(tmp_path: Path) -> None:
+    run, losses = run_alone_and_observed(tmp_path, ACCUMULATING.replace("DISPATCH", "False").replace("LAST", "3"), 1)
     assert (run.last_step, run.events[-1]["epoch"], run.records[-1].values["time/sample"]) == (len(losses), 3, 3 * 64)
 
 
-def test_the_record_has_what_the_accelerator_knows(tmp_path: Path) -> None:
-    run, _ = run_of(tmp_path, ACCUMULATING.replace("DISPATCH", "False").replace("LAST", "-1"), 1)
+def test_accelerate_s_settings_and_logged_values_are_recorded(tmp_path: Path) -> None:
+    run, _ = run_alone_and_observed(tmp_path, ACCUMULATING.replace("DISPATCH", "False").replace("LAST", "-1"), 1)
     settings = json.loads((tmp_path / "runs" / "a" / "hyperparameters.json").read_text())
     assert settings["framework"].startswith("Accelerate 1.")
     assert (settings["gradient_accumulation_steps"], settings["mixed_precision"]) == (2, "no")

@@ -98,7 +98,7 @@ def test_a_script_is_observed_and_unchanged(script: Path) -> None:
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_loops_of_every_kind(name: str, tmp_path: Path) -> None:
+def test_a_loop_of_each_kind_is_observed_and_unchanged(name: str, tmp_path: Path) -> None:
     text, steps, epochs = SCRIPTS[name]
     (tmp_path / "train.py").write_text(text)
     alone, observed = executed_alone_and_observed(tmp_path)
@@ -228,7 +228,9 @@ def test_a_failing_callback_does_not_end_the_script(script: Path, collective: bo
     assert RunFolder.read(script.parent / "runs" / "a").outcome == ("failed" if collective else "finished")
 
 
-def test_the_environment_may_name_the_file_of_callbacks(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callsheet_callbacks_in_the_environment_names_the_file_of_callbacks(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (script.parent / "named.yaml").write_text("- class_path: EarlyStopper\n  init_args: {monitor: validation/loss}\n")
     monkeypatch.setenv("CALLSHEET_CALLBACKS", "named.yaml")
     assert "EarlyStopper asks for ctx.control.stop" in executed(script.parent, "train.py", exec_words=[]).stderr
@@ -242,12 +244,12 @@ def test_the_environment_may_name_the_file_of_callbacks(script: Path, monkeypatc
         ("EMA", "half_life: 2", "EMA changes the training"),
     ],
 )
-def test_what_acts_on_training_is_rejected_by_name(script: Path, callback: str, options: str, message: str) -> None:
+def test_a_callback_that_acts_on_training_is_rejected_by_name(script: Path, callback: str, options: str, message: str) -> None:
     (script.parent / "callbacks.yaml").write_text(f"- class_path: {callback}\n  init_args: {{{options}}}\n")
     observed = run_forked(script.parent, "train.py", exec_words=["--callbacks", "callbacks.yaml"])
     assert observed.returncode == 0
     assert observed.stdout == run_forked(script.parent, "train.py").stdout
-    (line,) = [line for line in observed.stderr.splitlines() if line.startswith("callsheet")]  # the only one
+    (line,) = [line for line in observed.stderr.splitlines() if line.startswith("callsheet")]  # callsheet prints no other line
     assert message in line
     assert line.endswith("use callsheet.attach. The script continues without callbacks")
     assert not (script.parent / "runs").exists()
@@ -263,7 +265,7 @@ def test_what_acts_on_training_is_rejected_by_name(script: Path, callback: str, 
         (["--run_nme", "a", "train.py"], "--run_nme"),
     ],
 )
-def test_mistakes_are_rejected_before_the_script_runs(script: Path, words: list[str], message: str) -> None:
+def test_invalid_options_are_rejected_before_the_script_runs(script: Path, words: list[str], message: str) -> None:
     found = executed(script.parent, exec_words=words)
     assert (found.returncode, found.stdout) == (2, "")
     assert message in found.stderr
@@ -317,7 +319,7 @@ for step in tqdm.tqdm(range(5), desc="my bar", mininterval=0):
 """
 
 
-def test_a_line_of_callsheet_does_not_continue_the_line_of_a_progress_bar(tmp_path: Path) -> None:
+def test_a_message_is_printed_on_its_own_line_above_a_progress_bar(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(BAR)
     _, observed = executed_alone_and_observed(tmp_path)
     before, found, after = observed.stderr.partition(f"callsheet: observing Linear and SGD, in {tmp_path / 'runs' / 'a'}\n")

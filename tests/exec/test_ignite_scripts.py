@@ -1,4 +1,4 @@
-"""Scripts that train with Ignite's engines: they run as they do alone, and the run has the engines' epochs and results."""
+"""Scripts that train with Ignite's engines: they print the same as without callsheet, and the run has the engines' epochs and results."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ SCRIPTS: dict[str, tuple[str, int, int]] = {
 """By name: the script, its epochs, and its samples, or 0 if they are not counted, as without a dataloader."""
 
 
-def run_of(folder: Path, text: str, *exec_words: str) -> tuple[RunFolder, list[str]]:
+def run_alone_and_observed(folder: Path, text: str, *exec_words: str) -> tuple[RunFolder, list[str]]:
     """Run the script alone and observed. Return the observed run, and the lines of the output, which must be the same."""
     (folder / "train.py").write_text(text)
     alone = run_forked(folder, "train.py")
@@ -136,9 +136,9 @@ def run_of(folder: Path, text: str, *exec_words: str) -> tuple[RunFolder, list[s
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_epochs_and_results_are_those_of_the_engines(name: str, tmp_path: Path) -> None:
+def test_recorded_epochs_losses_and_evaluations_equal_those_of_the_engines(name: str, tmp_path: Path) -> None:
     text, epochs, samples = SCRIPTS[name]
-    run, (found, losses, _) = run_of(tmp_path, text)
+    run, (found, losses, _) = run_alone_and_observed(tmp_path, text)
     expected = json.loads(losses)
     assert (run.outcome, run.last_step, run.events[-1]["epoch"]) == ("finished", len(expected), epochs)
     logged = {record.step: record.values["train/loss"] for record in run.records if "train/loss" in record.values}
@@ -150,7 +150,7 @@ def test_epochs_and_results_are_those_of_the_engines(name: str, tmp_path: Path) 
 
 
 def test_metrics_of_the_trainer_are_logged_at_the_end_of_its_epoch(tmp_path: Path) -> None:
-    run, _ = run_of(tmp_path, SUPERVISED)
+    run, _ = run_alone_and_observed(tmp_path, SUPERVISED)
     assert [record.step for record in run.records if "ignite/average" in record.values] == [4, 8, 12]
     assert [each["step"] for each in run.evaluations] == [4, 8, 12]
 
@@ -165,7 +165,7 @@ def test_a_callback_stops_the_trainer(tmp_path: Path) -> None:
     assert len(json.loads(observed.stdout.splitlines()[0])) == 8
 
 
-def test_an_error_in_an_evaluator_is_raised(tmp_path: Path) -> None:
+def test_an_error_in_an_evaluator_ends_the_script_as_without_callsheet(tmp_path: Path) -> None:
     text = SUPERVISED.replace(
         "\ntrainer.run(", "\nevaluator.add_event_handler(Events.COMPLETED, lambda: 1 / (2 - trainer.state.epoch))\ntrainer.run("
     )
@@ -177,8 +177,8 @@ def test_an_error_in_an_evaluator_is_raised(tmp_path: Path) -> None:
     assert RunFolder.read(tmp_path / "runs" / "a").outcome == "failed"
 
 
-def test_evaluators_on_one_of_two_ranks(tmp_path: Path) -> None:
-    """The observation of rank 0 waits for no other rank."""
+def test_an_evaluator_that_runs_on_one_of_two_ranks_is_observed(tmp_path: Path) -> None:
+    """callsheet on rank 0 does not wait for the other rank."""
     (tmp_path / "train.py").write_text(ON_TWO_RANKS)
     alone = run_forked(tmp_path, "train.py", ranks=2)
     observed = run_forked(tmp_path, "train.py", ranks=2, exec_words=["--run_name", "a", "--log_interval", "1"])

@@ -27,7 +27,7 @@ for step in range(1, 201):
 """
 
 
-def run_of(folder: Path, *exec_words: str, nan_at: int = 0) -> tuple[RunFolder, str]:
+def run_observed(folder: Path, *exec_words: str, nan_at: int = 0) -> tuple[RunFolder, str]:
     (folder / "train.py").write_text(SCRIPT)
     done = run_forked(folder, "train.py", str(nan_at), exec_words=["--run_name", "a", *exec_words])
     assert done.returncode == 0, done.stderr
@@ -45,7 +45,7 @@ def test_the_interval_doubles_while_records_come_less_than_two_seconds_apart() -
     ]
 
 
-def test_the_interval_is_the_first_one_again_after_ten_seconds_without_a_record() -> None:
+def test_the_interval_returns_to_the_first_one_after_ten_seconds_without_a_record() -> None:
     pace = LogPace(None)
     for seconds in (0.1, 0.2, 0.3):
         pace.adapt(seconds)
@@ -60,46 +60,46 @@ BECOMES_SLOW = (
 
 
 @pytest.mark.test_all
-def test_steps_that_become_slow_have_records_again(tmp_path: Path) -> None:
+def test_records_are_frequent_again_when_steps_become_slow(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import time\n" + BECOMES_SLOW)
     done = run_forked(tmp_path, "train.py", "0", exec_words=["--run_name", "a"])
     assert done.returncode == 0, done.stderr
     records = {record.step: record for record in RunFolder.read(tmp_path / "runs" / "a").records}
     later = [record.values for step, record in records.items() if 1300 < step < 1340]
-    assert later  # although the interval of the fast steps before is much longer
+    assert later  # the interval that the fast steps had would give no record here
     assert any("l2_norm/grad/global" in values for values in later)
 
 
-def test_an_interval_that_is_given_stays() -> None:
+def test_a_given_interval_does_not_change() -> None:
     pace = LogPace(7)
     assert not pace.adapt(0.01)
     assert not pace.shorten(100.0)
     assert pace.steps == 7
 
 
-def test_records_of_short_steps_come_less_often(tmp_path: Path) -> None:
-    run, _ = run_of(tmp_path)
+def test_the_interval_between_records_of_short_steps_grows(tmp_path: Path) -> None:
+    run, _ = run_observed(tmp_path)
     # What is expected is computed from the measured times, because a busy machine may take a second for ten steps.
     pace, expected = LogPace(None), [10]
     for record in run.records[:-1]:
         pace.adapt(record.elapsed_seconds)
         expected.append(min((record.step // pace.steps + 1) * pace.steps, 200))
     assert [record.step for record in run.records] == expected
-    assert len(expected) < 20  # as many as with a fixed interval
+    assert len(expected) < 20  # a fixed interval would give 20 records
     for record in run.records:
         has_norm = not record.step % 10 and record.step in expected[:-1]
         assert not has_norm or "l2_norm/grad/global" in record.values, record
 
 
-def test_a_given_interval_is_kept_with_the_norms_of_its_steps(tmp_path: Path) -> None:
-    run, _ = run_of(tmp_path, "--log_interval", "40")
+def test_every_record_at_a_given_interval_has_the_gradient_norm(tmp_path: Path) -> None:
+    run, _ = run_observed(tmp_path, "--log_interval", "40")
     assert [record.step for record in run.records] == [40, 80, 120, 160, 200]
     assert all("l2_norm/grad/global" in record.values for record in run.records)
 
 
 @pytest.mark.parametrize("interval", ["1", "50"])
 def test_a_loss_that_is_not_finite_is_reported_once(tmp_path: Path, interval: str) -> None:
-    _, printed = run_of(tmp_path, "--log_interval", interval, nan_at=60)
+    _, printed = run_observed(tmp_path, "--log_interval", interval, nan_at=60)
     found = [line for line in printed.splitlines() if "LossCheck" in line]
     assert len(found) == 1, printed
     assert ("steps 60 to 60 is nan" if interval == "1" else "steps 51 to 100 is nan") in found[0]
@@ -146,7 +146,7 @@ for step in range(46):
 """
 
 
-def test_a_closure_that_comes_later_counts_by_its_last_loss(tmp_path: Path) -> None:
+def test_a_closure_that_is_first_used_late_is_recorded_with_its_last_loss(tmp_path: Path) -> None:
     """Between records no hook runs before the optimizer's step, so the first closure must register it."""
     (tmp_path / "train.py").write_text(CLOSURE_LATER)
     (tmp_path / "none.yaml").write_text("[]")

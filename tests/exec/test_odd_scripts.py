@@ -1,4 +1,4 @@
-"""Scripts that do what a wrapper of torch's functions easily breaks: each runs as it does alone."""
+"""Unusual scripts, with which wrapping torch's functions could interfere: each prints the same as without callsheet."""
 
 from __future__ import annotations
 
@@ -275,10 +275,10 @@ class Finder:
             for finder in sys.meta_path:
                 if finder is not self and (spec := finder.find_spec(name, path)) is not None:
                     return spec
-sys.meta_path.insert({place}, Finder())
+sys.meta_path.insert({position}, Finder())
 """
 
-ODD = {
+UNUSUAL_SCRIPTS = {
     "overridden_parameters": OVERRIDDEN_PARAMETERS,
     "scripted": SCRIPTED,
     "scripted_by_imported_names": SCRIPTED_BY_IMPORTED_NAMES,
@@ -299,9 +299,9 @@ ODD = {
 
 
 @pytest.mark.test_all
-@pytest.mark.parametrize("name", ODD)
-def test_odd_scripts(name: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(ODD[name])
+@pytest.mark.parametrize("name", UNUSUAL_SCRIPTS)
+def test_an_unusual_script_is_observed_and_unchanged(name: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(UNUSUAL_SCRIPTS[name])
     alone, observed = executed_alone_and_observed(tmp_path)
     assert "Traceback" not in observed.stderr
     run = RunFolder.read(tmp_path / "runs" / "a")
@@ -321,11 +321,11 @@ def test_odd_scripts(name: str, tmp_path: Path) -> None:
         assert "failed" not in observed.stderr
         assert all(record.values["l2_norm/grad/global"] > 0 for record in run.records[1:])
     if name == "loss_discarded":
-        assert run.records[-1].values["time/sample"] == 7 * 96  # without a dataloader, those of the first step are unknown
+        assert run.records[-1].values["time/sample"] == 7 * 96  # without a dataloader, the samples of the first step are unknown
     if name == "clips_another_model":
         clipped = [each.step for window in run.windows for each in window.slices if each.name == "clip_gradients"]
         assert clipped
-        assert len(set(clipped)) == len(clipped)  # once in a step, for the model that is trained
+        assert len(set(clipped)) == len(clipped)  # clipping is reported once per step, and only for the trained model
 
 
 @pytest.mark.test_all
@@ -333,13 +333,13 @@ def test_odd_scripts(name: str, tmp_path: Path) -> None:
 def test_a_compiled_step_is_observed_and_has_the_same_graphs(script: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script)
     _, observed = executed_alone_and_observed(tmp_path)
-    assert "Dynamo does not know" not in observed.stderr  # how to trace a function of callsheet
+    assert "Dynamo does not know" not in observed.stderr  # the warning that Dynamo cannot trace a function
     run = RunFolder.read(tmp_path / "runs" / "a")
     assert (run.outcome, run.last_step) == ("finished", 30), observed.stderr
 
 
 @pytest.mark.test_all
-def test_of_many_loops_only_the_first_ones_are_observed(tmp_path: Path) -> None:
+def test_only_the_first_20_loops_of_a_script_are_observed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(MANY_LOOPS)
     observed = run_forked(tmp_path, "train.py", exec_words=["--run_name", "a"])
     assert observed.returncode == 0, observed.stderr
@@ -347,28 +347,28 @@ def test_of_many_loops_only_the_first_ones_are_observed(tmp_path: Path) -> None:
     assert observed.stderr.count("20 loops of this script were observed; further ones are not") == 1
 
 
-def test_processes_that_a_script_spawns_find_its_functions(tmp_path: Path) -> None:
+def test_a_spawned_process_can_unpickle_functions_of_the_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SPAWNED)
     observed = executed(tmp_path, "train.py", exec_words=[])
     assert (observed.returncode, observed.stdout) == (0, "[1, 4, 9]\n"), observed.stderr
 
 
-def test_torch_is_imported_by_the_script(tmp_path: Path) -> None:
+def test_exec_does_not_import_torch_before_the_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import sys\nprint('torch' in sys.modules)\nimport torch\n")
     assert executed(tmp_path, "train.py", exec_words=[]).stdout == "False\n"
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_another_finder_of_modules_that_asks_all_finders(place: int, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(_ASKS_ALL_FINDERS.format(place=place) + f"{_BEGIN}{_LINEAR}{_LOOP}end(model)\n")
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_script_with_a_module_finder_that_asks_all_finders_is_observed(position: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_ASKS_ALL_FINDERS.format(position=position) + f"{_BEGIN}{_LINEAR}{_LOOP}end(model)\n")
     observed = executed(tmp_path, "train.py", exec_words=["--run_name", "a"])
     assert observed.returncode == 0, observed.stderr
     assert RunFolder.read(tmp_path / "runs" / "a").last_step == 8
 
 
 @pytest.mark.test_all
-def test_loops_one_after_the_other_have_a_run_each(tmp_path: Path) -> None:
-    """Such as the folds of a cross-validation. The first 20 steps of a later loop are what shows that it is one."""
+def test_each_of_several_loops_in_sequence_has_its_own_run(tmp_path: Path) -> None:
+    """Such loops are the folds of a cross-validation. A later loop is recognized at its 20th step, so its run has no earlier steps."""
     loop = _LOOP.replace("range(8)", "range(30)").replace("\n", "\n    ")
     (tmp_path / "train.py").write_text(
         f"{_BEGIN}\nfor fold in range(3):\n    {_LINEAR.strip().replace(chr(10), chr(10) + '    ')}\n    {loop}\nend(model)\n"
@@ -382,7 +382,7 @@ def test_loops_one_after_the_other_have_a_run_each(tmp_path: Path) -> None:
     assert runs[1].records[-1].values["train/loss"] == pytest.approx(losses[59])
 
 
-def test_a_second_run_of_the_same_name_has_a_folder_of_its_own(tmp_path: Path) -> None:
+def test_a_second_run_with_the_same_name_gets_its_own_folder(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(f"{_BEGIN}{_LINEAR}{_LOOP}end(model)\n")
     for _ in range(2):
         observed = run_forked(tmp_path, "train.py", exec_words=["--run_name", "a"])
@@ -390,7 +390,7 @@ def test_a_second_run_of_the_same_name_has_a_folder_of_its_own(tmp_path: Path) -
     assert (tmp_path / "runs" / "a-2" / "report.html").exists()
 
 
-def test_a_module_that_does_not_exist(tmp_path: Path) -> None:
+def test_a_module_that_does_not_exist_is_an_error_without_a_traceback(tmp_path: Path) -> None:
     observed = executed(tmp_path, exec_words=["-m", "nothing_here.train"])
     assert observed.returncode == 1
     assert "-m nothing_here.train: No module named 'nothing_here'" in observed.stderr
@@ -402,10 +402,10 @@ from torch.utils.data import DataLoader, TensorDataset
 {_LINEAR}
 data = TensorDataset(x, y)
 for epoch in range(3):
-    for place, (inputs, targets) in enumerate(DataLoader(data, batch_size=8, shuffle=True)):
+    for index, (inputs, targets) in enumerate(DataLoader(data, batch_size=8, shuffle=True)):
         model.train()
         {indent(_STEP.replace("model(x), y", "model(inputs), targets"), "        ")}
-        if place == LAST:
+        if index == LAST:
             break
     for inputs, targets in DataLoader(data, batch_size=16):
         model.eval()  # only here, as skorch does
@@ -418,7 +418,7 @@ end(model)
 @pytest.mark.parametrize(
     "last", [pytest.param(-1, id="whole epochs"), pytest.param(3, id="left early", marks=pytest.mark.test_all)]
 )
-def test_new_dataloaders_in_each_epoch(last: int, tmp_path: Path) -> None:
+def test_steps_epochs_and_evaluations_are_right_with_new_dataloaders_in_each_epoch(last: int, tmp_path: Path) -> None:
     """When a batch is fetched from a new loader, it is not known yet whether it is for the next epoch or for an evaluation."""
     (tmp_path / "train.py").write_text(NEW_LOADERS.replace("LAST", str(last)))
     alone, observed = executed_alone_and_observed(tmp_path)
@@ -448,10 +448,10 @@ def evaluate_in_eval_mode():
             model(inputs)
 evaluate_without_gradients()
 for epoch in range(3):
-    for place, (inputs, targets) in enumerate(loader):
+    for index, (inputs, targets) in enumerate(loader):
         model.train()
         {indent(_STEP.replace("model(x), y", "model(inputs), targets"), "        ")}
-        if place == 2:
+        if index == 2:
             EVALUATE()
     evaluate_in_eval_mode()
     evaluate_without_gradients()
@@ -460,7 +460,7 @@ end(model)
 
 
 @pytest.mark.parametrize("evaluate", ["evaluate_without_gradients", "evaluate_in_eval_mode"])
-def test_an_evaluation_on_the_dataloader_of_training_is_no_epoch(evaluate: str, tmp_path: Path) -> None:
+def test_an_evaluation_on_the_training_dataloader_is_not_counted_as_an_epoch(evaluate: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(EVALUATES_ON_ITS_LOADER.replace("EVALUATE", evaluate))
     _, observed = executed_alone_and_observed(tmp_path)
     assert "does not expect" not in observed.stderr
@@ -499,7 +499,7 @@ _AGAIN = "loss = nn.functional.mse_loss(model(inputs), targets)"
         f"loss.backward(); CLEAR; {_AGAIN}; loss.backward()",  # as sharpness-aware minimization does
     ],
 )
-def test_losses_whose_gradients_are_discarded_do_not_count(losses: str, clear: str, tmp_path: Path) -> None:
+def test_a_loss_whose_gradients_are_discarded_is_not_recorded(losses: str, clear: str, tmp_path: Path) -> None:
     losses = losses.replace("loss.backward();", "loss.backward(retain_graph=True);", 1)
     text = DISCARDS_GRADIENTS.replace("LOSSES", losses).replace("CLEAR", clear)
     (tmp_path / "train.py").write_text(text)
@@ -522,11 +522,11 @@ def step(inputs):
 def step_of_new_batch():
     return step(torch.randn(8, 4))
 for epoch in range(2):
-    for place in range(4):
+    for index in range(4):
         losses.append(step_of_new_batch()() is None)
     batches = iter(DataLoader(x, batch_size=16))
     batch = next(batches)
-    for place in range(5):
+    for index in range(5):
         following = next(batches)  # fetched ahead
         found = step(batch)
         batch = following
@@ -545,7 +545,7 @@ def test_a_batch_is_freed_after_its_step(tmp_path: Path) -> None:
 TRAINS_IN_A_THREAD = f"""{_BEGIN}
 import threading
 {_LINEAR}
-goes_on = threading.Event()
+main_has_ended = threading.Event()
 def train():
     BEFORE
     {_LOOP.replace(chr(10), chr(10) + "    ")}
@@ -555,15 +555,15 @@ def train():
 thread = threading.Thread(target=train)
 thread.start()
 AFTER
-threading.Thread(target=lambda: (threading.main_thread().join(), goes_on.set())).start()
+threading.Thread(target=lambda: (threading.main_thread().join(), main_has_ended.set())).start()
 raise SystemExit(3)
 """
 
 
 @pytest.mark.parametrize("waits", ["BEFORE", "BETWEEN"])
-def test_a_thread_that_trains_after_the_last_line_of_the_script(waits: str, tmp_path: Path) -> None:
-    text = TRAINS_IN_A_THREAD.replace(waits, "goes_on.wait()")
-    if waits == "BETWEEN":  # the script ends when the loop was recognized
+def test_a_thread_that_trains_after_the_end_of_the_main_thread_is_observed(waits: str, tmp_path: Path) -> None:
+    text = TRAINS_IN_A_THREAD.replace(waits, "main_has_ended.wait()")
+    if waits == "BETWEEN":  # the script ends after the first loop was recognized
         text = text.replace("AFTER", "while len(losses) < 8: pass")
     for name in ("BEFORE", "BETWEEN", "AFTER"):
         text = text.replace(name, "pass")
@@ -599,8 +599,8 @@ dist.destroy_process_group()
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("replicated", [False, True])
-def test_a_loss_of_which_each_rank_has_a_part(replicated: bool, tmp_path: Path) -> None:
-    """To read it on rank 0 alone would hang."""
+def test_a_sharded_loss_is_not_recorded_and_a_replicated_one_is(replicated: bool, tmp_path: Path) -> None:
+    """Reading a sharded loss on rank 0 alone would hang."""
     (tmp_path / "train.py").write_text(SHARDED_LOSS.replace("REPLICATED", str(replicated)))
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     alone = run_forked(tmp_path, "train.py", ranks=2)

@@ -1,4 +1,4 @@
-"""Loops so regular that the calls of their model are no longer watched after some steps, and what such loops may do later."""
+"""Regular loops: after some steps callsheet removes its hooks from the model. The records stay right if the loop then changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forked import run_forked  # type: ignore[import-not-found]  # pytest has it
 
 from .scripts import _BEGIN
 
-LATER = _REGULAR_STEPS + 16  # a step long after the calls are no longer watched; a later one begins an epoch of 12 steps
+LATER = _REGULAR_STEPS + 16  # a step long after the hooks were removed; the next epoch of 12 steps begins after it
 STEPS = 48
 
 _LOOP = f"""{_BEGIN}
@@ -45,10 +45,10 @@ loss.backward()
 optimizer.step()
 losses.append(loss.item())
 """
-"""The body of the loop. `BEFORE` and `AFTER` in the scripts below are what the loop does besides, from step `LATER` on."""
+"""The body of the loop. `BEFORE` and `AFTER` in the scripts below are additional lines that run from step `LATER` on."""
 
 
-def observed(
+def run_loop(
     folder: Path,
     *,
     before: str = "",
@@ -96,19 +96,21 @@ def losses_of(run: RunFolder) -> list[float | None]:
     return [found.get(step) for step in range(1, run.last_step + 1)]
 
 
-def test_the_calls_of_a_regular_loop_are_not_watched(tmp_path: Path) -> None:
-    losses, counts, run = observed(tmp_path)
+def test_the_model_hooks_of_a_regular_loop_are_removed_between_epochs(tmp_path: Path) -> None:
+    losses, counts, run = run_loop(tmp_path)
     assert losses_of(run) == pytest.approx(losses)
     assert [record.values["time/epoch"] for record in run.records] == [epoch for epoch in range(4) for _ in range(12)]
     assert [record.values["time/sample"] for record in run.records] == [8 * step for step in range(1, STEPS + 1)]
     assert set(counts[2 : _REGULAR_STEPS - 1]) == {1}
     assert 0 in counts[_REGULAR_STEPS:]
-    assert counts.count(0) > 10  # they are watched again at the beginning of each epoch, since an evaluation may begin there
+    assert (
+        counts.count(0) > 10
+    )  # the hook is registered again at the beginning of each epoch, since an evaluation may begin there
 
 
 @pytest.mark.parametrize("mode", ["model.eval()", "model.eval(); list(DataLoader(TensorDataset(x, y)))"])
-def test_an_evaluation_is_still_observed(mode: str, tmp_path: Path) -> None:
-    losses, counts, run = observed(tmp_path, after=f"\nif step % 5 == 0:\n    {mode}\n    evaluate()\n    model.train()")
+def test_an_evaluation_of_a_regular_loop_is_observed(mode: str, tmp_path: Path) -> None:
+    losses, counts, run = run_loop(tmp_path, after=f"\nif step % 5 == 0:\n    {mode}\n    evaluate()\n    model.train()")
     assert losses_of(run) == pytest.approx(losses)
     assert [each["step"] for each in run.evaluations] == [step for step in range(LATER, STEPS + 1) if step % 5 == 0]
     assert 0 in counts[_REGULAR_STEPS:LATER]
@@ -143,9 +145,9 @@ def test_an_evaluation_is_still_observed(mode: str, tmp_path: Path) -> None:
     }.items(),
 )
 @pytest.mark.test_all
-def test_what_a_regular_loop_does_later(name: str, does: dict[str, Any], tmp_path: Path) -> None:
+def test_losses_are_right_after_a_regular_loop_becomes_irregular(name: str, does: dict[str, Any], tmp_path: Path) -> None:
     """Each recorded loss is right; at most one step, in which the loop becomes irregular, has none."""
-    losses, _, run = observed(tmp_path, **does)
+    losses, _, run = run_loop(tmp_path, **does)
     found = losses_of(run)
     assert len(found) == len(losses)
     known = [(recorded, loss) for recorded, loss in zip(found, losses, strict=True) if recorded is not None]
@@ -154,25 +156,25 @@ def test_what_a_regular_loop_does_later(name: str, does: dict[str, Any], tmp_pat
 
 
 ACCUMULATES = """
-if place == 0:
+if batches_left == 0:
     optimizer.zero_grad()
-    total, place = 0.0, PLACES
+    total, batches_left = 0.0, BATCHES_PER_STEP
 loss = squared(inputs, targets)
 loss.backward()
-total, place = total + loss.item(), place - 1
-if place == 0:
+total, batches_left = total + loss.item(), batches_left - 1
+if batches_left == 0:
     optimizer.step()
     losses.append(total)
 """
 
 
-@pytest.mark.parametrize("places", ["2", "1 + step % 3", "1 if step < 30 else 2"])
-def test_a_regular_loop_accumulates_gradients(places: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("batches_per_step", ["2", "1 + step % 3", "1 if step < 30 else 2"])
+def test_losses_and_samples_of_a_regular_loop_with_gradient_accumulation_are_right(batches_per_step: str, tmp_path: Path) -> None:
     """Steps of several batches, and epochs that end within a step: losses, samples and epochs are right."""
-    setup = "import weakref\nplace, references = 0, []\n"
-    ends = f"\nif place == 0:{indent(f'{chr(10)}if step > 40: assert all(each() is None for each in references[:-1])', '    ')}\n"
-    body = ACCUMULATES.replace("PLACES", places) + ends + "references.append(weakref.ref(inputs))\n"
-    losses, _, run = observed(tmp_path, body=body, setup=setup)
+    setup = "import weakref\nbatches_left, references = 0, []\n"
+    ends = f"\nif batches_left == 0:{indent(f'{chr(10)}if step > 40: assert all(each() is None for each in references[:-1])', '    ')}\n"
+    body = ACCUMULATES.replace("BATCHES_PER_STEP", batches_per_step) + ends + "references.append(weakref.ref(inputs))\n"
+    losses, _, run = run_loop(tmp_path, body=body, setup=setup)
     assert losses_of(run) == pytest.approx(losses)
     samples = [record.values["time/sample"] for record in run.records]
     assert samples[-1] in (8 * STEPS, 8 * (STEPS - 1))  # the last step may lack its second batch
@@ -193,8 +195,8 @@ if step in (38, 47):
 """
 
 
-def test_an_evaluation_within_a_step_hides_no_later_evaluation(tmp_path: Path) -> None:
-    losses, _, run = observed(tmp_path, body=BETWEEN)
+def test_an_evaluation_within_a_step_does_not_hide_later_evaluations(tmp_path: Path) -> None:
+    losses, _, run = run_loop(tmp_path, body=BETWEEN)
     assert losses_of(run) == pytest.approx(losses)
     assert [each["step"] for each in run.evaluations] == [38, 47]
 
@@ -202,8 +204,8 @@ def test_an_evaluation_within_a_step_hides_no_later_evaluation(tmp_path: Path) -
 LEFT_EARLY = """
 if step == 40:
     model.eval()
-    for place, batch in enumerate(validation):
-        if place == 3:
+    for index, batch in enumerate(validation):
+        if index == 3:
             break
         with torch.no_grad():
             model(batch[0])
@@ -221,7 +223,7 @@ if step == 44:
 def test_an_evaluation_that_is_left_early_neither_ends_an_epoch_nor_keeps_its_batch(tmp_path: Path) -> None:
     setup = "import weakref\nvalidation = DataLoader(TensorDataset(x, y), batch_size=4)\n"
     after = LEFT_EARLY.replace("REPEATED", _BODY.strip().replace("\n", "\n    "))
-    losses, _, run = observed(tmp_path, setup=setup, after=after)
+    losses, _, run = run_loop(tmp_path, setup=setup, after=after)
     assert losses_of(run) == pytest.approx(losses)
     steps = [*range(44), *range(43, STEPS)]  # step 44 is repeated
     assert [record.values["time/epoch"] for record in run.records] == [step // 12 for step in steps]
@@ -234,7 +236,7 @@ def test_batches_that_are_none_do_not_change_the_dataloader(tmp_path: Path) -> N
     )
     loop = _LOOP.replace("for inputs, targets in loader:", "for _ in loader:")
     body = f"\ninputs, targets = box.pop()\nif step == 6: next(other_batches){_BODY}"
-    losses, _, run = observed(tmp_path, setup=setup, body=body, loop=loop)
+    losses, _, run = run_loop(tmp_path, setup=setup, body=body, loop=loop)
     assert losses_of(run) == pytest.approx(losses)
     assert [record.values["time/epoch"] for record in run.records] == [epoch for epoch in range(4) for _ in range(12)]
 
@@ -250,23 +252,25 @@ def test_batches_that_are_none_do_not_change_the_dataloader(tmp_path: Path) -> N
         ("steps with a closure", "", "optimizer.step(lambda: closing(inputs, targets))"),
     ],
 )
-def test_what_a_regular_loop_does_within_a_step(name: str, within: str, after: str, tmp_path: Path) -> None:
+def test_losses_are_right_if_a_regular_loop_does_something_else_within_a_step(
+    name: str, within: str, after: str, tmp_path: Path
+) -> None:
     """Something happens between the loss and the optimizer's step, when the start of the step was not reported yet."""
     setup = "def closing(inputs, targets):\n    optimizer.zero_grad()\n    loss = squared(inputs, targets)\n    loss.backward()\n    return loss\n"
     indented = indent(f"\n{within}\n", "    ")
     body = _BODY.replace("optimizer.step()", f"if step >= {LATER} and step % 3 == 0:{indented}    pass\noptimizer.step()")
     if after:
         body += f"\nif step >= {LATER} and step % 3 == 0:\n    losses.append({after}.item())\n"
-    losses, _, run = observed(tmp_path, body=body, setup=setup)
+    losses, _, run = run_loop(tmp_path, body=body, setup=setup)
     assert losses_of(run) == pytest.approx(losses)
 
 
-def test_a_regular_loop_tries_a_failed_backward_again_and_ends_within_a_step(tmp_path: Path) -> None:
+def test_losses_are_right_if_a_regular_loop_repeats_a_failed_backward(tmp_path: Path) -> None:
     setup = "def fails(gradient):\n    raise MemoryError\n"
     again = "try:\n    loss.backward()\nexcept MemoryError:\n    loss = squared(inputs, targets)\n    loss.backward()\n"
     fails = "if step % 5 == 0:\n    loss.register_hook(fails)\n"
     end = "\nif epoch == 3: squared(inputs, targets).backward()"
-    losses, _, run = observed(tmp_path, body=_BODY.replace("loss.backward()\n", fails + again), setup=setup, end=end)
+    losses, _, run = run_loop(tmp_path, body=_BODY.replace("loss.backward()\n", fails + again), setup=setup, end=end)
     assert losses_of(run) == pytest.approx(losses)
     assert run.last_step == STEPS
     assert run.records[-1].values["time/sample"] == 8 * STEPS
@@ -282,9 +286,9 @@ losses.append(loss.item())
 """
 
 
-def test_a_regular_loop_fetches_the_next_batch_within_the_step(tmp_path: Path) -> None:
+def test_losses_and_epochs_are_right_if_the_next_batch_is_fetched_within_the_step(tmp_path: Path) -> None:
     """Each epoch's data ends within the last step of the epoch, so the epoch ends after this step."""
-    losses, _, run = observed(tmp_path, body=FETCHES_AHEAD, loop=_AHEAD)
+    losses, _, run = run_loop(tmp_path, body=FETCHES_AHEAD, loop=_AHEAD)
     assert losses_of(run) == pytest.approx(losses)
     assert [record.values["time/epoch"] for record in run.records] == [epoch for epoch in range(4) for _ in range(12)]
     assert [record.values["time/sample"] for record in run.records] == [8 * step for step in range(1, STEPS + 1)]
@@ -297,19 +301,19 @@ _AHEAD = _LOOP.replace(
 _LONG = "range(14)"  # epochs
 
 
-def test_batches_are_freed_between_two_records_of_the_default_observers(tmp_path: Path) -> None:
+def test_batches_are_freed_between_records_of_the_default_observers(tmp_path: Path) -> None:
     """The observers mute their handlers for some steps, and the loop is regular and has no listeners in these steps."""
     setup = "import weakref\nreferences = []\n"
     after = "\nassert not any(each() is not None for each in references), step\nreferences[:] = [*references[-30:], weakref.ref(inputs)]\n"
-    _, _, run = observed(tmp_path, after=after, setup=setup, loop=_LOOP.replace("range(4)", _LONG), callbacks="", interval=23)
+    _, _, run = run_loop(tmp_path, after=after, setup=setup, loop=_LOOP.replace("range(4)", _LONG), callbacks="", interval=23)
     assert run.last_step == 14 * 12
     assert len([record for record in run.records if "l2_norm/grad/global" in record.values]) >= 5
 
 
-def test_default_observers_log_in_each_record_of_a_loop_that_fetches_ahead(tmp_path: Path) -> None:
-    _, _, run = observed(tmp_path, body=FETCHES_AHEAD, loop=_AHEAD.replace("range(4)", _LONG), callbacks="", interval=23)
+def test_each_record_of_a_loop_that_fetches_ahead_has_the_default_observers_values(tmp_path: Path) -> None:
+    _, _, run = run_loop(tmp_path, body=FETCHES_AHEAD, loop=_AHEAD.replace("range(4)", _LONG), callbacks="", interval=23)
     scheduled = [record for record in run.records if record.step % 23 == 0]
-    assert [record.step for record in scheduled] == [23 * place for place in range(1, 8)]
+    assert [record.step for record in scheduled] == [23 * number for number in range(1, 8)]
     assert all("l2_norm/grad/global" in record.values for record in scheduled)
 
 
@@ -328,7 +332,7 @@ class Listens(Callback):
 @pytest.mark.parametrize(
     "rate", ["np.float64(0.05 - 0.0002 * step)", "torch.tensor(0.05 - 0.0002 * step)", "0.05 - 0.0002 * step"]
 )
-def test_fields_are_those_of_the_step_in_which_something_listens_again(rate: str, tmp_path: Path) -> None:
+def test_a_handler_that_is_unmuted_reads_the_fields_of_its_own_step(rate: str, tmp_path: Path) -> None:
     (tmp_path / "listens.py").write_text(LISTENS_AT_TIMES)
     setup = "import numpy as np\nrates = {}\n"
     body = f"\noptimizer.param_groups[0]['lr'] = {rate}\nrates[step] = float(optimizer.param_groups[0]['lr']){_BODY}"
@@ -368,16 +372,16 @@ def test_a_batch_of_another_dataloader_in_the_first_step_is_not_counted(name: st
         "validation = DataLoader(TensorDataset(x, y), batch_size=5)\nimport itertools\n"
         "of_validation = itertools.chain.from_iterable(validation for _ in range(99))\n"
     )
-    losses, _, run = observed(tmp_path, body=_BODY.replace("optimizer.step()", f"{within}\noptimizer.step()"), setup=setup)
+    losses, _, run = run_loop(tmp_path, body=_BODY.replace("optimizer.step()", f"{within}\noptimizer.step()"), setup=setup)
     assert losses_of(run) == pytest.approx(losses)
     assert [record.values["time/epoch"] for record in run.records] == [epoch for epoch in range(4) for _ in range(12)]
     assert [record.values["time/sample"] for record in run.records] == [8 * step for step in range(1, STEPS + 1)]
 
 
-def test_single_batches_that_are_fetched_ahead_of_the_first_step_are_no_epochs(tmp_path: Path) -> None:
+def test_single_batches_from_new_iterators_are_not_counted_as_epochs(tmp_path: Path) -> None:
     loop = _LOOP.replace("for inputs, targets in loader:", "for _ in range(12):")
     body = f"\ninputs, targets = following{_BODY}".replace("optimizer.step()", "following = next(iter(loader))\noptimizer.step()")
-    losses, _, run = observed(tmp_path, body=body, setup="following = next(iter(loader))\n", loop=loop)
+    losses, _, run = run_loop(tmp_path, body=body, setup="following = next(iter(loader))\n", loop=loop)
     assert losses_of(run) == pytest.approx(losses)
     assert [record.values["time/epoch"] for record in run.records] == [0] * STEPS
 
@@ -401,7 +405,7 @@ def test_an_epoch_that_ends_within_the_first_step_is_counted(tmp_path: Path) -> 
         "    for inputs, targets in loader:\n        step += 1\n        counts.append(len(model._forward_pre_hooks))\n",
         "    if True:\n",
     )
-    losses, _, run = observed(tmp_path, body=WHOLE_EPOCHS, loop=loop)
+    losses, _, run = run_loop(tmp_path, body=WHOLE_EPOCHS, loop=loop)
     assert losses_of(run) == pytest.approx(losses)
     assert [record.values["time/sample"] for record in run.records] == [96 * step for step in range(1, 5)]
     assert json.loads((tmp_path / "runs" / "a" / "events.jsonl").read_text().splitlines()[-1])["epoch"] == 4
@@ -418,6 +422,6 @@ for inputs, targets in [batch for _ in range(3) for batch in DataLoader(TensorDa
 
 
 def test_the_first_step_of_a_second_loop_has_no_samples_of_the_first_loop(tmp_path: Path) -> None:
-    observed(tmp_path, loop=_LOOP.replace("print(json.dumps(counts))", f"{SECOND_LOOP}print(json.dumps(counts))"))
+    run_loop(tmp_path, loop=_LOOP.replace("print(json.dumps(counts))", f"{SECOND_LOOP}print(json.dumps(counts))"))
     (folder,) = (each for each in (tmp_path / "runs").iterdir() if each.is_dir() and each.name != "a")
     assert RunFolder.read(folder).records[0].values["time/sample"] in (0, 4)  # 0: its batch was fetched before it was recognized

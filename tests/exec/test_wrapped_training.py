@@ -1,4 +1,4 @@
-"""What trains is called exactly once, whatever fails in what is added around it."""
+"""A wrapped training function is called exactly once, whichever part of the wrapper fails."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import pytest
 from callsheet.exec.frameworks import _wrapper
 
 
-def before(observation: Any, train: Callable[..., Any], *args: Any) -> Any:
+def raise_before(observation: Any, train: Callable[..., Any], *args: Any) -> Any:
     raise ValueError("before")
 
 
-def after(observation: Any, train: Callable[..., Any], *args: Any) -> Any:
+def raise_after(observation: Any, train: Callable[..., Any], *args: Any) -> Any:
     train(*args)
     raise ValueError("after")
 
 
-def instead(observation: Any, train: Callable[..., Any], *args: Any) -> Any:
+def raise_instead(observation: Any, train: Callable[..., Any], *args: Any) -> Any:
     try:
         return train(*args)
     finally:
         raise ValueError("instead")
 
 
-@pytest.mark.parametrize("around", [before, after, instead])
-def test_a_fault_of_what_is_added_does_not_change_training(around: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("around", [raise_before, raise_after, raise_instead])
+def test_an_error_of_the_wrapper_does_not_change_training(around: Any, caplog: pytest.LogCaptureFixture) -> None:
     calls: list[int] = []
 
     def train(steps: int) -> str:
@@ -40,8 +40,8 @@ def test_a_fault_of_what_is_added_does_not_change_training(around: Any, caplog: 
     assert caplog.text.count("the trainer cannot be observed") == 1
 
 
-@pytest.mark.parametrize("around", [after, instead])
-def test_an_error_of_training_is_raised(around: Any) -> None:
+@pytest.mark.parametrize("around", [raise_after, raise_instead])
+def test_an_error_of_training_is_raised_and_not_retried(around: Any) -> None:
     calls: list[int] = []
 
     def train(steps: int) -> str:

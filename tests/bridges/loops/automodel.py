@@ -111,7 +111,7 @@ def released_scheduler() -> Any:
             self.sig_handler.release()  # the recipe handles the signal while it trains
 
         def receive(self, *_: Any) -> None:
-            """Note SIGTERM as the release's handler does."""
+            """Record SIGTERM as the release's handler does."""
             self.sig_handler._signal_received = True
 
     return Released

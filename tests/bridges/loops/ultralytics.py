@@ -72,8 +72,8 @@ class Rows(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.data) * self.times
 
-    def __getitem__(self, place: int) -> dict[str, Tensor]:
-        inputs, targets = self.data[place % len(self.data)]
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        inputs, targets = self.data[index % len(self.data)]
         return {"img": inputs, "cls": targets}
 
 
