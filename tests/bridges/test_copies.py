@@ -319,7 +319,7 @@ def test_a_trace_of_the_model_contains_no_hook_even_if_an_earlier_forward_pass_h
     def double(ctx: Context) -> None:
         ctx.outputs = ctx.outputs * 2
 
-    model, at = nn.Linear(4, 4), At(double)
+    model, at = nn.Linear(4, 4), CallsAtForwardEnd(double)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(7))
     traced = []
