@@ -468,7 +468,7 @@ def test_fields_that_are_always_available_are_readable_at_every_event() -> None:
 
 @pytest.mark.parametrize("name", ["one step", "everything at a step's boundary", "everything after a round"])
 def test_the_checker_s_fields_equal_those_of_the_table(name: str) -> None:
-    """`fields_available` uses an event's place in the canonical order, the checker the events that were fired."""
+    """`fields_available` uses an event's position in the canonical order, the checker the events that were fired."""
     for event, readable in readable_fields_at(ACCEPTED[name]):
         if event not in ANYWHERE_EVENTS:
             assert readable <= set(fields_available(event)), event
