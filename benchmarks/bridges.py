@@ -7,15 +7,15 @@ model to the next, while the others wait. So other work on the machine disturbs 
 turn do not count. The time is the processor time of the training thread, and the five training threads share one core.
 
 Other work on the machine makes most steps slower, by more than a host does, and never makes a step faster. So the time of a step
-is the 0.5 % quantile of all steps: a time from the moments without disturbance, which all five had. The memory layout of a
+is the 0.5 % quantile of all steps, which all five trainings measured without disturbance. The memory layout of a
 process also makes all of its steps faster or slower. So the processes that are compared are forked from one that has imported
 everything that they have in common, and each set starts new processes, in random order. The errors are the standard deviations
 over bootstrap samples of the sets (Efron 1979).
 
-Machines differ, and five processes on one core are slower than one: a bare step takes more than twice as long as on the machine
-on which the targets were set. So the time that a host adds is divided by a time that slows down in the same way: what Ignite's
-engine adds to the bare loop, averaged over the sets of all hosts. On the machine on which the targets were set, Ignite added 10
-µs per step, so 20 µs are a ratio of 2 and 50 µs a ratio of 5.
+Microseconds depend on the machine, and five processes on one core are slower than one. So the time that a host adds is divided by
+a time that slows down in the same way: what Ignite's engine adds to the bare loop, averaged over the sets of all hosts. A ratio
+of 2 means that the host adds twice as much time to a step as Ignite's engine does. The targets are ratios: at most 2 if no
+callback listens, and at most 5 with ten callbacks.
 
 Each set is written to a file when it ends. An interrupted run continues with the next set, and `--sets 0` only prints the table
 of the sets in the file. The benchmark runs only on Linux, because it binds threads to a core.
@@ -53,7 +53,7 @@ from loops import EMPTY, NOBODY, TEN
 from timing import machine
 
 MISSING = 3  # the exit status of a child process if the framework is not installed
-STRETCH, COLD = 20, 3  # the steps of a turn, and how many of them, from the first one on, do not count
+STRETCH, COLD = 20, 3  # the steps of a turn, and how many of its first steps do not count
 WARM = 70  # steps before the first turn; it is no multiple of STRETCH, so metrics records are made in the middle of turns
 BARE, PEER = "bare", "peer"
 PEERS = (BARE, PEER)

@@ -6,8 +6,8 @@ finds the caches full of the operations' data. The cycles are estimated as KCach
 for each miss of the first-level cache and a hundred more for each miss of the last-level cache.
 
 What a host adds is the difference between its run and the same loop with one empty callback of the host's framework. It is
-divided by what Ignite's engine without handlers adds to a bare loop, counted in the same way. Ignite added 10 µs per step on the
-machine on which the targets were set: 20 µs are a ratio of 2, 50 µs a ratio of 5, and the Trainer's target is what Ignite adds.
+divided by what Ignite's engine without handlers adds to a bare loop, counted in the same way. A ratio of 2 means that the host
+adds twice as much as Ignite. The targets are the ratios of `bridges.py`, and for the Trainer at most what Ignite adds.
 
 A guest is compared with its own framework's dispatch: see `guests.py`.
 

@@ -3,9 +3,9 @@
 A step is about 200 µs or 1 ms of small torch operations, as in a small model. InstructLab's callbacks are measured if the package
 is installed (`pip install --no-deps instructlab-training`); only its file of callbacks is loaded.
 
-Microseconds depend on the machine, so the cost of an event is divided by two costs of the same run: that of InstructLab's
-manager, and that of the two copies of the context that the manager makes, which wake no other thread. On the machine on which the
-targets were set, the two copies took 8 µs, and the target for an event was 3 µs.
+Microseconds depend on the machine, so the cost of an event is divided by two costs of the same run: the cost of InstructLab's
+manager, and the cost of the two copies of the context that this manager makes, which wake no other thread. The targets are ratios:
+an event costs at most 3/8 of the two copies, and at most 1/20 of InstructLab's manager.
 
 The time of an event on the training thread is measured at every step; the result is the median. The time of an event on its
 lane's thread is the processor time of that thread, during which it holds the interpreter that the training thread needs too. A
@@ -311,8 +311,8 @@ def main() -> None:
     added = difference(figures, OURS, "short")
     print(f"| {OURS}, which reads its fields | {added:+.1f} | | |")
     for name in theirs:
-        beside = difference(figures, name, "short")
-        print(f"| {name} | {beside:+.1f} | {added / beside:.3f} | {THEIRS_TARGET:.3f} |")
+        theirs_added = difference(figures, name, "short")
+        print(f"| {name} | {theirs_added:+.1f} | {added / theirs_added:.3f} | {THEIRS_TARGET:.3f} |")
     print(
         f"\n| lanes, with a step of {long_step:.0f} µs | µs on the training thread | on the lanes' threads | share of the step | by whole steps |"
     )

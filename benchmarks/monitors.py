@@ -1,9 +1,9 @@
-"""What all built-in monitors together add to a step of about 10 ms, and what timing the callbacks adds.
+"""What all built-in monitors together add to a training step, and what timing the callbacks adds.
 
-The step is that of a small Llama model on bytes, from forward to optimizer step. Microseconds depend on the machine, so the
-length of the step is chosen relative to a step of the bare loop of `benchmarks/trainer.py`. The target was 1 % of a step of 10
-ms, on a machine on which a step of the bare loop took 350 µs. So the step is at most as long as 28.6 steps of the bare loop take
-here.
+The step is that of a small Llama model on bytes, from forward to optimizer step. The target is that the monitors add at most 1 %.
+This depends on the length of the step, and milliseconds depend on the machine. So the length of the step is chosen relative to
+the bare loop of `benchmarks/trainer.py`: the step is at most as long as 28.6 steps of that loop, which is 10 ms if one of them
+takes 350 µs.
 
 Everything is measured within one run, because the load of the machine differs between runs. Every ten steps, which is the log
 interval, the monitors are muted or unmuted, or timing is switched on or off. The time of each group of ten steps is compared with
@@ -47,7 +47,7 @@ from timing import machine, winsorized_mean
 
 STRETCH = 10  # the steps of a group between two changes of the state
 SETTLING = 3  # the number of groups of each state that are left out at the beginning
-TARGET = 10_000 / 350  # the length of a step, in steps of the bare loop
+TARGET = 10_000 / 350  # the most that a step may take, in steps of the bare loop
 SHAPE: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 96,

@@ -84,7 +84,7 @@ class PublicScript:
         is_module: whether `script` is the name of a module.
         ranks: the number of processes of torchrun, or 0 to run without torchrun.
         take: the paths of the repository that are needed; all by default.
-        data: by recipe of `public_scripts_data.py`, the place of its data from the repository's root.
+        data: by recipe of `public_scripts_data.py`, the path of its data from the repository's root.
         environment: further variables; `{root}` is the repository's root.
         times: patterns of what differs in standard output from run to run, such as times, besides those of `_TIMES`.
         limit: the time limit in seconds for each variant.

@@ -27,7 +27,7 @@ def sentences(count: int, words: int = 8) -> list[str]:
 
 
 def _digits(count: int, size: int, channels: int = 1) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return images of noise with a bright square, whose place is the label."""
+    """Return images of noise with a bright square, whose position is the label."""
     labels = RANDOM.integers(0, 10, count)
     images = RANDOM.integers(0, 100, (count, channels, size, size))
     edge = size // 5
@@ -287,7 +287,7 @@ def wikipedia_and_sts(folder: Path) -> None:
 
 
 def yolo(folder: Path) -> None:
-    """Write images with a bright square, and the class and the place of the square, in the format of Ultralytics."""
+    """Write images with a bright square, and the class and the position of the square, in the format of Ultralytics."""
     from PIL import Image
 
     for part, count in (("train", 48), ("val", 8)):

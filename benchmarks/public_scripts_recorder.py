@@ -32,7 +32,7 @@ FOLDER = os.environ.get("PUBLIC_SCRIPTS_RECORDS", "")
 
 
 class Recorder:
-    """Records the losses, gradients and steps of this process. An optimizer's number is its place in the order of their creation."""
+    """Records the losses, gradients and steps of this process. Optimizers are numbered in the order of their creation."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch

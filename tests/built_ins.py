@@ -1,6 +1,6 @@
-"""The built-ins, and how each is made for a test: fixtures of all tests.
+"""Fixtures for all tests: the built-ins, and how each is made for a test.
 
-`built_in` is the name of each in turn, `subjects` has what they are tested with, by name.
+`built_in` is parametrized over the names of the built-ins. `subjects` maps each name to what the built-in is tested with.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BUILT_IN: dict[str, type[Callback]] = {
 
 @pytest.fixture(params=BUILT_IN)
 def built_in(request: pytest.FixtureRequest) -> str:
-    """The name of a built-in, each in turn."""
+    """Parametrize a test over the names of the built-ins."""
     name: str = request.param
     return name
 
@@ -57,7 +57,7 @@ class Convolution(nn.Module):
 
 
 class Language(nn.Module):
-    """Tokens to the next ones, from the last alone."""
+    """A language model that predicts the next token from the last token alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Language(nn.Module):
 
 
 def images(folder: Path, callbacks: CallbackManager, resume: str | None = None) -> Trainer:
-    """A run over images and masks."""
+    """Return a trainer that trains on images and masks."""
     inputs = torch.rand(24, 3, 6, 8, generator=torch.Generator().manual_seed(7))
     return _trainer(
         Convolution, TensorDataset(inputs, (inputs[:, 0] > 0.5).long()), nn.functional.cross_entropy, folder, callbacks, resume
@@ -86,7 +86,7 @@ def images(folder: Path, callbacks: CallbackManager, resume: str | None = None) 
 
 
 def language(folder: Path, callbacks: CallbackManager, resume: str | None = None) -> Trainer:
-    """A run over tokens."""
+    """Return a trainer that trains on tokens."""
     ids = torch.randint(0, 256, (24, 6), generator=torch.Generator().manual_seed(7))
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class Collects(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def collector() -> Iterator[str]:
-    """The address of a server for what is sent away."""
+    """Start a server that accepts what the built-ins send, and yield its address."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Collects) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"

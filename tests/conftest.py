@@ -1,4 +1,4 @@
-"""Fixtures of all tests."""
+"""Fixtures for all tests."""
 
 import os
 
@@ -29,7 +29,7 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
-    """End the time in which no garbage is collected."""
+    """Enable garbage collection again, which was off during the imports."""
     gc.enable()
 
 
@@ -72,14 +72,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_was_compiled() -> None:
-    """What is counted of a step depends on whether this process has compiled anything: another test may have."""
+    """Clear torch's counters of compiled graphs, which an earlier test may have left: they change what is counted in a step."""
     if "torch._dynamo.utils" in sys.modules:
         sys.modules["torch._dynamo.utils"].counters.clear()
 
 
 @pytest.fixture
 def folder_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder for the code of a page. Trackers keep their runs in it, and send nothing."""
+    """Change to a working folder for the code of a page. Trackers write their runs to it, and send nothing."""
     monkeypatch.chdir(tmp_path)
     for name, value in {
         "TRACKIO_DIR": str(tmp_path),
@@ -92,7 +92,7 @@ def folder_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def read_only_folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder in which no file can be created. Root may write everywhere, so root gives up this right during the test."""
+    """Yield a folder in which no file can be created. Root may write everywhere, so root gives up this right during the test."""
     folder = tmp_path / "read-only"
     folder.mkdir(mode=0o555)
     if os.geteuid() != 0:

@@ -1,4 +1,4 @@
-"""A process for the tests of the run lock: acquires the lock of a folder, says so, and does what is asked on its standard input.
+"""A process for the tests of the run lock: acquires the lock of a folder, prints the result, and obeys commands on its standard input.
 
 `python lock_holder.py FOLDER TIMEOUT HEARTBEAT STALE [MACHINE]`
 """

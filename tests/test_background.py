@@ -1,4 +1,4 @@
-"""`Background` through a manager by hand: nothing that was accepted is lost, at the end, when it is removed, or at the program's exit."""
+"""`Background` with a manager and no trainer: no accepted event is lost at the run's end, when the callback is removed, or at exit."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Hangs(Callback):
         self.release.wait(60)
 
 
-class Takes(Logger):
-    """Keeps the reports."""
+class KeepsReports(Logger):
+    """Keeps the cost reports."""
 
     def __init__(self) -> None:
         self.reports: list[CostReport] = []
@@ -120,12 +120,12 @@ def test_each_lane_has_its_own_deadline(hangs: Hangs, caplog: pytest.LogCaptureF
     began = time.monotonic()
     manager.close()
     assert time.monotonic() - began < 10
-    assert slow.steps == [1, 2, 3]  # it had its time, though the other's was over
+    assert slow.steps == [1, 2, 3]  # its own deadline is longer than the one that has passed
     assert caplog.text.count("a lane has not delivered all events") == 1
     assert "a lane has not delivered all events: Hangs: 2 waiting, and one has not returned" in caplog.text
 
 
-def test_a_lane_that_hangs_takes_its_own_deadline_alone(hangs: Hangs) -> None:
+def test_a_hung_lane_delays_the_end_by_its_own_deadline_and_not_by_a_longer_one(hangs: Hangs) -> None:
     manager, ctx = opened(Background(hangs, deadline=0.5), Background(Steps(), deadline=60))
     fire_steps(manager, ctx, range(1, 4))
     lifetime = Lifetime(manager, ctx)
@@ -135,23 +135,23 @@ def test_a_lane_that_hangs_takes_its_own_deadline_alone(hangs: Hangs) -> None:
     assert 0.5 <= time.monotonic() - began < 10  # its deadline is for the whole end, not for each part of it
 
 
-def test_what_was_not_delivered_is_in_the_failures_at_the_end_of_the_run(hangs: Hangs) -> None:
+def test_undelivered_events_are_in_the_failures_at_the_end_of_the_run(hangs: Hangs) -> None:
     class AtEnd(Callback):
         failures: tuple[Any, ...] = ()
 
         def on_run_end(self, ctx: Context) -> None:
             self.failures = ctx.run.failures
 
-    takes, inline, other = Takes(), AtEnd(), AtEnd()
+    keeps_reports, inline, other = KeepsReports(), AtEnd(), AtEnd()
     other.name = "other"
-    manager = CallbackManager([Background(hangs, deadline=0.2), takes, inline, Background(other)])
+    manager = CallbackManager([Background(hangs, deadline=0.2), keeps_reports, inline, Background(other)])
     ctx = Context(RunInfo("by hand"))
     lifetime = Lifetime(manager, ctx)
     lifetime.start()
     fire_steps(manager, ctx, range(1, 5))
     assert hangs.begun.wait(10)
     lifetime.end()
-    for failures in (inline.failures, other.failures, takes.reports[-1].failures):
+    for failures in (inline.failures, other.failures, keeps_reports.reports[-1].failures):
         assert [(each.callback, each.count, each.undelivered) for each in failures] == [("Hangs", 0, 4)]
     after = manager.cost_report(4).failures  # the end was not delivered either, but `Hangs` does not listen to it
     assert [(each.callback, each.undelivered) for each in after] == [("Hangs", 4)]
@@ -190,7 +190,7 @@ def test_loggers_in_a_lane_receive_nothing_after_the_end(caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("is_wrapped_again", [False, True])
-def test_a_callback_removed_and_added_again_receives_all_in_order_on_one_thread(is_wrapped_again: bool) -> None:
+def test_a_callback_removed_and_added_again_receives_all_events_in_order_on_one_thread(is_wrapped_again: bool) -> None:
     class Slow(Steps):
         at_once = most_at_once = 0
 
@@ -214,7 +214,7 @@ def test_a_callback_removed_and_added_again_receives_all_in_order_on_one_thread(
     assert slow.most_at_once == 1
 
 
-def test_a_removed_callback_has_received_what_came_before() -> None:
+def test_a_removed_callback_receives_all_events_fired_before_its_removal() -> None:
     steps = Steps()
     manager, ctx = opened(Background(steps))
     fire_steps(manager, ctx, range(1, 11))
@@ -223,7 +223,7 @@ def test_a_removed_callback_has_received_what_came_before() -> None:
     assert steps.steps == list(range(1, 11))
 
 
-def test_failures_of_what_was_removed_are_not_forgotten() -> None:
+def test_failures_of_a_removed_callback_stay_in_the_cost_report() -> None:
     class Fails(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             raise ValueError("broken")
@@ -270,7 +270,7 @@ if "error" in sys.argv:
 
 
 def interpreters() -> list[str]:
-    """This one, and others that are here: since 3.12 no thread can be started once the interpreter goes down."""
+    """Return this interpreter and the others that are installed: since 3.12, no thread can start while the interpreter shuts down."""
     found = [sys.executable]
     for name in ("python3.12", "python3.13", "python3.14"):
         path = shutil.which(name)
@@ -296,7 +296,7 @@ def test_a_manager_that_is_not_closed_is_drained_when_the_program_ends(words: st
         assert received.read_text().split() == [str(step) for step in range(1, 51)], (interpreter, ran.stderr)
 
 
-def test_what_a_program_leaves_is_named_and_delays_its_end_by_the_deadline(tmp_path: Path) -> None:
+def test_undelivered_events_at_exit_are_logged_and_delay_the_exit_by_the_deadline(tmp_path: Path) -> None:
     code = BARE.replace("time.sleep(0.001)", "time.sleep(60)").replace("Writes())", "Writes(), deadline=0.5)")
     began = time.monotonic()
     ran = subprocess.run(
@@ -333,7 +333,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="callsheet")
 
 
-# --- what is read of its state, and what it says last ---
+# --- saving its state, and what it logs at the run's end ---
 
 
 class Stateful(Steps):
@@ -350,7 +350,7 @@ class HangsWithState(Hangs):
         return {"begun": self.begun.is_set()}
 
 
-def test_a_state_is_waited_for_by_its_own_lanes_deadline(caplog: pytest.LogCaptureFixture) -> None:
+def test_saving_a_state_waits_as_long_as_the_deadline_of_its_lane(caplog: pytest.LogCaptureFixture) -> None:
     hangs, steps = HangsWithState(), Stateful()
     manager, ctx = opened(Background(hangs, deadline=0.3), Background(steps, deadline=30))
     fire_steps(manager, ctx, range(1, 4))
@@ -364,7 +364,7 @@ def test_a_state_is_waited_for_by_its_own_lanes_deadline(caplog: pytest.LogCaptu
     assert "The state of HangsWithState is out of date" in caplog.text
 
 
-def test_after_a_signal_a_state_is_waited_for_by_a_third_of_what_is_left() -> None:
+def test_after_a_signal_saving_a_state_waits_for_a_third_of_the_time_left() -> None:
     hangs = HangsWithState()
     manager, ctx = opened(Background(hangs, deadline=30))
     fire_steps(manager, ctx, range(1, 4))
@@ -377,7 +377,7 @@ def test_after_a_signal_a_state_is_waited_for_by_a_third_of_what_is_left() -> No
     assert 0.4 <= seconds < 10
 
 
-class LastWords(Callback):
+class LogsAtTheEnd(Callback):
     """Logs a file and a table at the end of the run."""
 
     def __init__(self, folder: Path) -> None:
@@ -392,7 +392,7 @@ class LastWords(Callback):
 
 
 class Closes(Logger):
-    """Takes what comes until it is closed."""
+    """Records what is logged, and the end of the run."""
 
     def __init__(self) -> None:
         self.took: list[str] = []
@@ -409,10 +409,10 @@ class Closes(Logger):
 
 @pytest.mark.parametrize("is_in_lane", [False, True])
 @pytest.mark.parametrize("is_first", [False, True])
-def test_what_is_said_at_the_runs_end_reaches_the_loggers_before_they_close(
+def test_what_a_lane_logs_at_the_run_s_end_reaches_the_loggers_before_they_close(
     *, is_in_lane: bool, is_first: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    closes, words = Closes(), Background(LastWords(tmp_path))
+    closes, words = Closes(), Background(LogsAtTheEnd(tmp_path))
     taking = Background(closes) if is_in_lane else closes
     manager = CallbackManager([taking, words] if is_first else [words, taking])
     ctx = Context(RunInfo("by hand"), loggers=manager.notify_loggers)
@@ -423,12 +423,14 @@ def test_what_is_said_at_the_runs_end_reaches_the_loggers_before_they_close(
     assert caplog.text == ""
 
 
-def test_what_comes_too_late_for_the_loggers_is_counted_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Late(LastWords):
+def test_messages_that_come_too_late_for_the_loggers_are_counted_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Late(LogsAtTheEnd):
         phase = "report"
 
         def log_table(self, ctx: Context, name: str, columns: Any, rows: Any) -> None:
-            """A logger, which is called with the loggers."""
+            """Have a method of a logger, so that the manager calls this callback together with the loggers."""
 
     manager = CallbackManager([Background(Late(tmp_path)), Closes()])
     lifetime = Lifetime(manager, Context(RunInfo("by hand"), loggers=manager.notify_loggers))

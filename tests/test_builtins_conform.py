@@ -1,4 +1,4 @@
-"""Every built-in holds what every callback has to; `built_ins.py` says how each is made."""
+"""Every built-in passes the conformance checks for callbacks; `built_ins.py` defines how each is made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from callsheet.testing.small_run import Watch, same_weights, weights_of
 
 ON_ONE_RANK = [check for check in CONFORMANCE if check.__name__ != "runs_on_ranks"]
 
-QUIET = (
+NOT_TRIGGERED = (
     "DiskSpaceGuard",
     "EarlyStopper",
     "HangDetector",
@@ -30,27 +30,36 @@ QUIET = (
     "ThresholdStopper",
     "TimeLimit",
 )
-"""Those that may act on training, and here have no cause to."""
+"""Built-ins that may change or stop training, but have no reason to in these tests."""
 
-IMPORTING = ("MLflowLogger", "OpenTelemetryLogger", "ProgressBarLogger", "TensorboardLogger", "TrackioLogger", "WandBLogger")
-"""Those that import a package when they are used."""
+IMPORTS_A_PACKAGE = (
+    "MLflowLogger",
+    "OpenTelemetryLogger",
+    "ProgressBarLogger",
+    "TensorboardLogger",
+    "TrackioLogger",
+    "WandBLogger",
+)
+"""Built-ins that import an optional package at their first use."""
 
-torch.set_num_threads(1)  # more would only wait for each other
+torch.set_num_threads(1)  # more threads would only wait for each other
 
 
-# --- that they do ---
+# --- conformance ---
 
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("check", ON_ONE_RANK)
-def test_a_built_in_conforms(built_in: str, check: Check, subjects: Mapping[str, Subject], tmp_path: Path) -> None:
+def test_a_built_in_passes_the_conformance_checks(
+    built_in: str, check: Check, subjects: Mapping[str, Subject], tmp_path: Path
+) -> None:
     check(subjects[built_in], tmp_path)
 
 
 @pytest.mark.test_all
 @pytest.mark.timeout(900)
-def test_all_conform_on_two_ranks(subjects: Mapping[str, Subject], tmp_path: Path) -> None:
-    """One test, since one pair of processes is there for all of them: a second worker of pytest would make another."""
+def test_all_built_ins_pass_the_conformance_checks_on_two_ranks(subjects: Mapping[str, Subject], tmp_path: Path) -> None:
+    """This is a single test because all built-ins share one pair of processes: a second pytest worker would start another pair."""
     # On a busy machine, MLflow needs so long to make its database that the other rank would give up, so make it first.
     make = "import sys, mlflow; mlflow.MlflowClient(sys.argv[1]).search_experiments()"
     uri = cast("partial[Callback]", subjects["MLflowLogger"].make).keywords["tracking_uri"]
@@ -65,16 +74,20 @@ def in_lane(subject: Subject) -> Callback:
 
 @pytest.mark.parametrize("check", [check for check in ON_ONE_RANK if check.__name__ not in ("constructs", "two_work_in_one_run")])
 @pytest.mark.parametrize("name", ["JSONLLogger", "TensorboardLogger"])
-def test_a_logger_conforms_in_a_lane(name: str, check: Check, subjects: Mapping[str, Subject], tmp_path: Path) -> None:
-    """A lane is made of another callback, so that it has no spec in JSON; and the name of two is that callback's."""
+def test_a_logger_in_a_lane_passes_the_conformance_checks(
+    name: str, check: Check, subjects: Mapping[str, Subject], tmp_path: Path
+) -> None:
+    """Two checks do not apply to a lane: it wraps another callback, so it has no spec in JSON, and two lanes would share that callback's name."""
     check(Subject(partial(in_lane, subjects[name])), tmp_path)
 
 
 @pytest.mark.test_all
-def test_all_of_them_together_change_nothing(subjects: Mapping[str, Subject], tmp_path: Path) -> None:
-    """But those that are to act, and those that need another model."""
+def test_all_built_ins_together_do_not_change_the_weights(subjects: Mapping[str, Subject], tmp_path: Path) -> None:
+    """Left out are built-ins that change training on purpose, and built-ins that need another model."""
     every = [subject.make() for subject in subjects.values() if subject.trainer is small_trainer]
-    held = [callback for callback in every if callback.phase not in ("change", "decide") or type(callback).__name__ in QUIET]
+    held = [
+        callback for callback in every if callback.phase not in ("change", "decide") or type(callback).__name__ in NOT_TRIGGERED
+    ]
     assert len(held) > 30
     weights = []
     for folder, manager in (("with", CallbackManager(held, checking=True)), ("without", CallbackManager())):
@@ -86,22 +99,24 @@ def test_all_of_them_together_change_nothing(subjects: Mapping[str, Subject], tm
 
 
 def neutral(subject: Subject, folder: Path) -> None:
-    """In a process that has imported no optional package."""
+    """Check neutrality in a process that has imported no optional package."""
     assert not {"mlflow", "opentelemetry", "rich", "tensorboard", "trackio", "wandb"} & sys.modules.keys()
     next(check for check in CONFORMANCE if check.__name__ == "is_neutral")(subject, folder)
 
 
 @pytest.mark.test_all
-@pytest.mark.parametrize("name", IMPORTING)
-def test_what_it_imports_when_it_is_first_used_changes_nothing(
+@pytest.mark.parametrize("name", IMPORTS_A_PACKAGE)
+def test_importing_a_package_at_first_use_does_not_change_the_weights(
     name: str, subjects: Mapping[str, Subject], tmp_path: Path
 ) -> None:
     subject = Subject(partial(ProgressBarLogger, bar=True)) if name == "ProgressBarLogger" else subjects[name]
     run_ranks(neutral, 1, subject, tmp_path)
 
 
-@pytest.mark.parametrize("name", QUIET)
-def test_one_that_has_no_cause_to_act_changes_nothing(name: str, subjects: Mapping[str, Subject], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", NOT_TRIGGERED)
+def test_a_built_in_that_has_no_reason_to_act_does_not_change_the_weights(
+    name: str, subjects: Mapping[str, Subject], tmp_path: Path
+) -> None:
     weights = []
     for folder, held in (("with", [subjects[name].make()]), ("without", [])):
         with small_trainer(tmp_path / folder, CallbackManager(held)) as trainer:
@@ -111,7 +126,7 @@ def test_one_that_has_no_cause_to_act_changes_nothing(name: str, subjects: Mappi
     assert same_weights(*weights)
 
 
-def test_an_average_of_the_weights_is_not_trained_with(subjects: Mapping[str, Subject], tmp_path: Path) -> None:
+def test_training_with_ema_has_the_losses_of_training_without_it(subjects: Mapping[str, Subject], tmp_path: Path) -> None:
     losses = []
     for folder, held in (("with", [subjects["EMA"].make()]), ("without", [])):
         watch = Watch()

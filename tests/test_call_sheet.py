@@ -31,7 +31,7 @@ def context(state: TrainState | None = None) -> Context:
 
 
 def train(manager: CallbackManager, ctx: Context, steps: int, event: str = "on_train_step_end") -> None:
-    """Run so many steps, each of which is completed just before `event` is fired."""
+    """Run this many steps, each of which is completed just before `event` is fired."""
     for _ in range(steps):
         ctx.step += 1
         ctx.state.timestamp = ctx.state.timestamp.next_batch()
@@ -69,7 +69,7 @@ def test_the_table_shows_which_handlers_are_called_when_and_where() -> None:
     ]
 
 
-def test_the_printed_table_says_each_event_once() -> None:
+def test_the_printed_table_shows_each_event_s_name_once() -> None:
     manager = CallbackManager([Monitor(), Board()])
     manager.register("on_train_step_end", lambda ctx: None, name="tick")
     assert str(manager.call_sheet()).splitlines() == [
@@ -81,7 +81,7 @@ def test_the_printed_table_says_each_event_once() -> None:
     ]
 
 
-def test_an_empty_table_says_so() -> None:
+def test_an_empty_call_sheet_prints_that_it_is_empty() -> None:
     assert str(CallSheet()).splitlines()[1] == "no handlers"
     assert CallbackManager().call_sheet().rows() == []
 
@@ -124,7 +124,7 @@ def test_the_short_form_leaves_out_columns_that_are_the_default_everywhere() -> 
 
 
 @pytest.mark.parametrize(("number", "is_cut"), [(19, False), (20, True), (300, True)])
-def test_the_short_form_fits_on_a_screen(number: int, is_cut: bool) -> None:
+def test_the_short_form_has_at_most_20_lines_of_80_characters(number: int, is_cut: bool) -> None:
     manager = CallbackManager()
     for i in range(number):
         name = f"a_function_with_a_long_name_{i}"
@@ -138,7 +138,7 @@ def test_the_short_form_fits_on_a_screen(number: int, is_cut: bool) -> None:
 # --- phases ---
 
 
-def test_phases_are_in_order_and_within_one_the_order_of_addition() -> None:
+def test_handlers_are_ordered_by_phase_and_within_a_phase_by_addition() -> None:
     manager = CallbackManager()
     recorded: list[str] = []
     for turn in ("first", "second"):
@@ -159,7 +159,7 @@ def test_the_order_is_a_stable_sort_by_phase(phases: list[Any]) -> None:
     assert [row[1] for row in manager.call_sheet().rows()] == [phase for phase, _ in recorded]
 
 
-def test_a_methods_own_phase_overrides_the_classs_and_a_given_one_both() -> None:
+def test_a_method_s_phase_overrides_the_class_s_and_a_phase_given_to_register_overrides_both() -> None:
     @at("save")
     def saves(ctx: Context) -> None: ...
 
@@ -186,7 +186,7 @@ def due(
     return recorded
 
 
-def test_every_hundredth_step() -> None:
+def test_an_interval_in_batches_is_due_at_its_multiples() -> None:
     assert due("100ba", 350) == [100, 200, 300]
     assert due(3, 10) == [3, 6, 9]
     assert due("1ba", 3) == [1, 2, 3]
@@ -200,33 +200,33 @@ def test_a_resumed_run_is_called_at_the_same_steps(interval: int, start: int, st
     assert due(interval, steps, state=state) == expected
 
 
-def test_at_end_is_called_also_when_the_run_is_complete() -> None:
+def test_at_end_adds_a_call_when_the_run_is_complete() -> None:
     duration = TrainState(max_duration=Time("25ba"))
     assert due(Interval("10ba", at_end=True), 25, state=duration) == [10, 20, 25]
     assert due(Interval("10ba"), 25, state=TrainState(max_duration=Time("25ba"))) == [10, 20]
 
 
-def test_at_end_is_called_once_if_the_interval_ends_there_and_once_beyond() -> None:
+def test_at_end_adds_no_second_call_at_the_end_or_beyond_it() -> None:
     assert due(Interval("5ba", at_end=True), 10, state=TrainState(max_duration=Time("10ba"))) == [5, 10]
     assert due(Interval("8ba", at_end=True), 13, state=TrainState(max_duration=Time("10ba"))) == [8, 10]
 
 
-def test_at_end_means_nothing_where_no_duration_is_known() -> None:
+def test_at_end_has_no_effect_if_the_duration_is_unknown() -> None:
     assert due(Interval("4ba", at_end=True), 9) == [4, 8]
 
 
-def test_a_fraction_of_the_run() -> None:
+def test_an_interval_that_is_a_fraction_of_the_run_is_due_at_its_multiples() -> None:
     assert due("0.25dur", 8, state=TrainState(max_duration=Time("8ba"))) == [2, 4, 6, 8]
 
 
-def test_a_fraction_of_a_resumed_run_counts_from_its_own_start() -> None:
+def test_a_fraction_in_a_resumed_run_counts_from_where_it_resumed() -> None:
     began = Timestamp(batch=5)
     state = TrainState(max_duration=Time("8ba"), timestamp=began, baseline=began)
     assert due("0.25dur", 3, state=state) == [6, 8]
 
 
 class Halves(Callback):
-    """Is called at every half of the run, whose length must be known."""
+    """Is called at every half of the run, which needs a known duration."""
 
     def __init__(self, on_error: Any) -> None:
         self.on_error = on_error
@@ -256,7 +256,7 @@ def test_a_fraction_of_an_unknown_duration_is_rejected_before_the_run_begins(on_
 
 
 @pytest.mark.parametrize("on_error", ["raise", "isolate"])
-def test_a_fraction_of_an_unknown_duration_is_rejected_also_during_a_run(on_error: str) -> None:
+def test_a_fraction_of_an_unknown_duration_is_rejected_during_a_run_too(on_error: str) -> None:
     manager = CallbackManager()
     ctx = context()
     manager.open(ctx)
@@ -266,13 +266,13 @@ def test_a_fraction_of_an_unknown_duration_is_rejected_also_during_a_run(on_erro
     train(manager, ctx, 2)
 
 
-def test_a_fraction_of_an_unknown_duration_in_a_loop_that_never_opened_is_an_error_at_the_event() -> None:
+def test_a_fraction_of_an_unknown_duration_is_an_error_at_the_event_if_no_run_was_opened() -> None:
     manager = CallbackManager([Halves("isolate")])
     with pytest.raises(ConfigError, match=r"'every 0\.5dur' needs a known max_duration; give the run one"):
         train(manager, context(), 1)
 
 
-def test_on_other_events_an_interval_compares_with_the_previous_call() -> None:
+def test_an_interval_is_due_if_a_multiple_was_passed_since_the_previous_call() -> None:
     manager = CallbackManager()
     ctx = context()
     recorded: list[int] = []
@@ -284,7 +284,7 @@ def test_on_other_events_an_interval_compares_with_the_previous_call() -> None:
     assert recorded == [13, 22, 45]
 
 
-def test_every_event_of_one_callback_has_its_own_count() -> None:
+def test_an_interval_is_counted_separately_for_each_event_of_a_callback() -> None:
     class Both(Callback):
         @every("2ba")
         def on_event(self, ctx: Context) -> None:
@@ -300,7 +300,7 @@ def test_every_event_of_one_callback_has_its_own_count() -> None:
     assert recorded == [("on_train_step_end", 2), ("on_log", 2), ("on_train_step_end", 4), ("on_log", 4)]
 
 
-def test_the_same_time_twice_is_called_once() -> None:
+def test_an_event_fired_twice_at_one_timestamp_is_due_only_once() -> None:
     manager = CallbackManager()
     ctx = context()
     recorded: list[int] = []
@@ -362,7 +362,7 @@ def test_a_second_run_counts_from_zero(interval: str, expected: list[int]) -> No
     assert recorded == expected * 2
 
 
-def test_what_is_not_due_draws_and_fails_nothing() -> None:
+def test_a_handler_that_is_not_due_is_not_called() -> None:
     manager = CallbackManager()
     manager.register("on_train_step_end", lambda ctx: 1 // 0, every="3ba")
     ctx = context()
@@ -410,7 +410,7 @@ def test_an_isolated_failure_is_logged_and_training_continues(caplog: pytest.Log
     assert ctx.event is None
 
 
-def test_three_failures_in_a_row_switch_it_off_loudly(caplog: pytest.LogCaptureFixture) -> None:
+def test_three_failures_in_a_row_disable_a_callback_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     recorded: list[int] = []
     manager = CallbackManager([Fails(recorded, True, True, False, *[True] * 3)])
     ctx = context()
@@ -424,7 +424,7 @@ def test_three_failures_in_a_row_switch_it_off_loudly(caplog: pytest.LogCaptureF
     assert len(caplog.records) == 6
 
 
-def test_all_methods_of_what_is_switched_off_are_silent() -> None:
+def test_no_method_of_a_disabled_callback_is_called() -> None:
     class Two(Fails):
         def on_log(self, ctx: Context) -> None:
             recorded.append(-1)
@@ -434,12 +434,12 @@ def test_all_methods_of_what_is_switched_off_are_silent() -> None:
     ctx = context()
     train(manager, ctx, 3)
     manager.fire("on_log", ctx)
-    manager.register("on_log", lambda ctx: None)  # compiled again
+    manager.register("on_log", lambda ctx: None)  # the table is compiled again
     manager.fire("on_log", ctx)
     assert recorded == []
 
 
-def test_a_success_of_another_method_breaks_the_row() -> None:
+def test_a_success_of_another_method_resets_the_count_of_failures() -> None:
     class Two(Fails):
         def on_log(self, ctx: Context) -> None: ...
 
@@ -452,7 +452,7 @@ def test_a_success_of_another_method_breaks_the_row() -> None:
     assert recorded == [5]
 
 
-def test_one_that_is_switched_off_leaves_others_of_its_class_alone() -> None:
+def test_disabling_a_callback_does_not_disable_other_instances_of_its_class() -> None:
     off: list[int] = []
     on: list[int] = []
     manager = CallbackManager([Fails(off, *[True] * 3), Fails(on)])
@@ -461,7 +461,9 @@ def test_one_that_is_switched_off_leaves_others_of_its_class_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
-def test_isolation_swallows_no_way_out(kind: type[BaseException], caplog: pytest.LogCaptureFixture) -> None:
+def test_isolation_does_not_swallow_system_exit_and_keyboard_interrupt(
+    kind: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
     def leave(ctx: Context) -> None:
         raise kind
 
@@ -473,7 +475,7 @@ def test_isolation_swallows_no_way_out(kind: type[BaseException], caplog: pytest
     assert caplog.records == []
 
 
-def test_inline_callbacks_raise_unless_they_say_otherwise() -> None:
+def test_errors_of_inline_callbacks_are_raised_by_default() -> None:
     manager = CallbackManager()
     manager.register("on_log", lambda ctx: 1 // 0)
     with pytest.raises(ZeroDivisionError):
@@ -523,25 +525,25 @@ def test_report_and_restore_handlers_are_called_after_an_error(phase: str, expec
 
 
 @pytest.mark.parametrize("event", ["on_run_end", "on_exception"])
-def test_all_handlers_of_the_end_are_called_after_an_error(event: str) -> None:
+def test_all_handlers_of_run_end_and_exception_are_called_after_an_error(event: str) -> None:
     assert failing("change", event)[0] == ["change fails", *PHASES]
 
 
-def test_a_second_error_is_logged_and_the_first_comes_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_error_is_logged_and_the_first_is_raised(caplog: pytest.LogCaptureFixture) -> None:
     recorded, error = failing("decide", "on_log", also="report")
     assert recorded == ["change", "measure", "decide fails", "report fails", "report", "restore"]
     assert "failed as well at on_log: the second" in caplog.text
     assert isinstance(error, ValueError)
 
 
-def test_the_error_says_whose_it_is() -> None:
+def test_a_note_on_the_error_names_the_callback_the_event_and_the_step() -> None:
     _, error = failing("decide", "on_log")
     (note,) = error.__notes__
     assert note.startswith("raised by callback failing.<locals>.fail (test_call_sheet.py:")
     assert note.endswith(") at on_log, step 7, rank 0")
 
 
-def test_the_error_that_comes_out_is_the_one_that_was_raised() -> None:
+def test_the_raised_error_is_the_handler_s_own_without_a_context() -> None:
     mine = ValueError("mine")
 
     def fail(ctx: Context) -> None:
@@ -555,7 +557,7 @@ def test_the_error_that_comes_out_is_the_one_that_was_raised() -> None:
     assert caught.value.__context__ is None
 
 
-def test_report_and_restore_handlers_are_called_after_an_interruption_too() -> None:
+def test_report_and_restore_handlers_are_called_after_an_interruption() -> None:
     def interrupt(ctx: Context) -> None:
         raise KeyboardInterrupt
 
@@ -569,7 +571,7 @@ def test_report_and_restore_handlers_are_called_after_an_interruption_too() -> N
     assert recorded == ["restore"]
 
 
-def test_a_report_that_is_not_due_is_not_called_after_an_error_either() -> None:
+def test_a_report_handler_that_is_not_due_is_not_called_after_an_error() -> None:
     manager = CallbackManager()
     recorded: list[str] = []
     manager.register("on_train_step_end", lambda ctx: 1 // 0)
@@ -582,7 +584,7 @@ def test_a_report_that_is_not_due_is_not_called_after_an_error_either() -> None:
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
-def test_all_handlers_of_the_end_are_called_even_if_one_is_removed_meanwhile(
+def test_all_handlers_of_run_end_are_called_although_two_of_them_raise(
     kind: type[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:
     def leave(ctx: Context) -> None:
@@ -650,7 +652,7 @@ def test_checking_rejects_a_callback_that_draws_random_numbers_without_declaring
 
 
 @pytest.mark.parametrize("phase", ["change", "restore"])
-def test_what_means_to_change_training_may_draw(phase: Any) -> None:
+def test_handlers_in_phases_change_and_restore_may_draw_random_numbers(phase: Any) -> None:
     manager = CallbackManager(checking=True)
     manager.register("on_log", lambda ctx: torch.rand(()), phase=phase)
     manager.register("on_log", lambda ctx: None)
@@ -663,4 +665,4 @@ def test_checking_also_rejects_an_isolated_handler_that_draws_random_numbers() -
     with pytest.raises(CallsheetError, match="drew random numbers"):
         manager.fire("on_log", context())
     with pytest.raises(CallsheetError, match="drew random numbers"):
-        manager.fire("on_log", context())  # and counts as no failure of its own
+        manager.fire("on_log", context())  # the rejection does not count as a failure of the callback

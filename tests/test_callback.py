@@ -77,7 +77,7 @@ def test_the_label_is_the_name_or_the_class() -> None:
     assert label_of(Plain()) == "Plain"
 
 
-def test_a_callback_may_call_anything_its_label() -> None:
+def test_a_callback_may_use_the_attribute_label_for_anything() -> None:
     class Digits(Callback):
         def __init__(self, label: int) -> None:
             self.label = label
@@ -86,12 +86,12 @@ def test_a_callback_may_call_anything_its_label() -> None:
     assert label_of(Digits(3)) == "Digits"
 
 
-def test_a_callback_keeps_no_state_unless_it_says_so() -> None:
+def test_a_callback_has_no_state_by_default() -> None:
     assert Plain().state_dict() == {}
     Plain().load_state_dict({"x": 1})
 
 
-def test_the_words_have_defaults_that_cost_nothing() -> None:
+def test_the_settings_of_a_callback_have_neutral_defaults() -> None:
     plain = Plain()
     assert (plain.phase, plain.ranks, plain.lane, plain.on_error) == ("measure", "all", "inline", None)
     assert (plain.collective, plain.draws_random, plain.keep_fields, plain.snapshot_fields) == (False, False, (), ())
@@ -100,7 +100,7 @@ def test_the_words_have_defaults_that_cost_nothing() -> None:
 # --- decorators ---
 
 
-def test_decorators_write_marks_in_any_order() -> None:
+def test_decorators_can_be_applied_in_any_order() -> None:
     @every("10ba")
     @at("decide")
     @rank_zero_only
@@ -116,7 +116,7 @@ def test_decorators_write_marks_in_any_order() -> None:
     assert marks(print) == Marks()
 
 
-def test_a_bare_number_counts_batches_and_at_end_is_kept() -> None:
+def test_a_bare_number_in_every_means_batches() -> None:
     @every(100, at_end=True)
     def method(ctx: Context) -> None: ...
 
@@ -126,14 +126,14 @@ def test_a_bare_number_counts_batches_and_at_end_is_kept() -> None:
 
 
 @pytest.mark.parametrize("given", ["", "often", 0, "-1ba"])
-def test_an_interval_that_is_none_is_rejected_where_it_is_written(given: str | int) -> None:
+def test_an_invalid_interval_is_rejected_by_the_decorator(given: str | int) -> None:
     def on_log(ctx: Context) -> None: ...
 
     with pytest.raises(RegistrationError, match=r"on_log, test_callback.py:\d+\)"):
         every(given)(on_log)
 
 
-def test_an_unknown_phase_is_rejected_where_it_is_written() -> None:
+def test_an_unknown_phase_is_rejected_by_the_decorator() -> None:
     def on_log(ctx: Context) -> None: ...
 
     with pytest.raises(
@@ -145,7 +145,9 @@ def test_an_unknown_phase_is_rejected_where_it_is_written() -> None:
 @pytest.mark.parametrize(
     ("decorate", "variable"), [(rank_zero_only, "RANK"), (local_rank_zero_only, "LOCAL_RANK")], ids=["zero", "local_zero"]
 )
-def test_a_gated_function_reads_the_rank_at_the_call(monkeypatch: pytest.MonkeyPatch, decorate: Any, variable: str) -> None:
+def test_a_rank_gate_reads_the_rank_when_the_function_is_called(
+    monkeypatch: pytest.MonkeyPatch, decorate: Any, variable: str
+) -> None:
     monkeypatch.setenv("RANK", "4")
     monkeypatch.setenv("LOCAL_RANK", "4")
 
@@ -160,7 +162,7 @@ def test_a_gated_function_reads_the_rank_at_the_call(monkeypatch: pytest.MonkeyP
     assert (double.__name__, double.__doc__) == ("plain", "Twice.")
 
 
-def test_ungated_takes_the_gate_off_a_method_and_leaves_it_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ungated_removes_the_gate_of_a_method_which_stays_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
 
     class Gated(Callback):
@@ -176,7 +178,7 @@ def test_ungated_takes_the_gate_off_a_method_and_leaves_it_bound(monkeypatch: py
     assert recorded == [callback]
 
 
-def test_ungated_leaves_other_wrappers_alone() -> None:
+def test_ungated_keeps_other_wrappers() -> None:
     handler = Plain().on_log
     assert ungated(handler) is handler
     assert ungated(print) is print
@@ -185,7 +187,7 @@ def test_ungated_leaves_other_wrappers_alone() -> None:
 # --- as data ---
 
 
-def test_a_spec_makes_the_same_callback_again() -> None:
+def test_building_a_spec_gives_an_equal_callback() -> None:
     callback = Counter(3, by=2)
     callback.count, callback.name = 9, "mine"
     spec = CallbackSpec.of(callback)
@@ -196,11 +198,11 @@ def test_a_spec_makes_the_same_callback_again() -> None:
     assert CallbackSpec.of(made) == spec
 
 
-def test_positional_and_named_arguments_make_one_spec() -> None:
+def test_positional_and_named_arguments_give_equal_specs() -> None:
     assert CallbackSpec.of(Counter(3)) == CallbackSpec.of(Counter(start=3))
 
 
-def test_defaults_are_left_out() -> None:
+def test_a_spec_leaves_out_arguments_that_equal_their_default() -> None:
     assert CallbackSpec.of(Plain()).to_dict() == {"class_path": f"{__name__}.Plain"}
 
 
@@ -209,7 +211,7 @@ def test_a_spec_survives_json() -> None:
     assert CallbackSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
 
 
-def test_more_named_arguments_are_passed_on() -> None:
+def test_additional_named_arguments_are_passed_to_the_constructor() -> None:
     spec = CallbackSpec.of(Open(1, x=2, y=3))
     assert spec.init_args == {"first": 1, "x": 2, "y": 3}
     made = spec.build()
@@ -217,7 +219,7 @@ def test_more_named_arguments_are_passed_on() -> None:
     assert made.all == {"first": 1, "x": 2, "y": 3}
 
 
-def test_more_positional_arguments_are_rejected() -> None:
+def test_additional_positional_arguments_are_rejected() -> None:
     with pytest.raises(
         ConfigError, match=r"Many takes \*names, which a CallbackSpec cannot hold by name; make it one argument, a list"
     ):
@@ -225,19 +227,19 @@ def test_more_positional_arguments_are_rejected() -> None:
     assert CallbackSpec.of(Many()).init_args == {}
 
 
-def test_a_name_that_the_constructor_takes_is_said_once() -> None:
+def test_a_name_that_is_a_constructor_argument_is_in_the_spec_once() -> None:
     spec = CallbackSpec.of(Named("mine"))
     assert (spec.name, spec.init_args) == ("", {"name": "mine"})
     assert label_of(spec.build()) == "mine"
 
 
-def test_a_nested_class_is_found() -> None:
+def test_a_spec_of_a_nested_class_can_be_built() -> None:
     spec = CallbackSpec.of(Outer.Inner())
     assert spec.class_path == f"{__name__}.Outer.Inner"
     assert type(spec.build()) is Outer.Inner
 
 
-def test_the_state_is_read_when_the_spec_is_made() -> None:
+def test_a_spec_has_the_state_at_the_time_it_was_made() -> None:
     callback = Counter()
     spec = CallbackSpec.of(callback)
     callback.count = 5
@@ -250,7 +252,7 @@ def test_building_without_a_state_loads_none() -> None:
     assert made.count == 4
 
 
-def test_from_dict_rejects_what_it_does_not_know() -> None:
+def test_from_dict_rejects_unknown_keys() -> None:
     with pytest.raises(ConfigError, match=r"unknown key of a callback spec 'init_arg'; did you mean 'init_args'\?"):
         CallbackSpec.from_dict({"class_path": "a.B", "init_arg": {}})
 
@@ -261,7 +263,7 @@ def test_from_dict_needs_a_class_path(data: dict[str, Any]) -> None:
         CallbackSpec.from_dict(data)
 
 
-def test_from_dict_takes_yamls_empty_values() -> None:
+def test_from_dict_accepts_empty_values_of_yaml() -> None:
     assert CallbackSpec.from_dict({"class_path": "a.B", "init_args": None, "state": None, "name": None}) == CallbackSpec("a.B")
 
 
@@ -283,12 +285,12 @@ def test_a_callback_without_a_constructor_takes_no_arguments() -> None:
 
 
 @pytest.mark.parametrize("name", ["NotOne", "context"])
-def test_build_rejects_what_is_no_callback_class(name: str) -> None:
+def test_build_rejects_a_class_path_that_is_not_a_callback_class(name: str) -> None:
     with pytest.raises(NotACallbackError, match=rf"test_callback\.{name} is not a subclass of callsheet.Callback"):
         CallbackSpec(f"{__name__}.{name}").build()
 
 
-def test_an_error_of_the_constructor_comes_out_as_it_is() -> None:
+def test_an_error_of_the_constructor_is_raised_unchanged() -> None:
     class Local(Callback):
         def __init__(self) -> None:
             raise TypeError("its own")
@@ -308,13 +310,13 @@ def test_positional_only_arguments_are_rejected() -> None:
 # --- import paths ---
 
 
-def test_import_path_finds_classes_functions_and_what_is_nested() -> None:
+def test_import_path_finds_classes_functions_and_nested_attributes() -> None:
     assert import_path("callsheet.core.callback.Callback") is Callback
     assert import_path("asyncio.run") is asyncio.run
     assert import_path("callsheet.Callback.on_log") is Callback.on_log
 
 
-def test_import_path_names_the_part_that_is_missing_and_the_nearest() -> None:
+def test_import_path_names_the_missing_part_and_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"^callsheet has no 'Calback'; did you mean 'Callback'\? \(in 'callsheet.Calback'\)$"):
         import_path("callsheet.Calback")
     with pytest.raises(ConfigError, match=r"^callsheet.core.callback.Callback has no 'on_lgo'"):
@@ -322,18 +324,18 @@ def test_import_path_names_the_part_that_is_missing_and_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("path", ["nowhere_at_all.Thing", "Thing"])
-def test_import_path_says_when_there_is_no_module(path: str) -> None:
+def test_import_path_reports_a_module_that_does_not_exist(path: str) -> None:
     with pytest.raises(ConfigError, match=rf"cannot import '{path}'"):
         import_path(path)
 
 
 @pytest.mark.parametrize("path", ["", ".Thing", "callsheet.", "callsheet..Callback"])
-def test_import_path_rejects_what_is_no_dotted_path_in_its_own_words(path: str) -> None:
+def test_import_path_rejects_text_that_is_not_a_dotted_path(path: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"{path!r} is not an import path; write one like 'package.module.Name'")):
         import_path(path)
 
 
-def test_a_module_that_misses_one_of_its_own_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_path_raises_the_import_error_of_the_imported_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "needs_another.py").write_text("import not_installed_here\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModuleNotFoundError, match="not_installed_here"):
@@ -342,7 +344,7 @@ def test_a_module_that_misses_one_of_its_own_says_which(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("name", ["on_init_end", "on_train_batch_end", "state_key", "set_params"])
-def test_a_framework_that_gets_a_callback_without_a_host_says_so(name: str) -> None:
+def test_an_attribute_that_another_framework_looks_up_raises_an_error_that_mentions_hosts(name: str) -> None:
     """Hugging Face, Lightning and Keras look these up in the callbacks that they are given."""
     with pytest.raises(
         AttributeError, match=rf"'Callback' has no attribute '{name}', because it is a callback of callsheet.*host"
@@ -360,7 +362,7 @@ def test_an_attribute_error_in_a_property_keeps_its_message() -> None:
         Broken().value  # noqa: B018
 
 
-def test_that_also_holds_for_a_property_with_the_name_of_another_frameworks_method() -> None:
+def test_an_attribute_error_in_a_property_named_like_another_framework_s_method_keeps_its_message() -> None:
     class Broken(Callback):
         @property
         def setup(self) -> int:
@@ -384,12 +386,12 @@ def test_that_also_holds_for_a_property_with_the_name_of_another_frameworks_meth
         (EarlyStopper, (), {"metric": "loss"}, "^EarlyStopper has no argument 'metric'; give monitor=...$"),
     ],
 )
-def test_a_mistaken_argument_of_a_callback_is_named_with_the_right_one(
+def test_an_unknown_argument_of_a_built_in_is_named_with_the_right_one(
     kind: Callable[..., Callback], args: tuple[str, ...], options: dict[str, str], message: str
 ) -> None:
     with pytest.raises(UnknownArgument, match=message):
         kind(*args, **options)
 
 
-def test_a_callback_whose_constructor_takes_any_argument_receives_it() -> None:
+def test_a_constructor_with_args_and_kwargs_receives_all_arguments() -> None:
     assert Open(1, every=3).all == {"first": 1, "every": 3}

@@ -80,7 +80,7 @@ def steps_in(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines() if "values" in line]
 
 
-def test_a_recipe_trains_and_says_where_everything_lies(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_runs_a_recipe_and_prints_the_paths_of_its_results(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(recipe), "--data.folder", "texts"]) == 0
     out = capsys.readouterr().out
     assert (
@@ -96,13 +96,15 @@ def test_a_recipe_trains_and_says_where_everything_lies(recipe: Path, capsys: py
     assert steps_in(Path("runs/tiny"))[-1] == 6
 
 
-def test_a_run_that_wrote_nothing_of_itself_has_no_report(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_loggers_train_writes_no_report(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe.write_text(TINY.partition("loggers:")[0] + "loggers: []\n")
     assert main(["train", str(recipe), "--data.folder", "texts", "--run_name", "silent", "--callbacks", "[]"]) == 0
     assert "report" in capsys.readouterr().out.rstrip().splitlines()[-1]
 
 
-def test_run_again_it_resumes_or_starts_again_as_requested(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_repeated_command_continues_the_run_or_starts_a_new_one_as_requested(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["train", str(recipe), "--data.folder", "texts"]
     assert main(arguments) == 0
     capsys.readouterr()
@@ -117,7 +119,7 @@ def test_run_again_it_resumes_or_starts_again_as_requested(recipe: Path, capsys:
     assert max(steps_in(Path("runs/tiny.1"))) == 9
 
 
-def test_the_resolved_configuration_repeats_the_run(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_from_the_saved_configuration_gives_the_same_losses(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(recipe), "--data.folder", "texts", "--seed", "3"]) == 0
     assert main(["train", "runs/tiny/config.yaml", "--run_name", "again"]) == 0
     first, second = (Path(f"runs/{name}/metrics.jsonl").read_text().splitlines() for name in ("tiny", "again"))
@@ -169,7 +171,7 @@ def test_events_prints_the_lifecycle(capsys: pytest.CaptureFixture[str]) -> None
     assert all(span in printed for span in lifecycle.SPANS)
 
 
-def test_as_a_module_it_says_its_version() -> None:
+def test_run_as_a_module_it_prints_its_version() -> None:
     done = subprocess.run([sys.executable, "-m", "callsheet", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == f"callsheet {__version__}"
 
@@ -183,7 +185,7 @@ def test_help_explains_the_keys(recipe: Path, capsys: pytest.CaptureFixture[str]
     assert "width of the residual stream" in printed
 
 
-def test_going_on_with_another_job_is_rejected(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resuming_with_other_settings_is_rejected(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["train", "tiny.yaml", "--data.folder", "texts"]
     assert main(arguments) == 0
     before = Path("runs/tiny/config.yaml").read_text()
@@ -192,16 +194,16 @@ def test_going_on_with_another_job_is_rejected(recipe: Path, capsys: pytest.Capt
     assert Path("runs/tiny/config.yaml").read_text() == before
 
 
-def test_a_run_without_a_checkpoint_is_set_aside(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_a_run_without_a_checkpoint_is_renamed(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("runs/tiny").mkdir(parents=True)
     Path("runs/tiny/metrics.jsonl").write_text("")
-    mark_run(Path("runs/tiny"), "tiny")  # its training had begun
+    mark_run(Path("runs/tiny"), "tiny")  # the file that marks a run whose training has begun
     assert main(["train", "tiny.yaml", "--data.folder", "texts"]) == 0
     assert "which had no checkpoint, is now runs/tiny.1; starting a new one" in capsys.readouterr().out
     assert steps_in(Path("runs/tiny"))[-1] == 6
 
 
-def test_a_set_up_that_fails_leaves_the_run_where_it_was(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_set_up_does_not_change_the_earlier_run(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["train", "tiny.yaml", "--data.folder", "texts"]
     assert main(arguments) == 0
     before = Path("runs/tiny/config.yaml").read_text()
@@ -211,7 +213,7 @@ def test_a_set_up_that_fails_leaves_the_run_where_it_was(recipe: Path, capsys: p
     assert not Path("runs/tiny.1").exists()
 
 
-def test_a_checkpoint_that_is_named_is_resumed_from_also_by_a_new_run(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_new_run_can_resume_from_a_checkpoint_of_another_run(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["train", "tiny.yaml", "--data.folder", "texts"]
     assert main(arguments) == 0
     capsys.readouterr()
@@ -225,7 +227,7 @@ def test_a_checkpoint_that_is_named_is_resumed_from_also_by_a_new_run(recipe: Pa
 # --- show ---
 
 
-def test_show_prints_the_call_sheet_and_makes_nothing(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_the_call_sheet_and_creates_no_file(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(Path().rglob("*"))
     arguments = ["tiny.yaml", "--data.folder", "nowhere", "--max_duration", "9ba", "--callbacks+=callsheet.callbacks.LRMonitor"]
     assert main(["show", *arguments]) == 0
@@ -241,7 +243,7 @@ def test_show_prints_the_call_sheet_and_makes_nothing(recipe: Path, capsys: pyte
     assert printed.endswith(f"Start it: callsheet train {' '.join(arguments)}\n")
 
 
-def test_show_prints_the_sheet_that_train_writes(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_the_call_sheet_that_train_writes(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "tiny.yaml", "--data.folder", "texts"]) == 0
     assert main(["show", "tiny.yaml", "--data.folder", "texts"]) == 0
     printed = capsys.readouterr().out
@@ -325,7 +327,7 @@ def test_runs_lists_the_runs_newest_first(three_runs: Path, capsys: pytest.Captu
     assert captured.err == ""
 
 
-def test_runs_are_sorted_as_asked(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_sorted_by_the_given_column(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def order(*arguments: str) -> list[str]:
         assert main(["runs", *arguments]) == 0
         return names_in(capsys.readouterr().out)
@@ -356,7 +358,7 @@ def test_runs_as_json_has_all_metrics(three_runs: Path, capsys: pytest.CaptureFi
     assert (bare["name"], bare["started"], bare["metrics"]) == ("bare", None, {})
 
 
-def test_runs_of_another_metric(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_can_be_sorted_by_another_metric(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "--metric", "time/batch", "--sort", "highest"]) == 0
     printed = capsys.readouterr().out
     assert names_in(printed) == ["long", "middle", "short"]
@@ -382,7 +384,7 @@ def test_runs_of_another_metric(three_runs: Path, capsys: pytest.CaptureFixture[
         (["watch", "middle", "--port", "65536"], "cannot listen on port 65536"),
     ],
 )
-def test_what_cannot_be_found_is_named(
+def test_a_folder_column_or_run_that_does_not_exist_is_named(
     three_runs: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert main(arguments) == 2
@@ -410,7 +412,7 @@ def test_runs_are_filtered(three_runs: Path, capsys: pytest.CaptureFixture[str])
     assert listed("optimizer.lr != auto") == ["long", "middle", "short"]
 
 
-def test_runs_have_the_columns_that_are_asked_for(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_have_the_requested_columns(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "--columns", "name, max_duration,last(time/batch),steps", "--sort", "max_duration"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines == [
@@ -432,14 +434,14 @@ def test_runs_have_the_columns_that_are_asked_for(three_runs: Path, capsys: pyte
         ("nonsense = 1", "there is no column 'nonsense'"),
     ],
 )
-def test_a_condition_that_cannot_be_read(
+def test_an_invalid_condition_is_rejected(
     three_runs: Path, capsys: pytest.CaptureFixture[str], condition: str, message: str
 ) -> None:
     assert main(["runs", "--where", condition]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_tags_notes_and_the_archive(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_can_be_tagged_annotated_and_archived(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mark", "short", "runs/long", "--tag", "base", "--tag", "v2", "--note", "two\nlines \x1b[31m"]) == 0
     assert capsys.readouterr().out == "runs/short: tags base v2; two?lines ?[31m\nruns/long: tags base v2; two?lines ?[31m\n"
     assert main(["mark", "short", "--untag", "base"]) == 0
@@ -469,8 +471,8 @@ def test_tags_notes_and_the_archive(three_runs: Path, capsys: pytest.CaptureFixt
     assert "the tag 'two words' is not possible" in capsys.readouterr().err
 
 
-def test_marking_a_run_does_not_revive_it(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The file with the notes is not written by the run."""
+def test_marking_a_lost_run_does_not_make_it_a_running_one(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The notes are not written by the run, so they do not count as its last write."""
     folder = three_runs / "silent"
     folder.mkdir()
     (folder / "events.jsonl").write_text('{"event": "run_start", "time": 1.0}\n')
@@ -484,7 +486,7 @@ def test_marking_a_run_does_not_revive_it(three_runs: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     "content", [b"", b"[1]", b'{"tags": 3, "note": [], "is_archived": 1}', b'{"tags": ["a b", 1]}', b"[" * 9999, b"\xff"]
 )
-def test_notes_of_another_form_are_empty(three_runs: Path, content: bytes) -> None:
+def test_an_invalid_file_of_notes_is_treated_as_empty(three_runs: Path, content: bytes) -> None:
     (three_runs / "long" / "notes.json").write_bytes(content)
     assert RunFolder.read(three_runs / "long").notes == Notes()
     assert main(["runs"]) == main(["mark", "long", "--tag", "a"]) == 0
@@ -527,7 +529,7 @@ def test_archived_runs_can_be_marked_and_deleted_by_a_pattern(three_runs: Path, 
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
-def test_a_run_is_no_folder_of_runs(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_folder_of_a_run_is_rejected_as_a_folder_of_runs(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "runs/long"]) == 2
     assert "runs/long is a run itself; give the folder that contains the runs' folders" in capsys.readouterr().err
     assert not (three_runs / "long" / ".index.sqlite").exists()
@@ -542,7 +544,7 @@ def test_a_folder_whose_name_is_not_text_is_left_out(
     assert "its name is not valid UTF-8" in caplog.text
 
 
-def test_a_run_that_is_trained_or_linked_is_not_deleted(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_training_or_is_a_link_is_not_deleted(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (three_runs / "linked").symlink_to("long")
     assert main(["delete", "short", "linked", "--yes"]) == 2
     assert "runs/linked is a link" in capsys.readouterr().err
@@ -559,13 +561,13 @@ def test_a_run_that_is_trained_or_linked_is_not_deleted(three_runs: Path, capsys
 
 
 class Terminal(io.StringIO):
-    """Standard input at which somebody sits."""
+    """Standard input of an interactive terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
-def test_a_name_cannot_give_orders_to_the_terminal(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_in_a_run_s_name_are_not_printed(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path("runs/\x1b[31mred")
     folder.mkdir(parents=True)
     (folder / "events.jsonl").write_text('{"event": "run_start", "device": "\\u001b]0;title"}\n')
@@ -575,14 +577,14 @@ def test_a_name_cannot_give_orders_to_the_terminal(recipe: Path, capsys: pytest.
     assert "\x1b" not in printed
 
 
-def test_no_runs_yet(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_folder_of_runs_has_no_runs_to_list(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("runs").mkdir()
     assert main(["runs"]) == 0
     assert capsys.readouterr().out == "there is no run in runs\n"
 
 
 @pytest.mark.parametrize("run", ["middle", "runs/middle", "runs/middle/"])
-def test_report_writes_the_page_and_says_where(three_runs: Path, capsys: pytest.CaptureFixture[str], run: str) -> None:
+def test_report_writes_the_page_and_prints_its_path(three_runs: Path, capsys: pytest.CaptureFixture[str], run: str) -> None:
     assert main(["report", run]) == 0
     printed = capsys.readouterr().out
     page = Path("runs/middle/report.html")
@@ -591,7 +593,7 @@ def test_report_writes_the_page_and_says_where(three_runs: Path, capsys: pytest.
     assert (page.parent / "trace.json").is_file()
 
 
-def test_report_writes_to_the_given_place(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_writes_to_the_given_path(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "short", "--out", "out.html"]) == 0
     assert capsys.readouterr().out.startswith("out.html (")
     assert Path("out.html").is_file()
@@ -606,7 +608,7 @@ def test_report_writes_to_the_given_place(three_runs: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     "command", ["train", "show", "events", "runs", "import", "report", "watch", "evaluate", "predict", "export", "recipes"]
 )
-def test_every_command_explains_itself_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_every_command_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         status = main([command, "--help"])
     except SystemExit as stopped:
@@ -651,7 +653,7 @@ def test_unknown_arguments_are_named(arguments: list[str], capsys: pytest.Captur
     assert f"callsheet {arguments[0]}: error: unknown arguments: {arguments[-1]}" in capsys.readouterr().err
 
 
-def test_a_reader_that_goes_away_is_no_error() -> None:
+def test_a_closed_pipe_is_not_an_error() -> None:
     done = subprocess.run(
         f"{sys.executable} -m callsheet events | head -n 1", shell=True, capture_output=True, text=True, check=True
     )

@@ -1,4 +1,4 @@
-"""The context: windows, what loops share, and what handlers may not do."""
+"""The context: windows of fields, what sibling contexts share, and what handlers may not do."""
 
 from collections.abc import Callable
 from typing import Any
@@ -53,26 +53,26 @@ def test_the_message_names_the_event_at_which_it_was_read() -> None:
         _ = ctx.grad_norm
 
 
-def test_an_unavailable_field_is_both_an_attribute_error_and_one_of_ours() -> None:
+def test_field_not_available_is_an_attribute_error_and_a_callsheet_error() -> None:
     assert issubclass(FieldNotAvailable, AttributeError)
     assert issubclass(FieldNotAvailable, CallsheetError)
     assert getattr(context(), "batch", "default") == "default"
 
 
-def test_what_is_no_field_names_the_nearest() -> None:
+def test_an_attribute_that_is_not_a_field_names_the_nearest_field() -> None:
     ctx: Any = context()
     with pytest.raises(AttributeError, match=r"the context has no field 'los'; did you mean 'loss'\?") as caught:
         _ = ctx.los
     assert not isinstance(caught.value, FieldNotAvailable)
 
 
-def test_nothing_but_fields_can_be_set() -> None:
+def test_setting_an_attribute_that_is_not_a_field_is_an_error() -> None:
     ctx: Any = context()
     with pytest.raises(AttributeError):
         ctx.nonsense = 1
 
 
-def test_none_is_a_possible_value() -> None:
+def test_a_field_can_be_none() -> None:
     ctx = context()
     ctx.batch = None
     assert ctx.has("batch")
@@ -118,7 +118,7 @@ def test_close_all_keeps_the_fields_of_every_event() -> None:
     assert all(ctx.has(name) for name in ALWAYS_AVAILABLE)
 
 
-def test_a_kept_field_stays_to_the_end_of_the_step_and_no_longer() -> None:
+def test_a_kept_field_is_available_until_the_end_of_the_step() -> None:
     ctx = context()
     ctx.kept = frozenset({"outputs"})
     ctx.outputs = 1
@@ -129,7 +129,7 @@ def test_a_kept_field_stays_to_the_end_of_the_step_and_no_longer() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in WINDOWED if FIELDS[name].kept_until])
-def test_every_field_that_can_be_kept_is_closed_at_the_end_of_its_windows_and_of_what_keeps_it(name: str) -> None:
+def test_a_kept_field_is_closed_after_the_end_of_its_windows_and_of_the_span_that_keeps_it(name: str) -> None:
     ctx = context()
     ctx.kept = frozenset({name})
     setattr(ctx, name, 1)
@@ -147,7 +147,7 @@ def test_kept_outputs_do_not_outlive_an_evaluation_step() -> None:
         assert not ctx.has("outputs"), closes
 
 
-def test_a_sibling_shares_the_run_and_not_the_windows() -> None:
+def test_a_sibling_context_shares_the_run_but_not_the_fields_with_a_window() -> None:
     ctx = context()
     ctx.step, ctx.epoch, ctx.model = 5, 2, object()
     ctx.optimizer, ctx.scheduler = object(), None
@@ -161,11 +161,11 @@ def test_a_sibling_shares_the_run_and_not_the_windows() -> None:
     assert not ctx.has("outputs")
 
 
-def test_a_sibling_made_before_the_optimizer_has_none() -> None:
+def test_a_sibling_made_before_the_optimizer_has_no_optimizer() -> None:
     assert not context().sibling().has("optimizer")
 
 
-def test_a_sibling_logs_to_the_same_place() -> None:
+def test_a_sibling_logs_to_the_same_metric_log() -> None:
     log = MetricLog()
     ctx = Context(RunInfo("test"), accumulator=log)
     ctx.log({"a/x": 1.0}, over="sum")
@@ -173,14 +173,14 @@ def test_a_sibling_logs_to_the_same_place() -> None:
     assert log.take() == {"a/x": 3.0}
 
 
-def test_a_sibling_may_have_a_log_of_its_own() -> None:
+def test_a_sibling_can_have_a_metric_log_of_its_own() -> None:
     log, other = MetricLog(), MetricLog()
     ctx = Context(RunInfo("test"), accumulator=log)
     ctx.sibling(other).log({"a/x": 2.0})
     assert (log.take(), other.take()) == ({}, {"a/x": 2.0})
 
 
-def test_logging_passes_every_word_on() -> None:
+def test_log_passes_its_arguments_to_the_metric_log() -> None:
     log = MetricLog()
     ctx = Context(RunInfo("test"), accumulator=log)
     ctx.log({"a/x": 1.0}, over="mean", weight=3)
@@ -188,8 +188,8 @@ def test_logging_passes_every_word_on() -> None:
     assert log.take() == {"a/x": 2.0}
 
 
-def test_a_context_without_a_log_swallows_nothing_else() -> None:
-    context().log({"a/x": 1.0})  # no loop reads it: nothing to do
+def test_logging_without_a_metric_log_does_nothing() -> None:
+    context().log({"a/x": 1.0})  # no loop reads the metric, so it is discarded
     context().log_table("t", ["a"], [[1]])
 
 
@@ -205,7 +205,9 @@ def test_a_context_without_a_log_swallows_nothing_else() -> None:
         (lambda ctx: ctx.log_images("i", ("x",)), "log_images", {"name": "i", "images": ["x"]}),
     ],
 )
-def test_what_goes_to_loggers(call: Callable[[Context], None], method: str, payload: dict[str, Any]) -> None:
+def test_hyperparameters_tables_and_images_are_sent_to_loggers(
+    call: Callable[[Context], None], method: str, payload: dict[str, Any]
+) -> None:
     recorded: list[tuple[str, Context, dict[str, Any]]] = []
 
     def line(method: str, ctx: Context, /, **payload: Any) -> None:
@@ -216,7 +218,7 @@ def test_what_goes_to_loggers(call: Callable[[Context], None], method: str, payl
     assert recorded == [(method, ctx, payload)]
 
 
-def test_a_file_goes_to_loggers_as_a_path() -> None:
+def test_a_file_is_sent_to_loggers_as_a_path() -> None:
     recorded: list[Any] = []
     ctx = Context(RunInfo("test"), loggers=lambda method, ctx, /, **payload: recorded.append((method, payload)))
     ctx.log_file("weights", "a/b.bin")
@@ -225,11 +227,11 @@ def test_a_file_goes_to_loggers_as_a_path() -> None:
     assert payload["path"].parts == ("a", "b.bin")
 
 
-def test_gather_alone_gives_the_one_value() -> None:
+def test_gather_on_a_single_rank_returns_its_value() -> None:
     assert context().gather(3) == [3]
 
 
-def test_gather_is_rejected_where_only_some_ranks_are() -> None:
+def test_gather_is_rejected_in_a_handler_that_runs_on_some_ranks_only() -> None:
     ctx = context()
     ctx.control.in_gate = True
     with pytest.raises(RequestRejected, match="some ranks only"):
@@ -245,7 +247,7 @@ def test_the_run_has_the_ranks_of_this_process() -> None:
     assert RunInfo("test").is_world_process_zero
 
 
-def test_the_state_knows_how_far_it_is() -> None:
+def test_the_state_has_the_elapsed_fraction_and_whether_it_is_complete() -> None:
     state = TrainState(max_duration=Time("10ba"), timestamp=Timestamp(batch=4))
     assert state.elapsed == 0.4
     assert TrainState().elapsed is None
@@ -254,19 +256,19 @@ def test_the_state_knows_how_far_it_is() -> None:
     assert TrainState(max_duration=Time("4ba"), timestamp=Timestamp(batch=4)).is_complete
 
 
-def test_a_checkpoint_is_nobodys_and_good_unless_it_says_otherwise() -> None:
+def test_by_default_a_checkpoint_was_requested_by_nobody_and_is_finite() -> None:
     info = CheckpointInfo("a", step=1, epoch=0, kind="requested")
     assert (info.requested_by, info.is_finite) == ((), True)
 
 
-def test_contexts_do_not_share_by_accident() -> None:
+def test_two_contexts_share_no_mutable_objects() -> None:
     one, other = context(), context()
     assert one.user_state is not other.user_state
     assert one.control is not other.control
     assert one.state is not other.state
 
 
-def test_values_that_are_the_same_on_all_ranks_join_the_record_at_on_log() -> None:
+def test_values_logged_at_on_log_that_are_the_same_on_all_ranks_are_added_to_the_record() -> None:
     log = MetricLog()
     ctx = Context(RunInfo("test"), accumulator=log)
     fires(ctx, Event.LOG)
@@ -280,7 +282,7 @@ def test_values_that_are_the_same_on_all_ranks_join_the_record_at_on_log() -> No
 
 
 @pytest.mark.parametrize("value", ["fast", None, [1.0, 2.0]])
-def test_what_is_no_number_does_not_join_a_record(value: object) -> None:
+def test_a_value_that_is_not_a_number_is_not_added_to_a_record(value: object) -> None:
     ctx = context()
     fires(ctx, Event.LOG)
     ctx.record = MetricsRecord(3, {})
@@ -291,6 +293,6 @@ def test_what_is_no_number_does_not_join_a_record(value: object) -> None:
 @pytest.mark.parametrize(
     ("name", "meant"), [("lr", "learning_rate"), ("logs", "record"), ("global_step", "step"), ("los", "loss")]
 )
-def test_an_unknown_field_names_the_one_that_is_meant(name: str, meant: str) -> None:
+def test_an_unknown_field_names_the_intended_one(name: str, meant: str) -> None:
     with pytest.raises(AttributeError, match=rf"^the context has no field '{name}'; did you mean '{meant}'\?$"):
         getattr(Context(RunInfo("run")), name)

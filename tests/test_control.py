@@ -1,4 +1,4 @@
-"""Requests: kept with the name of the callback, and rejected where they cannot be carried out."""
+"""Requests are kept with the name of the requesting callback, and rejected if the loop cannot carry them out."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def test_nothing_is_requested_at_first() -> None:
     assert (control.accumulation, control.load_path) == (None, None)
 
 
-def test_a_request_remembers_who_asked_and_why() -> None:
+def test_a_request_has_its_requester_and_reason() -> None:
     control = Control()
     Requester().ask(control)
     for request, what, why, kind in (
@@ -38,7 +38,7 @@ def test_a_request_remembers_who_asked_and_why() -> None:
         assert str(request) == f"Requester.ask: {why}"
 
 
-def test_the_first_to_ask_for_a_stop_is_remembered() -> None:
+def test_the_first_requester_of_a_stop_is_kept() -> None:
     control = Control()
     control.stop("first")
     control.stop("second")
@@ -68,7 +68,7 @@ def test_requests_stay_until_they_are_done() -> None:
 
 
 @pytest.mark.parametrize("last", range(len(SAVE_KINDS)))
-def test_of_several_saves_the_last_kind_is_written(last: int) -> None:
+def test_of_several_save_requests_the_kind_listed_last_is_used(last: int) -> None:
     control = Control()
     for kind in reversed(SAVE_KINDS[: last + 1]):
         control.save("x", kind=kind)
@@ -76,7 +76,7 @@ def test_of_several_saves_the_last_kind_is_written(last: int) -> None:
     assert control.save_requested.kind == SAVE_KINDS[last]
 
 
-def test_a_save_is_known_by_the_name_that_the_requester_gives() -> None:
+def test_a_save_request_has_the_requester_given_as_by() -> None:
     control = Control()
     assert not control.save_requests
     control.save("often", kind="periodic", by="saver")
@@ -87,14 +87,14 @@ def test_a_save_is_known_by_the_name_that_the_requester_gives() -> None:
     assert control.save_requests == ()
 
 
-def test_a_save_is_a_requested_one_unless_it_says_otherwise() -> None:
+def test_the_default_kind_of_a_save_is_requested() -> None:
     control = Control()
     control.save("x")
     assert control.save_requested is not None
     assert control.save_requested.kind == "requested"
 
 
-def test_an_unknown_kind_names_the_nearest_and_all() -> None:
+def test_an_unknown_kind_of_save_names_the_nearest_and_all_kinds() -> None:
     with pytest.raises(
         ConfigError,
         match=r"unknown kind of checkpoint 'bets'; did you mean 'best'\? \(one of requested, periodic, best, final, preempt\)",
@@ -102,7 +102,7 @@ def test_an_unknown_kind_names_the_nearest_and_all() -> None:
         Control().save("x", kind="bets")  # type: ignore[arg-type]  # the mistake that is tested
 
 
-def test_what_the_loop_cannot_do_is_rejected_and_leaves_nothing() -> None:
+def test_an_unsupported_request_is_rejected_and_not_kept() -> None:
     control = Control(frozenset({"save"}))
     with pytest.raises(RequestRejected, match=r"this loop does not support ctx\.control\.stop; it supports save"):
         control.stop("x")
@@ -117,7 +117,7 @@ def test_what_the_loop_cannot_do_is_rejected_and_leaves_nothing() -> None:
     assert control.save_requested is not None
 
 
-def test_a_replicated_request_is_rejected_where_only_some_ranks_are() -> None:
+def test_a_replicated_request_is_rejected_in_a_handler_that_runs_on_some_ranks_only() -> None:
     control = Control()
     control.in_gate = True
     for ask in (control.stop, control.save, control.evaluate):
@@ -128,13 +128,13 @@ def test_a_replicated_request_is_rejected_where_only_some_ranks_are() -> None:
     assert control.stop_requested is not None
 
 
-def test_a_replicated_request_is_taken_on_all_ranks() -> None:
+def test_a_replicated_request_is_accepted_in_a_handler_that_runs_on_all_ranks() -> None:
     control = Control()
     control.stop("x", replicated=True)
     assert control.stop_requested is not None
 
 
-def test_accumulation_and_loading() -> None:
+def test_the_last_accumulation_and_the_path_to_load_are_kept() -> None:
     control = Control(ALL)
     control.set_gradient_accumulation(1)
     control.set_gradient_accumulation(4)
@@ -146,14 +146,14 @@ def test_accumulation_and_loading() -> None:
     assert control.accumulation == 4
 
 
-def test_a_request_cannot_be_changed() -> None:
+def test_a_request_cannot_be_assigned() -> None:
     control = Control()
     control.stop("x")
     with pytest.raises(AttributeError):
         control.stop_requested = None  # type: ignore[misc]  # that is what is tested
 
 
-def test_pending_says_whether_there_is_anything_to_look_at() -> None:
+def test_pending_is_true_while_there_is_a_stop_save_or_evaluate_request() -> None:
     control = Control(ALL)
     seen = [control.pending]
     control.set_gradient_accumulation(2)
@@ -174,7 +174,7 @@ def test_pending_says_whether_there_is_anything_to_look_at() -> None:
     assert seen == [True, True, False]
 
 
-def test_a_misspelled_done_drops_no_stop() -> None:
+def test_done_with_an_unknown_request_does_not_clear_a_stop() -> None:
     control = Control()
     control.stop("x")
     with pytest.raises(ConfigError, match=r"there is no request 'saev'; did you mean 'save'\?"):
@@ -208,6 +208,6 @@ def test_in_the_loop_of_a_host_an_unsupported_request_is_logged_once(caplog: pyt
 
 
 @pytest.mark.parametrize("declared", [{"requests": ("halt",)}, {"required_fields": ("modle",)}])
-def test_a_wrong_declaration_is_rejected(declared: dict[str, Any]) -> None:
+def test_a_declaration_with_an_unknown_request_or_field_is_rejected(declared: dict[str, Any]) -> None:
     with pytest.raises(RegistrationError, match=r"ctx\.control\.halt|called 'modle'; did you mean 'model'"):
         CallbackManager([type("Wrong", (Callback,), declared)()])

@@ -27,7 +27,7 @@ def on_each(*size: int) -> list[Tensor]:
 
 
 def test_fake_tensors_on_several_devices_cannot_be_stacked() -> None:
-    """So the tests below can fail."""
+    """This shows that the tests below can fail."""
     with pytest.raises(FakeTensorDeviceMismatchError):
         torch.stack(on_each())
 
@@ -45,7 +45,7 @@ def test_tensors_on_one_device_are_not_copied() -> None:
 @pytest.mark.parametrize("over", ["mean", "sum"])
 @pytest.mark.parametrize("size", [(), (3,)])
 @pytest.mark.parametrize("is_weighted", [False, True])
-def test_the_values_of_a_metric(over: str, size: tuple[int, ...], is_weighted: bool) -> None:
+def test_values_of_a_metric_on_several_devices_are_reduced_on_one(over: str, size: tuple[int, ...], is_weighted: bool) -> None:
     series = Series(over, "mean")  # type: ignore[arg-type]
     weights = on_each()[1:] + on_each()[:1] if is_weighted else [None] * len(DEVICES)
     for value, weight in zip(on_each(*size), weights, strict=True):
@@ -57,7 +57,7 @@ def test_the_values_of_a_metric(over: str, size: tuple[int, ...], is_weighted: b
     assert total.shape == torch.Size(size)
 
 
-def test_the_gradient_norms_of_a_model_on_several_devices() -> None:
+def test_gradient_norms_of_a_model_on_several_devices_are_computed() -> None:
     order, norms = _norms([*on_each(4), *on_each(2, 2)])
     assert order == [0, 3, 1, 4, 2, 5]
     assert norms.shape == (6,)

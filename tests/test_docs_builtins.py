@@ -1,4 +1,4 @@
-"""What the docs say of each built-in is what the code has: its options with their defaults, its metrics with their units."""
+"""The docs of each built-in agree with the code: its options with their defaults, its metrics with their units."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PATTERNS = {
 """What a name in angle brackets is in the runs here, as a regular expression."""
 
 
-# --- what the docs say ---
+# --- reading the docs ---
 
 
 def sections(page: Path) -> Iterator[tuple[str, str]]:
@@ -57,12 +57,12 @@ def sections(page: Path) -> Iterator[tuple[str, str]]:
 
 
 def folder_of(name: str) -> Path:
-    """The folder of the pages about built-ins of this kind."""
+    """Return the folder of the pages about built-ins of this kind."""
     return DOCS / ("loggers" if name in loggers.__all__ else "builtins")
 
 
 def section_of(name: str) -> str:
-    """The text about a built-in: the only section in the pages of its kind that has its name as heading."""
+    """Return the text about a built-in: the only section in the pages of its kind that has its name as heading."""
     found = [text for page in folder_of(name).glob("*.md") for heading, text in sections(page) if heading == name]
     assert len(found) == 1, f"the pages in {folder_of(name)} have {len(found)} sections about {name}"
     return found[0]
@@ -77,7 +77,7 @@ def tables(text: str, *head: str) -> Iterator[list[str]]:
 
 
 def options_in(text: str) -> list[tuple[str, str]]:
-    """The options in a section with their defaults, which the table gives as Python expressions."""
+    """Return the options in a section with their defaults, which the table gives as Python expressions."""
     found = []
     for option, default, meaning in tables(text, "option", "default", "meaning"):
         name = re.fullmatch(r"`(\w+)`", option)
@@ -89,13 +89,13 @@ def options_in(text: str) -> list[tuple[str, str]]:
 
 @dataclass
 class Row:
-    """One of a table of metrics."""
+    """A row of a table of metrics."""
 
     names: list[str]
     unit: str
 
     def documents(self, metric: str) -> bool:
-        """Whether it is about the metric."""
+        """Return whether the row documents the metric."""
         return any(re.fullmatch(pattern(name), metric) for name in self.names)
 
 
@@ -106,7 +106,7 @@ def pattern(name: str) -> str:
 
 
 def rows(text: str) -> list[Row]:
-    """The tables of metrics in a section; their rows hold nothing but full names before the unit."""
+    """Return the rows of the tables of metrics in a section. The cell before the unit holds only full names."""
     found = []
     for names, unit, meaning in tables(text, "metric"):
         assert re.fullmatch(r"`[^`]+`(, `[^`]+`)*", names), f"{names!r}: full names, each in backticks"
@@ -116,11 +116,11 @@ def rows(text: str) -> list[Row]:
     return found
 
 
-# --- what the code has ---
+# --- reading the code ---
 
 
 def constructor(name: str) -> list[tuple[str, str]]:
-    """The options of a built-in with their defaults, in order."""
+    """Return the options of a built-in with their defaults, in order."""
     kind: type[Callback] = getattr(callbacks if name in callbacks.__all__ else loggers, name)
     if kind.__init__ is Callback.__init__:
         return []
@@ -130,7 +130,7 @@ def constructor(name: str) -> list[tuple[str, str]]:
 
 
 class NextToken(Task):
-    """Batches that count tokens."""
+    """A task whose batches have a number of tokens."""
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         outputs: Tensor = model(batch["input_ids"])
@@ -144,7 +144,7 @@ class NextToken(Task):
 
 
 def tokens(folder: Path, callbacks: CallbackManager, resume: str | None = None) -> Trainer:
-    """A run in which tokens are counted."""
+    """Return a trainer that counts tokens."""
     with torch.random.fork_rng(devices=[]):
         model = nn.Sequential(nn.Embedding(16, 4), nn.Linear(4, 16))
     data = [{"input_ids": torch.arange(12).reshape(2, 6) % 16}] * 4
@@ -166,7 +166,7 @@ def tokens(folder: Path, callbacks: CallbackManager, resume: str | None = None) 
 
 
 def logged(trainer: MakesTrainer, folder: Path, *held: Callback) -> set[str]:
-    """The names of all that the records of a run hold."""
+    """Return the names of all metrics in the records of a run."""
     memory = InMemoryLogger()
     with trainer(folder, CallbackManager([*held, memory])) as made:
         made.fit()
@@ -174,20 +174,20 @@ def logged(trainer: MakesTrainer, folder: Path, *held: Callback) -> set[str]:
 
 
 def logged_on_a_rank(built_in: str, folder: str) -> set[str]:
-    """The same, on one of several ranks."""
+    """Return the names of all metrics in the records of a run on several ranks."""
     return logged(small_trainer, Path(folder), getattr(callbacks, built_in)())
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """What the Trainer itself logs."""
+    """Return the names of the metrics that the Trainer itself logs."""
     return set().union(*(logged(trainer, tmp_path_factory.mktemp("plain")) for trainer in (small_trainer, tokens)))
 
 
-# --- that they agree ---
+# --- comparing both ---
 
 
-def test_the_table_of_options_has_those_of_the_constructor_with_their_defaults(built_in: str) -> None:
+def test_the_table_of_options_has_all_options_of_the_constructor_with_their_defaults(built_in: str) -> None:
     text = section_of(built_in)
     assert options_in(text) == constructor(built_in)
     assert ("has no options" in text) == (not constructor(built_in))
@@ -195,8 +195,8 @@ def test_the_table_of_options_has_those_of_the_constructor_with_their_defaults(b
 
 def test_a_section_has_a_table_of_metrics_or_says_that_there_are_none(built_in: str) -> None:
     text = section_of(built_in)
-    if built_in in loggers.__all__:  # these write what others log
-        assert "metrics records" in what_a_logger_writes(text)
+    if built_in in loggers.__all__:  # these only write what other callbacks log
+        assert "metrics records" in outputs_of_a_logger(text)
     else:
         assert bool(rows(text)) != ("logs no metrics" in text)
 
@@ -207,18 +207,18 @@ def test_a_section_has_an_example(built_in: str) -> None:
     assert any(re.search(rf"\b{built_in}\(|\({built_in}\):", example) for example in examples)
 
 
-def what_a_logger_writes(text: str) -> dict[str, str]:
-    """What a section says about the places of metrics records, tables and so on, by these names."""
+def outputs_of_a_logger(text: str) -> dict[str, str]:
+    """Return where a logger writes metrics records, tables and so on, according to its section. The keys are these names."""
     found: dict[str, str] = {}
     for what, where, *_ in [*tables(text, "what", "where"), *tables(text, "what", "method to override")]:
         found |= dict.fromkeys(what.split(", "), where)
     return found
 
 
-def test_the_table_of_a_logger_says_what_it_does_not_write(built_in: str) -> None:
+def test_the_table_of_a_logger_lists_what_it_does_not_write(built_in: str) -> None:
     if built_in not in loggers.__all__ or built_in == "Logger":  # the base class writes nothing
         return
-    kind, where = getattr(loggers, built_in), what_a_logger_writes(section_of(built_in))
+    kind, where = getattr(loggers, built_in), outputs_of_a_logger(section_of(built_in))
     for what in ("hyperparameters", "tables", "images", "files"):
         method = {"tables": "log_table", "files": "log_file"}.get(what, f"log_{what}")
         is_written = getattr(kind, method) is not getattr(Logger, method)
@@ -236,10 +236,10 @@ def test_the_overview_links_to_every_built_in() -> None:
 
 
 @pytest.mark.test_all
-def test_the_metrics_of_a_built_in_are_those_in_its_table(
+def test_a_built_in_logs_exactly_the_metrics_in_its_table(
     built_in: str, subjects: Mapping[str, Subject], plain: set[str], tmp_path: Path
 ) -> None:
-    if built_in in loggers.__all__:  # loggers write what others log
+    if built_in in loggers.__all__:  # loggers only write what other callbacks log
         return
     subject, recorded = subjects[built_in], rows(section_of(built_in))
     found = logged(subject.trainer, tmp_path / "run", subject.make())
@@ -249,7 +249,7 @@ def test_the_metrics_of_a_built_in_are_those_in_its_table(
             found |= logged(trainer, tmp_path / f"{i}-{j}", partial(subject.make, **options)())
     if built_in in BETWEEN_RANKS:
         found |= run_ranks(logged_on_a_rank, 2, built_in, str(tmp_path / "ranks"))[0]
-    own = sorted(name for name in found - plain if name != "looked/step")  # which is what a function of `Lambda` logs here
+    own = sorted(name for name in found - plain if name != "looked/step")  # the function that the tests pass to `Lambda` logs it
     assert [name for name in own if not any(row.documents(name) for row in recorded)] == []
     kind: type[Callback] = getattr(callbacks, built_in)
     source = inspect.getsource(inspect.getmodule(kind) or kind) if built_in in NOT_EVERYWHERE else ""
@@ -259,7 +259,7 @@ def test_the_metrics_of_a_built_in_are_those_in_its_table(
     assert [name for name in not_logged if f'"{name.split("/")[-1].removesuffix("_per_second")}"' not in source] == []
 
 
-def test_the_metrics_of_the_trainer_are_those_in_its_table(plain: set[str]) -> None:
+def test_the_trainer_logs_exactly_the_metrics_in_its_table(plain: set[str]) -> None:
     recorded = rows(dict(sections(DOCS / "builtins" / "index.md"))["Metrics of the Trainer itself"])
     assert [name for name in sorted(plain) if not any(row.documents(name) for row in recorded)] == []
     not_logged = [
@@ -284,7 +284,7 @@ def test_the_page_for_composer_users_names_existing_options() -> None:
     assert len(seen) == 14
 
 
-def test_the_docs_name_only_what_exists() -> None:
+def test_every_heading_that_names_a_class_is_a_built_in() -> None:
     for folder, names in (("builtins", callbacks.__all__), ("loggers", loggers.__all__)):
         headings = [heading for page in (DOCS / folder).glob("*.md") for heading, _ in sections(page)]
         unknown = [name for name in headings if re.fullmatch(r"[A-Z]\w*[A-Z]\w*", name) and name not in names]

@@ -1,4 +1,4 @@
-"""Every callback class that the docs define passes the conformance checks, as a reader's own callback should."""
+"""Every callback class that the docs define passes the conformance checks."""
 
 from __future__ import annotations
 

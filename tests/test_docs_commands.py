@@ -189,7 +189,7 @@ def write_files(folder: Path) -> None:
 
 
 def small(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Work in the folder, with the small settings."""
+    """Change to the folder, and make the recipes small."""
     patch.chdir(folder)
     for name, value in SMALL.items():
         patch.setenv(name, value)
@@ -199,7 +199,7 @@ def small(patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 @pytest.fixture
 def reader(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the prepared folder for one block, and in it."""
+    """Change to a copy of the prepared folder, for one block."""
     folder = tmp_path / "reader"
     shutil.copytree(prepared, folder)
     small(monkeypatch, folder)
@@ -208,7 +208,7 @@ def reader(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 @pytest.fixture
 def other_tools(reader: Path) -> None:
-    """Adds the logs of the other tools, which these tools write."""
+    """Add logs of other tools, which these tools write themselves."""
     writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter(str(reader / "logs" / "baseline"))
     for step in (1, 2):
         writer.add_scalar("Loss/train", 1 / step, step)
@@ -321,7 +321,7 @@ def parse_module(module: str, words: list[str]) -> None:
 
 
 def parse_script(script: str, words: list[str]) -> None:
-    """The script is one of the project, and has the options."""
+    """Check that the script is one of the project, and has the options."""
     source = (ROOT / script).read_text(encoding="utf-8")
     for word in words:
         if word.startswith("-"):
@@ -332,7 +332,7 @@ def parse_pip(words: list[str]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert words[0] == "install"
     for before, word in pairwise(words):
-        if before == "-c":  # callsheet/ is the reader's clone
+        if before == "-c":  # callsheet/ stands for the reader's clone
             assert (ROOT / word.removeprefix("callsheet/")).is_file(), f"there is no file {word}"
         elif found := re.fullmatch(r"(?:\.|(?:\./)?callsheet)\[([\w,]+)\]", word):
             for extra in found[1].split(","):
@@ -434,7 +434,7 @@ def test_every_command_and_option_is_on_the_page_of_commands() -> None:
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.kind == "yaml" and block.is_run], ids=str)
-def test_yaml_is_accepted(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_yaml_block_is_accepted(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content: Any = yaml.safe_load(block.text)
     write_files(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -464,11 +464,11 @@ def test_yaml_with_a_misspelled_key_is_found(tmp_path: Path, monkeypatch: pytest
     block = next(block for block in BLOCKS if block.kind == "yaml" and "sequence_length" in block.text)
     wrong = Block(block.page, block.line, "yaml", block.text.replace("sequence_length", "sequence_lenght"))
     with pytest.raises(AssertionError):
-        test_yaml_is_accepted(wrong, tmp_path, monkeypatch)
+        test_every_yaml_block_is_accepted(wrong, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.kind == "json"], ids=str)
-def test_lines_of_json_are_json(block: Block) -> None:
+def test_every_json_block_is_valid(block: Block) -> None:
     assert [type(json.loads(line)) for line in block.text.splitlines()] == [dict] * len(block.text.splitlines())
 
 
@@ -477,13 +477,15 @@ READS_RUNS = [block for block in BLOCKS if block.kind == "py" and "from callshee
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("block", READS_RUNS, ids=str)
-def test_python_that_reads_runs_runs(block: Block, reader: Path, other_tools: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_blocks_that_read_runs_can_be_executed(
+    block: Block, reader: Path, other_tools: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     exec(compile(block.text, str(block), "exec"), {"__name__": "page"})
     assert "finished" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.kind == "py"], ids=str)
-def test_python_that_is_not_run_names_what_exists(block: Block) -> None:
+def test_python_blocks_that_are_not_executed_import_existing_names(block: Block) -> None:
     """Blocks of the kind `py` need a large model, another framework, a run or several machines. Their imports and arguments exist."""
     tree = ast.parse(block.text)
     known: dict[str, Any] = {}

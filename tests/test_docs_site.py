@@ -1,4 +1,4 @@
-"""The documentation builds as a site without warnings, loads nothing from the network, and prints what it says it prints."""
+"""The documentation builds as a site without warnings, loads nothing from the network, and shows the actual output of its code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MIGRATION_GUIDES = [page for page in sorted(DOCS.glob("howto/migrate/*.md")) if 
 
 
 def assert_same_output(shown: str, printed: str) -> None:
-    """The lines are equal, apart from the last digits of numbers with a fraction: they vary with the version of torch and the CPU."""
+    """Check that the lines are equal, apart from the last digits of fractional numbers, which vary with torch's version and the CPU."""
     assert NUMBER.sub("#", shown).splitlines() == NUMBER.sub("#", printed).splitlines()
     for a, b in zip(NUMBER.findall(shown), NUMBER.findall(printed), strict=True):
         assert math.isclose(float(a), float(b), rel_tol=0.02, abs_tol=0.002), f"the page says {a}, the code prints {b}"
@@ -109,7 +109,7 @@ def test_the_output_on_a_page_is_what_its_code_prints(
 
 @pytest.mark.parametrize("page", MIGRATION_GUIDES, ids=lambda page: page.stem)
 def test_a_migration_guide_has_code_before_and_after_and_a_table_of_names(page: Path) -> None:
-    """Both codes print the same, which the test of outputs checks; the events that the table names exist."""
+    """The events that the table names exist. That both versions of the code print the same is checked by the test of outputs."""
     sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL))
     outputs = [
         [text for _, _, title, text, _ in FENCE.findall(sections[part]) if title == "Output"] for part in ("Before", "After")

@@ -9,12 +9,12 @@ from callsheet.core.lifecycle import EVENTS
 from callsheet.errors import CallsheetError, UnknownEventError
 
 
-def test_the_members_are_the_lifecycles_events_in_its_order() -> None:
+def test_the_members_are_the_events_of_the_lifecycle_in_its_order() -> None:
     assert [event.value for event in Event] == list(EVENTS)
     assert [event.name for event in Event] == [name.removeprefix("on_").upper() for name in EVENTS]
 
 
-def test_a_member_is_the_plain_string() -> None:
+def test_a_member_equals_its_string() -> None:
     assert str.__eq__(Event.TRAIN_STEP_END, "on_train_step_end")
     assert f"{Event.LOG}" == "on_log"
     assert {"on_log": 1}[Event.LOG] == 1
@@ -25,7 +25,7 @@ def test_as_event_takes_a_name_or_a_member(given: str) -> None:
     assert as_event(given) is Event.LOG
 
 
-def test_an_unknown_event_names_the_nearest() -> None:
+def test_an_unknown_event_names_the_nearest_event() -> None:
     with pytest.raises(
         UnknownEventError, match=r"^unknown event 'on_train_stepend'; did you mean 'on_train_step_end'\?$"
     ) as caught:
@@ -43,18 +43,18 @@ def test_an_unknown_event_names_the_nearest() -> None:
         ("on_pre_optimizer_step", "on_clip_gradients_start"),  # InstructLab
     ],
 )
-def test_an_event_of_another_framework_names_ours(name: str, meant: str) -> None:
+def test_an_event_of_another_framework_names_the_callsheet_event(name: str, meant: str) -> None:
     with pytest.raises(UnknownEventError, match=f"did you mean '{meant}'"):
         as_event(name)
     with pytest.raises(UnknownEventError, match=f"did you mean '{meant}'"):
         CallbackManager([type("Theirs", (Callback,), {name: lambda self, ctx: None})()])
 
 
-def test_the_familiar_events_are_not_ours_and_lead_to_ours() -> None:
+def test_familiar_events_of_other_frameworks_map_to_callsheet_events() -> None:
     assert not set(familiar_names.EVENTS) & set(EVENTS)
     assert set(familiar_names.EVENTS.values()) <= set(EVENTS)
 
 
-def test_an_unknown_event_that_is_near_to_none_names_none() -> None:
+def test_an_unknown_event_without_a_similar_one_has_no_suggestion() -> None:
     with pytest.raises(UnknownEventError, match=r"^unknown event 'zzz'$"):
         as_event("zzz")

@@ -1,4 +1,4 @@
-"""The examples run, and do what they say."""
+"""The examples run, and do what their docstrings describe."""
 
 import json
 import re
@@ -57,7 +57,7 @@ def server() -> Iterator[Server]:
 
 
 def run_here(name: str, *arguments: str) -> None:
-    """The example as a program, in this process."""
+    """Run the example as a program, in this process."""
     before, threads = sys.argv, torch.get_num_threads()
     sys.argv = [name, *arguments]
     try:
@@ -72,7 +72,7 @@ def losses(output: str) -> list[float]:
 
 
 @pytest.mark.test_all
-def test_a_loop_of_one_s_own_runs_and_learns(tmp_path: Path) -> None:
+def test_the_hand_written_loop_reduces_its_loss(tmp_path: Path) -> None:
     command = [python(), str(EXAMPLES / "own_loop.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -85,8 +85,8 @@ def launched(script: Path, folder: Path) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.slow
-def test_many_ranks_learn_are_preempted_by_the_launcher_and_resume(tmp_path: Path) -> None:
-    """Under torchrun itself, which passes its signal on to all ranks."""
+def test_the_example_on_many_ranks_is_preempted_by_the_launcher_and_resumes(tmp_path: Path) -> None:
+    """The example runs under torchrun, which passes its signal on to all ranks."""
     long = tmp_path / "long.py"
     long.write_text((EXAMPLES / "many_ranks.py").read_text().replace('"4ep"', '"100000ep"').replace('"1ep"', '"50ba"'))
     first = launched(long, tmp_path)
@@ -106,11 +106,11 @@ def test_many_ranks_learn_are_preempted_by_the_launcher_and_resume(tmp_path: Pat
     third = launched(EXAMPLES / "many_ranks.py", tmp_path / "again")
     output, errors = third.communicate(timeout=120)
     assert third.returncode == 0, errors
-    assert output == ""  # it was done already
+    assert output == ""  # the run was complete already
 
 
 def check_collected(path: Path, *, ranks: int) -> None:
-    """What `finetune_with_callback.py` collects, and says of itself."""
+    """Check what `finetune_with_callback.py` collects, and what it records about itself."""
     collected = json.loads(path.read_text())
     assert collected["outcome"] == "finished"
     train = [record for record in collected["records"] if "train/loss" in record]
@@ -124,14 +124,17 @@ def check_collected(path: Path, *, ranks: int) -> None:
         assert {name: saved[name] for name in evaluated} == evaluated
 
 
-def test_fine_tuning_with_callbacks_of_one_s_own(
+def test_the_fine_tuning_example_with_user_callbacks_logs_and_saves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     run_here("finetune_with_callback.py", str(tmp_path))
     check_collected(tmp_path / "finetune-metrics.json", ranks=1)
     output = capsys.readouterr().out
-    assert re.findall(r"step (\d+): the largest gradient is that of model\.", output) == ["20", "40"]  # a function of an interval
+    assert re.findall(r"step (\d+): the largest gradient is that of model\.", output) == [
+        "20",
+        "40",
+    ]  # from a function that is registered with an interval
     assert "subtraction/loss" in output
     messages = [record.getMessage() for record in caplog.records if record.name == "finetune"]
     assert all(line.startswith("[arithmetic] ") for line in messages)
@@ -144,7 +147,7 @@ def test_fine_tuning_with_callbacks_of_one_s_own(
 
 
 @pytest.mark.slow
-def test_fine_tuning_on_eight_ranks_under_torchrun(tmp_path: Path) -> None:
+def test_the_fine_tuning_example_runs_on_eight_ranks_under_torchrun(tmp_path: Path) -> None:
     command = [
         python(),
         "-m",
@@ -162,7 +165,7 @@ def test_fine_tuning_on_eight_ranks_under_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.test_all
-def test_a_reporter_posts_what_the_run_does(tmp_path: Path, server: Server) -> None:
+def test_the_reporter_example_posts_the_events_of_the_run(tmp_path: Path, server: Server) -> None:
     run_here("http_reporter.py", server.url, str(tmp_path))
     records = [post for post in server.posts if post["event"] == "record"]
     assert [post["step"] for post in records if "train/loss" in post["metrics"]] == [10, 20, 30, 40]
@@ -174,19 +177,19 @@ def test_a_reporter_posts_what_the_run_does(tmp_path: Path, server: Server) -> N
 
 
 @pytest.mark.test_all
-def test_an_endpoint_that_rejects_costs_records_and_not_the_run(
+def test_an_endpoint_that_answers_with_an_error_does_not_end_the_run(
     tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     server.answer = 503
     run_here("http_reporter.py", server.url, str(tmp_path))
     assert "The run (40 steps, " in capsys.readouterr().out
-    assert 3 <= len(server.posts) <= 10  # switched off after three in a row, as soon as the training thread knows
+    assert 3 <= len(server.posts) <= 10  # disabled after three failures in a row, as soon as the training thread is notified
     assert "503" in caplog.text
     assert "HTTPReporter" in caplog.text
 
 
 @pytest.mark.slow
-def test_checkpoints_are_uploaded_by_one_of_eight_ranks_and_can_be_read_there(tmp_path: Path) -> None:
+def test_one_of_eight_ranks_uploads_the_checkpoints_which_can_be_read_remotely(tmp_path: Path) -> None:
     away = tmp_path / "away"
     run_ranks(run_here, 8, "checkpoint_upload.py", f"file://{away}", str(tmp_path), timeout=280)
     uploaded = find_checkpoints(f"file://{away}/checkpoint-upload")
@@ -215,7 +218,7 @@ def test_notifications_are_sent(tmp_path: Path, server: Server, monkeypatch: pyt
 
 
 @pytest.mark.test_all
-def test_metrics_have_the_cluster_s_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sent_metrics_have_the_cluster_s_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLUSTER_ID", "blue")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as agent:
         agent.bind(("127.0.0.1", 0))
@@ -230,7 +233,7 @@ def test_metrics_have_the_cluster_s_id(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.test_all
-def test_the_average_by_hand_finds_what_the_built_in_one_finds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_hand_written_average_has_the_losses_of_the_built_in_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_here("moving_average.py", str(tmp_path))
     found = dict(re.findall(r"^(.+?) +(validation/loss [\d.]+  test/loss [\d.]+)$", capsys.readouterr().out, re.MULTILINE))
     assert found["built-in"] == found["by hand"]

@@ -12,16 +12,16 @@ from callsheet.core.optional import load
 from callsheet.errors import MissingPackage
 
 
-def test_a_package_that_is_there() -> None:
+def test_load_imports_an_installed_package() -> None:
     assert load("json.decoder", extra="train", wanted_by="SomeLogger").JSONDecoder is not None
 
 
-def test_one_that_is_missing_is_named_with_the_command() -> None:
+def test_a_missing_package_is_named_with_the_installation_command() -> None:
     with pytest.raises(MissingPackage, match=r"SomeLogger needs no_such_thing.*pip install 'callsheet\[tracker\]'"):
         load("no_such_thing.inner", extra="tracker", wanted_by="SomeLogger")
 
 
-def test_an_error_inside_a_package_comes_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_error_inside_a_package_is_raised_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "half_installed.py").write_text("import its_own_dependency")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     with pytest.raises(ModuleNotFoundError, match="its_own_dependency") as found:
@@ -29,7 +29,7 @@ def test_an_error_inside_a_package_comes_out(tmp_path: Path, monkeypatch: pytest
     assert not isinstance(found.value, MissingPackage)
 
 
-def test_a_package_that_draws_random_numbers_when_it_is_imported_changes_nothing(
+def test_a_package_that_draws_random_numbers_at_import_does_not_change_the_random_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "draws_at_import.py").write_text("import random\nDRAWN = random.getrandbits(24)\n")
@@ -40,7 +40,7 @@ def test_a_package_that_draws_random_numbers_when_it_is_imported_changes_nothing
     assert random.getrandbits(24) == drawn
 
 
-def test_a_folder_of_that_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_with_the_package_s_name_does_not_count_as_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tracker_output").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])

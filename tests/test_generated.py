@@ -1,4 +1,4 @@
-"""What is derived from the lifecycle table is what the table says now."""
+"""Everything that is generated from the lifecycle table agrees with the table."""
 
 import importlib
 import inspect
@@ -20,7 +20,7 @@ from forked import python  # type: ignore[import-not-found]  # pytest has its fo
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_nothing_generated_is_stale() -> None:
+def test_generated_files_are_up_to_date() -> None:
     ran = subprocess.run(
         [python(), str(ROOT / "tools" / "generate.py"), "--check"], capture_output=True, text=True, check=False, cwd=ROOT
     )
@@ -38,7 +38,7 @@ def test_every_method_takes_the_context_and_does_nothing() -> None:
         assert getattr(Callback(), event)(None) is None
 
 
-def test_every_method_says_when_it_is_fired_and_what_is_available() -> None:
+def test_every_method_s_docstring_says_when_it_is_called_and_which_fields_are_available() -> None:
     for event in EVENTS:
         text = inspect.getdoc(getattr(Hooks, event)) or ""
         assert text.startswith(description(event)), event
@@ -46,14 +46,14 @@ def test_every_method_says_when_it_is_fired_and_what_is_available() -> None:
         assert (f"Available here: {fields}." in text) if fields else ("Available here" not in text), event
 
 
-def test_the_contexts_annotations_are_the_fields() -> None:
+def test_the_annotations_of_the_context_are_the_fields_of_the_table() -> None:
     written = {name: text for name, text in Context.__annotations__.items() if not name.startswith("_")}
     written["event"] = vars(Context)["event"].fget.__annotations__["return"]
     assert written == {field.name: field.type for field in FIELDS.values()}
     assert set(FIELDS) - {"event"} <= set(Context.__slots__)
 
 
-def test_the_spans_and_flags_are_the_tables() -> None:
+def test_the_spans_and_flags_are_those_of_the_table() -> None:
     assert [name for name, kind in Spans.__annotations__.items() if kind == "Span"] == list(SPANS)
     assert list(HasListeners.__annotations__) == list(EVENTS)
 

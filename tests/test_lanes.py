@@ -1,4 +1,4 @@
-"""Lanes deliver everything in order, delay the end by their deadline at most, and do not exist in a forked process."""
+"""Lanes deliver all items in order, delay the end by at most their deadline, and are inert in a forked process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from callsheet.lanes.queue import Lane, close, drain
 
 @pytest.fixture
 def gate() -> Iterator[threading.Event]:
-    """An event that is set when the test is over, so that waiting threads continue."""
+    """Yield an event that is set after the test, so that waiting threads continue."""
     event = threading.Event()
     yield event
     event.set()
@@ -28,7 +28,7 @@ def gate() -> Iterator[threading.Event]:
 def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not come true"
+        assert time.monotonic() < end, f"still not true after {seconds} seconds"
         time.sleep(0.001)
 
 
@@ -50,7 +50,7 @@ def test_everything_is_delivered_in_order_on_one_other_thread() -> None:
     close([lane])
 
 
-def test_put_and_close_at_once_after_draining_loses_nothing() -> None:
+def test_items_put_just_before_drain_and_close_are_all_delivered() -> None:
     for _ in range(20):
         done: list[int] = []
         lane = Lane("test", done.append)
@@ -61,12 +61,12 @@ def test_put_and_close_at_once_after_draining_loses_nothing() -> None:
         assert done == list(range(50))
 
 
-def test_a_lane_works_without_being_drained() -> None:
+def test_a_lane_delivers_without_a_call_of_drain() -> None:
     done: list[int] = []
     lane = Lane("test", done.append)
     lane.put(1)
     until(lambda: done == [1])
-    time.sleep(0.1)  # the dispatcher looks less often by now
+    time.sleep(0.1)  # the dispatcher checks less often by now
     lane.put(2)
     until(lambda: done == [1, 2])
     close([lane])
@@ -80,7 +80,7 @@ def test_a_lane_works_without_being_drained() -> None:
     fails=st.sets(st.integers(0, 59), max_size=10),
     sleeps=st.sets(st.integers(0, 59), max_size=5),
 )
-def test_what_is_delivered_is_what_was_put_less_what_was_counted_as_dropped(
+def test_all_items_are_delivered_in_order_or_counted_as_dropped(
     items: list[int], queue: int, overflow: Overflow, fails: set[int], sleeps: set[int]
 ) -> None:
     done: list[tuple[int, int]] = []
@@ -106,13 +106,13 @@ def test_what_is_delivered_is_what_was_put_less_what_was_counted_as_dropped(
     assert done == sorted(done)
     if overflow == "block":
         assert not lane.dropped
-    for kind in set(items):  # of each kind the newest was delivered
+    for kind in set(items):  # the newest item of each kind was delivered
         last = max(number for number, other in enumerate(items) if other == kind)
         if overflow == "latest" or last == len(items) - 1:
             assert (last, kind) in done
 
 
-def test_a_full_queue_lets_the_training_thread_wait(gate: threading.Event) -> None:
+def test_put_waits_while_the_queue_is_full(gate: threading.Event) -> None:
     begun = threading.Event()
 
     def work(item: int) -> None:
@@ -133,7 +133,7 @@ def test_a_full_queue_lets_the_training_thread_wait(gate: threading.Event) -> No
     close([lane])
 
 
-def test_a_full_queue_that_does_not_move_is_not_waited_for_forever(
+def test_put_drops_items_if_a_full_queue_makes_no_progress_until_the_deadline(
     gate: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     lane = Lane("Stuck", lambda item: gate.wait(30), LaneOptions(queue=2, deadline=0.2))
@@ -147,7 +147,7 @@ def test_a_full_queue_that_does_not_move_is_not_waited_for_forever(
 
 
 @pytest.mark.parametrize("lanes", [1, 5])
-def test_lanes_that_hang_delay_the_end_by_the_deadline_and_no_more(lanes: int, gate: threading.Event) -> None:
+def test_hung_lanes_delay_the_end_by_one_deadline_in_total(lanes: int, gate: threading.Event) -> None:
     stuck = [Lane(f"stuck {number}", lambda item: gate.wait(30)) for number in range(lanes)]
     done: list[int] = []
     well = Lane("well", done.append)
@@ -158,7 +158,7 @@ def test_lanes_that_hang_delay_the_end_by_the_deadline_and_no_more(lanes: int, g
     well.put(1)
     began = time.monotonic()
     left = drain([*stuck, well], 1.0)
-    assert 1.0 <= time.monotonic() - began < 4  # five, if each lane were waited for in turn
+    assert 1.0 <= time.monotonic() - began < 4  # it would be five if the lanes were waited for one after the other
     assert [str(each) for each in left] == [f"stuck {number}: 1 waiting, and one has not returned" for number in range(lanes)]
     assert done == [1]
     close([*stuck, well])
@@ -181,7 +181,7 @@ def test_system_exit_ends_neither_the_lane_nor_the_process(caplog: pytest.LogCap
     close([lane])
 
 
-def test_a_closed_lane_takes_nothing() -> None:
+def test_a_closed_lane_ignores_new_items() -> None:
     done: list[int] = []
     lane = Lane("test", done.append)
     close([lane])
@@ -204,7 +204,7 @@ def test_the_thread_ends_when_the_lane_is_closed() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_in_a_forked_child_lanes_are_inert_and_empty(gate: threading.Event) -> None:
+def test_in_a_forked_child_the_parent_s_lanes_are_inert_and_empty(gate: threading.Event) -> None:
     begun = threading.Event()
 
     def work(item: int) -> None:
@@ -216,7 +216,7 @@ def test_in_a_forked_child_lanes_are_inert_and_empty(gate: threading.Event) -> N
         lane.put(item)
     assert begun.wait(10)
     child = os.fork()
-    if not child:  # no assertion leaves this branch: it would run the rest of the tests twice
+    if not child:  # this branch raises no assertion error: the child would run the rest of the tests
         lane.put(1)
         fine = lane.is_inert and lane.waiting == 0 and drain([lane], 5) == []
         done: list[int] = []
@@ -226,13 +226,15 @@ def test_in_a_forked_child_lanes_are_inert_and_empty(gate: threading.Event) -> N
         os._exit(0 if fine else 1)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-    assert lane.waiting == 9  # the parent's has lost nothing
+    assert lane.waiting == 9  # the parent's lane still has its items
     gate.set()
     assert drain([lane], 10) == []
     close([lane])
 
 
-def test_one_that_burns_the_interpreter_is_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_callback_that_uses_much_processor_time_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("callsheet.lanes.load_warnings._BUSY_CHECK_SECONDS", 0.05)
 
     def burn(item: int) -> None:
@@ -252,7 +254,7 @@ def test_one_that_burns_the_interpreter_is_named_once(monkeypatch: pytest.Monkey
     assert "callsheet.Process" in named[0]
 
 
-def test_memory_is_bounded_by_the_queue(gate: threading.Event) -> None:
+def test_the_number_of_waiting_items_is_bounded_by_the_queue(gate: threading.Event) -> None:
     lane = Lane("test", lambda item: gate.wait(30), LaneOptions(queue=100, overflow="drop_oldest"))
     for item in range(100_000):
         lane.put(item)
@@ -262,13 +264,13 @@ def test_memory_is_bounded_by_the_queue(gate: threading.Event) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"queue": 0}, {"queue": 1.5}, {"queue": True}, {"overflow": "drop"}, {"deadline": 0}])
-def test_bad_options(wrong: dict[str, object]) -> None:
+def test_invalid_lane_options_are_rejected(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         LaneOptions(**wrong)  # type: ignore[arg-type]  # that is what is tested
 
 
 class Odd:
-    """Equal to all of its kind, and unwilling to be compared."""
+    """Raises an error if it is compared."""
 
     def __eq__(self, other: object) -> bool:
         raise RuntimeError("not to be compared")
@@ -277,7 +279,7 @@ class Odd:
 
 
 @pytest.mark.parametrize("overflow", ["drop_oldest", "latest"])
-def test_items_are_distinguished_without_being_compared(overflow: Overflow, gate: threading.Event) -> None:
+def test_items_are_distinguished_by_identity_and_not_by_equality(overflow: Overflow, gate: threading.Event) -> None:
     begun, done = threading.Event(), []
 
     def work(item: object) -> None:
@@ -299,7 +301,7 @@ def test_items_are_distinguished_without_being_compared(overflow: Overflow, gate
 
 
 @pytest.mark.test_all
-def test_one_that_never_gets_to_the_end_of_its_queue_is_named_too(
+def test_a_busy_callback_is_logged_although_its_queue_is_never_empty(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("callsheet.lanes.load_warnings._BUSY_CHECK_SECONDS", 0.05)
@@ -318,12 +320,12 @@ def test_one_that_never_gets_to_the_end_of_its_queue_is_named_too(
 
 
 @pytest.mark.parametrize("overflow", ["block", "drop_oldest", "latest"])
-def test_there_is_room_to_append_to_only_while_nothing_has_to_be_looked_at(overflow: Overflow, gate: threading.Event) -> None:
+def test_a_lane_has_room_for_direct_appends_only_while_its_thread_is_running(overflow: Overflow, gate: threading.Event) -> None:
     lane = Lane("test", lambda item: gate.wait(10), LaneOptions(queue=8, overflow=overflow, deadline=1.0))
-    assert lane.room == 0  # it has no thread yet
+    assert lane.room == 0  # the lane has no thread yet
     lane.put(0)
-    until(lambda: lane.waiting == 0)  # it is being done
-    assert lane.room == (0 if overflow == "latest" else 4)  # waiting items must be distinguishable; else half of the queue
+    until(lambda: lane.waiting == 0)  # the item is being handled
+    assert lane.room == (0 if overflow == "latest" else 4)  # `latest` has to look at the waiting items; else half of the queue
     gate.set()
     close([lane])
     assert lane.room == 0

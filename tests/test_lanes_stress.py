@@ -1,5 +1,5 @@
-"""Random delays, exceptions, cancellations and forks: what is delivered through the manager is what was fired, in order, each once, less
-what was counted as dropped."""
+"""With random delays, exceptions, cancellations and forks, the manager delivers every fired event once and in order, except for those
+that are counted as dropped."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class Acts(Callback):
 
     def on_train_step_start(self, ctx: Context) -> None:
         if self.act(ctx.step) == "cancel":
-            raise KeyboardInterrupt  # there is no task
+            raise KeyboardInterrupt  # an inline handler has no task to cancel
 
     def on_train_step_end(self, ctx: Context) -> None:
         self.on_train_step_start(ctx)
 
 
 class AsyncActs(Acts):
-    """The same, awaited."""
+    """Does the same in async handlers."""
 
     async def on_train_step_start(self, ctx: Context) -> None:  # type: ignore[override]  # what calls it awaits it
         action = self.act(ctx.step)
@@ -75,8 +75,8 @@ class AsyncActs(Acts):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def silence() -> Iterator[None]:
-    """Hundreds of failures are no news here."""
+def no_log_messages() -> Iterator[None]:
+    """Disable logging, because these tests cause hundreds of failures."""
     logging.getLogger("callsheet").disabled = True
     yield
     logging.getLogger("callsheet").disabled = False
@@ -86,7 +86,7 @@ def forked_child_is_inert(manager: CallbackManager, ctx: Context, acts: Acts) ->
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    code = 1  # and no assertion leaves this branch
+    code = 1  # the child exits here even if an assertion fails
     try:
         signal.alarm(20)
         assert manager._table.lanes is not None
@@ -127,7 +127,7 @@ def expected_in_full(actions: list[str]) -> list[int]:
     queue=st.sampled_from([1, 1, 2, 3, 8]),
     overflow=st.sampled_from(["block", "drop_oldest", "latest"]),
 )
-def test_what_is_delivered_is_what_was_fired(
+def test_all_fired_events_are_delivered_in_order_or_counted_as_dropped(
     actions: list[str],
     kinds: list[int],
     pauses: set[int],

@@ -1,4 +1,4 @@
-"""`launch` for real: workers of torch's elastic launcher, from a script, a package, a notebook; what fails, what is interrupted."""
+"""`launch` with real workers of torch's elastic launcher, from a script, a package and a notebook; failures and signals."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SavesCount(Callback):
         self.seen = state["seen"]
 
 
-# --- running processes, and what can be seen of them -------------------------------------------------------------------------
+# --- running processes, and what other users can see of them -------------------------------------------------------------------------
 
 
 def processes() -> Iterator[tuple[int, str, dict[str, str]]]:
@@ -58,7 +58,7 @@ def processes() -> Iterator[tuple[int, str, dict[str, str]]]:
             try:
                 lines = (folder / "environ").read_bytes().split(b"\0")
                 command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:  # it has just ended
+            except OSError:  # the process has just ended
                 continue
             yield int(folder.name), command, dict(line.decode(errors="replace").split("=", 1) for line in lines if b"=" in line)
 
@@ -81,7 +81,7 @@ def wait_for(what: Callable[[], Any], process: subprocess.Popen[str] | None = No
 
 @pytest.fixture
 def tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for temporary files of this test alone; afterwards nothing may be left in it, and nothing running."""
+    """Return a folder for the temporary files of this test. `assert_nothing_left` checks that it is empty and that no worker runs."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -142,7 +142,7 @@ class Journal(Callback):
 
 
 class Holds(Callback):
-    """Holds the run until the test has looked around, with a child of its own beside it."""
+    """Starts a child process, and holds the run until the test has inspected all processes."""
 
     def __init__(self, file):
         self.file = Path(file)
@@ -220,8 +220,8 @@ def check_journals(folder: Path, results: list[dict[str, Any]], steps: int, argv
     assert json.loads(journals[0][0])["seen"] == 41
 
 
-def test_from_a_script_and_nothing_of_it_can_be_seen(tmp_path: Path, tmp: Path) -> None:
-    """Arguments and state arrive on both ranks; while they run, no command line, log, child or file of the run has payload, source or key."""
+def test_launch_from_a_script_works_and_exposes_neither_payload_nor_key(tmp_path: Path, tmp: Path) -> None:
+    """Both ranks receive arguments and state. No command line, log, child process or file of the run contains payload, source or key."""
     (tmp_path / "job.py").write_text(PARTS + "from callsheet import launch\n" + MAIN)
     hold = tmp_path / "hold" / "pid"
     hold.parent.mkdir()
@@ -240,13 +240,13 @@ def test_from_a_script_and_nothing_of_it_can_be_seen(tmp_path: Path, tmp: Path) 
     [key] = {environment[KEY_VARIABLE] for environment in found.values()}
     printed = output + errors
     words = [key, key[32:], "7c1f-of-the-source", "class Journal", content[-64:].hex(), "callsheet sealed"]
-    assert b"Journal" in content  # the words that are looked for are those that are there
+    assert b"Journal" in content  # the payload does contain the words that the test looks for
     for word in words:
         assert not [command for command, _ in everything.values() if word in command]
         assert word not in printed
         for file in (tmp_path / "job").rglob("*"):
             assert not file.is_file() or word.encode() not in file.read_bytes(), file
-    assert "Starting elastic_operator" in printed  # torch's own log was on
+    assert "Starting elastic_operator" in printed  # torch's own logging was enabled
     assert KEY_VARIABLE not in everything[child][1]
     assert PAYLOAD_VARIABLE not in everything[child][1]
     check_journals(tmp_path, json.loads(output.splitlines()[-1]), 8, [str(tmp_path), "2ep", str(hold)])
@@ -254,7 +254,7 @@ def test_from_a_script_and_nothing_of_it_can_be_seen(tmp_path: Path, tmp: Path) 
 
 
 @pytest.mark.slow
-def test_from_a_package(tmp_path: Path, tmp: Path) -> None:
+def test_launch_works_from_a_package(tmp_path: Path, tmp: Path) -> None:
     package = tmp_path / "project" / "training"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -270,7 +270,7 @@ def test_from_a_package(tmp_path: Path, tmp: Path) -> None:
 
 
 @pytest.mark.slow
-def test_under_torchrun_itself(tmp_path: Path, tmp: Path) -> None:
+def test_transported_callbacks_work_under_torchrun(tmp_path: Path, tmp: Path) -> None:
     """torchrun starts the workers, and callsheet's transport sends the callbacks."""
     (tmp_path / "parts.py").write_text(PARTS)
     (tmp_path / "worker.py").write_text(
@@ -311,7 +311,7 @@ def notebook(*cells: str, folder: Path) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore")  # the kernel client's own
 @pytest.mark.slow
-def test_from_a_notebook(tmp_path: Path, tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_works_from_a_notebook(tmp_path: Path, tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Classes and functions that are in no file: rejected with a hint, and sent if pickles are allowed."""
     monkeypatch.delenv("PYTEST_CURRENT_TEST", raising=False)  # under it a kernel does not show what child processes print
     outputs = notebook(
@@ -356,12 +356,12 @@ def test_from_a_notebook(tmp_path: Path, tmp: Path, monkeypatch: pytest.MonkeyPa
     assert {result.pop("seen_here") for result in results} == {8}
     check_journals(tmp_path, results, 8, results[0]["argv"])
     assert "rank 1 of 2 failed first: ValueError: on purpose" in outputs[4]
-    assert 'raise ValueError("on purpose")  # this very line' in outputs[4]  # though no worker has the source
+    assert 'raise ValueError("on purpose")  # this very line' in outputs[4]  # although no worker has the source
     assert outputs[4].splitlines()[-1] == "True False"
     assert_nothing_left(tmp)
 
 
-# --- what comes back ------------------------------------------------------------------------------------------------------
+# --- results and failures ------------------------------------------------------------------------------------------------------
 
 
 def comes_back(factor: float, callbacks: list[Any]) -> Any:
@@ -372,7 +372,7 @@ def comes_back(factor: float, callbacks: list[Any]) -> Any:
 
 
 def test_results_come_back_by_rank(tmp: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", python())  # the other tests start interpreters
+    monkeypatch.setattr(sys, "executable", python())  # forks start faster; the other tests start interpreters
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
     callback = SavesCount(["x"])
@@ -396,7 +396,7 @@ def returns_a_lambda() -> Any:
 
 
 @pytest.mark.slow
-def test_arguments_and_results_are_held_to_the_same(tmp: Path) -> None:
+def test_arguments_and_results_follow_the_same_rules_of_transport(tmp: Path) -> None:
     history = History()
     assert launch(shares, (history,), callbacks=[history], nproc_per_node=1) == [True]
     with pytest.raises(LaunchError, match=r"rank 0 of 1 failed first: .*TransportError: result: it is a lambda"):
@@ -447,12 +447,12 @@ def failures(*how: str, **options: Any) -> tuple[RankFailure, ...]:
 
 @pytest.mark.slow
 def test_the_first_failing_rank_is_reported_first(tmp: Path) -> None:
-    """Not the one that notices first: a rank that loses another fails as well, and often sooner."""
+    """A rank that loses its peer fails too, and is often noticed first, but it is not the cause."""
     recorded = failures("misses the others", "joins and raises")
     assert (recorded[0].rank, recorded[0].error) == (1, "KeyError: 'rank 1'")
-    assert recorded[0].exitcode in (1, -signal.SIGTERM)  # torch may notice the other first, and end this one while it ends
+    assert recorded[0].exitcode in (1, -signal.SIGTERM)  # torch may notice the other rank first, and terminate this one
     assert "in ends" in recorded[0].traceback
-    assert "launcher" not in recorded[0].traceback  # the frames are the user's
+    assert "launcher" not in recorded[0].traceback  # only the user's frames are shown
     recorded = failures("waits", "is killed")
     assert (recorded[0].rank, str(recorded[0]), recorded[0].exitcode) == (1, "killed by SIGKILL", -9)
     assert [failure.rank for failure in recorded] == [1, 0]
@@ -464,7 +464,7 @@ def test_the_first_failing_rank_is_reported_first(tmp: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_may_leave_and_are_started_again_where_that_is_asked_for(tmp: Path) -> None:
+def test_ranks_may_exit_and_are_restarted_up_to_max_restarts(tmp: Path) -> None:
     assert launch(ends, (["leaves", "returns"],)) == [None, "returns, attempt 0"]
     recorded = launch(ends, (["fails once", "returns"],), max_restarts=1)
     assert recorded == ["fails once, attempt 1", "returns, attempt 1"]
@@ -501,7 +501,7 @@ def test_a_callback_that_cannot_be_rebuilt_on_a_rank_is_reported_with_its_traceb
 def takes_nothing() -> None: ...
 
 
-def test_what_cannot_work_is_rejected_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_arguments_of_launch_are_rejected_before_workers_start(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong, message in (
         ({"nproc_per_node": 0}, "nproc_per_node=0: give a whole number, at least 1"),
         ({"nproc_per_node": True}, "nproc_per_node=True"),
@@ -540,7 +540,7 @@ def test_a_script_without_a_guard_is_rejected(tmp_path: Path, tmp: Path) -> None
 
 @pytest.fixture
 def long_job(tmp_path: Path, tmp: Path) -> Iterator[subprocess.Popen[str]]:
-    """The script, training forever; it has saved its first checkpoint."""
+    """Start a script that trains forever, and return it once it has saved its first checkpoint."""
     (tmp_path / "job.py").write_text(PARTS + "from callsheet import launch\n" + MAIN)
     process = started("job.py", str(tmp_path), "1000000ep", str(tmp_path / "no" / "hold"), cwd=tmp_path, program=python())
     wait_for(lambda: find_checkpoints(tmp_path / "job" / "checkpoints").checkpoints, process)
@@ -550,10 +550,10 @@ def long_job(tmp_path: Path, tmp: Path) -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
-def test_sigterm_reaches_the_ranks_and_they_save(long_job: subprocess.Popen[str], tmp_path: Path, tmp: Path) -> None:
+def test_sigterm_reaches_the_ranks_and_the_run_is_saved(long_job: subprocess.Popen[str], tmp_path: Path, tmp: Path) -> None:
     long_job.send_signal(signal.SIGTERM)
     _, errors = long_job.communicate(timeout=PATIENCE)
-    assert long_job.returncode == -signal.SIGTERM, errors  # as it would have ended without us
+    assert long_job.returncode == -signal.SIGTERM, errors  # the exit code of a process that SIGTERM ends
     found = newest(tmp_path / "job" / "checkpoints")
     assert found is not None
     assert found.seal.info["kind"] == "preempt"
@@ -562,8 +562,8 @@ def test_sigterm_reaches_the_ranks_and_they_save(long_job: subprocess.Popen[str]
 
 
 @pytest.mark.slow
-def test_ctrl_c_reaches_the_ranks_once_and_they_save(long_job: subprocess.Popen[str], tmp_path: Path, tmp: Path) -> None:
-    """A terminal signals its whole group; a second Ctrl-C would cut the saving short."""
+def test_ctrl_c_reaches_the_ranks_once_and_the_run_is_saved(long_job: subprocess.Popen[str], tmp_path: Path, tmp: Path) -> None:
+    """A terminal sends Ctrl-C to the whole process group. If it reached the ranks twice, the second one would interrupt the save."""
     os.killpg(long_job.pid, signal.SIGINT)
     output, errors = long_job.communicate(timeout=PATIENCE)
     assert (output, long_job.returncode) == ("interrupted\n", 5), errors
@@ -575,8 +575,8 @@ def test_ctrl_c_reaches_the_ranks_once_and_they_save(long_job: subprocess.Popen[
 
 
 @pytest.mark.slow
-def test_a_killed_launcher_leaves_nothing(long_job: subprocess.Popen[str], tmp_path: Path, tmp: Path) -> None:
-    """The ranks notice, save and end; the payload goes with them."""
+def test_a_killed_launcher_leaves_no_workers_and_no_files(long_job: subprocess.Popen[str], tmp_path: Path, tmp: Path) -> None:
+    """The ranks notice it, save and end, and the payload is deleted."""
     assert len(workers(tmp)) == 2
     long_job.kill()
     assert wait_for(lambda: not workers(tmp), seconds=90)
@@ -587,8 +587,8 @@ def test_a_killed_launcher_leaves_nothing(long_job: subprocess.Popen[str], tmp_p
 
 
 @pytest.mark.slow
-def test_impatience_leaves_nothing(tmp_path: Path, tmp: Path) -> None:
-    """Workers ignore signals: pressing Ctrl-C repeatedly ends the launch, and with it the workers."""
+def test_repeated_ctrl_c_ends_workers_that_ignore_signals(tmp_path: Path, tmp: Path) -> None:
+    """Pressing Ctrl-C repeatedly ends the launch, and with it the workers, although they ignore signals."""
     (tmp_path / "job.py").write_text(
         "import os, signal, time\nfrom callsheet import launch\n"
         "def work(folder):\n"
@@ -617,7 +617,7 @@ def signals_its_launcher(number: int) -> str:
 
 
 @pytest.mark.slow
-def test_a_signal_that_is_ignored_here_is_ignored_and_one_that_is_handled_is_handled_afterwards(
+def test_launch_ignores_an_ignored_signal_and_calls_a_signal_s_handler_after_the_ranks_end(
     tmp: Path,
 ) -> None:
     """SIGHUP is ignored under nohup; a handler of another signal is called once the ranks have ended."""
@@ -639,14 +639,14 @@ def test_a_signal_that_is_ignored_here_is_ignored_and_one_that_is_handled_is_han
 
 
 @pytest.mark.slow
-def test_from_another_thread(tmp: Path) -> None:
+def test_launch_works_from_another_thread(tmp: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(launch, ends, (["returns", "leaves"],)).result() == ["returns, attempt 0", None]
     assert_nothing_left(tmp)
 
 
 @pytest.mark.slow
-def test_the_example(tmp_path: Path, tmp: Path) -> None:
+def test_the_launch_example_trains_two_ranks(tmp_path: Path, tmp: Path) -> None:
     process = started(str(EXAMPLES / "launch.py"), str(tmp_path), cwd=tmp_path)
     output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors

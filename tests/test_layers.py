@@ -1,4 +1,4 @@
-"""Imports go down the layers, and the core needs the standard library alone."""
+"""Imports go from higher to lower layers, and the core imports only the standard library."""
 
 import ast
 import re
@@ -45,7 +45,7 @@ PUBLIC = (
     "callsheet.testing",
     "callsheet.recipes",
 )
-"""The import paths of users, beside the modules in PUBLIC_FOLDERS; docs/architecture.md lists them."""
+"""The import paths of users, in addition to the modules in PUBLIC_FOLDERS; docs/architecture.md lists them."""
 
 PUBLIC_FOLDERS = ("bridges", "compat", "plugins")
 
@@ -55,7 +55,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 
 def name_of(path: Path) -> str:
-    """The module in `path`: `checkpoint.seal`; the empty name is the package itself."""
+    """Return the name of the module in `path`, such as `checkpoint.seal`. The package itself has the empty name."""
     parts = path.relative_to(SOURCE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -74,7 +74,7 @@ def is_type_checking(test: ast.expr) -> bool:
 
 
 def statements(body: list[ast.stmt], *, inside_functions: bool) -> Iterator[ast.stmt]:
-    """All statements that run at import, and, where asked for, those inside functions."""
+    """Yield all statements that run at import and, with `inside_functions`, those in functions."""
     for statement in body:
         yield statement
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef) and not inside_functions:
@@ -96,18 +96,18 @@ def tree_of(path: Path) -> ast.Module:
 
 @cache
 def imports(path: Path, *, inside_functions: bool = False) -> frozenset[str]:
-    """The full names of what `path` imports; of `from package import module`, the module."""
+    """Return the full names of what `path` imports. For `from package import module`, this is the module."""
     return names_imported(path, statements(tree_of(path).body, inside_functions=inside_functions))
 
 
 def imports_for_types(path: Path) -> frozenset[str]:
-    """The full names of what only type checkers import, below `if TYPE_CHECKING`."""
+    """Return the full names of what only type checkers import, below `if TYPE_CHECKING`."""
     blocks = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.If) and is_type_checking(node.test)]
     return names_imported(path, (statement for block in blocks for statement in block.body))
 
 
 def names_imported(path: Path, body: Iterable[ast.AST]) -> frozenset[str]:
-    """The full names of what these statements of `path` import."""
+    """Return the full names of what these statements of `path` import."""
     found: set[str] = set()
     for statement in body:
         if isinstance(statement, ast.Import):
@@ -122,7 +122,7 @@ def names_imported(path: Path, body: Iterable[ast.AST]) -> frozenset[str]:
 
 
 def own(names: frozenset[str]) -> set[str]:
-    """Of those, callsheet's, without the package's name."""
+    """Return those names that are callsheet's, without the package's name."""
     return {name.partition(".")[2] for name in names if name.split(".")[0] == "callsheet"}
 
 
@@ -131,7 +131,7 @@ def test_every_module_has_a_layer(module: str) -> None:
     assert module.split(".")[0] in ORDER, f"{module} is in no layer: write its folder into LAYERS, and into docs/architecture.md"
 
 
-def test_the_picture_shows_the_layers() -> None:
+def test_the_picture_in_the_docs_shows_the_layers() -> None:
     picture = SOURCE.parent.parent / "docs" / "images" / "layers.svg"
     if not picture.exists():
         pytest.skip("the package is installed without its documentation")
@@ -162,7 +162,7 @@ def test_imports_inside_functions_go_down_too(module: str) -> None:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    """Inside a folder the order of the modules follows from their imports, which therefore have no cycle."""
+    """Modules in one folder may import each other, but not in a cycle."""
     inner = {name: {each for each in own(imports(path)) if each in MODULES} for name, path in MODULES.items()}
     done: set[str] = set()
 
@@ -224,8 +224,8 @@ def test_lanes_are_imported_when_a_handler_has_one() -> None:
     assert ran.stdout == "False True\n", ran.stderr
 
 
-def test_what_the_package_promises_is_there() -> None:
-    for name in set(callsheet.__all__) - {"Trainer"}:  # it needs torch
+def test_every_name_in_all_exists() -> None:
+    for name in set(callsheet.__all__) - {"Trainer"}:  # Trainer needs torch
         assert getattr(callsheet, name) is not None
     with pytest.raises(AttributeError, match="module 'callsheet' has no attribute 'Nonsense'"):
         _ = callsheet.Nonsense
@@ -246,7 +246,7 @@ def test_users_import_from_the_public_modules_only() -> None:
                 assert is_public, f"{path.name} shows {line.strip()!r}, which is not a public import path"
 
 
-def test_the_check_finds_an_import_that_goes_up(tmp_path: Path) -> None:
+def test_the_check_reads_imports_in_every_kind_of_statement(tmp_path: Path) -> None:
     file = tmp_path / "sample.py"
     file.write_text(
         "from typing import TYPE_CHECKING\n"

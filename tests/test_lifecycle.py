@@ -1,4 +1,4 @@
-"""The lifecycle table against itself, and against the rules that it is made for."""
+"""The lifecycle table is consistent, and allows and forbids the right sequences of events."""
 
 import re
 
@@ -30,7 +30,7 @@ def matches(order: str, recorded: str) -> bool:
     return re.fullmatch(pattern, "".join(f"{name}/" for name in recorded.split())) is not None
 
 
-def test_every_span_is_two_events_and_every_point_one() -> None:
+def test_every_span_has_two_events_and_every_point_one() -> None:
     expected = [event for name in SPANS for event in (f"on_{name}_start", f"on_{name}_end")] + list(POINTS)
     assert sorted(EVENTS) == sorted(expected)
     assert len(set(EVENTS)) == len(EVENTS)
@@ -48,14 +48,14 @@ def test_orders_name_only_spans_and_points() -> None:
         assert set(names_in(span.order)) <= SPANS.keys() | POINTS.keys(), span.name
 
 
-def test_every_span_and_point_has_a_place() -> None:
+def test_every_span_and_point_occurs_in_the_order_of_a_span() -> None:
     placed = {name for span in SPANS.values() for name in names_in(span.order)}
     assert SPANS.keys() - placed == {"run"}
     assert POINTS.keys() - placed == ANYWHERE_EVENTS
     assert sorted(ANYWHERE_EVENTS) == ["on_checkpoint_published", "on_exception", "on_preempt"]
 
 
-def test_orders_are_trees_and_no_span_is_inside_itself() -> None:
+def test_no_span_can_occur_inside_itself() -> None:
     def below(name: str, path: tuple[str, ...]) -> None:
         assert name not in path, f"{name} inside {path}"
         for child in names_in(SPANS[name].order):
@@ -132,7 +132,7 @@ def test_the_canonical_order_of_a_step_and_its_boundary() -> None:
         "on_log on_checkpoint_due checkpoint_save eval_all on_log on_checkpoint_due checkpoint_save",
     ],
 )
-def test_a_boundary_allows(recorded: str) -> None:
+def test_a_boundary_allows_this_sequence(recorded: str) -> None:
     assert matches(BOUNDARY_ORDER, recorded)
 
 
@@ -147,11 +147,11 @@ def test_a_boundary_allows(recorded: str) -> None:
         "checkpoint_save on_checkpoint_due",
     ],
 )
-def test_a_boundary_forbids(recorded: str) -> None:
+def test_a_boundary_forbids_this_sequence(recorded: str) -> None:
     assert not matches(BOUNDARY_ORDER, recorded)
 
 
-def test_an_epoch_may_end_with_a_fetch_that_found_nothing_but_no_step_comes_without_one() -> None:
+def test_every_step_follows_a_fetch_and_an_epoch_may_end_with_a_fetch() -> None:
     order = SPANS["epoch"].order
     assert matches(order, "fetch train_step fetch train_step on_log fetch")
     assert matches(order, "fetch")
@@ -166,7 +166,7 @@ def test_a_step_has_at_least_one_microbatch() -> None:
 
 
 @given(st.lists(st.sampled_from(["on_log", "eval_all", "on_checkpoint_due", "checkpoint_save"]), max_size=7))
-def test_at_a_boundary_a_save_follows_its_due_and_a_due_follows_the_record(recorded: list[str]) -> None:
+def test_at_a_boundary_a_save_follows_on_checkpoint_due_and_the_record_comes_first(recorded: list[str]) -> None:
     if matches(BOUNDARY_ORDER, " ".join(recorded)):
         assert all(recorded[i - 1] == "on_checkpoint_due" for i, name in enumerate(recorded) if name == "checkpoint_save")
         assert recorded.count("eval_all") <= 1
@@ -184,7 +184,7 @@ def test_windows_and_writable_events_are_events() -> None:
             assert field.kept_until in EVENTS
 
 
-def test_fields_declare_how_ranks_relate() -> None:
+def test_every_field_has_a_known_kind_of_relation_between_ranks() -> None:
     assert {field.kind for field in FIELDS.values()} <= {"replicated", "local", "reduced", "agreed"}
 
 
@@ -209,7 +209,7 @@ def test_fields_without_a_window_are_always_available() -> None:
         ("on_run_end", ("optimizer", "scheduler")),
     ],
 )
-def test_fields_available_at_an_event(event: str, recorded: tuple[str, ...]) -> None:
+def test_fields_available_returns_the_fields_of_an_event(event: str, recorded: tuple[str, ...]) -> None:
     assert fields_available(event) == recorded
 
 
@@ -218,7 +218,7 @@ def test_the_step_end_has_the_results_of_the_step() -> None:
     assert set(fields_available("on_train_step_end")) == expected
 
 
-def test_every_event_is_described_by_its_own_sentence() -> None:
+def test_every_event_has_the_description_of_its_span_or_point() -> None:
     sentences = [description(event) for event in EVENTS]
     assert all(sentence.endswith(".") for sentence in sentences)
     assert description("on_train_start") == SPANS["train"].start
@@ -226,11 +226,11 @@ def test_every_event_is_described_by_its_own_sentence() -> None:
     assert description("on_log") == POINTS["on_log"].fired
 
 
-def test_names_in_mentions_each_once_in_order() -> None:
+def test_names_in_returns_each_name_once_in_order() -> None:
     assert names_in("(b a | b on_log?)* a+") == ["b", "a", "on_log"]
 
 
-def test_the_tree_draws_everything_once_with_its_depth() -> None:
+def test_the_tree_has_a_line_for_each_span_and_point_indented_by_depth() -> None:
     lines = tree().splitlines()
     names = [line.strip() for line in lines[:-1]]
     assert sorted(names) == sorted([*SPANS, *(POINTS.keys() - ANYWHERE_EVENTS)])

@@ -13,7 +13,7 @@ from callsheet.run.lifetime import Lifetime
 
 
 class Diary(Callback):
-    """Records every event, with the fields that can only be read then."""
+    """Records every event, with the fields that are only available at it."""
 
     def __init__(self) -> None:
         self.recorded: list[tuple[Any, ...]] = []
@@ -46,7 +46,7 @@ def test_a_run_starts_and_ends() -> None:
     assert diary.recorded == [("on_run_start",), ("on_run_end", Outcome.FINISHED)]
 
 
-def test_the_end_is_fired_once() -> None:
+def test_on_run_end_is_fired_once_although_end_is_called_twice() -> None:
     diary = Diary()
     _, ctx, lifetime = begun(diary)
     lifetime.end(Outcome.STOPPED)
@@ -55,7 +55,7 @@ def test_the_end_is_fired_once() -> None:
     assert ctx.run.outcome is Outcome.STOPPED
 
 
-def test_a_handler_at_the_end_may_end_it_again() -> None:
+def test_a_handler_of_on_run_end_may_call_end_again() -> None:
     diary = Diary()
     manager, _, lifetime = begun(diary)
     manager.register("on_run_end", lambda ctx: lifetime.end())
@@ -71,7 +71,7 @@ def test_a_loop_can_set_its_outcome() -> None:
     assert diary.recorded[-1] == ("on_run_end", Outcome.PREEMPTED)
 
 
-def test_leaving_without_an_error_ends_nothing() -> None:
+def test_leaving_the_with_block_without_an_error_does_not_end_the_run() -> None:
     diary = Diary()
     _, _, lifetime = begun(diary)
     for _ in range(2):
@@ -103,19 +103,19 @@ def test_an_exception_is_reported_ends_the_run_and_is_raised(kind: type[BaseExce
     assert lifetime.has_ended
 
 
-def test_an_exception_outside_every_span_happened_in_the_run() -> None:
+def test_an_exception_outside_every_span_is_reported_with_the_span_run() -> None:
     diary = Diary()
     manager, ctx, lifetime = begun(diary)
     spans = manager.spans(ctx)
     with pytest.raises(KeyError), spans.eval_all:
-        raise KeyError  # handled; the span must not be blamed for the next
+        raise KeyError  # this error was handled, so its span must not be reported for the next one
     error = ValueError("x")
     with pytest.raises(ValueError, match="x"), lifetime:
         raise error
     assert diary.recorded[-2] == ("on_exception", error, "run", 0)
 
 
-def test_inside_itself_only_the_outermost_ends_the_run() -> None:
+def test_in_nested_with_blocks_only_the_outermost_ends_the_run() -> None:
     diary = Diary()
     _, _, lifetime = begun(diary)
     with lifetime:
@@ -134,7 +134,7 @@ def test_an_outcome_that_the_loop_has_set_does_not_hide_a_failure() -> None:
     assert diary.recorded[-1] == ("on_run_end", Outcome.FAILED)
 
 
-def test_the_exception_is_fired_on_the_open_context_with_its_fields() -> None:
+def test_on_exception_is_fired_on_the_context_of_the_open_span_with_its_fields() -> None:
     seen: list[tuple[Context, Any]] = []
     manager, ctx, lifetime = begun()
     manager.register("on_exception", lambda ctx: seen.append((ctx, ctx.batch)))
@@ -146,7 +146,7 @@ def test_the_exception_is_fired_on_the_open_context_with_its_fields() -> None:
     assert seen == [(evaluation, "the batch")]
 
 
-def test_at_the_end_every_window_is_closed() -> None:
+def test_no_field_with_a_window_is_available_at_on_run_end() -> None:
     windowed = [name for name in FIELDS if name not in ALWAYS_AVAILABLE]
     seen: list[list[str]] = []
     manager, ctx, lifetime = begun()
@@ -159,7 +159,7 @@ def test_at_the_end_every_window_is_closed() -> None:
     assert not any(ctx.has(name) for name in windowed)
 
 
-def test_the_exception_is_released_after_it_was_reported() -> None:
+def test_the_exception_and_the_context_do_not_keep_each_other_alive() -> None:
     manager, ctx, lifetime = begun()
     evaluation = ctx.sibling()
     with pytest.raises(ValueError, match="x") as caught, lifetime, manager.spans(evaluation).eval:
@@ -181,7 +181,7 @@ def test_an_exception_that_ends_nested_runs_is_reported_in_each() -> None:
     assert outer_diary.recorded[-2] == ("on_exception", error, "round", 8)
 
 
-def test_a_run_that_has_ended_cannot_continue() -> None:
+def test_entering_a_run_that_has_ended_is_an_error() -> None:
     _, _, lifetime = begun()
     lifetime.end(Outcome.STOPPED)
     with (
@@ -193,7 +193,7 @@ def test_a_run_that_has_ended_cannot_continue() -> None:
         pytest.fail("it continued")
 
 
-def test_an_error_at_the_start_ends_the_run() -> None:
+def test_an_error_in_on_run_start_ends_the_run() -> None:
     diary = Diary()
     manager = CallbackManager([diary])
     manager.register("on_run_start", lambda ctx: 1 // 0)
@@ -204,7 +204,7 @@ def test_an_error_at_the_start_ends_the_run() -> None:
     assert diary.recorded == [("on_run_start",), ("on_exception", caught.value, "run", 0), ("on_run_end", Outcome.FAILED)]
 
 
-def test_a_call_sheet_that_cannot_be_compiled_is_the_error_that_comes_out() -> None:
+def test_an_error_in_compiling_the_call_sheet_is_raised_and_no_event_is_fired() -> None:
     diary = Diary()
     manager = CallbackManager([diary])
     manager.register("on_log", lambda ctx: None, every="0.1dur", name="tenth")
@@ -244,7 +244,7 @@ def test_an_interruption_while_the_run_ends_does_not_hide_the_first(kind: type[B
     assert diary.recorded[-1] == ("on_run_end", Outcome.FAILED)
 
 
-def test_all_handlers_of_the_end_are_called_and_the_first_error_is_raised() -> None:
+def test_all_handlers_of_on_run_end_are_called_and_the_first_error_is_raised() -> None:
     diary = Diary()
     manager = CallbackManager()
     manager.register("on_run_end", lambda ctx: 1 // 0)
@@ -253,7 +253,7 @@ def test_all_handlers_of_the_end_are_called_and_the_first_error_is_raised() -> N
     lifetime.start()
     with pytest.raises(ZeroDivisionError), lifetime:
         lifetime.end()
-    assert diary.recorded == [("on_run_start",), ("on_run_end", Outcome.FINISHED)]  # and no exception is fired after the end
+    assert diary.recorded == [("on_run_start",), ("on_run_end", Outcome.FINISHED)]  # on_exception is not fired after the end
     lifetime.end()
     assert len(diary.recorded) == 2
 
@@ -274,7 +274,7 @@ def test_a_callback_that_fails_in_a_span_ends_the_run() -> None:
     ]
 
 
-def test_the_manager_serves_another_run_afterwards() -> None:
+def test_a_manager_can_be_used_for_another_run_afterwards() -> None:
     diary = Diary()
     manager = CallbackManager([diary])
     for _ in range(2):
@@ -305,7 +305,7 @@ def test_a_disabled_callback_is_called_again_in_the_next_run() -> None:
     assert recorded == [1, 1, 1]
 
 
-def test_a_run_that_never_started_has_no_end() -> None:
+def test_on_run_end_is_not_fired_if_the_run_never_started() -> None:
     diary = Diary()
     lifetime = Lifetime(CallbackManager([diary]), Context(RunInfo("mine")))
     with pytest.raises(ValueError, match="x"), lifetime:
@@ -323,7 +323,7 @@ def test_a_forked_child_does_not_end_its_parents_run() -> None:
     child = os.fork()
     if not child:
         lifetime.end()
-        os._exit(len(diary.recorded) - 1)  # the start is there
+        os._exit(len(diary.recorded) - 1)  # on_run_start was recorded before the fork
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     lifetime.end()

@@ -1,4 +1,4 @@
-"""Log records of other ranks: what is kept off which handlers, and for how long."""
+"""Log messages of ranks other than 0: which ones are filtered, for which handlers, and for how long."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from callsheet.errors import ConfigError
 from callsheet.run.log_ranks import LogRanks, LogRanksChoice
 from callsheet.testing.ranks import run_ranks
 
-PLACES = ("root", "callsheet", "mine.deep", "lastResort")
+LOGGER_NAMES = ("root", "callsheet", "mine.deep", "lastResort")
 CASES: list[tuple[LogRanksChoice, bool]] = [("zero", False), ("zero", True), ("all", False)]
 
 
@@ -48,16 +48,16 @@ def _log(when: str) -> None:
             logger.log(level, "%s %s", when, logging.getLevelName(level).lower())
 
 
-def logged(place: str, log_ranks: LogRanksChoice, fails: bool) -> dict[str, list[str]]:
-    """Return the levels that a handler in one place receives on this rank, by the time at which they were logged."""
+def logged(logger_name: str, log_ranks: LogRanksChoice, fails: bool) -> dict[str, list[str]]:
+    """Return the levels that a handler of the logger `logger_name` receives on this rank, by the time at which they were logged."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     for other in list(logging.getLogger().handlers):
         logging.getLogger().removeHandler(other)
-    if place == "lastResort":
+    if logger_name == "lastResort":
         logging.lastResort = handler
     else:
-        logging.getLogger(None if place == "root" else place).addHandler(handler)
+        logging.getLogger(None if logger_name == "root" else logger_name).addHandler(handler)
     _log("before")
     with suppress(LookupError):
         with Trainer(
@@ -70,14 +70,14 @@ def logged(place: str, log_ranks: LogRanksChoice, fails: bool) -> dict[str, list
         ) as trainer:
             trainer.fit("1ba")
     _log("after")
-    logging.getLogger(None if place in ("root", "lastResort") else place).removeHandler(handler)
+    logging.getLogger(None if logger_name in ("root", "lastResort") else logger_name).removeHandler(handler)
     lines = [line.split() for line in stream.getvalue().splitlines() if line.split()[0] in _TIMES]
     return {when: sorted({line[1] for line in lines if line[0] == when}) for when in _TIMES}
 
 
 def logged_in_all_cases() -> dict[tuple[str, str, bool], Any]:
     distributed.init_process_group("gloo", timeout=timedelta(seconds=20))
-    return {(place, *case): logged(place, *case) for place in PLACES for case in CASES}
+    return {(logger_name, *case): logged(logger_name, *case) for logger_name in LOGGER_NAMES for case in CASES}
 
 
 @functools.cache
@@ -90,16 +90,16 @@ _ALL = ["error", "info", "warning"]
 
 
 @pytest.mark.test_all
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("logger_name", LOGGER_NAMES)
 @pytest.mark.parametrize(("log_ranks", "fails"), CASES)
-def test_other_ranks_log_only_errors_while_the_run_lasts(place: str, log_ranks: str, fails: bool) -> None:
-    zero, one = (found[place, log_ranks, fails] for found in logged_on_ranks())
+def test_other_ranks_log_only_errors_during_the_run(logger_name: str, log_ranks: str, fails: bool) -> None:
+    zero, one = (found[logger_name, log_ranks, fails] for found in logged_on_ranks())
     assert zero == dict.fromkeys(_TIMES, _ALL)
-    quiet = ["error"] if log_ranks == "zero" else _ALL
-    assert one == {"before": _ALL, "set-up": quiet, "training": quiet, "end": quiet, "after": _ALL}
+    during_the_run = ["error"] if log_ranks == "zero" else _ALL
+    assert one == {"before": _ALL, "set-up": during_the_run, "training": during_the_run, "end": during_the_run, "after": _ALL}
 
 
-def test_the_end_of_one_run_leaves_another_s_filter() -> None:
+def test_the_end_of_a_run_keeps_the_log_filter_of_another_run() -> None:
     stream = io.StringIO()
     logger = logging.getLogger("tests.log_ranks")
     handler = logging.StreamHandler(stream)
@@ -119,15 +119,15 @@ def test_the_end_of_one_run_leaves_another_s_filter() -> None:
     assert not handler.filters
 
 
-def test_nothing_is_made_of_names_that_have_no_logger() -> None:
+def test_filtering_creates_no_loggers() -> None:
     logging.getLogger("tests.placeholder.child")
     before = dict(logging.Logger.manager.loggerDict)
-    quiet = LogRanks("zero", Ranks(rank=1, local_rank=1, world_size=2))
-    quiet.start()
-    quiet.end()
+    log_filter = LogRanks("zero", Ranks(rank=1, local_rank=1, world_size=2))
+    log_filter.start()
+    log_filter.end()
     assert dict(logging.Logger.manager.loggerDict) == before
 
 
-def test_a_choice_that_there_is_not_is_rejected() -> None:
+def test_an_unknown_choice_of_log_ranks_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"unknown log_ranks 'zeros'; did you mean 'zero'"):
         LogRanks("zeros", Ranks())  # type: ignore[arg-type]  # the mistake that is tested

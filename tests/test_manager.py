@@ -1,4 +1,4 @@
-"""The manager: which handlers are called, changes while an event is fired, and what survives a resume."""
+"""The manager: which handlers are called, changes while an event is fired, and what a resume restores."""
 
 import logging
 import subprocess
@@ -49,7 +49,7 @@ class Keeps(Callback):
         self.value = state["value"]
 
 
-class Quiet(Callback):
+class DoesNothing(Callback):
     def on_log(self, ctx: Context) -> None: ...
 
 
@@ -68,12 +68,12 @@ def test_fire_calls_in_the_order_of_addition_with_the_context() -> None:
     assert seen == [ctx]
 
 
-def test_fire_rejects_what_is_no_event() -> None:
+def test_fire_rejects_an_unknown_event() -> None:
     with pytest.raises(UnknownEventError, match=r"unknown event 'on_lgo'; did you mean 'on_log'\?"):
         CallbackManager().fire("on_lgo", context())
 
 
-def test_the_event_is_set_and_then_reset() -> None:
+def test_ctx_event_is_set_while_an_event_is_fired_and_none_afterwards() -> None:
     ctx = context()
     seen: list[Any] = []
     manager = CallbackManager()
@@ -84,7 +84,7 @@ def test_the_event_is_set_and_then_reset() -> None:
     assert ctx.event is None
 
 
-def test_a_nested_event_gives_the_outer_one_back() -> None:
+def test_after_a_nested_event_ctx_event_is_the_outer_one() -> None:
     ctx = context()
     seen: list[Any] = []
     manager = CallbackManager()
@@ -101,7 +101,7 @@ def test_a_nested_event_gives_the_outer_one_back() -> None:
     assert ctx.event is None
 
 
-def test_the_outer_event_comes_back_also_when_the_nested_one_fails() -> None:
+def test_after_a_nested_event_that_failed_ctx_event_is_the_outer_one() -> None:
     ctx = context()
     seen: list[Any] = []
     manager = CallbackManager()
@@ -121,7 +121,7 @@ def test_the_outer_event_comes_back_also_when_the_nested_one_fails() -> None:
     assert ctx.event is None
 
 
-def test_changes_while_an_event_is_fired_count_from_the_next_event() -> None:
+def test_callbacks_added_or_removed_during_an_event_take_effect_at_the_next_event() -> None:
     recorded: list[str] = []
     manager = CallbackManager()
     ctx = context()
@@ -155,7 +155,7 @@ def test_a_handler_may_remove_itself() -> None:
     assert recorded == ["once", "always", "always"]
 
 
-def test_a_change_in_an_outer_handler_counts_for_the_nested_event() -> None:
+def test_a_handler_registered_by_an_outer_handler_is_called_for_the_nested_event() -> None:
     manager = CallbackManager()
     recorded: list[str] = []
 
@@ -168,7 +168,7 @@ def test_a_change_in_an_outer_handler_counts_for_the_nested_event() -> None:
     assert recorded == ["nested"]
 
 
-def test_star_listens_to_every_event() -> None:
+def test_a_function_registered_for_star_is_called_for_every_event() -> None:
     manager = CallbackManager()
     ctx = context()
     seen: list[Any] = []
@@ -178,7 +178,7 @@ def test_star_listens_to_every_event() -> None:
     assert seen == list(EVENTS)
 
 
-def test_on_event_listens_to_every_event() -> None:
+def test_on_event_is_called_for_every_event() -> None:
     class All(Callback):
         def on_event(self, ctx: Context) -> None:
             seen.append(ctx.event)
@@ -194,35 +194,35 @@ def test_on_event_listens_to_every_event() -> None:
 # --- adding, registering, removing ---
 
 
-def test_several_are_added_all_or_none() -> None:
+def test_several_callbacks_are_added_together_or_not_at_all() -> None:
     manager = CallbackManager()
     with pytest.raises(NotACallbackError):
-        manager.add([Quiet(), 3])  # type: ignore[list-item]
+        manager.add([DoesNothing(), 3])  # type: ignore[list-item]
     assert manager.callbacks == []
     assert not manager.has_callbacks("on_log")
 
     def two() -> Iterator[Callback]:
         yield Notes([])
-        yield Quiet()
+        yield DoesNothing()
 
     manager.add(two())
-    assert [label_of(callback) for callback in manager.callbacks] == ["Notes", "Quiet"]
+    assert [label_of(callback) for callback in manager.callbacks] == ["Notes", "DoesNothing"]
 
 
-def test_an_instance_is_added_once() -> None:
-    quiet = Quiet()
+def test_adding_an_instance_twice_is_rejected() -> None:
+    does_nothing = DoesNothing()
     with pytest.raises(
-        RegistrationError, match=r"Quiet \(test_manager\.py:\d+\) is on the call sheet already; add each instance once"
+        RegistrationError, match=r"DoesNothing \(test_manager\.py:\d+\) is on the call sheet already; add each instance once"
     ):
-        CallbackManager([quiet, quiet])
-    manager = CallbackManager([quiet])
+        CallbackManager([does_nothing, does_nothing])
+    manager = CallbackManager([does_nothing])
     with pytest.raises(RegistrationError, match="add each instance once"):
-        manager.add(quiet)
-    manager.add(Quiet())
+        manager.add(does_nothing)
+    manager.add(DoesNothing())
     assert len(manager.list_callbacks("on_log")) == 2
 
 
-def test_register_gives_the_function_back_and_works_as_a_decorator() -> None:
+def test_register_returns_the_function_and_works_as_a_decorator() -> None:
     manager = CallbackManager()
 
     def plain(ctx: Context) -> None: ...
@@ -237,9 +237,9 @@ def test_register_gives_the_function_back_and_works_as_a_decorator() -> None:
     assert manager.call_sheet().rows()[1][:3] == ("on_train_end", "report", "last")
 
 
-def test_registration_and_addition_share_one_order() -> None:
+def test_handlers_are_listed_in_the_order_of_registration_and_addition() -> None:
     manager = CallbackManager()
-    one, two = Quiet(), Quiet()
+    one, two = DoesNothing(), DoesNothing()
 
     def between(ctx: Context) -> None: ...
 
@@ -250,21 +250,21 @@ def test_registration_and_addition_share_one_order() -> None:
     assert manager.callbacks == [one, two]
 
 
-def test_remove_an_instance_a_class_or_a_function() -> None:
+def test_remove_takes_an_instance_a_class_or_a_function() -> None:
     recorded: list[str] = []
-    first, second, other, quiet = Notes(recorded), Notes(recorded), OtherNotes(recorded), Quiet()
-    manager = CallbackManager([first, second, other, quiet])
+    first, second, other, does_nothing = Notes(recorded), Notes(recorded), OtherNotes(recorded), DoesNothing()
+    manager = CallbackManager([first, second, other, does_nothing])
 
     @manager.register("*")
     def function(ctx: Context) -> None: ...
 
     assert manager.remove(first) == 1
-    assert manager.callbacks == [second, other, quiet]
-    assert manager.remove(Notes) == 2  # a subclass is one too
-    assert manager.callbacks == [quiet]
+    assert manager.callbacks == [second, other, does_nothing]
+    assert manager.remove(Notes) == 2  # also instances of subclasses
+    assert manager.callbacks == [does_nothing]
     assert manager.list_callbacks("on_train_step_end") == [function]
     assert manager.remove(function) == 1
-    assert manager.remove(Quiet) == 1
+    assert manager.remove(DoesNothing) == 1
     assert manager.call_sheet().rows() == []
     assert not manager.has_callbacks("on_log")
     manager.fire("on_log", context())
@@ -291,12 +291,12 @@ def test_a_gated_function_can_be_removed() -> None:
 
 def test_removing_an_unknown_callback_lists_the_known_ones() -> None:
     with pytest.raises(RegistrationError, match="is not on the call sheet, which holds nothing"):
-        CallbackManager().remove(Quiet)
+        CallbackManager().remove(DoesNothing)
     with pytest.raises(RegistrationError, match="is not on the call sheet, which holds Notes, Keeps"):
-        CallbackManager([Notes([]), Keeps()]).remove(Quiet)
+        CallbackManager([Notes([]), Keeps()]).remove(DoesNothing)
 
 
-def test_an_equal_instance_is_not_the_same_instance() -> None:
+def test_remove_compares_instances_by_identity() -> None:
     @dataclass
     class Pair(Callback):
         size: int
@@ -310,15 +310,15 @@ def test_an_equal_instance_is_not_the_same_instance() -> None:
     assert manager.callbacks[0] is one
 
 
-def test_lists_are_new_ones() -> None:
-    manager = CallbackManager([Quiet()])
+def test_returned_lists_are_copies() -> None:
+    manager = CallbackManager([DoesNothing()])
     manager.list_callbacks("on_log").clear()
     manager.callbacks.clear()
     assert len(manager.callbacks) == 1
     assert manager.has_callbacks("on_log")
 
 
-def test_events_are_all_of_them_and_unknown_ones_are_rejected_everywhere() -> None:
+def test_events_has_all_events_and_queries_reject_unknown_ones() -> None:
     manager = CallbackManager()
     assert manager.events == frozenset(EVENTS)
     for ask in (manager.has_callbacks, manager.list_callbacks, lambda event: should_fire(manager, event)):
@@ -339,7 +339,7 @@ class InBackground(Callback):
         self.received.append(ctx.step)
 
 
-def test_a_lane_is_served() -> None:
+def test_a_callback_in_a_lane_receives_all_events() -> None:
     in_lane, ctx = InBackground(), context()
     manager = CallbackManager([in_lane])
     manager.open(ctx)
@@ -349,7 +349,7 @@ def test_a_lane_is_served() -> None:
     assert in_lane.received == [1, 2, 3]
 
 
-def test_a_lane_of_another_rank_receives_nothing_here() -> None:
+def test_a_callback_in_a_lane_receives_no_events_on_other_ranks() -> None:
     in_lane, ctx = InBackground(), context(Ranks(rank=0, world_size=2))
     in_lane.ranks = {1}
     manager = CallbackManager([in_lane])
@@ -360,7 +360,7 @@ def test_a_lane_of_another_rank_receives_nothing_here() -> None:
     assert in_lane.received == []
 
 
-def test_a_callback_rejected_during_a_run_does_not_stay() -> None:
+def test_a_callback_that_is_rejected_during_a_run_is_not_added() -> None:
     manager = CallbackManager()
     ctx = context()
     manager.open(ctx)
@@ -370,7 +370,7 @@ def test_a_callback_rejected_during_a_run_does_not_stay() -> None:
     manager.fire("on_log", ctx)
 
 
-def test_a_run_that_is_rejected_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_rejected_run_gates_use_the_rank_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
 
     def tenth(ctx: Context) -> None: ...
@@ -381,7 +381,7 @@ def test_a_run_that_is_rejected_leaves_no_trace(monkeypatch: pytest.MonkeyPatch)
         manager.open(context(Ranks(rank=1, world_size=2)))
     manager.register("on_train_end", lambda ctx: None, ranks="zero")
     manager.remove(tenth)
-    assert manager.has_callbacks("on_train_end")  # by this process's own rank, not that of the run that never was
+    assert manager.has_callbacks("on_train_end")  # by this process's own rank, not by that of the rejected run
 
 
 # --- ranks ---
@@ -430,7 +430,7 @@ def test_without_a_run_gates_are_read_from_the_environment(monkeypatch: pytest.M
     assert recorded == ["local_zero", "all", "{1, 3}"]
 
 
-def test_has_listeners_is_for_this_rank_and_the_call_sheet_for_all() -> None:
+def test_has_listeners_is_for_this_rank_and_the_call_sheet_for_all_ranks() -> None:
     manager = CallbackManager()
     manager.register("on_log", lambda ctx: None, ranks="zero")
     manager.open(context(Ranks(rank=1, world_size=2)))
@@ -440,7 +440,7 @@ def test_has_listeners_is_for_this_rank_and_the_call_sheet_for_all() -> None:
     assert len(manager.call_sheet().rows()) == 1
 
 
-def test_the_ranks_of_a_run_are_forgotten_when_it_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_run_is_closed_gates_use_the_rank_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     manager = CallbackManager()
     manager.register("on_log", lambda ctx: None, ranks="zero")
@@ -450,7 +450,7 @@ def test_the_ranks_of_a_run_are_forgotten_when_it_closes(monkeypatch: pytest.Mon
     assert manager.has_callbacks("on_log")
 
 
-def test_gather_and_replicated_requests_are_rejected_in_a_gated_handler_only() -> None:
+def test_gather_and_replicated_requests_are_rejected_only_in_gated_handlers() -> None:
     manager = CallbackManager()
     ctx = context()
     rejected: list[str] = []
@@ -478,7 +478,7 @@ def test_gather_and_replicated_requests_are_rejected_in_a_gated_handler_only() -
     assert ctx.control.stop_requested is not None
 
 
-def test_the_gate_opens_again_after_a_gated_handler_failed() -> None:
+def test_gather_works_again_after_a_gated_handler_failed() -> None:
     manager = CallbackManager()
     ctx = context()
     manager.register("on_log", lambda ctx: 1 // 0, ranks="zero")
@@ -507,7 +507,7 @@ def test_after_a_nested_gated_handler_the_outer_one_is_still_gated() -> None:
 # --- state ---
 
 
-def test_user_state_is_the_runs_and_shared() -> None:
+def test_the_run_and_the_manager_share_user_state() -> None:
     manager = CallbackManager()
     ctx = context()
     manager.user_state["a"] = 1
@@ -524,10 +524,10 @@ def test_user_state_is_the_runs_and_shared() -> None:
     assert other.user_state is held
 
 
-def test_states_go_and_come_back_by_name() -> None:
-    first, second, quiet = Keeps(1), Keeps(2), Quiet()
+def test_states_are_saved_and_loaded_by_the_callback_s_name() -> None:
+    first, second, does_nothing = Keeps(1), Keeps(2), DoesNothing()
     second.name = "second"
-    manager = CallbackManager([first, quiet, second])
+    manager = CallbackManager([first, does_nothing, second])
     state = manager.state_dict()
     assert state == {"callbacks": {"Keeps": {"value": 1}, "second": {"value": 2}}, "user_state": {}}
 
@@ -537,7 +537,7 @@ def test_states_go_and_come_back_by_name() -> None:
     assert (fresh_first.value, fresh_second.value) == (1, 2)
 
 
-def test_a_callback_without_a_saved_state_starts_fresh_and_unclaimed_state_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_unclaimed_state_is_logged_and_a_callback_without_saved_state_is_unchanged(caplog: pytest.LogCaptureFixture) -> None:
     keeps = Keeps(5)
     manager = CallbackManager([keeps])
     with caplog.at_level(logging.WARNING, "callsheet"):
@@ -565,17 +565,17 @@ def test_two_states_under_one_name_are_rejected_with_a_hint() -> None:
     renamed = Keeps()
     renamed.name = "other"
     manager.add(renamed)
-    manager.add([Quiet(), Quiet()])  # without a state a name may be shared
+    manager.add([DoesNothing(), DoesNothing()])  # callbacks without a state may have the same name
     assert len(manager.callbacks) == 4
 
 
-def test_a_namesake_without_a_state_does_not_take_it_away() -> None:
-    quiet = Quiet()
-    quiet.name = "Keeps"
-    assert CallbackManager([Keeps(7), quiet]).state_dict()["callbacks"] == {"Keeps": {"value": 7}}
+def test_a_callback_without_a_state_may_have_the_name_of_one_with_a_state() -> None:
+    does_nothing = DoesNothing()
+    does_nothing.name = "Keeps"
+    assert CallbackManager([Keeps(7), does_nothing]).state_dict()["callbacks"] == {"Keeps": {"value": 7}}
 
 
-def test_a_clash_that_comes_after_adding_loses_no_state_silently() -> None:
+def test_two_states_under_one_name_after_a_renaming_are_rejected_when_saved() -> None:
     first, second = Keeps(1), Keeps(2)
     second.name = "second"
     manager = CallbackManager([first, second])
@@ -584,7 +584,7 @@ def test_a_clash_that_comes_after_adding_loses_no_state_silently() -> None:
         manager.state_dict()
 
 
-def test_a_state_that_was_read_does_not_change() -> None:
+def test_a_saved_state_does_not_change_with_user_state() -> None:
     manager = CallbackManager()
     manager.user_state["a"] = 1
     state = manager.state_dict()
@@ -606,11 +606,11 @@ class Tables(Callback):
         self.recorded.append(name)
 
 
-def test_loggers_are_notified_if_they_have_the_method(caplog: pytest.LogCaptureFixture) -> None:
+def test_loggers_that_have_the_method_are_notified_although_one_of_them_fails(caplog: pytest.LogCaptureFixture) -> None:
     recorded: list[str] = []
     away = Tables(recorded)
     away.ranks = {1}
-    manager = CallbackManager([Tables(recorded, True), Quiet(), Tables(recorded), away])
+    manager = CallbackManager([Tables(recorded, True), DoesNothing(), Tables(recorded), away])
     ctx = context()
     manager.open(ctx)
     manager.notify_loggers("log_table", ctx, name="t")
@@ -621,7 +621,7 @@ def test_loggers_are_notified_if_they_have_the_method(caplog: pytest.LogCaptureF
     assert recorded == ["t", "u", "u"]
 
 
-def test_a_logger_that_fails_three_times_in_a_row_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_logger_that_fails_three_times_in_a_row_is_disabled(caplog: pytest.LogCaptureFixture) -> None:
     recorded: list[str] = []
     manager = CallbackManager([Tables(recorded, *[True] * 3)])
     for i in range(5):
@@ -630,7 +630,7 @@ def test_a_logger_that_fails_three_times_in_a_row_is_switched_off(caplog: pytest
     assert "Callback Tables is switched off after 3 failures in a row" in caplog.text
 
 
-def test_a_logger_that_fails_now_and_then_stays() -> None:
+def test_a_logger_that_fails_at_every_second_call_is_not_disabled() -> None:
     recorded: list[str] = []
     manager = CallbackManager([Tables(recorded, *[True, False] * 4)])
     for i in range(10):
@@ -660,7 +660,7 @@ def received(manager: CallbackManager) -> list[str]:
     return [event for event in EVENTS if getattr(manager.has_listeners, event)]
 
 
-def test_flags_follow_the_call_sheet_while_a_loop_runs() -> None:
+def test_has_listeners_follows_changes_of_the_call_sheet() -> None:
     manager = CallbackManager()
     spans = manager.spans(context())
     assert received(manager) == []
@@ -671,57 +671,62 @@ def test_flags_follow_the_call_sheet_while_a_loop_runs() -> None:
     assert spans is not None
 
 
-def test_flags_follow_the_call_sheet_also_in_a_loop_without_spans() -> None:
+def test_has_listeners_follows_changes_of_the_call_sheet_in_a_loop_without_spans() -> None:
     manager = CallbackManager()
     manager.open(context())
     manager.register("on_log", lambda ctx: None)
     assert manager.has_listeners.on_log
 
 
-def test_what_is_kept_is_known_when_the_run_opens() -> None:
-    keeping = Quiet()
+def test_the_context_knows_the_kept_fields_when_the_run_opens() -> None:
+    keeping = DoesNothing()
     keeping.keep_fields = ("outputs",)
     ctx = context()
     CallbackManager([Keeps(), keeping]).open(ctx)
     assert ctx.kept == {"outputs"}
 
 
-def test_what_a_latecomer_keeps_is_known_too() -> None:
+def test_the_context_knows_the_kept_fields_of_a_callback_added_during_the_run() -> None:
     manager = CallbackManager()
     ctx = context()
     manager.open(ctx)
     spans = manager.spans(ctx)
-    keeping = Quiet()
+    keeping = DoesNothing()
     keeping.keep_fields = ("outputs",)
     manager.add(keeping)
     assert ctx.kept == {"outputs"}
     assert spans.ctx is ctx
 
 
-def test_normalize_callbacks() -> None:
-    quiet, notes = Quiet(), Notes([])
+def test_normalize_callbacks_returns_a_manager_for_every_accepted_argument() -> None:
+    does_nothing, notes = DoesNothing(), Notes([])
     assert normalize_callbacks(None) is None
     manager = CallbackManager()
     assert normalize_callbacks(manager) is manager
-    for given, expected in ((quiet, [quiet]), ([quiet, notes], [quiet, notes]), (iter((notes,)), [notes]), ([], [])):
+    for given, expected in (
+        (does_nothing, [does_nothing]),
+        ([does_nothing, notes], [does_nothing, notes]),
+        (iter((notes,)), [notes]),
+        ([], []),
+    ):
         made = normalize_callbacks(given)
         assert made is not None
         assert made.callbacks == expected
-    for wrong in (Quiet, 3, "Quiet", lambda ctx: None):
+    for wrong in (DoesNothing, 3, "DoesNothing", lambda ctx: None):
         with pytest.raises(NotACallbackError):
             normalize_callbacks(wrong)  # type: ignore[arg-type]
 
 
-def test_should_fire() -> None:
+def test_should_fire_is_true_if_a_callback_listens_to_the_event() -> None:
     assert not should_fire(None, "on_log")
     assert not should_fire(CallbackManager(), "on_log")
-    manager = CallbackManager([Quiet()])
+    manager = CallbackManager([DoesNothing()])
     assert should_fire(manager, "on_log")
     assert should_fire(manager, Event.LOG)
     assert not should_fire(manager, "on_run_end")
 
 
-def test_a_manager_serves_one_run_after_another() -> None:
+def test_a_manager_can_be_used_for_one_run_after_another() -> None:
     recorded: list[str] = []
     manager = CallbackManager([Notes(recorded)])
     for _ in range(2):
@@ -745,7 +750,7 @@ def test_the_package_fires_events_without_torch() -> None:
     assert ran.stdout == "on_log [1]\nFalse\n", ran.stderr
 
 
-def test_a_manager_serves_one_run_at_a_time() -> None:
+def test_opening_a_second_run_before_the_first_is_closed_is_rejected() -> None:
     manager = CallbackManager()
     first, second = Context(RunInfo("first")), Context(RunInfo("second"))
     manager.open(first)
@@ -814,7 +819,7 @@ class Pauses(Callback):
             ctx.mute(self, "on_train_step_start", until=ctx.step + ahead)
 
 
-def test_a_handler_muted_until_a_step_is_called_from_its_start_if_the_loop_reports_ends_of_steps() -> None:
+def test_a_handler_muted_until_a_step_is_called_from_the_start_of_that_step() -> None:
     pauses = Pauses()
     manager, ctx = CallbackManager([pauses]), Context(RunInfo("test"))
     manager.open(ctx)
@@ -826,18 +831,18 @@ def test_a_handler_muted_until_a_step_is_called_from_its_start_if_the_loop_repor
             pass
         if ctx.step >= next_step or ctx.control.pending:
             boundaries += 1
-            ctx.control.done("stop")  # which leaves pending what the loop has not yet looked at
+            ctx.control.done("stop")  # after this, `pending` is true only if the schedule has changed
             assert ctx.control.pending is ctx.control.is_rescheduled
             ctx.control.is_rescheduled = False
             ctx.control.look_again()
             manager.between_steps(ctx.step)
             next_step = manager.next_step
     assert pauses.recorded == [1, 100, 101, 200, 201, 300, 301]
-    assert boundaries < 30  # and the loop was let be for the most part
+    assert boundaries < 30  # the loop rarely had to call the manager between steps
     manager.close()
 
 
-def test_mutes_do_not_apply_without_reported_ends_of_steps_or_for_short_pauses() -> None:
+def test_a_mute_has_no_effect_if_the_loop_reports_no_ends_of_steps_or_the_pause_is_short() -> None:
     pauses = Pauses()
     manager, ctx = CallbackManager([pauses]), Context(RunInfo("test"))
     manager.open(ctx)
@@ -859,7 +864,7 @@ def test_an_unknown_event_is_not_muted(ahead: int) -> None:
         ctx.mute(pauses, "on_train_step_stat", until=ahead)
 
 
-def test_a_handler_that_unmuted_itself_is_not_muted_by_waking() -> None:
+def test_a_handler_that_unmuted_itself_stays_unmuted_at_the_end_of_the_pause() -> None:
     pauses = Pauses()
     manager, ctx = CallbackManager([pauses]), Context(RunInfo("test"))
     manager.open(ctx)
@@ -879,10 +884,10 @@ def test_the_last_mute_or_unmute_of_an_event_applies() -> None:
     manager.open(ctx)
     manager.between_steps(0)
     ctx.mute(pauses, "on_train_step_start", until=40)
-    ctx.mute(pauses, "on_train_step_start")  # for good
+    ctx.mute(pauses, "on_train_step_start")  # without a limit
     manager.between_steps(39)
     recorded = [manager.has_callbacks("on_train_step_start")]
-    ctx.mute(pauses, "on_train_step_start", until=100)  # it is already
+    ctx.mute(pauses, "on_train_step_start", until=100)  # it is muted without a limit already, which stays
     manager.between_steps(99)
     recorded.append(manager.has_callbacks("on_train_step_start"))
     ctx.unmute(pauses, "on_train_step_start")
@@ -898,7 +903,7 @@ def test_the_last_mute_or_unmute_of_an_event_applies() -> None:
     assert not manager.has_callbacks("on_train_step_start")
 
 
-def test_muting_rejects_strangers_and_unknown_events() -> None:
+def test_muting_rejects_callbacks_that_were_not_added_and_unknown_events() -> None:
     listens_to = Listens()
     manager, ctx = CallbackManager([listens_to]), Context(RunInfo("test"))
     manager.open(ctx)
@@ -909,7 +914,7 @@ def test_muting_rejects_strangers_and_unknown_events() -> None:
     assert manager.has_listeners.on_log
 
 
-def test_a_sibling_context_mutes_too_and_one_without_a_manager_does_nothing() -> None:
+def test_mute_works_on_a_sibling_context_and_does_nothing_without_a_manager() -> None:
     listens_to = Listens()
     manager, ctx = CallbackManager([listens_to]), Context(RunInfo("test"))
     ctx.mute(listens_to, "on_log")
@@ -919,7 +924,7 @@ def test_a_sibling_context_mutes_too_and_one_without_a_manager_does_nothing() ->
     assert not manager.has_listeners.on_log
 
 
-def test_a_lane_cannot_mute() -> None:
+def test_muting_from_a_lane_is_rejected() -> None:
     class Mutes(Callback):
         lane = "background"
 

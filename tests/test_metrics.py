@@ -1,4 +1,4 @@
-"""What is logged between two boundaries, and the floats that come of it."""
+"""`MetricLog` reduces the values that are logged between two log boundaries to floats."""
 
 import math
 import subprocess
@@ -17,7 +17,7 @@ from callsheet.run.metrics import MetricLog
 NUMBERS = st.floats(-1e6, 1e6)
 
 
-def test_an_empty_log_is_false_and_gives_nothing() -> None:
+def test_an_empty_log_is_false_and_has_no_values() -> None:
     log = MetricLog()
     assert not log
     assert log.take() == {}
@@ -29,7 +29,7 @@ def test_an_empty_log_is_false_and_gives_nothing() -> None:
 
 @pytest.mark.parametrize(("over", "expected"), [("last", 6.0), ("mean", 3.0), ("sum", 9.0)])
 @pytest.mark.parametrize("tensors", [False, True])
-def test_several_values_become_one(over: Any, expected: float, tensors: bool) -> None:
+def test_several_values_are_reduced_to_one_float(over: Any, expected: float, tensors: bool) -> None:
     log = MetricLog()
     for value in (1.0, 2.0, 6.0):
         log.log({"a/x": torch.tensor(value) if tensors else value}, over=over)
@@ -38,14 +38,14 @@ def test_several_values_become_one(over: Any, expected: float, tensors: bool) ->
     assert type(result["a/x"]) is float
 
 
-def test_the_last_value_counts_by_default() -> None:
+def test_the_default_reduction_is_the_last_value() -> None:
     log = MetricLog()
     log.log({"a/x": 1})
     log.log({"a/x": 2})
     assert log.take() == {"a/x": 2.0}
 
 
-def test_a_boundary_starts_from_scratch() -> None:
+def test_take_clears_the_log() -> None:
     log = MetricLog()
     log.log({"a/x": 1.0, "a/y": 5.0}, over="mean")
     log.take()
@@ -53,7 +53,7 @@ def test_a_boundary_starts_from_scratch() -> None:
     assert log.take() == {"a/x": 3.0}
 
 
-def test_names_come_in_the_order_in_which_they_first_came() -> None:
+def test_names_are_in_the_order_of_their_first_value() -> None:
     log = MetricLog()
     log.log({"b/x": 1, "a/x": torch.tensor(2.0)})
     log.log({"c/x": 1, "b/x": 1})
@@ -63,7 +63,7 @@ def test_names_come_in_the_order_in_which_they_first_came() -> None:
 
 
 @pytest.mark.parametrize("tensors", [False, True])
-def test_weights_count_in_a_mean(tensors: bool) -> None:
+def test_a_mean_is_weighted(tensors: bool) -> None:
     log = MetricLog()
     for value, weight in ((1.0, 3), (5.0, 1)):
         log.log(
@@ -72,7 +72,7 @@ def test_weights_count_in_a_mean(tensors: bool) -> None:
     assert log.take() == {"a/x": 2.0}
 
 
-def test_a_value_without_a_weight_weighs_one() -> None:
+def test_a_value_without_a_weight_has_weight_one() -> None:
     log = MetricLog()
     log.log({"a/x": 1.0}, over="mean", weight=3)
     log.log({"a/x": 5.0}, over="mean")
@@ -87,7 +87,7 @@ def test_a_weight_of_zero_leaves_a_value_out() -> None:
 
 
 @pytest.mark.parametrize("tensors", [False, True])
-def test_a_mean_of_weight_zero_alone_is_left_out(tensors: bool) -> None:
+def test_a_mean_with_a_total_weight_of_zero_is_left_out(tensors: bool) -> None:
     log = MetricLog()
     weight = torch.tensor(0) if tensors else 0
     log.log({"a/x": 1.0}, over="mean", weight=weight)
@@ -99,7 +99,7 @@ def test_a_mean_of_weight_zero_alone_is_left_out(tensors: bool) -> None:
 
 
 @given(st.lists(NUMBERS, min_size=1, max_size=700))
-def test_folding_changes_no_sum_and_no_mean(values: list[float]) -> None:
+def test_many_values_give_the_exact_sum_mean_and_last_value(values: list[float]) -> None:
     log = MetricLog()
     for value in values:
         log.log({"a/sum": value}, over="sum")
@@ -112,7 +112,7 @@ def test_folding_changes_no_sum_and_no_mean(values: list[float]) -> None:
     assert result["a/last"] == values[-1]
 
 
-def test_a_loop_that_never_reads_does_not_grow() -> None:
+def test_memory_is_bounded_if_the_log_is_never_read() -> None:
     log = MetricLog()
     for _ in range(2000):
         log.log({"a/x": 1.0}, over="mean", weight=2)
@@ -121,7 +121,7 @@ def test_a_loop_that_never_reads_does_not_grow() -> None:
     assert log.take() == {"a/x": 1.0}
 
 
-def test_numbers_and_tensors_of_one_name_mix() -> None:
+def test_numbers_and_tensors_can_be_logged_under_one_name() -> None:
     log = MetricLog()
     for value in (1, torch.tensor(2), torch.tensor(3.0), np.float32(6)):
         log.log({"a/x": value}, over="sum")
@@ -141,19 +141,19 @@ def test_numbers_and_tensors_of_one_name_mix() -> None:
         torch.tensor(2.0, requires_grad=True),
     ],
 )
-def test_scalars_of_every_kind(value: Any) -> None:
+def test_scalars_of_every_kind_are_logged_as_floats(value: Any) -> None:
     log = MetricLog()
     log.log({"a/x": value})
     assert log.take() == {"a/x": 2.0}
 
 
-def test_a_truth_value_is_a_number() -> None:
+def test_booleans_are_logged_as_numbers() -> None:
     log = MetricLog()
     log.log({"a/x": True, "a/y": torch.tensor(True)})
     assert log.take() == {"a/x": 1.0, "a/y": 1.0}
 
 
-def test_values_that_are_not_finite_come_through() -> None:
+def test_values_that_are_not_finite_are_kept() -> None:
     log = MetricLog()
     log.log({"a/x": math.inf, "a/y": torch.tensor(math.nan)})
     result = log.take()
@@ -161,20 +161,20 @@ def test_values_that_are_not_finite_come_through() -> None:
     assert math.isnan(result["a/y"])
 
 
-def test_no_graph_is_kept() -> None:
+def test_logged_tensors_are_detached() -> None:
     log = MetricLog()
     loss = (torch.ones(3, requires_grad=True) * 2).sum()
     log.log({"train/loss": loss}, over="mean")
     assert not log._series["train/loss"].values[0].requires_grad
 
 
-def test_large_counts_survive() -> None:
+def test_large_counts_are_exact() -> None:
     log = MetricLog()
     log.log({"a/tokens": torch.tensor(2**40 + 1), "a/loss": torch.tensor(0.5)})
     assert log.take()["a/tokens"] == 2**40 + 1
 
 
-def test_tensors_stay_where_they_are_until_the_boundary() -> None:
+def test_tensors_are_not_converted_before_take() -> None:
     log = MetricLog()
     log.log({"a/x": torch.tensor(1.0)}, over="sum")
     log.log({"a/x": torch.tensor(2.0)}, over="sum")
@@ -192,19 +192,19 @@ def test_tensors_stay_where_they_are_until_the_boundary() -> None:
         (1j, "not a number"),
     ],
 )
-def test_what_is_no_scalar_is_rejected_when_it_is_logged(value: Any, message: str) -> None:
+def test_a_value_that_is_not_a_scalar_is_rejected_when_it_is_logged(value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         MetricLog().log({"a/x": value})
 
 
-def test_unknown_words_name_the_nearest() -> None:
+def test_unknown_reductions_name_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match=r"unknown over 'man'; did you mean 'mean'\? \(one of last, mean, sum\)"):
         MetricLog().log({"a/x": 1}, over="man")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"unknown across 'smae'; did you mean 'same'\? \(one of mean, sum, max, same\)"):
         MetricLog().log({"a/x": 1}, across="smae")  # type: ignore[arg-type]
 
 
-def test_one_name_has_one_meaning_also_across_boundaries() -> None:
+def test_logging_a_name_with_another_reduction_is_rejected_also_after_take() -> None:
     log = MetricLog()
     log.log({"a/x": 1}, over="sum", across="max")
     log.take()
@@ -218,7 +218,7 @@ def test_one_name_has_one_meaning_also_across_boundaries() -> None:
     assert log.take() == {"a/x": 1.0}
 
 
-def test_clearing_forgets_the_values_and_not_what_a_name_means() -> None:
+def test_clear_removes_the_values_but_keeps_the_reductions_of_the_names() -> None:
     log = MetricLog()
     log.log({"a/x": 1}, over="sum")
     log.clear()
@@ -228,19 +228,19 @@ def test_clearing_forgets_the_values_and_not_what_a_name_means() -> None:
         log.log({"a/x": 1}, over="mean")
 
 
-def test_a_loop_may_add_to_a_series_itself() -> None:
+def test_values_can_be_added_to_a_series_directly() -> None:
     log = MetricLog()
     series = log.series("a/x", "mean", "same")
     series.add(1.0)
     series.add(4.0, 2)
     assert log.series("a/x", "mean", "same") is series
     assert log.take() == {"a/x": 3.0}
-    series.add(7.0)  # also after a boundary
+    series.add(7.0)  # a series can also be used after take()
     assert log.take() == {"a/x": 7.0}
 
 
 @given(st.lists(st.tuples(NUMBERS, st.integers(1, 9)), min_size=2, max_size=20), st.data())
-def test_a_record_that_a_resume_cuts_in_two_is_that_of_an_unbroken_run(
+def test_values_logged_before_and_after_a_resume_give_the_record_of_an_uninterrupted_run(
     values: list[tuple[float, int]], data: st.DataObject
 ) -> None:
     cut = data.draw(st.integers(0, len(values)))
@@ -257,7 +257,7 @@ def test_a_record_that_a_resume_cuts_in_two_is_that_of_an_unbroken_run(
     assert after.take() == unbroken.take()
 
 
-def test_a_state_that_was_read_does_not_move_and_takes_the_place_of_what_was_there() -> None:
+def test_a_state_dict_does_not_change_with_the_log_and_loading_it_replaces_all_values() -> None:
     log, other = MetricLog(), MetricLog()
     log.log({"a/x": 1.0}, over="sum")
     state = log.state_dict()
@@ -289,14 +289,14 @@ def test_a_weighted_mean_of_half_precision_does_not_overflow(value: Any, weight:
     assert log.take() == {"a/x": 5.0}
 
 
-def test_half_precision_beside_numbers_does_not_overflow() -> None:
+def test_half_precision_together_with_numbers_does_not_overflow() -> None:
     log = MetricLog()
     for value in (torch.tensor(60_000.0, dtype=torch.float16), torch.tensor(60_000.0, dtype=torch.float16), 1.0):
         log.log({"a/x": value}, over="sum")
     assert log.take() == {"a/x": 120_001.0}
 
 
-def test_bfloat16_is_added_up_in_more_bits() -> None:
+def test_bfloat16_is_summed_in_higher_precision() -> None:
     log = MetricLog()
     value = torch.tensor(0.1, dtype=torch.bfloat16)
     for _ in range(1000):
@@ -312,17 +312,17 @@ def test_a_weight_may_be_a_numpy_number(times: int) -> None:
     assert log.take() == {"a/x": 3.0}
 
 
-def test_a_tensor_is_not_copied_what_it_holds_at_the_boundary_counts() -> None:
+def test_a_tensor_is_not_copied_and_is_read_at_take() -> None:
     log = MetricLog()
     total = torch.tensor(5.0)
     log.log({"a/x": total})
     total.add_(2.0)
     assert log.take() == {"a/x": 7.0}
     total.zero_()
-    assert log.take() == {}  # and nothing is held beyond it
+    assert log.take() == {}  # take() has released the tensor
 
 
-def test_without_torch() -> None:
+def test_logging_numbers_does_not_import_torch() -> None:
     code = (
         "import sys\n"
         "from callsheet.run.metrics import MetricLog\n"
@@ -349,7 +349,7 @@ NAMES = ("a", "b", "c", "d", "e")
     ),
     st.sampled_from(["last", "mean", "sum"]),
 )
-def test_names_in_one_tensor_are_as_if_each_had_been_logged_alone(steps: list[Any], over: Any) -> None:
+def test_names_logged_in_one_tensor_have_the_values_of_names_logged_one_by_one(steps: list[Any], over: Any) -> None:
     alone, together = MetricLog(), MetricLog()
     for number, (names, count, in_one, weight, what) in enumerate(steps):
         names = tuple(sorted(names[:count]))
@@ -367,7 +367,7 @@ def test_names_in_one_tensor_are_as_if_each_had_been_logged_alone(steps: list[An
     assert alone.take() == together.take()
 
 
-def test_one_tensor_stays_one_also_across_a_resume() -> None:
+def test_names_logged_in_one_tensor_stay_one_series_after_a_resume() -> None:
     log, resumed = MetricLog(), MetricLog()
     log.log({NAMES: torch.ones(5)}, over="mean")
     resumed.load_state_dict(log.state_dict())
@@ -377,12 +377,12 @@ def test_one_tensor_stays_one_also_across_a_resume() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.ones(4), torch.ones(5, 1), torch.tensor(1.0), 1.0, [1.0] * 5])
-def test_a_tensor_has_one_number_a_name(value: Any) -> None:
+def test_a_tensor_without_exactly_one_number_for_each_name_is_rejected(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"the 5 metrics .* take a tensor of one dimension"):
         MetricLog().log({NAMES: value})
 
 
-def test_names_in_one_tensor_cannot_change_how_they_are_added_up() -> None:
+def test_a_name_in_a_tensor_cannot_be_logged_with_another_reduction() -> None:
     log = MetricLog()
     log.log({NAMES: torch.ones(5)}, over="mean")
     with pytest.raises(ConfigError, match="'c' was logged with over='mean'"):
@@ -393,7 +393,7 @@ def test_names_in_one_tensor_cannot_change_how_they_are_added_up() -> None:
         log.log({NAMES: torch.ones(5)}, across="max")
 
 
-def test_the_latest_of_a_family_is_available_until_it_is_taken() -> None:
+def test_latest_returns_the_last_values_of_a_family_until_take() -> None:
     log = MetricLog()
     log.log({"train/loss": 2.0, "validation/loss": 3.0}, over="mean", across="mean", weight=None)
     log.log({"train/loss": torch.tensor(1.0)}, over="mean", across="mean", weight=None)
@@ -403,7 +403,7 @@ def test_the_latest_of_a_family_is_available_until_it_is_taken() -> None:
     assert log.latest("train") == {}
 
 
-def test_the_latest_value_is_the_one_that_was_logged_also_with_a_weight_and_after_many_values() -> None:
+def test_latest_returns_unweighted_values_also_after_many_values_and_a_resume() -> None:
     log = MetricLog()
     for _ in range(300):
         log.log({"train/accuracy": 0.5, "train/tokens": 3.0}, over="mean", weight=8)
@@ -417,7 +417,7 @@ def test_the_latest_value_is_the_one_that_was_logged_also_with_a_weight_and_afte
     assert resumed.take() == {"train/accuracy": 0.5, "train/tokens": 3.0, "train/a": 9.0, "train/b": 6.0}
 
 
-def test_what_is_logged_holds_no_graph_though_it_comes_to_have_a_gradient() -> None:
+def test_a_logged_tensor_is_detached_although_it_requires_a_gradient_later() -> None:
     log, total = MetricLog(), torch.zeros(())
     log.log({"train/total": total})
     total += torch.ones((), requires_grad=True)

@@ -1,4 +1,4 @@
-"""Without the optional packages: every public name and every command works, or says in one line what to install."""
+"""Without optional packages, every public name and every command works, or prints in one line what to install."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ NEED_SOMETHING = {
 def probed(
     python: str, folder: Path, *, hidden: str = "", commands: list[list[str]], keras_backend: str = "torch"
 ) -> dict[str, Any]:
-    """What became of every public name and of the commands in an interpreter that lacks packages."""
+    """Return the result of every public name and of the commands in an interpreter that lacks packages."""
     run = folder / "here"
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n')
@@ -120,7 +120,7 @@ def probed(
 
 
 def failures(found: dict[str, Any]) -> Iterator[str]:
-    """Names that raised anything but MissingPackage with one line."""
+    """Yield the names that raised anything but MissingPackage with one line."""
     for name, recorded in found["recorded"].items():
         if len(recorded) == 2 and recorded[0] and not (recorded[0] == "MissingPackage" and ONE_LINE.fullmatch(recorded[1])):
             yield f"{name}: {recorded[0]}: {recorded[1]}"
@@ -128,7 +128,7 @@ def failures(found: dict[str, Any]) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A real environment without any package."""
+    """Return what `probed` finds in a venv without any package."""
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder / "venv", with_pip=False)
     (folder / "work").mkdir()
@@ -136,7 +136,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return probed(str(folder / "venv" / "bin" / "python"), folder / "work", commands=commands)
 
 
-def test_every_public_name_is_there_or_says_what_to_install(bare: dict[str, Any]) -> None:
+def test_every_public_name_works_or_its_error_says_what_to_install(bare: dict[str, Any]) -> None:
     assert not list(failures(bare))
     recorded = bare["recorded"]
     for name in ("callsheet.Trainer", "callsheet.attach", "callsheet.launch", "callsheet.callbacks.EMA"):
@@ -146,7 +146,7 @@ def test_every_public_name_is_there_or_says_what_to_install(bare: dict[str, Any]
 
 
 @pytest.mark.parametrize("command", NEED_NOTHING, ids=" ".join)
-def test_these_commands_need_nothing(bare: dict[str, Any], command: list[str]) -> None:
+def test_commands_that_need_no_packages_work(bare: dict[str, Any], command: list[str]) -> None:
     status, out, err = bare["recorded"][" ".join(command)]
     assert (status, err) == (0, "")
     assert out
@@ -157,7 +157,7 @@ def test_these_commands_need_nothing(bare: dict[str, Any], command: list[str]) -
     [(extra, command) for extra, commands in NEED_SOMETHING.items() for command in commands],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )
-def test_the_others_say_what_to_install_in_one_line(bare: dict[str, Any], extra: str, command: list[str]) -> None:
+def test_other_commands_print_in_one_line_what_to_install(bare: dict[str, Any], extra: str, command: list[str]) -> None:
     status, out, err = bare["recorded"][" ".join(command)]
     assert (status, out) == (1, "")
     assert re.fullmatch(rf"callsheet: .* needs \w+, which is not installed: pip install 'callsheet\[{extra}\]'\n", err), err
@@ -165,7 +165,7 @@ def test_the_others_say_what_to_install_in_one_line(bare: dict[str, Any], extra:
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("hidden", ["torch", "yaml", "numpy"])
-def test_one_package_that_is_missing_among_others(hidden: str, tmp_path: Path) -> None:
+def test_a_single_missing_package_is_named_with_the_installation_command(hidden: str, tmp_path: Path) -> None:
     found = probed(sys.executable, tmp_path, hidden=hidden, commands=[["recipes"], ["--help"], ["show", "pretrain"]])
     # The bridge to Accelerate needs yaml itself.
     assert not [failed for failed in failures(found) if not failed.startswith("callsheet.bridges.accelerate")]
@@ -176,8 +176,8 @@ def test_one_package_that_is_missing_among_others(hidden: str, tmp_path: Path) -
 
 
 @pytest.mark.test_all
-def test_keras_on_a_backend_that_is_not_installed(tmp_path: Path) -> None:
-    """Keras uses TensorFlow by default, and its error then names neither torch nor the bridge."""
+def test_keras_with_a_backend_that_is_not_installed_names_torch_or_the_bridge_s_backend(tmp_path: Path) -> None:
+    """Keras uses TensorFlow by default. Its own error for a missing TensorFlow names neither torch nor the bridge."""
     (tmp_path / "without").mkdir()
     (tmp_path / "with").mkdir()
     keras = "callsheet.bridges.keras"
@@ -193,14 +193,14 @@ def test_keras_on_a_backend_that_is_not_installed(tmp_path: Path) -> None:
     assert "\n" not in message
 
 
-def test_dir_lists_what_the_package_offers(bare: dict[str, Any]) -> None:
+def test_dir_lists_the_public_names(bare: dict[str, Any]) -> None:
     assert {"Trainer", "attach", "launch", "Process"} <= set(bare["dir"])
     assert not {"Any", "TYPE_CHECKING", "Mapping"} & set(bare["dir"])
     assert set(dir(callsheet)) == {*callsheet.__all__, "__version__"}
 
 
 def imported() -> set[str]:
-    """The packages of others that the source imports by a statement."""
+    """Return the third-party packages that the source imports by a statement."""
     found = set()
     for path in SOURCE.rglob("*.py"):
         for statement in ast.walk(ast.parse(path.read_text())):
@@ -215,16 +215,16 @@ def test_every_package_that_is_imported_has_an_installation_command() -> None:
     assert imported() <= set(_INSTALLED_BY)
 
 
-def test_the_extras_are_those_of_the_project() -> None:
+def test_every_extra_named_in_messages_installs_its_packages() -> None:
     project = SOURCE.parents[1] / "pyproject.toml"
     declared = tomllib.loads(project.read_text())["project"]["optional-dependencies"]
     called = {
         "PIL": "pillow",
-        "jinja2": "torch",  # which needs it
+        "jinja2": "torch",  # torch requires it
         "opentelemetry": "opentelemetry-sdk",
         "sklearn": "scikit-learn",
-        "tokenizers": "transformers",  # which needs it
-        "yaml": "jsonargparse",  # whose "signatures" need it
+        "tokenizers": "transformers",  # transformers requires it
+        "yaml": "jsonargparse",  # jsonargparse[signatures] requires it
     }
     for extra, modules in _EXTRAS.items():
         brought = {re.split(r"[\[>=<]", requirement)[0] for requirement in declared[extra]}

@@ -1,4 +1,4 @@
-"""`Process` through a manager by hand: how its children end, and whose they are."""
+"""`Process` with a manager and no trainer: how child processes end, forks, and what cannot be sent."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class WritesAtEnd(Counts):
 
 
 class Strange(Exception):
-    """Its text attribute is computed from its argument, so that it cannot be rebuilt from the attribute."""
+    """An error whose text is computed from its argument, so that it cannot be rebuilt from the text."""
 
     def __init__(self, code: int, *, hint: str) -> None:
         super().__init__(f"{code}: {hint}")
@@ -98,17 +98,17 @@ def fire_steps(manager: CallbackManager, ctx: Context, steps: range) -> None:
 
 
 @pytest.mark.test_all
-def test_processes_end_at_the_same_time() -> None:
+def test_close_waits_for_all_processes_at_the_same_time() -> None:
     manager, ctx = opened(*(Process(Lingers(name=f"lingers-{number}", seconds=3.0), deadline=60) for number in range(4)))
     fire_steps(manager, ctx, range(1, 2))
     manager.drain(ctx)
     began = time.monotonic()
     manager.close()
-    assert 2 < time.monotonic() - began < 11  # and not four times three
+    assert 2 < time.monotonic() - began < 11  # and not four times three seconds
 
 
 @pytest.mark.test_all
-def test_one_that_does_not_end_is_killed_and_holds_up_the_others_no_longer() -> None:
+def test_processes_that_do_not_end_are_killed_after_one_common_timeout() -> None:
     far = [Process(Lingers(name=f"lingers-{number}", seconds=60.0), deadline=60) for number in range(3)]
     manager, ctx = opened(*far)
     fire_steps(manager, ctx, range(1, 2))
@@ -116,7 +116,7 @@ def test_one_that_does_not_end_is_killed_and_holds_up_the_others_no_longer() -> 
     pids = [each.pid for each in far]
     began = time.monotonic()
     manager.close()
-    assert time.monotonic() - began < 12  # five seconds in all
+    assert time.monotonic() - began < 12  # five seconds in total
     for pid in pids:
         assert pid is not None
         with pytest.raises(ProcessLookupError):
@@ -124,22 +124,22 @@ def test_one_that_does_not_end_is_killed_and_holds_up_the_others_no_longer() -> 
 
 
 @pytest.mark.test_all
-def test_a_connection_that_another_process_holds_open_ends(tmp_path: Path) -> None:
+def test_close_ends_the_process_although_a_third_process_holds_the_connection_open(tmp_path: Path) -> None:
     far = Process(WritesAtEnd(path=str(tmp_path / "ended")), deadline=60)
     manager, ctx = opened(far)
     fire_steps(manager, ctx, range(1, 2))
     manager.drain(ctx)
     assert far._connection is not None
-    held = os.dup(far._connection.fileno())  # as a dataloader's worker that was forked in between has it
+    held = os.dup(far._connection.fileno())  # a dataloader's worker that was forked in between holds it in the same way
     manager.close()
     os.close(held)
-    assert (tmp_path / "ended").read_text() == "ended"  # it noticed the end itself
+    assert (tmp_path / "ended").read_text() == "ended"  # it noticed the end itself and was not killed
 
 
 @pytest.mark.test_all
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_has_no_part_in_it() -> None:
+def test_a_forked_child_does_not_use_its_parent_s_process() -> None:
     counts = Process(Counts(), deadline=60)
     manager, ctx = opened(counts)
     fire_steps(manager, ctx, range(1, 4))
@@ -148,7 +148,7 @@ def test_a_forked_child_has_no_part_in_it() -> None:
     assert line is not None
     number = line.fileno()
     child = os.fork()
-    if not child:  # no assertion leaves this branch
+    if not child:  # this branch raises no assertion error: the child would run the rest of the tests
         signal.alarm(20)
         fine = counts.pid is None and line.closed
         try:
@@ -182,7 +182,7 @@ def test_a_callback_removed_and_added_again_keeps_its_state(is_by_class: bool) -
     assert state["pid"] != os.getpid()
 
 
-# --- what its process cannot rebuild ---
+# --- values that the process cannot rebuild ---
 
 
 def exceptions() -> list[BaseException]:
@@ -192,7 +192,7 @@ def exceptions() -> list[BaseException]:
     class InMain(Exception):
         pass
 
-    InMain.__module__ = "__main__"  # as one of a script
+    InMain.__module__ = "__main__"  # like a class that is defined in a script
     sys.modules["__main__"].InMain = InMain  # type: ignore[attr-defined]
     InMain.__qualname__ = "InMain"
     kept = ValueError("a text")
@@ -202,7 +202,9 @@ def exceptions() -> list[BaseException]:
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("place", range(4), ids=["of a function", "of the script", "not from its text", "of Python"])
-def test_an_exception_arrives_whatever_its_class_is_and_no_state_is_lost(place: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exception_of_any_class_reaches_the_process_which_keeps_its_state(
+    place: int, caplog: pytest.LogCaptureFixture
+) -> None:
     manager, ctx = opened(Process(FarWitness(), deadline=60))
     fire_steps(manager, ctx, range(1, 4))
     before = manager.state_dict()["callbacks"]["FarWitness"]
@@ -241,7 +243,7 @@ class Closed:
 
 
 @pytest.mark.parametrize(("kind", "error"), [(Broken, "TypeError"), (Closed, "not to be sent")])
-def test_what_cannot_be_sent_is_one_failure_and_the_process_continues(
+def test_a_value_that_cannot_be_sent_is_one_failure_and_the_process_continues(
     kind: Any, error: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager, ctx = opened(Process(FarWitness(), deadline=60))

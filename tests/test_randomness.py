@@ -1,4 +1,4 @@
-"""Random states are read, compared and put back."""
+"""Random states are read, compared and restored."""
 
 import random
 import subprocess
@@ -14,13 +14,13 @@ from callsheet.core.randomness import random_state, restore_random_state, same_r
 DRAWS: dict[str, Callable[[], float]] = {
     "python": random.random,
     "python's gauss": lambda: random.gauss(0, 1),
-    "numpy": lambda: float(np.random.rand()),  # the global state is what is kept
+    "numpy": lambda: float(np.random.rand()),  # the tests are about NumPy's global state
     "torch": lambda: float(torch.rand(())),
 }
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_after_restoring_the_same_number_is_drawn(name: str) -> None:
+def test_after_restoring_a_state_the_same_number_is_drawn(name: str) -> None:
     before = random_state()
     first = DRAWS[name]()
     second = DRAWS[name]()
@@ -30,7 +30,7 @@ def test_after_restoring_the_same_number_is_drawn(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_one_draw_makes_a_difference(name: str) -> None:
+def test_states_before_and_after_a_draw_differ(name: str) -> None:
     before = random_state()
     assert same_random_state(before, random_state())
     DRAWS[name]()
@@ -39,7 +39,7 @@ def test_one_draw_makes_a_difference(name: str) -> None:
     assert same_random_state(before, random_state())
 
 
-def test_a_state_that_was_read_does_not_move() -> None:
+def test_a_saved_state_does_not_change_with_the_generators() -> None:
     before = random_state()
     for draw in DRAWS.values():
         draw()
@@ -48,14 +48,14 @@ def test_a_state_that_was_read_does_not_move() -> None:
     assert not same_random_state(after, before)
 
 
-def test_only_what_both_hold_is_compared() -> None:
+def test_only_generators_in_both_states_are_compared() -> None:
     state = random_state()
     assert same_random_state({"python": state["python"]}, state)
     torch.rand(())
     assert same_random_state({"python": state["python"]}, random_state())
 
 
-def test_what_was_not_read_is_left_alone() -> None:
+def test_restoring_does_not_change_generators_that_are_not_in_the_state() -> None:
     state = {"python": random_state()["python"]}
     torch.rand(())
     moved = random_state()

@@ -1,4 +1,4 @@
-"""Ranks and gates; two real processes where there is something to gather."""
+"""Ranks and rank gates. The tests of gathering start two processes."""
 
 import subprocess
 from typing import Any
@@ -24,7 +24,7 @@ def test_a_single_process_is_rank_0_of_1() -> None:
     assert read_ranks() == Ranks(0, 0, 0, 1)
 
 
-def test_the_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_read_from_the_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in zip(VARIABLES, ("5", "8", "1", "2"), strict=True):
         monkeypatch.setenv(variable, value)
     assert read_ranks() == Ranks(rank=5, local_rank=1, node_rank=2, world_size=8)
@@ -37,7 +37,7 @@ def test_the_local_rank_is_the_rank_by_default(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("variable", VARIABLES)
 @pytest.mark.parametrize("value", ["two", "-1", "1.5"])
-def test_a_variable_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+def test_a_variable_that_is_not_a_number_is_named(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError, match=f"{variable} should be a whole number, not '{value}'"):
         read_ranks()
@@ -58,29 +58,29 @@ def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> N
         (frozenset({9}), []),
     ],
 )
-def test_gates(gate: Any, passing: list[tuple[int, int]]) -> None:
+def test_a_gate_passes_the_expected_ranks(gate: Any, passing: list[tuple[int, int]]) -> None:
     two_machines = [Ranks(rank, rank % 2, rank // 2, 4) for rank in range(4)]
     assert [(ranks.rank, ranks.local_rank) for ranks in two_machines if ranks.passes(gate)] == passing
 
 
 @given(st.sets(st.integers(0, 100), min_size=1), st.integers(0, 100))
-def test_a_set_passes_its_own_ranks(gate: set[int], rank: int) -> None:
+def test_a_gate_that_is_a_set_passes_the_ranks_in_it(gate: set[int], rank: int) -> None:
     assert Ranks(rank=rank).passes(check_gate(gate)) == (rank in gate)
 
 
 @pytest.mark.parametrize("gate", ["all", "zero", "local_zero"])
-def test_words_are_stored_as_they_are(gate: str) -> None:
+def test_check_gate_returns_a_known_word_unchanged(gate: str) -> None:
     assert check_gate(gate) == gate
 
 
-def test_collections_are_stored_frozen() -> None:
+def test_check_gate_returns_a_collection_as_a_frozenset() -> None:
     ranks = [3, 1, 3]
     stored = check_gate(ranks)
     ranks.append(7)
     assert stored == frozenset({1, 3})
 
 
-def test_an_unknown_word_names_the_nearest() -> None:
+def test_an_unknown_gate_names_the_nearest_one() -> None:
     with pytest.raises(
         ConfigError, match=r"unknown ranks 'local_zer0'; did you mean 'local_zero'\? \(one of all, zero, local_zero"
     ):
@@ -88,12 +88,12 @@ def test_an_unknown_word_names_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("gate", [set(), [], 0, None, {-1}, {True}, {"0"}, {1.0}])
-def test_what_is_no_gate_is_rejected(gate: object) -> None:
+def test_a_value_that_is_not_a_gate_is_rejected(gate: object) -> None:
     with pytest.raises(ConfigError, match=r"unknown ranks .*set of rank numbers like"):
         check_gate(gate)
 
 
-def test_alone_nothing_communicates() -> None:
+def test_gather_in_a_single_process_returns_its_value() -> None:
     assert gather("x") == ["x"]
     assert initialized_distributed() is None
 
@@ -111,7 +111,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.test_all
-def test_two_processes_gather_in_the_order_of_ranks_and_the_process_group_has_the_word(
+def test_two_processes_gather_in_rank_order_and_the_process_group_overrides_the_environment(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     meet = f"file://{tmp_path_factory.mktemp('meet') / 'store'}"

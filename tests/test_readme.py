@@ -1,4 +1,4 @@
-"""The code in README and docs runs, and what they say it prints is what it prints."""
+"""The code in README and docs runs, and the links lead to existing files."""
 
 import re
 import textwrap
@@ -31,14 +31,14 @@ def test_the_code_of_a_page_runs(page: Path, folder_of_the_page: Path, capsys: p
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_the_targets_of_links_exist(page: Path) -> None:
     text = page.read_text()
     for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text) + re.findall(r"<img src=\"([^\"]+)\"", text):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
 
 
-def test_targets_that_the_readme_names_exist() -> None:
+def test_make_targets_in_the_readme_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"(?:^|`)make ([a-z]+)", (ROOT / "README.md").read_text(), re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

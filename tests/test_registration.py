@@ -1,4 +1,4 @@
-"""A mistake fails when the callback is added; the message names the callback, its line and a hint."""
+"""A mistake is an error when the callback is added. The message names the callback and its line, and gives a hint."""
 
 import functools
 import re
@@ -17,13 +17,13 @@ LINES = Path(__file__).read_text().splitlines()
 
 
 def at_line(marker: str, *, above: int = 0) -> str:
-    """`test_registration.py:12` of the line that ends with the comment `marker`, or of one so many lines above it."""
+    """Return `test_registration.py:12` for the line that ends with the comment `marker`, or for the line `above` lines before it."""
     (line,) = (number for number, text in enumerate(LINES, 1) if text.endswith(f"  # line: {marker}"))
     return f"{Path(__file__).name}:{line - above}"
 
 
 def rejection(kind: type[CallsheetError], given: Any) -> str:
-    """Return the message with which a manager rejects `given`, of which nothing stays."""
+    """Return the message with which a manager rejects `given`. Check that nothing was added."""
     manager = CallbackManager()
     with pytest.raises(kind) as caught:
         manager.add(given)
@@ -73,21 +73,21 @@ class Async(Callback):
     async def on_log(self, ctx: Context) -> None: ...  # line: async
 
 
-def worded(**words: Any) -> Callback:
+def with_settings(**settings: Any) -> Callback:
     """Return a callback that listens to on_log, with these settings."""
     callback = Logs()
-    for name, value in words.items():
+    for name, value in settings.items():
         setattr(callback, name, value)
     return callback
 
 
-def test_an_unknown_event_names_the_callback_the_line_and_the_nearest() -> None:
+def test_an_unknown_event_names_the_callback_its_line_and_the_nearest_event() -> None:
     assert rejection(UnknownEventError, Misspelt()) == (
         f"unknown event 'on_train_stepend'; did you mean 'on_train_step_end'? (callback Misspelt, {at_line('misspelled')})"
     )
 
 
-def test_the_message_uses_the_name_that_the_callback_was_given() -> None:
+def test_the_message_uses_the_callback_s_own_name() -> None:
     callback = Misspelt()
     callback.name = "mine"
     assert "(callback mine, " in rejection(UnknownEventError, callback)
@@ -101,13 +101,13 @@ def test_an_unknown_event_on_the_instance_is_found() -> None:
     assert at_line("on_strat") in message
 
 
-def test_attributes_that_only_sound_like_events_are_left_alone() -> None:
+def test_an_attribute_that_starts_with_on_but_is_no_method_is_accepted() -> None:
     callback: Any = Logs()
     callback.on_gpu = True
     CallbackManager([callback])
 
 
-def test_a_method_that_misses_its_prefix_is_found() -> None:
+def test_a_method_named_like_an_event_without_its_prefix_is_named_with_a_hint() -> None:
     message = rejection(RegistrationError, Prefixless())
     assert message == (
         f"has no handlers; did you mean on_train_start instead of train_start? (callback Prefixless, {at_line('prefixless')})"
@@ -122,13 +122,13 @@ def test_a_callback_without_handlers_may_be_added() -> None:
     assert CallbackManager([Store()]).call_sheet().rows() == []
 
 
-def test_on_event_beside_an_event_is_rejected() -> None:
+def test_on_event_together_with_another_handler_is_rejected() -> None:
     assert rejection(RegistrationError, Both()) == (
         f"overrides both on_event and on_log; on_event handles that event too, so keep only one of them (callback Both, {at_line('both')})"
     )
 
 
-def test_on_event_alone_listens_to_everything() -> None:
+def test_on_event_alone_listens_to_every_event() -> None:
     class All(Callback):
         def on_event(self, ctx: Context) -> None: ...
 
@@ -161,7 +161,7 @@ def test_a_handler_that_cannot_take_the_context_alone_is_rejected(callback: Call
     assert message.endswith(f"(callback {type(callback).__name__}, {at_line(marker)})")
 
 
-def test_more_arguments_with_defaults_are_no_mistake() -> None:
+def test_additional_arguments_with_defaults_are_accepted() -> None:
     class More(Callback):
         def on_log(self, ctx: Context, more: int = 1, *rest: int, **others: int) -> None: ...
 
@@ -175,12 +175,12 @@ def test_more_arguments_with_defaults_are_no_mistake() -> None:
 @pytest.mark.parametrize(
     ("callback", "marker", "name"), [(Helper(), "helper", "Helper"), (PhasedHelper(), "phased helper", "PhasedHelper")]
 )
-def test_an_interval_or_a_phase_on_what_is_no_event_is_rejected(callback: Callback, marker: str, name: str) -> None:
+def test_an_interval_or_a_phase_on_a_method_that_is_no_handler_is_rejected(callback: Callback, marker: str, name: str) -> None:
     message = rejection(RegistrationError, callback)
     assert message == f"'help' has an interval or a phase, but is not an event (callback {name}, {at_line(marker)})"
 
 
-def test_a_gated_helper_is_no_mistake() -> None:
+def test_a_rank_gate_on_a_method_that_is_no_handler_is_accepted() -> None:
     class Writes(Callback):
         @rank_zero_only
         def write(self, text: str) -> None: ...
@@ -191,7 +191,7 @@ def test_a_gated_helper_is_no_mistake() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("settings", "expected"),
     [
         ({"phase": "mesure"}, "unknown phase 'mesure'; did you mean 'measure'?"),
         ({"lane": "backgroud"}, "unknown lane 'backgroud'; did you mean 'background'?"),
@@ -208,8 +208,8 @@ def test_a_gated_helper_is_no_mistake() -> None:
         ({"lane": "background", "on_error": "raise"}, "errors in the lane 'background' are always isolated; leave on_error out"),
     ],
 )
-def test_words_that_cannot_work_name_the_callback_and_the_classs_line(words: dict[str, Any], expected: str) -> None:
-    message = rejection(RegistrationError, worded(**words))
+def test_invalid_settings_name_the_callback_and_the_line_of_its_class(settings: dict[str, Any], expected: str) -> None:
+    message = rejection(RegistrationError, with_settings(**settings))
     assert expected in message
     assert message.endswith(f"(callback Logs, {at_line('logs')})")
 
@@ -223,30 +223,30 @@ def test_a_collective_is_rejected_when_one_method_is_gated() -> None:
 
     message = rejection(RegistrationError, Gathers())
     assert "must run on all ranks, not on zero" in message
-    # of a decorated function Python counts from its first decorator
+    # the line of a decorated function is that of its first decorator
     assert message.endswith(f"(callback Gathers, {at_line('gated collective', above=1)})")
 
 
-def test_words_that_go_together_are_taken() -> None:
-    manager = CallbackManager([worded(collective=True), worded(collective=True, on_error="raise")])
-    manager.add(worded(lane="background", on_error="isolate"))
+def test_valid_combinations_of_settings_are_accepted() -> None:
+    manager = CallbackManager([with_settings(collective=True), with_settings(collective=True, on_error="raise")])
+    manager.add(with_settings(lane="background", on_error="isolate"))
     assert [row[4] for row in manager.call_sheet().rows()] == ["inline", "inline", "background"]
 
 
 @pytest.mark.parametrize(
-    ("words", "kind"),
+    ("settings", "kind"),
     [({"keep_fields": ("outputs", "output")}, "field that can be kept"), ({"snapshot_fields": ("loss", "output")}, "field")],
     ids=["keep_fields", "snapshot_fields"],
 )
-def test_unknown_fields_name_the_nearest(words: dict[str, Any], kind: str) -> None:
-    assert rejection(RegistrationError, worded(**words)) == (
-        f"{next(iter(words))}: the context has no {kind} called 'output'; did you mean 'outputs'? (callback Logs, {at_line('logs')})"
+def test_unknown_fields_name_the_nearest_field(settings: dict[str, Any], kind: str) -> None:
+    assert rejection(RegistrationError, with_settings(**settings)) == (
+        f"{next(iter(settings))}: the context has no {kind} called 'output'; did you mean 'outputs'? (callback Logs, {at_line('logs')})"
     )
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_only_a_window_that_can_be_longer_is_kept(name: str) -> None:
-    callback = worded(keep_fields=(name,), snapshot_fields=(name,))
+def test_only_fields_whose_window_can_be_extended_are_accepted_in_keep_fields(name: str) -> None:
+    callback = with_settings(keep_fields=(name,), snapshot_fields=(name,))
     if FIELDS[name].kept_until:
         CallbackManager([callback])
     else:
@@ -259,7 +259,7 @@ def test_a_name_must_be_a_string() -> None:
     assert "the name of a callback must be a string, not 3" in rejection(RegistrationError, callback)
 
 
-# --- what is no callback ---
+# --- objects that are not callbacks ---
 
 
 def test_a_class_is_rejected_with_a_hint() -> None:
@@ -282,7 +282,7 @@ def test_anything_else_is_rejected(given: Any) -> None:
     assert "is not a callback" in message
 
 
-def test_errors_can_be_distinguished_in_the_usual_ways() -> None:
+def test_errors_derive_from_the_usual_built_in_errors() -> None:
     assert issubclass(NotACallbackError, TypeError)
     assert issubclass(UnknownEventError, ValueError)
     assert issubclass(RegistrationError, ValueError)
@@ -291,13 +291,13 @@ def test_errors_can_be_distinguished_in_the_usual_ways() -> None:
 # --- lanes ---
 
 
-def test_async_is_rejected_inline() -> None:
+def test_an_async_handler_is_rejected_inline() -> None:
     message = rejection(RegistrationError, Async())
     assert "the handler is async, and nothing awaits it on the training thread: make it a plain function, or set `lane" in message
     assert message.endswith(f"(callback Async, {at_line('async')})")
 
 
-def test_async_with_a_lane_is_taken() -> None:
+def test_an_async_handler_in_a_lane_is_accepted() -> None:
     callback = Async()
     callback.lane = "background"
     manager = CallbackManager([callback])
@@ -305,7 +305,7 @@ def test_async_with_a_lane_is_taken() -> None:
     assert manager.has_callbacks("on_log")
 
 
-def test_async_behind_a_gate_is_seen() -> None:
+def test_an_async_handler_with_a_rank_gate_is_detected() -> None:
     class Gated(Callback):
         @rank_zero_only
         async def on_log(self, ctx: Context) -> None: ...
@@ -341,7 +341,7 @@ def test_register_rejects_an_unknown_event_before_it_has_a_function() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("settings", "expected"),
     [
         ({"phase": "reprot"}, "unknown phase 'reprot'; did you mean 'report'?"),
         ({"ranks": "zeros"}, "unknown ranks 'zeros'; did you mean 'zero'?"),
@@ -352,16 +352,16 @@ def test_register_rejects_an_unknown_event_before_it_has_a_function() -> None:
         ({"every": 0}, "an interval must be more than 0"),
     ],
 )
-def test_register_names_the_function_and_its_line(words: dict[str, Any], expected: str) -> None:
+def test_register_with_invalid_settings_names_the_function_and_its_line(settings: dict[str, Any], expected: str) -> None:
     manager = CallbackManager()
     with pytest.raises(RegistrationError) as caught:
-        manager.register("on_log", function, **words)
+        manager.register("on_log", function, **settings)
     assert expected in str(caught.value)
     assert str(caught.value).endswith(f"(callback function, {at_line('function')})")
     assert manager.call_sheet().rows() == []
 
 
-def test_register_takes_functions_of_the_context_alone() -> None:
+def test_register_accepts_only_functions_that_take_the_context() -> None:
     manager = CallbackManager()
     things: list[Any] = [Logs(), Logs, 3, "print"]
     for given in things:
@@ -371,7 +371,7 @@ def test_register_takes_functions_of_the_context_alone() -> None:
         manager.register("on_log", lambda: None)
 
 
-def test_a_function_is_registered_once_an_event() -> None:
+def test_registering_a_function_twice_for_an_event_is_an_error() -> None:
     manager = CallbackManager()
     manager.register("on_log", function)
     with pytest.raises(RegistrationError, match=rf"function \({at_line('function')}\) is registered for on_log already"):
@@ -382,17 +382,17 @@ def test_a_function_is_registered_once_an_event() -> None:
     assert len(manager.call_sheet().rows()) == 2
 
 
-def test_a_gated_function_too_is_registered_once_an_event() -> None:
+def test_registering_a_gated_function_twice_for_an_event_is_an_error() -> None:
     gated = rank_zero_only(function)
     manager = CallbackManager()
     manager.register("on_log", gated)
     with pytest.raises(RegistrationError, match="registered for on_log already"):
         manager.register("on_log", gated)
-    manager.register("on_log", function)  # ungated, it is another
+    manager.register("on_log", function)  # without the gate, it is another function
     assert len(manager.call_sheet().rows()) == 2
 
 
-def test_a_bound_method_too_is_registered_once_an_event() -> None:
+def test_registering_a_bound_method_twice_for_an_event_is_an_error() -> None:
     class Thing:
         def recorded(self, ctx: Context) -> None: ...
 
@@ -401,11 +401,11 @@ def test_a_bound_method_too_is_registered_once_an_event() -> None:
     manager.register("on_log", thing.recorded)
     with pytest.raises(RegistrationError, match="registered for on_log already"):
         manager.register("on_log", thing.recorded)
-    manager.register("on_log", Thing().recorded)  # of another object
+    manager.register("on_log", Thing().recorded)  # a method of another object
     assert len(manager.call_sheet().rows()) == 2
 
 
-# --- holes ---
+# --- further cases ---
 
 
 def test_an_empty_set_of_ranks_is_rejected() -> None:
@@ -413,7 +413,7 @@ def test_an_empty_set_of_ranks_is_rejected() -> None:
         CallbackManager().register("on_log", function, ranks=set())
 
 
-def test_adding_reads_no_cached_property() -> None:
+def test_adding_a_callback_does_not_compute_its_cached_properties() -> None:
     read: list[str] = []
 
     class Lazy(Callback):
@@ -428,7 +428,7 @@ def test_adding_reads_no_cached_property() -> None:
     assert read == []
 
 
-def test_adding_reads_no_property() -> None:
+def test_adding_a_callback_does_not_read_its_properties() -> None:
     class Lazy(Callback):
         @property
         def size(self) -> int:
@@ -439,23 +439,23 @@ def test_adding_reads_no_property() -> None:
     CallbackManager([Lazy()])
 
 
-def test_an_event_that_is_no_function_is_rejected() -> None:
+def test_a_handler_that_is_not_a_function_is_rejected() -> None:
     callback: Any = Logs()
     callback.on_train_end = None
     message = rejection(RegistrationError, callback)
     assert message == f"on_train_end should be a method, not None (callback Logs, {at_line('logs')})"
 
 
-@pytest.mark.parametrize("words", [{"phase": "reprot"}, {"ranks": "zeros"}, {"lane": "backgroud"}, {"on_error": "isolated"}])
-def test_settings_are_checked_also_without_listeners(words: dict[str, str]) -> None:
+@pytest.mark.parametrize("settings", [{"phase": "reprot"}, {"ranks": "zeros"}, {"lane": "backgroud"}, {"on_error": "isolated"}])
+def test_settings_of_a_callback_without_handlers_are_checked(settings: dict[str, str]) -> None:
     class Tables(Callback):
         def log_table(self, ctx: Context, name: str, columns: list[str], rows: list[list[Any]]) -> None: ...
 
     CallbackManager([Tables()])
     callback = Tables()
-    for name, value in words.items():
+    for name, value in settings.items():
         setattr(callback, name, value)
-    ((name, value),) = words.items()
+    ((name, value),) = settings.items()
     assert f"unknown {name} {value!r}" in rejection(RegistrationError, callback)
 
 
@@ -466,7 +466,7 @@ def test_register_names_the_function_and_its_line_for_an_unknown_event() -> None
         CallbackManager().register("on_lgo", lambda ctx: None)
 
 
-def test_a_handler_whose_body_a_call_does_not_run_is_rejected() -> None:
+def test_a_handler_that_is_a_generator_is_rejected() -> None:
     class Yields(Callback):
         def on_log(self, ctx: Context) -> Any:
             yield ctx

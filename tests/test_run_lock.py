@@ -1,4 +1,4 @@
-"""One writer per run folder, with real processes."""
+"""A run folder has one writer at a time, tested with real processes."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ class Holder:
         self.logged: list[str] = []
 
     def answer(self) -> str:
-        """The next line that is no log record."""
+        """Return the next line that is not a log message."""
         assert self.process.stdout is not None
         while (line := self.process.stdout.readline()).startswith("log: "):
             self.logged.append(line)
@@ -69,11 +69,11 @@ def test_a_second_process_is_rejected_until_the_first_releases(start: Callable[.
     assert rejected.endswith("Use `--run_name` to start another run beside it.")
     assert first.send("check") == "owner"
     assert first.send("release") == "released"
-    assert list(tmp_path.iterdir()) == []  # also the folder `runs` was made for the lock alone
+    assert list(tmp_path.iterdir()) == []  # the folder `runs` is removed too, because only the lock needed it
     assert start().answer() == "acquired"
 
 
-def test_a_waiting_process_gets_it_when_it_is_released(start: Callable[..., Holder]) -> None:
+def test_a_waiting_process_acquires_the_lock_when_it_is_released(start: Callable[..., Holder]) -> None:
     first = start()
     assert first.answer() == "acquired"
     second = start(timeout=60)
@@ -81,7 +81,7 @@ def test_a_waiting_process_gets_it_when_it_is_released(start: Callable[..., Hold
     assert "waiting up to 60 s" in second.process.stdout.readline()
     assert first.send("release") == "released"
     assert second.answer() == "acquired"
-    assert second.logged == []  # it logs only once that it waits
+    assert second.logged == []  # it logs only once that it is waiting
 
 
 @pytest.mark.parametrize("is_reaped", [True, False])  # a process that was not waited for still has an entry in the system's table
@@ -102,7 +102,7 @@ def test_the_lock_of_a_killed_process_is_taken_over_at_once(start: Callable[...,
 
 
 @pytest.mark.test_all
-def test_a_suspended_holder_loses_the_lock_and_says_so(start: Callable[..., Holder]) -> None:
+def test_a_suspended_holder_loses_the_lock_and_notices_it(start: Callable[..., Holder]) -> None:
     first = start()
     assert first.answer() == "acquired"
     first.process.send_signal(signal.SIGSTOP)
@@ -110,7 +110,7 @@ def test_a_suspended_holder_loses_the_lock_and_says_so(start: Callable[..., Hold
     assert second.answer() == "acquired"
     assert "no heartbeat" in second.logged[-1]
     first.process.send_signal(signal.SIGCONT)
-    assert first.answer() == "loss"  # without a check: its heartbeat found out
+    assert first.answer() == "loss"  # its heartbeat noticed the loss, without a call of check()
     assert f"process {second.process.pid}" in first.send("check")
     assert first.send("release") == "released"
     assert second.send("check") == "owner"
@@ -130,7 +130,7 @@ def test_a_holder_on_another_machine_is_judged_by_its_heartbeats(start: Callable
 
 
 @pytest.mark.test_all
-def test_one_of_many_waiters_wins(start: Callable[..., Holder]) -> None:
+def test_one_of_many_waiting_processes_acquires_the_lock(start: Callable[..., Holder]) -> None:
     first = start()
     assert first.answer() == "acquired"
     waiters = [start(timeout=4) for _ in range(6)]
@@ -142,18 +142,18 @@ def test_one_of_many_waiters_wins(start: Callable[..., Holder]) -> None:
     assert sorted(answer.split(":")[0] for answer in answers) == ["acquired", *["rejected"] * 5]
 
 
-def test_many_starts_at_once(start: Callable[..., Holder]) -> None:
+def test_of_many_processes_that_start_at_once_one_acquires_the_lock(start: Callable[..., Holder]) -> None:
     answers = [holder.answer() for holder in [start() for _ in range(6)]]
     assert sorted(answer.split(":")[0] for answer in answers) == ["acquired", *["rejected"] * 5]
 
 
-def test_a_run_takes_over_from_an_idle_one_of_its_process(tmp_path: Path) -> None:
+def test_a_run_takes_the_lock_from_an_idle_run_of_its_process(tmp_path: Path) -> None:
     busy = [False]
     first, second = RunLock(tmp_path / "x", is_busy=lambda: busy[0]), RunLock(tmp_path / "x")
     first.acquire(0)
     busy[0] = True
     with pytest.raises(RunInUseError, match="another run of this process"):
-        second.acquire(60)  # at once: it would wait for itself
+        second.acquire(60)  # it is rejected at once, because it would wait for its own process
     busy[0] = False
     second.acquire(0)
     with pytest.raises(RunLockLostError, match="another run of this process"):
@@ -180,7 +180,7 @@ def test_a_forked_child_does_not_release_the_lock(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_a_deleted_lock_is_lost(tmp_path: Path) -> None:
+def test_the_holder_of_a_deleted_lock_has_lost_it(tmp_path: Path) -> None:
     lock = RunLock(tmp_path / "x")
     lock.acquire(0)
     (tmp_path / ".x.lock" / "1").unlink()
@@ -189,10 +189,10 @@ def test_a_deleted_lock_is_lost(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_a_half_written_claim_is_respected_and_then_superseded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_claim_is_respected_until_it_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("callsheet.run.run_lock.HEARTBEAT_SECONDS", 0.1)
     (tmp_path / ".x.lock").mkdir()
-    (tmp_path / ".x.lock" / "7").touch()  # its writer was killed before it wrote
+    (tmp_path / ".x.lock" / "7").touch()  # the process that created it was killed before it wrote its claim
     lock = RunLock(tmp_path / "x")
     with pytest.raises(RunInUseError, match="another process"):
         lock.acquire(0)
@@ -203,7 +203,7 @@ def test_a_half_written_claim_is_respected_and_then_superseded(tmp_path: Path, m
     lock.release()
 
 
-def test_a_claim_is_read_without_touching_it(tmp_path: Path) -> None:
+def test_reading_a_claim_creates_no_file(tmp_path: Path) -> None:
     folder = tmp_path / "x"
     assert claim_of(folder) is None
     lock = RunLock(folder)
@@ -217,7 +217,7 @@ def test_a_claim_is_read_without_touching_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b"[1]", b"{}"])
-def test_a_claim_that_is_not_one_is_left_in_place(content: bytes, tmp_path: Path) -> None:
+def test_an_invalid_claim_is_ignored_by_readers_and_not_taken_over_at_once(content: bytes, tmp_path: Path) -> None:
     claims = tmp_path / ".x.lock"
     claims.mkdir()
     (claims / "1").write_bytes(content)

@@ -1,4 +1,4 @@
-"""Real signals, to this process or to one of our own making."""
+"""`SignalWatch` with real signals, sent to this process or to a program that the test starts."""
 
 import asyncio
 import math
@@ -24,7 +24,7 @@ PATIENCE = 30.0
 
 
 @pytest.fixture(autouse=True)
-def _as_it_was() -> Iterator[None]:
+def _restored_handlers() -> Iterator[None]:
     """Restore the signal handlers after each test."""
     numbers = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
     earlier = {number: signal.getsignal(number) for number in numbers}
@@ -44,7 +44,7 @@ def program(code: str, *, patience: float = PATIENCE) -> "subprocess.CompletedPr
     return subprocess.run([sys.executable, "-c", head + code], capture_output=True, text=True, check=False, timeout=patience)
 
 
-def test_nothing_is_received_at_first() -> None:
+def test_a_new_watch_has_received_no_signal() -> None:
     with SignalWatch(["SIGUSR1"]) as watch:
         assert watch.received is None
         assert watch.arrived_at is None
@@ -52,7 +52,7 @@ def test_nothing_is_received_at_first() -> None:
 
 
 @pytest.mark.parametrize("given", ["SIGUSR1", signal.SIGUSR1, int(signal.SIGUSR1)])
-def test_a_signal_is_noted_with_its_time(given: str | int) -> None:
+def test_a_received_signal_is_recorded_with_its_time(given: str | int) -> None:
     before = time.monotonic()
     with SignalWatch([given], grace=10.0) as watch:
         send(signal.SIGUSR1)
@@ -64,13 +64,13 @@ def test_a_signal_is_noted_with_its_time(given: str | int) -> None:
     assert watch.received is signal.SIGUSR1
 
 
-def test_os_kill_is_noted_too() -> None:
+def test_a_signal_sent_with_os_kill_is_recorded() -> None:
     with SignalWatch(["SIGUSR1"]) as watch:
         os.kill(os.getpid(), signal.SIGUSR1)
         assert watch.received is signal.SIGUSR1
 
 
-def test_the_first_signal_counts() -> None:
+def test_only_the_first_signal_is_recorded() -> None:
     with SignalWatch(["SIGUSR1", "SIGUSR2"]) as watch:
         send(signal.SIGUSR2)
         first = watch.arrived_at
@@ -79,14 +79,14 @@ def test_the_first_signal_counts() -> None:
         assert watch.arrived_at == first
 
 
-def test_terminate_is_watched_unless_it_says_otherwise_and_does_not_end_the_process() -> None:
+def test_by_default_sigterm_is_watched_and_does_not_end_the_process() -> None:
     with SignalWatch() as watch:
         send(signal.SIGTERM)
         assert watch.received is signal.SIGTERM
     assert watch.grace == GRACE_SECONDS
 
 
-def test_an_interruption_that_is_watched_raises_nothing() -> None:
+def test_a_watched_sigint_does_not_raise_keyboard_interrupt() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with SignalWatch(["SIGINT"]) as watch:
         send(signal.SIGINT)
@@ -95,7 +95,7 @@ def test_an_interruption_that_is_watched_raises_nothing() -> None:
         send(signal.SIGINT)
 
 
-def test_an_earlier_handler_is_called_too_and_put_back() -> None:
+def test_an_earlier_handler_is_called_too_and_restored() -> None:
     was_received: list[int] = []
 
     def earlier(number: int, frame: FrameType | None) -> None:
@@ -113,7 +113,7 @@ def test_an_earlier_handler_is_called_too_and_put_back() -> None:
 
 
 @pytest.mark.parametrize("earlier", [signal.SIG_DFL, signal.SIG_IGN])
-def test_the_systems_own_handlers_are_put_back(earlier: signal.Handlers) -> None:
+def test_default_and_ignore_handlers_are_restored(earlier: signal.Handlers) -> None:
     signal.signal(signal.SIGUSR1, earlier)
     with SignalWatch(["SIGUSR1"]) as watch:
         send(signal.SIGUSR1)
@@ -121,7 +121,7 @@ def test_the_systems_own_handlers_are_put_back(earlier: signal.Handlers) -> None
     assert signal.getsignal(signal.SIGUSR1) is earlier
 
 
-def test_watches_can_be_nested() -> None:
+def test_nested_watches_both_record_the_signal() -> None:
     with SignalWatch(["SIGUSR1"]) as outer:
         with SignalWatch(["SIGUSR1"]) as inner:
             send(signal.SIGUSR1)
@@ -130,7 +130,7 @@ def test_watches_can_be_nested() -> None:
         assert outer.arrived_at is not None
 
 
-def test_an_exception_puts_the_handlers_back() -> None:
+def test_handlers_are_restored_after_an_exception() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     with pytest.raises(ValueError, match="x"), SignalWatch(["SIGUSR1"]):
         raise ValueError("x")
@@ -138,7 +138,7 @@ def test_an_exception_puts_the_handlers_back() -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_no_thread_and_no_descriptor_is_left() -> None:
+def test_a_watch_leaves_no_thread_and_no_file_descriptor() -> None:
     threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     for _ in range(3):
         with SignalWatch(["SIGUSR1"]):
@@ -147,7 +147,7 @@ def test_no_thread_and_no_descriptor_is_left() -> None:
     assert (len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0) == descriptors
 
 
-def test_outside_the_main_thread_nothing_is_touched() -> None:
+def test_outside_the_main_thread_a_watch_does_nothing() -> None:
     before = signal.getsignal(signal.SIGUSR1)
     found: list[Any] = []
 
@@ -161,7 +161,7 @@ def test_outside_the_main_thread_nothing_is_touched() -> None:
     assert found == [(before, None, math.inf)]
 
 
-def test_the_clock_starts_while_the_main_thread_is_held_in_c(tmp_path: Path) -> None:
+def test_the_arrival_time_is_recorded_while_the_main_thread_runs_c_code(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     ran = program(f"""
@@ -205,7 +205,7 @@ def test_another_library_s_wakeup_descriptor_is_kept() -> None:
         os.close(write)
 
 
-def test_a_wakeup_descriptor_that_came_later_is_left_to_them() -> None:
+def test_a_wakeup_descriptor_that_another_library_sets_later_is_kept() -> None:
     read, write = os.pipe()
     os.set_blocking(write, False)
     try:
@@ -218,7 +218,7 @@ def test_a_wakeup_descriptor_that_came_later_is_left_to_them() -> None:
         os.close(write)
 
 
-def test_an_event_loop_inside_works() -> None:
+def test_signal_handlers_of_an_asyncio_loop_work_inside_a_watch() -> None:
     async def main() -> bool:
         recorded = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, recorded.set)
@@ -232,7 +232,7 @@ def test_an_event_loop_inside_works() -> None:
         assert watch.received is signal.SIGUSR1
 
 
-def test_a_signal_that_is_named_twice_is_watched_once() -> None:
+def test_a_signal_given_twice_is_watched_once() -> None:
     ran = program(
         'with SignalWatch(["SIGUSR1", int(signal.SIGUSR1)]) as watch:\n'
         "    signal.raise_signal(signal.SIGUSR1)\n"
@@ -241,7 +241,7 @@ def test_a_signal_that_is_named_twice_is_watched_once() -> None:
     assert ran.stdout == "SIGUSR1 True\n", ran.stderr
 
 
-def test_a_signal_that_cannot_be_caught_is_rejected_before_anything_is_set() -> None:
+def test_a_signal_that_cannot_be_caught_is_rejected_before_any_handler_is_set() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     for number in ("SIGKILL", signal.SIGSTOP):
         with pytest.raises(ConfigError, match=r"SIG(KILL|STOP) cannot be handled by any program"):
@@ -264,7 +264,7 @@ with SignalWatch(["SIGTERM"]) as watch:
 """
 
 
-def test_a_forked_child_does_not_keep_the_watch_from_ending() -> None:
+def test_a_watch_ends_although_a_forked_child_runs() -> None:
     ran = program(FORKS + "    signal.alarm(2)\nos.kill(child, signal.SIGKILL)\nprint('ended')")
     assert ran.stdout == "ended\n", ran.returncode
 
@@ -277,7 +277,7 @@ def test_a_forked_child_can_be_terminated() -> None:
     assert ran.stdout == f"{-signal.SIGTERM}\n", ran.stderr
 
 
-def test_a_forked_child_has_no_nested_watches() -> None:
+def test_a_forked_child_has_the_handlers_from_before_all_nested_watches() -> None:
     ran = program("""
 from contextlib import ExitStack
 def earlier(number, frame): ...
@@ -295,6 +295,6 @@ print({watch.received.name for watch in watches}, signal.getsignal(signal.SIGUSR
     assert ran.stdout == "0\n{'SIGUSR1'} True\n", ran.stderr
 
 
-def test_a_signal_to_a_forked_child_does_not_start_the_parents_clock() -> None:
+def test_a_signal_to_a_forked_child_is_not_recorded_in_the_parent() -> None:
     ran = program(FORKS + "    os.kill(child, signal.SIGTERM)\n    os.waitpid(child, 0)\nprint(watch.received, watch.arrived_at)")
     assert ran.stdout == "None None\n", ran.stderr

@@ -1,4 +1,4 @@
-"""The control as a lane has it: every name of it works there, or says why not."""
+"""`ctx.control` in a lane: every name works there, or its error says why not."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class Tries(Callback):
             self.came = error
 
 
-class ReadsFar(Callback):
-    """Reads everything that can be read, in its process."""
+class ReadsInProcess(Callback):
+    """Reads every readable name of `ctx.control` in its process."""
 
     def __init__(self) -> None:
         self.read: dict[str, Any] = {}
@@ -93,12 +93,12 @@ def tried(does: Any, control: Control) -> Any:
     ctx = Context(RunInfo("by hand"), control=control)
     manager.open(ctx)
     manager.fire("on_train_step_end", ctx)
-    manager.drain(ctx)  # which carries out what was asked
+    manager.drain(ctx)  # this makes the requests of the lane on the loop's control
     manager.close()
     return tries.came
 
 
-def test_the_names_of_the_control_are_all_here() -> None:
+def test_the_tables_of_this_file_have_every_name_of_control() -> None:
     here = {name for name in dir(Control) if not name.startswith("_")}
     assert here == {*READ, *REQUESTS, *REJECTED, *OF_THE_LOOP} | {"switch_off"}
 
@@ -112,7 +112,7 @@ def test_what_can_be_read_inline_can_be_read_in_a_lane(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_request_made_in_a_lane_can_be_read_by_all(name: str) -> None:
+def test_a_request_made_in_a_lane_reaches_the_loop_s_control(name: str) -> None:
     control = Control()
     assert tried(lambda lane: getattr(lane, name)(*REQUESTS[name]), control) is None
     request = getattr(control, f"{name}_requested")
@@ -122,7 +122,7 @@ def test_a_request_made_in_a_lane_can_be_read_by_all(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "hint"), [("set_gradient_accumulation", "call it inline, on every rank"), ("load", "call it inline")]
 )
-def test_what_cannot_work_says_why(name: str, hint: str) -> None:
+def test_a_request_that_a_lane_cannot_make_is_rejected_with_a_hint(name: str, hint: str) -> None:
     control = Control(("stop", "set_gradient_accumulation", "load"))
     error = tried(lambda lane: getattr(lane, name)(*REJECTED[name]), control)
     assert isinstance(error, RequestRejected)
@@ -132,19 +132,19 @@ def test_what_cannot_work_says_why(name: str, hint: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted({*OF_THE_LOOP} - {"switch_off"}))
-def test_what_is_the_loops_says_so(name: str) -> None:
+def test_a_name_that_only_the_loop_uses_is_not_available_in_a_lane(name: str) -> None:
     error = tried(lambda lane: getattr(lane, name), Control())
     assert isinstance(error, FieldNotAvailable)
     assert f"control.{name} is not available in a lane" in str(error)
 
 
-def test_what_is_no_name_of_the_control_is_an_attribute_error() -> None:
+def test_an_unknown_name_of_control_is_an_attribute_error_with_a_suggestion() -> None:
     error = tried(lambda lane: lane.stop_request, Control())
     assert isinstance(error, AttributeError)
     assert "did you mean 'stop_requested'" in str(error)
 
 
-def test_reading_sees_later_changes() -> None:
+def test_reading_control_in_a_background_lane_shows_later_requests() -> None:
     begun, requested = threading.Event(), threading.Event()
 
     def waits(control: Any) -> list[Any]:
@@ -165,7 +165,7 @@ def test_reading_sees_later_changes() -> None:
     assert [getattr(each, "why", None) for each in tries.came] == [None, "requested later"]
 
 
-def test_reading_while_the_loop_changes_it_never_fails() -> None:
+def test_reading_control_while_the_loop_changes_it_never_fails() -> None:
     is_over, was_read = threading.Event(), threading.Event()
 
     def reads(control: Any) -> int:
@@ -194,14 +194,14 @@ def test_reading_while_the_loop_changes_it_never_fails() -> None:
     assert tries.came > 10
 
 
-def test_a_process_reads_it_as_it_was_when_the_event_was_sent() -> None:
-    far = Process(ReadsFar(), deadline=60)
+def test_a_process_reads_control_as_it_was_when_the_event_was_sent() -> None:
+    far = Process(ReadsInProcess(), deadline=60)
     control = filled()
     manager = CallbackManager([far])
     ctx = Context(RunInfo("by hand"), control=control)
     manager.open(ctx)
     manager.fire("on_train_step_end", ctx)
-    read = dict(manager.state_dict()["callbacks"]["ReadsFar"])
+    read = dict(manager.state_dict()["callbacks"]["ReadsInProcess"])
     manager.close()
     assert read.pop("pid") != os.getpid()
     assert set(read.pop("able")) == control.able
@@ -209,7 +209,7 @@ def test_a_process_reads_it_as_it_was_when_the_event_was_sent() -> None:
     assert isinstance(read["stop_requested"], Request)
 
 
-def test_the_progress_in_a_snapshot_does_not_change() -> None:
+def test_the_train_state_in_a_snapshot_does_not_change() -> None:
     class Reads(Callback):
         def __init__(self) -> None:
             self.may_continue = threading.Event()
@@ -239,7 +239,7 @@ def test_the_progress_in_a_snapshot_does_not_change() -> None:
 def test_fields_of_every_event_are_available_in_a_lane(lane: Any) -> None:
     seen = lane(RecordsSnapshots())
     manager = CallbackManager([seen])
-    for name in ("first", "second"):  # what a run's snapshots have in common is not taken over by the next run's
+    for name in ("first", "second"):  # values shared by all snapshots of a run must not be in those of the next run
         ctx = Context(RunInfo(name))
         manager.open(ctx)
         for ctx.step in (1, 2):
@@ -251,7 +251,7 @@ def test_fields_of_every_event_are_available_in_a_lane(lane: Any) -> None:
 
 
 class RecordsSnapshots(Callback):
-    """Notes the content of every snapshot, and whether that of the previous event is unchanged."""
+    """Records the content of every snapshot, and whether the snapshot of the previous event is unchanged."""
 
     def __init__(self) -> None:
         self.found: list[tuple[Any, ...]] = []

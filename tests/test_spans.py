@@ -16,7 +16,7 @@ def context() -> Context:
     return Context(RunInfo("test"))
 
 
-def noted(manager: CallbackManager, *events: str) -> list[str]:
+def record_events(manager: CallbackManager, *events: str) -> list[str]:
     """Return a list to which each of the events is appended when it is fired."""
     recorded: list[str] = []
     for event in events:
@@ -37,7 +37,7 @@ def test_every_span_fires_its_start_and_end(name: str) -> None:
     assert ctx.event is None
 
 
-def test_a_span_without_listeners_does_nothing() -> None:
+def test_a_span_without_listeners_fires_nothing() -> None:
     manager = CallbackManager()
     ctx = context()
     spans = manager.spans(ctx)
@@ -62,9 +62,9 @@ def test_a_span_fires_on_its_own_context() -> None:
     assert seen[1] is train
 
 
-def test_a_span_can_be_entered_again_and_inside_itself() -> None:
+def test_a_span_can_be_entered_inside_itself() -> None:
     manager = CallbackManager()
-    recorded = noted(manager, "on_round_start", "on_round_end")
+    recorded = record_events(manager, "on_round_start", "on_round_end")
     spans = manager.spans(context())
     with spans.round:
         with spans.round:
@@ -77,7 +77,7 @@ def test_a_callback_added_inside_a_span_receives_its_end() -> None:
     spans = manager.spans(context())
     recorded: list[str] = []
     with spans.epoch:
-        recorded = noted(manager, "on_epoch_start", "on_epoch_end")
+        recorded = record_events(manager, "on_epoch_start", "on_epoch_end")
     assert recorded == ["on_epoch_end"]
 
 
@@ -109,17 +109,17 @@ def test_a_callback_added_at_a_spans_start_receives_the_end_and_not_the_start() 
     assert recorded == ["end"]
 
 
-def test_the_spans_of_every_context_learn_of_a_change() -> None:
+def test_a_callback_added_later_receives_events_of_the_spans_of_every_context() -> None:
     manager = CallbackManager()
     train, evaluation = manager.spans(context()), manager.spans(context())
-    recorded = noted(manager, "on_eval_start")
+    recorded = record_events(manager, "on_eval_start")
     for spans in (train, evaluation):
         with spans.eval:
             pass
     assert recorded == ["on_eval_start"] * 2
 
 
-def test_a_span_inside_a_handler_gives_the_event_back() -> None:
+def test_after_a_span_inside_a_handler_ctx_event_is_the_handler_s_event() -> None:
     manager = CallbackManager()
     ctx = context()
     spans = manager.spans(ctx)
@@ -137,7 +137,7 @@ def test_a_span_inside_a_handler_gives_the_event_back() -> None:
     assert seen == [Event.EPOCH_START, Event.EVAL_ALL_END, Event.EPOCH_START, None]
 
 
-def test_an_exception_unwinds_without_ends() -> None:
+def test_no_end_events_are_fired_when_an_exception_leaves_spans() -> None:
     manager = CallbackManager()
     spans = manager.spans(context())
     recorded: list[str] = []
@@ -149,7 +149,7 @@ def test_an_exception_unwinds_without_ends() -> None:
     assert recorded == ["on_train_start", "on_epoch_start"]
 
 
-def test_the_innermost_span_and_its_context_are_noted_also_without_listeners() -> None:
+def test_an_exception_has_its_innermost_span_and_context_also_without_listeners() -> None:
     manager = CallbackManager()
     train, evaluation = context(), context()
     spans, others = manager.spans(train), manager.spans(evaluation)
@@ -160,11 +160,11 @@ def test_the_innermost_span_and_its_context_are_noted_also_without_listeners() -
     assert take_noted_span(error) is None
 
 
-def test_an_exception_that_left_no_span_has_none_noted() -> None:
+def test_an_exception_that_left_no_span_has_no_span() -> None:
     assert take_noted_span(ValueError("x")) is None
 
 
-def test_a_later_exception_has_its_own_span_also_if_it_was_raised_from_one_that_was_handled() -> None:
+def test_an_exception_raised_from_a_handled_one_has_its_own_span() -> None:
     manager = CallbackManager()
     ctx = context()
     spans = manager.spans(ctx)
@@ -177,7 +177,7 @@ def test_a_later_exception_has_its_own_span_also_if_it_was_raised_from_one_that_
     assert take_noted_span(first) == ("fetch", ctx)
 
 
-def test_an_exception_that_cannot_be_changed_comes_out_as_it_is() -> None:
+def test_an_immutable_exception_is_raised_unchanged_and_has_its_span() -> None:
     @dataclass(frozen=True)
     class Frozen(Exception):
         value: int
@@ -191,11 +191,11 @@ def test_an_exception_that_cannot_be_changed_comes_out_as_it_is() -> None:
     assert take_noted_span(error) == ("backward", ctx)
 
 
-def test_a_handlers_error_names_the_span_that_it_was_called_for() -> None:
+def test_an_error_in_a_handler_has_the_span_of_its_event() -> None:
     for event in ("on_forward_start", "on_forward_end"):
         manager = CallbackManager()
         ctx = context()
-        recorded = noted(manager, "on_train_step_end")
+        recorded = record_events(manager, "on_train_step_end")
         manager.register(event, lambda ctx: 1 // 0)
         spans = manager.spans(ctx)
         with pytest.raises(ZeroDivisionError) as caught, spans.train_step, spans.forward:
@@ -207,7 +207,7 @@ def test_a_handlers_error_names_the_span_that_it_was_called_for() -> None:
         assert ctx.event is None
 
 
-def test_after_a_handlers_error_report_handlers_are_called() -> None:
+def test_after_an_error_in_a_handler_report_handlers_are_called() -> None:
     manager = CallbackManager()
     recorded: list[str] = []
     manager.register("on_train_step_end", lambda ctx: 1 // 0, phase="decide")
@@ -219,7 +219,7 @@ def test_after_a_handlers_error_report_handlers_are_called() -> None:
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_every_kind_of_exception_is_noted_and_let_through(kind: type[BaseException]) -> None:
+def test_every_kind_of_exception_has_its_span_and_is_raised(kind: type[BaseException]) -> None:
     manager = CallbackManager()
     ctx = context()
     error = kind("x")
@@ -229,7 +229,7 @@ def test_every_kind_of_exception_is_noted_and_let_through(kind: type[BaseExcepti
     assert take_noted_span(error) == ("backward", ctx)
 
 
-def test_an_exception_that_was_handled_is_not_kept() -> None:
+def test_a_handled_exception_is_not_kept_alive() -> None:
     class Held(Exception):
         pass
 
@@ -244,13 +244,13 @@ def test_an_exception_that_was_handled_is_not_kept() -> None:
             return weakref.ref(error)
 
     held = step()
-    with spans.train_step:  # the loop continued
+    with spans.train_step:  # the loop continues
         pass
     gc.collect()
     assert held() is None
 
 
-def test_a_run_that_is_closed_is_forgotten_with_its_loops() -> None:
+def test_the_contexts_of_a_closed_run_are_not_kept_alive() -> None:
     manager = CallbackManager()
     ctx = context()
     manager.open(ctx)
@@ -263,38 +263,38 @@ def test_a_run_that_is_closed_is_forgotten_with_its_loops() -> None:
     assert [each() for each in kept] == [None, None]
 
 
-def test_a_single_span_that_is_held_learns_of_changes() -> None:
+def test_a_single_span_that_is_kept_fires_to_callbacks_added_later() -> None:
     manager = CallbackManager()
     step = manager.spans(context()).train_step
     gc.collect()
-    recorded = noted(manager, "on_train_step_end")
+    recorded = record_events(manager, "on_train_step_end")
     with step:
         pass
     assert recorded == ["on_train_step_end"]
 
 
-def test_spans_and_flags_of_a_closed_run_do_not_follow_the_next() -> None:
+def test_the_spans_of_a_closed_run_do_not_fire_to_callbacks_added_later() -> None:
     manager = CallbackManager()
     spans = manager.spans(context())
     manager.close()
-    recorded = noted(manager, "on_train_step_end")
+    recorded = record_events(manager, "on_train_step_end")
     with spans.train_step:
         pass
     assert recorded == []
 
 
-def test_spans_have_no_other_names() -> None:
+def test_spans_have_only_the_names_of_the_lifecycle() -> None:
     spans: Any = CallbackManager().spans(context())
     with pytest.raises(AttributeError):
         _ = spans.train_stepp
     assert all(getattr(spans, name).name == name for name in SPANS)
 
 
-def test_flags_are_false_until_there_are_listeners() -> None:
+def test_has_listeners_is_false_for_every_event_without_listeners() -> None:
     received = HasListeners()
     assert not any(getattr(received, event) for event in EVENTS)
     manager = CallbackManager()
     spans = manager.spans(context())
-    noted(manager, "on_log", "on_train_end")
+    record_events(manager, "on_log", "on_train_end")
     assert {event for event in EVENTS if getattr(manager.has_listeners, event)} == {"on_log", "on_train_end"}
     assert spans is not None

@@ -88,7 +88,7 @@ def opened(*callbacks: Callback) -> tuple[CallbackManager, Context]:
     return manager, ctx
 
 
-def test_a_handler_that_holds_the_lock_of_its_state_costs_the_checkpoint_its_deadline(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_state_whose_lock_a_handler_holds_is_missing_after_the_lane_s_deadline(caplog: pytest.LogCaptureFixture) -> None:
     tracker, counts = Tracker(), Counts()
     manager, ctx = opened(Background(tracker, deadline=0.3), counts)
     manager.fire("on_train_step_end", ctx)
@@ -98,7 +98,7 @@ def test_a_handler_that_holds_the_lock_of_its_state_costs_the_checkpoint_its_dea
     assert state["callbacks"] == {"Counts": {"steps": 1}}
     assert "no answer within" in state["missing"]["Tracker"]
     assert "The state of callback Tracker" in caplog.text
-    # No second thread hangs beside the first.
+    # No second thread is started while the first one hangs.
     assert "an earlier call has still not returned" in manager.state_dict()["missing"]["Tracker"]
     tracker.server_answers.set()
     manager.close()
@@ -107,7 +107,7 @@ def test_a_handler_that_holds_the_lock_of_its_state_costs_the_checkpoint_its_dea
 @pytest.mark.parametrize(
     ("kind", "reason"), [(HangsInItsState, "no answer"), (RaisesInItsState, "no connection"), (Leaves, "SystemExit")]
 )
-def test_the_other_states_are_there(kind: type[Callback], reason: str) -> None:
+def test_the_other_states_are_saved_if_one_state_dict_hangs_or_fails(kind: type[Callback], reason: str) -> None:
     manager, ctx = opened(Background(kind(), deadline=1.0), Counts())
     manager.fire("on_train_step_end", ctx)
     state = manager.state_dict()
@@ -117,7 +117,7 @@ def test_the_other_states_are_there(kind: type[Callback], reason: str) -> None:
 
 
 @pytest.mark.test_all
-def test_a_process_that_hangs_in_its_state_gives_the_last_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_saving_does_not_wait_for_a_process_that_hangs_in_state_dict(caplog: pytest.LogCaptureFixture) -> None:
     manager, ctx = opened(Process(HangsInItsState(), deadline=2.0), Counts())
     manager.fire("on_train_step_end", ctx)
     began = time.monotonic()
@@ -135,11 +135,11 @@ def test_states_that_hang_are_waited_for_at_the_same_time() -> None:
     manager.fire("on_train_step_end", ctx)
     began = time.monotonic()
     assert len(manager.state_dict()["missing"]) == 20
-    assert time.monotonic() - began < 8  # one after the other they take ten
+    assert time.monotonic() - began < 8  # waiting for one after the other would take ten seconds
     manager.close()
 
 
-def test_a_state_that_a_lane_does_not_load_is_named_and_the_run_continues(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_in_load_state_dict_of_a_lane_is_logged_and_the_run_continues(caplog: pytest.LogCaptureFixture) -> None:
     counts = Counts()
     manager, _ = opened(Background(RaisesInItsState()), counts)
     manager.load_state_dict({"callbacks": {"RaisesInItsState": {"run": 1}, "Counts": {"steps": 7}}, "user_state": {}})
@@ -149,14 +149,14 @@ def test_a_state_that_a_lane_does_not_load_is_named_and_the_run_continues(caplog
     manager.close()
 
 
-def test_an_isolated_callback_inline_is_isolated_here_too() -> None:
+def test_an_error_in_state_dict_of_an_isolated_inline_callback_is_isolated() -> None:
     isolated, counts = RaisesInItsState(), Counts()
     isolated.on_error = "isolate"
     manager, _ = opened(isolated, counts)
     assert manager.state_dict()["missing"] == {"RaisesInItsState": "OSError: no connection"}
 
 
-def test_one_that_is_not_isolated_raises() -> None:
+def test_an_error_in_the_state_calls_of_a_callback_that_is_not_isolated_is_raised() -> None:
     manager, _ = opened(RaisesInItsState())
     with pytest.raises(OSError, match="no connection"):
         manager.state_dict()
@@ -190,7 +190,7 @@ def test_a_run_saves_and_resumes_without_the_state_that_hung(tmp_path: Path, cap
 
 
 @pytest.mark.test_all
-def test_training_that_waits_for_a_full_queue_is_named_with_the_figure(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_callback_whose_full_queue_makes_training_wait_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     class Slow(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             time.sleep(0.05)
@@ -206,8 +206,8 @@ def test_training_that_waits_for_a_full_queue_is_named_with_the_figure(caplog: p
     assert "drop_oldest" in named[0]
 
 
-class Unspeakable(Exception):
-    """An error that has no text."""
+class ErrorWithoutText(Exception):
+    """An error whose `__str__` raises."""
 
     def __str__(self) -> str:
         raise RuntimeError("nor this one")
@@ -219,7 +219,7 @@ def test_an_error_without_a_text_is_isolated_like_any_other(in_lane: bool, caplo
         on_error: OnError | None = "isolate"
 
         def on_train_step_end(self, ctx: Context) -> None:
-            raise Unspeakable
+            raise ErrorWithoutText
 
     callback = Fails()
     if in_lane:
@@ -230,16 +230,16 @@ def test_an_error_without_a_text_is_isolated_like_any_other(in_lane: bool, caplo
     manager.drain(ctx)
     (failure,) = manager.cost_report(1).failures
     assert failure.count == 2
-    assert "__str__ of Unspeakable raised RuntimeError" in caplog.text
+    assert "__str__ of ErrorWithoutText raised RuntimeError" in caplog.text
     manager.close()
 
 
-def test_one_call_that_takes_the_interpreter_for_long_is_named_at_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_single_call_that_holds_the_interpreter_lock_for_long_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     class Native(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             end = time.thread_time() + 0.6
             while time.thread_time() < end:
-                sum(range(200_000))  # which holds the interpreter lock
+                sum(range(200_000))  # this holds the interpreter lock
 
     manager, ctx = opened(Background(Native(), queue=4))
     manager.fire("on_train_step_end", ctx)
@@ -279,7 +279,7 @@ class Changing(dict[str, int]):
 
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("state", [object(), threading.Lock(), Changing(a=1), {1.5: {object()}}, torch.ones(2).to_sparse()])
-def test_a_state_that_cannot_be_saved_is_missing(
+def test_a_state_that_cannot_be_saved_is_missing_and_the_run_finishes(
     state: Any, in_background: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     counts = Counts()
@@ -323,7 +323,7 @@ def hangs() -> bool:
 
 
 @pytest.mark.parametrize(("answer", "why"), [(raises, "OSError: no connection"), (hangs, "TimeoutError: ")])
-def test_state_is_ready_cannot_end_or_stall_a_run(
+def test_state_is_ready_that_raises_or_hangs_does_not_end_or_stop_a_run(
     answer: Callable[[], bool], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     began = time.monotonic()

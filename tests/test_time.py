@@ -51,7 +51,7 @@ def timestamps(draw: st.DrawFn) -> Timestamp:
 
 
 def completed(unit: TimeUnit, count: float) -> Timestamp:
-    """A timestamp with `count` of `unit`, and 0 of all others."""
+    """Return a timestamp with `count` of `unit`, and 0 of all other units."""
     field = "seconds" if unit is TimeUnit.SECOND else unit.name.lower()
     return Timestamp._make(count if name == field else 0 for name in Timestamp._fields)
 
@@ -126,7 +126,7 @@ def test_a_string_that_is_no_time_is_rejected_with_a_hint(text: str, message: st
     assert str(error.value).startswith(message)
 
 
-def test_an_int_counts_the_default_unit() -> None:
+def test_an_int_is_parsed_in_the_default_unit() -> None:
     assert Time.parse(3, TimeUnit.EPOCH) == Time("3ep")
     assert Time.parse("3ba", TimeUnit.EPOCH) == Time("3ba")
     assert Time.parse(Time("3ba"), TimeUnit.EPOCH) == Time("3ba")
@@ -134,7 +134,7 @@ def test_an_int_counts_the_default_unit() -> None:
         Time.parse(3)
 
 
-def test_what_is_no_number_of_the_unit_is_rejected() -> None:
+def test_a_value_that_is_not_a_number_of_the_unit_is_rejected() -> None:
     with pytest.raises(ConfigError, match="True is no number of 'ba'"):
         Time.parse(True, TimeUnit.BATCH)
     with pytest.raises(ConfigError, match=r"2\.0 ba is no whole number"):
@@ -150,13 +150,13 @@ def test_what_is_no_number_of_the_unit_is_rejected() -> None:
 
 
 @given(times())
-def test_a_time_survives_its_string_its_repr_and_a_pickle(time: Time) -> None:
+def test_a_time_equals_the_one_made_from_its_string_its_repr_or_its_pickle(time: Time) -> None:
     assert Time(str(time)) == time
     assert eval(repr(time)) == time
     assert pickle.loads(pickle.dumps(time)) == copy.deepcopy(time) == time
 
 
-def test_the_spelling() -> None:
+def test_str_and_repr_are_the_shortest_spelling() -> None:
     assert str(Time("10ba")) == "10ba"
     assert repr(Time("10ba")) == 'Time("10ba")'
     assert [str(Time(text)) for text in ("1h", "0.50dur", "2.0sec", "1_0 EP")] == ["3600sec", "0.5dur", "2sec", "10ep"]
@@ -164,7 +164,7 @@ def test_the_spelling() -> None:
 
 
 @given(st.text())
-def test_any_text_is_a_time_or_a_config_error(text: str) -> None:
+def test_any_text_is_parsed_or_raises_a_config_error(text: str) -> None:
     try:
         time = Time(text)
     except ConfigError:
@@ -210,7 +210,7 @@ def test_the_order_is_total_within_a_unit(abc: list[Time]) -> None:
 
 
 @given(times(), times())
-def test_two_units_do_not_mix(a: Time, b: Time) -> None:
+def test_times_of_different_units_cannot_be_combined(a: Time, b: Time) -> None:
     assume(a.unit is not b.unit)
     for operation in (
         lambda: a < b,
@@ -232,15 +232,15 @@ def test_two_units_do_not_mix(a: Time, b: Time) -> None:
 
 
 @given(times())
-def test_equal_means_equal_hashes_also_for_a_string(time: Time) -> None:
+def test_a_time_equals_its_string_and_has_the_same_hash(time: Time) -> None:
     assert time == str(time)
     assert str(time) == time
     assert hash(time) == hash(str(time))
     assert len({time, Time(str(time)), str(time)}) == 1
-    assert time != str(time).upper()  # the same time, but not its own spelling: its hash is another
+    assert time != str(time).upper()  # only the shortest spelling is equal, because other strings have other hashes
 
 
-def test_strings_are_read_as_times() -> None:
+def test_strings_are_converted_to_times_in_arithmetic_and_comparisons() -> None:
     assert Time("10ba") + "5ba" == "5ba" + Time("10ba") == Time("15ba")
     assert Time("10ba") - "4ba" == "10ba" - Time("4ba") == Time("6ba")
     assert Time("1h") / "30m" == 2.0
@@ -248,7 +248,7 @@ def test_strings_are_read_as_times() -> None:
     assert Time("90m") >= "1h30m"
 
 
-def test_numbers_scale_and_whole_units_round_down() -> None:
+def test_scaling_by_a_number_rounds_whole_units_down() -> None:
     assert Time("10ba") * 2 == 2 * Time("10ba") == Time("20ba")
     assert Time("7ba") / 2 == Time("3ba")
     assert Time("-7ba") / 2 == Time("-4ba")
@@ -261,7 +261,7 @@ def test_numbers_scale_and_whole_units_round_down() -> None:
         Time("7ba") / 0
 
 
-def test_a_bare_number_has_no_unit_to_meet() -> None:
+def test_arithmetic_with_a_bare_number_as_a_time_is_an_error() -> None:
     with pytest.raises(TypeError):
         Time("10ba") < 10  # type: ignore[operator]  # noqa: B015
     with pytest.raises(TypeError):
@@ -277,13 +277,13 @@ def test_a_bare_number_has_no_unit_to_meet() -> None:
 
 
 @given(timestamps())
-def test_the_next_batch_is_one_more_in_all_and_in_the_epoch(now: Timestamp) -> None:
+def test_next_batch_increments_the_counts_in_total_and_in_the_epoch(now: Timestamp) -> None:
     assert now.next_batch() == now._replace(batch=now.batch + 1, batch_in_epoch=now.batch_in_epoch + 1)
     assert type(now.next_batch()) is Timestamp
 
 
 @given(timestamps())
-def test_the_next_epoch_starts_what_is_counted_in_it_from_zero(now: Timestamp) -> None:
+def test_next_epoch_resets_the_counts_in_the_epoch(now: Timestamp) -> None:
     after = now.next_epoch()
     assert (after.epoch, after.epoch_in_round) == (now.epoch + 1, now.epoch_in_round + 1)
     assert after[-4:] == (0, 0, 0, 0.0)
@@ -291,12 +291,14 @@ def test_the_next_epoch_starts_what_is_counted_in_it_from_zero(now: Timestamp) -
 
 
 @given(timestamps())
-def test_the_next_round_starts_its_epochs_from_zero(now: Timestamp) -> None:
+def test_next_round_resets_the_epochs_in_the_round(now: Timestamp) -> None:
     assert now.next_round() == now._replace(round=now.round + 1, epoch_in_round=0)
 
 
 @given(timestamps(), counts, counts, st.floats(0, 1e6))
-def test_what_is_settled_counts_in_all_and_in_the_epoch(now: Timestamp, samples: int, tokens: int, seconds: float) -> None:
+def test_with_counts_adds_to_the_counts_in_total_and_in_the_epoch(
+    now: Timestamp, samples: int, tokens: int, seconds: float
+) -> None:
     after = now.with_counts(samples=samples, tokens=tokens, seconds=seconds)
     assert (after.sample, after.sample_in_epoch) == (now.sample + samples, now.sample_in_epoch + samples)
     assert (after.token, after.token_in_epoch) == (now.token + tokens, now.token_in_epoch + tokens)
@@ -306,13 +308,13 @@ def test_what_is_settled_counts_in_all_and_in_the_epoch(now: Timestamp, samples:
 
 
 @pytest.mark.parametrize("unit", COUNTED)
-def test_each_unit_reads_its_own_counter(unit: TimeUnit) -> None:
+def test_count_and_get_read_the_counter_of_the_unit(unit: TimeUnit) -> None:
     now = completed(unit, 7)
     assert {other: now.count(other) for other in COUNTED} == dict.fromkeys(COUNTED, 0) | {unit: 7}
     assert now.get(unit) == Time(7, unit)
 
 
-def test_a_timestamp_does_not_know_its_fraction() -> None:
+def test_a_timestamp_cannot_be_read_or_compared_in_fractions_of_the_run() -> None:
     with pytest.raises(ConfigError, match=r"does not count 'dur'; use elapsed_fraction\(\)"):
         Timestamp().get(TimeUnit.DURATION)
     with pytest.raises(ConfigError, match="does not count 'dur'"):
@@ -320,7 +322,7 @@ def test_a_timestamp_does_not_know_its_fraction() -> None:
 
 
 @given(timestamps(), st.sampled_from(COUNTED), st.data())
-def test_a_timestamp_orders_against_a_time_by_its_unit(now: Timestamp, unit: TimeUnit, data: st.DataObject) -> None:
+def test_a_timestamp_is_compared_with_a_time_in_the_time_s_unit(now: Timestamp, unit: TimeUnit, data: st.DataObject) -> None:
     time = data.draw(st.one_of(times(unit), st.just(now.get(unit))))
     have = now.get(unit)
     for other in (time, str(time)):
@@ -333,7 +335,7 @@ def test_a_timestamp_orders_against_a_time_by_its_unit(now: Timestamp, unit: Tim
     assert (time > now, time <= now) == (now < time, now >= time)
 
 
-def test_two_timestamps_are_equal_or_not_but_have_no_order() -> None:
+def test_two_timestamps_can_be_equal_but_are_not_ordered() -> None:
     assert Timestamp(batch=3) == Timestamp(batch=3)
     assert Timestamp(batch=3) != Timestamp(batch=4)
     assert hash(Timestamp(batch=3)) == hash(Timestamp(batch=3))
@@ -346,24 +348,24 @@ def test_two_timestamps_are_equal_or_not_but_have_no_order() -> None:
 
 
 @given(timestamps())
-def test_a_timestamp_survives_json(now: Timestamp) -> None:
+def test_a_timestamp_is_equal_after_json_and_pickle(now: Timestamp) -> None:
     assert Timestamp.from_dict(json.loads(json.dumps(now.to_dict()))) == now
     assert pickle.loads(pickle.dumps(now)) == now
 
 
 @pytest.mark.parametrize("name", Timestamp._fields)
 @pytest.mark.parametrize("value", [True, None, "1", -1, math.nan, math.inf, [1]])
-def test_a_wrong_value_is_no_saved_timestamp(name: str, value: object) -> None:
+def test_from_dict_rejects_an_invalid_value(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"no saved timestamp: {name} is"):
         Timestamp.from_dict(Timestamp().to_dict() | {name: value})
 
 
-def test_a_fraction_of_a_batch_is_no_saved_timestamp() -> None:
+def test_from_dict_rejects_a_fraction_of_a_batch() -> None:
     with pytest.raises(ConfigError, match=r"batch is 1\.5; it needs int, from 0 up"):
         Timestamp.from_dict(Timestamp().to_dict() | {"batch": 1.5})
 
 
-def test_other_keys_are_no_saved_timestamp() -> None:
+def test_from_dict_rejects_missing_and_unknown_keys() -> None:
     saved = Timestamp().to_dict()
     with pytest.raises(ConfigError, match="missing or unknown iteration"):
         Timestamp.from_dict(saved | {"iteration": 1})
@@ -378,13 +380,13 @@ def test_other_keys_are_no_saved_timestamp() -> None:
 
 
 def due_at(interval: Interval, unit: TimeUnit, length: int) -> list[int]:
-    """The counts at which `interval` is due while `unit` is counted from 0 to `length`, its `max_duration`."""
-    moments = [completed(unit, count) for count in range(length + 1)]
-    elapsed = [elapsed_fraction(moment, Time(length, unit)) for moment in moments]
+    """Return the counts at which `interval` is due while `unit` is counted from 0 to `length`, the `max_duration`."""
+    reached = [completed(unit, count) for count in range(length + 1)]
+    elapsed = [elapsed_fraction(now, Time(length, unit)) for now in reached]
     return [
         count
         for count in range(1, length + 1)
-        if interval.is_due(moments[count - 1], moments[count], elapsed[count - 1], elapsed[count])
+        if interval.is_due(reached[count - 1], reached[count], elapsed[count - 1], elapsed[count])
     ]
 
 
@@ -394,7 +396,7 @@ def test_an_interval_is_due_at_its_multiples(unit: TimeUnit, every: int, length:
 
 
 @given(st.integers(1, 300), st.integers(1, 1000), st.integers(0, 3))
-def test_a_fraction_is_due_where_exact_arithmetic_says(length: int, numerator: int, digits: int) -> None:
+def test_a_fraction_is_due_where_exact_arithmetic_has_it_due(length: int, numerator: int, digits: int) -> None:
     fraction = Fraction(numerator, 10**digits)
     indices = [Fraction(count, length) // fraction for count in range(length + 1)]
     exact = [count for count in range(1, length + 1) if indices[count] != indices[count - 1]]
@@ -402,35 +404,35 @@ def test_a_fraction_is_due_where_exact_arithmetic_says(length: int, numerator: i
 
 
 @given(st.integers(1, 10**6), st.data())
-def test_a_fraction_of_one_over_parts_counts_every_part(parts: int, data: st.DataObject) -> None:
+def test_the_index_of_an_interval_of_one_nth_counts_every_part(parts: int, data: st.DataObject) -> None:
     done = data.draw(st.integers(0, parts))
     scale = data.draw(st.integers(1, 10**6))  # batches in a part
     interval = Interval(1 / parts * Time("1dur"))
     now, end = Timestamp(batch=done * scale), Time(parts * scale, "ba")
     assert interval.index(now, elapsed_fraction(now, end)) == done
-    if done:  # one batch short of the part is not the part
+    if done:  # one batch less is not the whole part
         short = Timestamp(batch=done * scale - 1)
         assert interval.index(short, elapsed_fraction(short, end)) == done - 1
 
 
-def test_a_tenth_is_due_ten_times() -> None:
+def test_an_interval_of_a_tenth_is_due_ten_times() -> None:
     assert due_at(Interval("0.1dur"), TimeUnit.BATCH, 10) == list(range(1, 11))
     assert [Interval("0.1dur").index(Timestamp(), 0.1 * k) for k in range(11)] == list(range(11))
     assert [Interval("0.1dur").index(Timestamp(), k / 10) for k in range(11)] == list(range(11))
 
 
 @given(timestamps(), st.sampled_from(["3ba", "1ep", "0.1dur", "1h"]), st.booleans(), st.floats(0, 2))
-def test_nothing_is_due_twice_at_one_timestamp(now: Timestamp, every: str, at_end: bool, elapsed: float) -> None:
+def test_no_interval_is_due_twice_at_one_timestamp(now: Timestamp, every: str, at_end: bool, elapsed: float) -> None:
     assert not Interval(every, at_end=at_end).is_due(now, now, elapsed, elapsed)
 
 
 @given(st.integers(1, 50), st.integers(1, 300))
-def test_at_end_is_due_once_more_unless_a_multiple_is_the_end(every: int, length: int) -> None:
+def test_at_end_adds_one_due_time_unless_a_multiple_is_the_end(every: int, length: int) -> None:
     multiples = range(every, length + 1, every)
     assert due_at(Interval(f"{every}ba", at_end=True), TimeUnit.BATCH, length) == sorted({*multiples, length})
 
 
-def test_the_end_is_fired_once_also_when_training_goes_beyond_it() -> None:
+def test_at_end_is_due_once_although_training_goes_beyond_the_end() -> None:
     interval = Interval("100ba", at_end=True)
     assert interval.is_due(Timestamp(batch=5), Timestamp(batch=6), 0.9, 1.1)
     assert interval.is_due(Timestamp(batch=5), Timestamp(batch=6), None, 1.0)
@@ -439,14 +441,14 @@ def test_the_end_is_fired_once_also_when_training_goes_beyond_it() -> None:
     assert not Interval("100ba").is_due(Timestamp(batch=5), Timestamp(batch=6), 0.9, 1.0)
 
 
-def test_an_interval_that_was_stepped_over_is_due() -> None:
+def test_an_interval_is_due_if_one_or_more_multiples_were_passed() -> None:
     assert Interval("100ba").is_due(Timestamp(batch=90), Timestamp(batch=310))
     assert Interval("1000tok").is_due(Timestamp(token=900), Timestamp(token=1100))
     assert not Interval("1000tok").is_due(Timestamp(token=1100), Timestamp(token=1900))
     assert Interval("1.5sec").index(Timestamp(seconds=4.6)) == 3
 
 
-def test_an_interval_must_be_more_than_nothing() -> None:
+def test_an_interval_of_zero_or_less_is_rejected() -> None:
     for every in (0, -3, "0ba", "-1ep", "0dur", "0s", Time("0tok")):
         with pytest.raises(ConfigError, match=r"an interval must be more than 0, not '.*'; to have it never due, leave"):
             Interval(every, TimeUnit.BATCH)
@@ -455,21 +457,21 @@ def test_an_interval_must_be_more_than_nothing() -> None:
 
 
 @pytest.mark.parametrize("every", [5, "5", " 5 "])
-def test_a_bare_number_means_batches_in_an_interval(every: int | str) -> None:
+def test_a_bare_number_in_an_interval_means_batches(every: int | str) -> None:
     assert Interval(every) == Interval("5ba")
 
 
-def test_an_interval_names_the_argument_that_it_was_given_for() -> None:
+def test_an_invalid_interval_names_its_argument() -> None:
     with pytest.raises(ConfigError, match=r"save_interval='5 epochs': unknown unit 'epochs'; did you mean 'ep'\?"):
         Interval.of("save_interval", "5 epochs")
 
 
-def test_a_fraction_needs_a_known_duration() -> None:
+def test_a_fraction_of_an_unknown_duration_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"'every 0\.1dur' needs a known max_duration"):
         Interval("0.1dur").index(Timestamp(), None)
 
 
-def test_an_interval_is_a_value() -> None:
+def test_intervals_are_immutable_hashable_and_compared_by_value() -> None:
     interval = Interval(100, TimeUnit.BATCH, at_end=True)
     assert interval == Interval("100ba", at_end=True) != Interval("100ba")
     assert len({interval, Interval(Time("100ba"), at_end=True)}) == 1
@@ -483,7 +485,7 @@ def test_an_interval_is_a_value() -> None:
 # The fraction of a duration
 
 
-def test_the_elapsed_fraction_counts_the_unit_of_the_duration() -> None:
+def test_the_elapsed_fraction_is_measured_in_the_unit_of_the_duration() -> None:
     now = Timestamp(epoch=1, batch=30, seconds=1800.0)
     assert elapsed_fraction(now, Time("40ba")) == 0.75
     assert elapsed_fraction(now, Time("2ep")) == 0.5
@@ -493,17 +495,17 @@ def test_the_elapsed_fraction_counts_the_unit_of_the_duration() -> None:
 
 
 @pytest.mark.parametrize("duration", ["1dur", "0ep", "-1ba"])
-def test_a_duration_that_has_no_fractions_is_rejected(duration: str) -> None:
+def test_the_elapsed_fraction_of_an_invalid_duration_is_rejected(duration: str) -> None:
     with pytest.raises(ConfigError, match=f"max_duration cannot be '{duration}'"):
         elapsed_fraction(Timestamp(), Time(duration))
 
 
-def test_the_examples_in_the_docstrings() -> None:
+def test_the_examples_in_the_docstrings_run() -> None:
     failed, tried = doctest.testmod(callsheet.core.time)
     assert (failed, tried) == (0, 2)
 
 
-def test_a_timestamp_and_a_time_make_a_time() -> None:
+def test_adding_a_time_to_a_timestamp_gives_a_time() -> None:
     now = Timestamp(batch=7, epoch=1)
     assert now + "3ba" == Time("10ba")
     assert now - Time("1ep") == Time("0ep")

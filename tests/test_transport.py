@@ -113,7 +113,7 @@ def arrived(payload: Payload) -> list[Callback]:
 
 
 @pytest.mark.test_all
-def test_what_is_sent_arrives_as_it_was() -> None:
+def test_callbacks_arrive_with_equal_arguments_settings_and_states() -> None:
     """One payload with all kinds of things, through the real preflight check in a fresh interpreter and out of the real file."""
     shared: list[Any] = [1]
     history = History()
@@ -139,15 +139,17 @@ def test_what_is_sent_arrives_as_it_was() -> None:
     assert got[1].seen["weights"].dtype is torch.bfloat16
     assert got[2].given == Options(0.5, ["n"])
     assert got[2].more(None) == 3.0
-    assert got[3].given is got[3].more["again"] is got[4].given  # what was shared is shared
+    assert got[3].given is got[3].more["again"] is got[4].given  # objects that were shared are shared again
     assert (got[5].name, got[5].ranks, got[5].phase, got[5].snapshot_fields) == ("worded", {3, 7}, "report", ("loss",))
-    assert got[6]._is_resumed is False  # a state that is as new is not loaded: it would say that a run is resumed
+    assert (
+        got[6]._is_resumed is False
+    )  # a state equal to that of a new callback is not loaded, because loading would mean that the run is resumed
     assert got[7].other is got[8]
     assert (got[9].lane_options.queue, got[9].callback.given, got[9].name) == (7, 5, "Keeps")
 
 
 @pytest.mark.test_all
-def test_lambdas_closures_and_local_classes_arrive_where_pickles_are_allowed() -> None:
+def test_lambdas_closures_and_local_classes_arrive_if_pickles_are_allowed() -> None:
     counts: list[int] = []
     factor = 3
 
@@ -183,7 +185,7 @@ PLAIN = st.recursive(
 
 @given(PLAIN)
 @settings(max_examples=150, deadline=None)
-def test_any_tree_of_plain_values_comes_back(value: Any) -> None:
+def test_any_tree_of_plain_values_is_equal_after_encoding_and_decoding(value: Any) -> None:
     back = decode(encode(value, allow_pickle=False))
     assert back == value
     assert differences(fingerprint({"it": value}), fingerprint({"it": back})) == []
@@ -192,7 +194,7 @@ def test_any_tree_of_plain_values_comes_back(value: Any) -> None:
 @pytest.mark.test_all
 @given(PLAIN, PLAIN)
 @settings(max_examples=100, deadline=None)
-def test_any_two_values_that_differ_are_distinguished(one: Any, other: Any) -> None:
+def test_the_fingerprints_of_any_two_unequal_values_differ(one: Any, other: Any) -> None:
     for here, there in ((one, other), ([one, {"a": (other,)}], [one, {"a": (one,)}])):
         assert here == there or differences(fingerprint({"it": here}), fingerprint({"it": there}))
 
@@ -206,7 +208,7 @@ TENSORS = [torch.tensor([1, 0]).to(dtype) for dtype in DTYPES] + [
 
 
 @pytest.mark.parametrize("tensor", TENSORS, ids=lambda tensor: f"{tensor.dtype} {list(tensor.shape)}")
-def test_every_tensor_that_a_file_can_hold_comes_back(tensor: torch.Tensor) -> None:
+def test_every_tensor_that_safetensors_supports_is_equal_after_encoding_and_decoding(tensor: torch.Tensor) -> None:
     back = decode(encode({"a": tensor, "b": tensor}, allow_pickle=False))
     assert back["a"] is back["b"]
     assert (back["a"].dtype, back["a"].shape) == (tensor.dtype, tensor.shape)
@@ -217,7 +219,7 @@ def test_every_tensor_that_a_file_can_hold_comes_back(tensor: torch.Tensor) -> N
         assert differences(fingerprint({"it": other}), fingerprint({"it": tensor}))
 
 
-def test_views_of_one_memory_are_distinguished_from_copies() -> None:
+def test_the_fingerprints_of_views_of_one_memory_and_of_copies_differ() -> None:
     base = torch.arange(4.0)
     [line] = differences(fingerprint({"it": [base[:2], base[2:]]}), fingerprint({"it": [base[:2].clone(), base[2:].clone()]}))
     assert line == "it[1]: memory: here it is the same object as it[0], but not there"
@@ -265,7 +267,7 @@ COUNT = itertools.count()
         pytest.param(Slotted(), Slotted(), id="slots"),
     ],
 )
-def test_objects_that_differ_inside_are_distinguished(one: Any, other: Any) -> None:
+def test_the_fingerprints_of_unequal_objects_differ(one: Any, other: Any) -> None:
     assert differences(fingerprint({"it": one}), fingerprint({"it": one})) == []
     assert differences(fingerprint({"it": one}), fingerprint({"it": other}))
 
@@ -275,12 +277,12 @@ def test_objects_that_differ_inside_are_distinguished(one: Any, other: Any) -> N
     [Path("x"), Time("3ep"), (1, "a"), frozenset({1}), functools.partial(at_the_top, factor=2.0)],
     ids=lambda value: type(value).__name__,
 )
-def test_equal_values_need_not_be_one_object(value: Any) -> None:
+def test_the_fingerprints_of_one_immutable_value_and_of_equal_ones_are_equal(value: Any) -> None:
     back = decode(encode([value, [value]], allow_pickle=False))
     assert differences(fingerprint({"it": [value, [value]]}), fingerprint({"it": back})) == []
 
 
-def test_long_lists_are_compared_by_digests() -> None:
+def test_the_fingerprint_of_a_long_list_is_a_digest() -> None:
     one, other = list(range(5000)), list(range(5000))
     other[2500] = 7
     assert len(json.dumps(fingerprint({"it": one}))) < 200
@@ -297,7 +299,7 @@ def test_a_value_that_is_nested_too_deeply_is_rejected_with_its_path() -> None:
         fingerprint({"it": value})
 
 
-def test_dataclasses_come_back_as_they_were_made() -> None:
+def test_dataclasses_and_enums_are_equal_after_encoding_and_decoding() -> None:
     made = Doubles(3)
     assert (made.amount, made.twice) == (4, 6)
     assert decode(encode(made, allow_pickle=False)) == made
@@ -307,7 +309,7 @@ def test_dataclasses_come_back_as_they_were_made() -> None:
     assert decode(encode("\ud800", allow_pickle=False)) == "\ud800"
 
 
-def test_named_tuples_come_back_as_they_were_made() -> None:
+def test_named_tuples_are_equal_after_encoding_and_decoding() -> None:
     request, seen = Request("stop", "enough", "Stopper", resumable=True), ["it"]
     for made in (
         request,
@@ -323,7 +325,7 @@ def test_named_tuples_come_back_as_they_were_made() -> None:
     assert back.arguments["values"] is same
 
 
-def test_containers_that_hold_themselves_come_back_so() -> None:
+def test_containers_that_contain_themselves_still_do_after_encoding_and_decoding() -> None:
     ring: list[Any] = [1]
     ring.append({"ring": ring})
     back = decode(encode(ring, allow_pickle=False))
@@ -377,11 +379,11 @@ def rejected_values() -> Iterator[tuple[str, Any, str]]:
 
 
 @pytest.mark.parametrize(("value", "reason"), [pytest.param(value, reason, id=name) for name, value, reason in rejected_values()])
-def test_a_value_that_cannot_be_sent_is_rejected_with_place_reason_and_hint(value: Any, reason: str) -> None:
+def test_a_value_that_cannot_be_sent_is_rejected_with_its_path_the_reason_and_a_hint(value: Any, reason: str) -> None:
     began = time.monotonic()
     with pytest.raises(TransportError, match=reason):
         pack([Keeps(value)])
-    assert time.monotonic() - began < 60  # nothing was started
+    assert time.monotonic() - began < 60  # no interpreter was started
     if isinstance(value, io.IOBase | socket.socket):
         value.close()
 
@@ -405,7 +407,7 @@ def test_classes_that_cannot_be_sent_are_rejected() -> None:
         pack([stateful])
 
 
-def test_pickles_are_rejected_where_they_would_not_be_what_they_were(tmp_path: Path) -> None:
+def test_functions_with_files_locks_or_callbacks_in_them_are_rejected_although_pickles_are_allowed(tmp_path: Path) -> None:
     history, lock = History(), threading.Lock()
     with open(tmp_path / "file", "w+") as file:
         with pytest.raises(TransportError, match="holds an open file"):
@@ -424,7 +426,7 @@ def test_pickles_are_rejected_where_they_would_not_be_what_they_were(tmp_path: P
 
 
 class Innocent(Callback):
-    """What its constructor makes is no data, and each process makes it for itself."""
+    """Its constructor creates objects that cannot be sent, and each process creates its own."""
 
     shade = Colour.RED
 
@@ -467,15 +469,17 @@ class Changed(Callback):
 
 
 class HalfState(Keeps):
-    """Gives a state, and takes only half of it back."""
+    """Has a state of which it loads only half."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.seen = {"a": state["seen"]["a"]}
 
 
 @pytest.mark.test_all
-def test_what_each_process_makes_for_itself_is_let_through(tmp_path: Path) -> None:
-    callbacks: list[Callback] = [Innocent({f"name {i}" for i in range(50)}, str(tmp_path / "file"))]  # sets differ in their order
+def test_attributes_that_each_process_creates_itself_are_accepted(tmp_path: Path) -> None:
+    callbacks: list[Callback] = [
+        Innocent({f"name {i}" for i in range(50)}, str(tmp_path / "file"))
+    ]  # the order of a set differs by process
     ema, monitor = EMA(), SystemMetricsMonitor()
     ema.state_dict()
     monitor.transport_ignore = ("_process",)
@@ -485,7 +489,7 @@ def test_what_each_process_makes_for_itself_is_let_through(tmp_path: Path) -> No
 
 
 @pytest.mark.test_all
-def test_what_would_be_lost_is_named() -> None:
+def test_changes_that_would_be_lost_are_named() -> None:
     changed = Changed([1])
     changed.value = "another"
     del changed.gone
@@ -591,7 +595,7 @@ def script(*, what: str = "Mine(helper)", kind: str = "Mine", guard: str = '__na
 
 
 @pytest.mark.slow
-def test_a_script_s_own_classes_arrive(tmp_path: Path) -> None:
+def test_callbacks_of_classes_that_the_script_defines_arrive(tmp_path: Path) -> None:
     (tmp_path / "run.py").write_text(script())
     assert output_of("run.py", cwd=tmp_path) == "arrived: True True"
     (tmp_path / "package").mkdir()
@@ -621,7 +625,7 @@ def test_a_class_without_a_script_is_rejected_unless_pickles_are_allowed(tmp_pat
     assert recorded.startswith("rejected: callbacks[0] (Mine): Mine is defined in a notebook or at a prompt")
     assert "allow_pickle=True" in recorded
     allowed = script().replace("Mine(helper)]", "Mine(helper)], allow_pickle=True")
-    assert output_of("-", cwd=tmp_path, stdin=allowed).startswith("arrived: True")  # the class is known again
+    assert output_of("-", cwd=tmp_path, stdin=allowed).startswith("arrived: True")  # the receiver has the same class
 
 
 @pytest.mark.slow
@@ -648,7 +652,7 @@ def posted() -> Iterator[tuple[dict[str, str], Path]]:
 
 
 def rejection(variables: Mapping[str, str]) -> str:
-    """Return how `unpack` rejects; never with the key or the content."""
+    """Return the message with which `unpack` rejects a payload. Check that it has neither the key nor the content."""
     with pytest.raises(TransportError) as caught:
         open_payload(dict(variables))
     recorded = "".join(map(str, [caught.value, caught.value.__cause__, caught.value.__context__]))
@@ -658,12 +662,12 @@ def rejection(variables: Mapping[str, str]) -> str:
     return str(caught.value)
 
 
-def test_the_file_is_this_user_s_alone_and_goes_with_the_launch(posted: tuple[dict[str, str], Path]) -> None:
+def test_only_this_user_can_read_the_file_and_it_is_deleted_with_the_launch(posted: tuple[dict[str, str], Path]) -> None:
     _, path = posted
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     with PrivateFolder() as folder:
-        assert path.exists()  # of a launch that runs
+        assert path.exists()  # it belongs to a launch that is still running
         assert folder.path.exists()
     assert not folder.path.exists()
     before = os.umask(0)
@@ -674,7 +678,7 @@ def test_the_file_is_this_user_s_alone_and_goes_with_the_launch(posted: tuple[di
     assert stat.S_IMODE(path.with_name("another").stat().st_mode) == 0o600
 
 
-def test_it_is_unpacked_once_and_leaves_the_environment(
+def test_a_payload_is_unpacked_once_and_its_variables_are_removed(
     posted: tuple[dict[str, str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     variables, _ = posted
@@ -690,7 +694,7 @@ def test_it_is_unpacked_once_and_leaves_the_environment(
 
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_any_bit_and_any_length_that_was_changed_is_found_out(data: st.DataObject) -> None:
+def test_a_payload_with_any_changed_bit_or_length_fails_verification(data: st.DataObject) -> None:
     key = Key.new()
     sealed = seal(key, "payload", b"0123456789" * 20)
     at, bit = data.draw(st.integers(0, len(sealed) - 1)), data.draw(st.integers(0, 7))
@@ -707,7 +711,7 @@ def changed(path: Path, change: Callable[[bytes], bytes]) -> None:
     path.write_bytes(change(path.read_bytes()))
 
 
-def test_a_changed_or_cut_payload_is_rejected_before_it_is_read(posted: tuple[dict[str, str], Path]) -> None:
+def test_a_changed_or_cut_payload_is_rejected_before_it_is_decoded(posted: tuple[dict[str, str], Path]) -> None:
     variables, path = posted
     whole = path.read_bytes()
     changed(path, lambda raw: raw.replace(b"Keeps", b"Keepz"))
@@ -727,7 +731,7 @@ class Bomb:
         return (Path.touch, (Path(tempfile.gettempdir()) / "callsheet-bomb",))
 
 
-def test_nothing_of_an_unsigned_payload_is_run(posted: tuple[dict[str, str], Path]) -> None:
+def test_no_code_of_a_payload_with_a_wrong_signature_is_executed(posted: tuple[dict[str, str], Path]) -> None:
     variables, path = posted
     pickled = pickle.dumps([Bomb()])
     parts = (b'{"value": {"@pickle": 0}, "script": ""}', b"\x02\0\0\0\0\0\0\0{}", pickled)
@@ -735,10 +739,10 @@ def test_nothing_of_an_unsigned_payload_is_run(posted: tuple[dict[str, str], Pat
     bomb = Path(tempfile.gettempdir()) / "callsheet-bomb"
     bomb.unlink(missing_ok=True)
     key = Key.read(variables[KEY_VARIABLE])
-    path.write_bytes(seal(Key(key.launch, b"\0" * 32), "payload", content))  # the launch's number is no secret
+    path.write_bytes(seal(Key(key.launch, b"\0" * 32), "payload", content))  # the launch's number is not secret
     assert "was changed" in rejection(variables)
     assert not bomb.exists()
-    decode(content)  # it would have gone off
+    decode(content)  # decoding the content would execute the code
     assert bomb.exists()
     bomb.unlink()
 
@@ -747,7 +751,7 @@ def test_a_payload_of_another_launch_is_rejected(posted: tuple[dict[str, str], P
     variables, path = posted
     earlier = path.read_bytes()
     key = Key.read(variables[KEY_VARIABLE])
-    for other in (Key.new(), Key(Key.new().launch, key.secret)):  # also if a secret is used twice
+    for other in (Key.new(), Key(Key.new().launch, key.secret)):  # also if two launches have the same secret
         with PrivateFolder() as folder:
             write_private(folder.path / "payload", earlier)
             recorded = rejection({PAYLOAD_VARIABLE: str(folder.path / "payload"), KEY_VARIABLE: other.text()})
@@ -763,7 +767,7 @@ def test_a_payload_of_another_launch_is_rejected(posted: tuple[dict[str, str], P
     assert "secret=" not in repr(key)
 
 
-def test_a_file_or_folder_that_others_can_touch_is_rejected(posted: tuple[dict[str, str], Path]) -> None:
+def test_a_file_or_folder_that_other_users_can_read_or_write_is_rejected(posted: tuple[dict[str, str], Path]) -> None:
     variables, path = posted
     for mode in (0o644, 0o620, 0o602, 0o640):
         path.chmod(mode)
@@ -776,7 +780,7 @@ def test_a_file_or_folder_that_others_can_touch_is_rejected(posted: tuple[dict[s
     assert open_payload(dict(variables)).callbacks
 
 
-def test_links_pipes_folders_and_giants_are_rejected(posted: tuple[dict[str, str], Path], tmp_path: Path) -> None:
+def test_links_pipes_folders_and_too_large_files_are_rejected(posted: tuple[dict[str, str], Path], tmp_path: Path) -> None:
     variables, path = posted
     real = path.with_name("real")
     path.rename(real)
@@ -784,7 +788,7 @@ def test_links_pipes_folders_and_giants_are_rejected(posted: tuple[dict[str, str
     assert "it is a symbolic link" in rejection(variables)
     path.unlink()
     os.mkfifo(path, 0o600)
-    assert "is not a regular file" in rejection(variables)  # and it does not wait for a writer
+    assert "is not a regular file" in rejection(variables)  # reading it does not wait for a writer
     path.unlink()
     path.mkdir(0o700)
     assert "is not a regular file" in rejection(variables)
@@ -801,20 +805,20 @@ def test_links_pipes_folders_and_giants_are_rejected(posted: tuple[dict[str, str
 def test_a_file_or_folder_of_another_user_is_rejected(
     posted: tuple[dict[str, str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only root can give a file away, so this process becomes another user."""
+    """Only root can change a file's owner, so this process becomes another user."""
     variables, path = posted
     us = os.geteuid()
     users: list[int] = []
     monkeypatch.setattr(os, "geteuid", lambda: users.pop(0) if users else us + 1)
     assert f"{path.parent} belongs to user {us}, and this process runs as user {us + 1}" in rejection(variables)
-    users.append(us)  # the folder is ours, and the file in it is not
+    users.append(us)  # the folder belongs to this user, and the file in it does not
     assert f"{path} belongs to user {us}, and this process runs as user {us + 1}" in rejection(variables)
     monkeypatch.setattr(os, "geteuid", lambda: us)
     assert open_payload(dict(variables)).callbacks
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
-def test_a_file_or_folder_that_was_given_away_is_rejected(posted: tuple[dict[str, str], Path]) -> None:
+def test_a_file_or_folder_whose_owner_was_changed_is_rejected(posted: tuple[dict[str, str], Path]) -> None:
     variables, path = posted
     os.chown(path, 12345, -1)
     assert f"{path} belongs to user 12345, and this process runs as user 0" in rejection(variables)
@@ -824,7 +828,7 @@ def test_a_file_or_folder_that_was_given_away_is_rejected(posted: tuple[dict[str
     os.chown(path.parent, 0, -1)
 
 
-def test_what_was_checked_is_what_is_read(posted: tuple[dict[str, str], Path]) -> None:
+def test_the_file_that_was_checked_is_the_file_that_is_read(posted: tuple[dict[str, str], Path]) -> None:
     """A link and the file are swapped as fast as possible: each reading gives the payload or is rejected, and never gives the other file."""
     _, path = posted
     bait = path.with_name("bait")
@@ -860,7 +864,7 @@ def test_what_was_checked_is_what_is_read(posted: tuple[dict[str, str], Path]) -
 
 
 @pytest.mark.test_all
-def test_it_is_removed_after_an_error_and_by_the_next_launch_after_a_kill(
+def test_the_folder_is_removed_after_an_error_and_after_a_kill_by_the_next_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -879,7 +883,7 @@ def test_it_is_removed_after_an_error_and_by_the_next_launch_after_a_kill(
     foreign = tmp_path / "callsheet-launch-without-a-lock"
     foreign.mkdir()
     with PrivateFolder():
-        assert left.exists()  # its owner lives
+        assert left.exists()  # its owner still runs
         process.send_signal(signal.SIGKILL)
         process.wait()
         process.stdout.close()
@@ -891,7 +895,7 @@ def test_it_is_removed_after_an_error_and_by_the_next_launch_after_a_kill(
 
 
 @pytest.mark.parametrize("where", ["open", "flock", "rename"])
-def test_a_folder_that_cannot_be_locked_is_not_left_behind(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_locked_is_removed(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its owner could not be determined, so it would never be removed."""
     import fcntl
 
@@ -913,7 +917,7 @@ def test_a_folder_that_cannot_be_locked_is_not_left_behind(where: str, tmp_path:
         assert folder.path.exists()
 
 
-def test_a_launcher_whose_pid_was_reused_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_whose_pid_belongs_to_another_user_s_process_counts_as_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     def rejected(pid: int, number: int) -> None:
         raise PermissionError(errno.EPERM, f"process {pid} is not yours, not even for {number}")
 
@@ -922,12 +926,12 @@ def test_a_launcher_whose_pid_was_reused_is_gone(monkeypatch: pytest.MonkeyPatch
     assert not worker._is_there(os.getpid())
 
 
-def test_a_payload_says_nothing_of_what_is_in_it(posted: tuple[dict[str, str], Path]) -> None:
+def test_the_repr_of_a_payload_does_not_show_its_content(posted: tuple[dict[str, str], Path]) -> None:
     payload = Payload(("Keeps",), SECRETIVE.encode())
     assert repr(payload) == "Payload(names=('Keeps',))"
     assert SECRETIVE not in str(vars(payload) if hasattr(payload, "__dict__") else payload)
 
 
-def test_what_is_too_large_is_rejected() -> None:
+def test_a_payload_above_the_size_limit_is_rejected() -> None:
     with pytest.raises(TransportError, match=r"bytes, more than the limit of \d+; save large data to a file, and give its path"):
         pack([Keeps(torch.zeros(2**25 + 2**20))])

@@ -90,7 +90,7 @@ class _WithoutTraceback(logging.Formatter):
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("heading", WITH_CODE)
-def test_the_messages_are_those_that_the_code_causes(
+def test_the_code_in_a_section_causes_the_messages_that_the_section_shows(
     heading: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (_, code), *shown = SECTIONS[heading]
@@ -146,7 +146,7 @@ def texts_in_source() -> tuple[list[str], list[re.Pattern[str]]]:
     return texts, formats
 
 
-def test_log_messages_without_code_are_logged_somewhere() -> None:
+def test_log_messages_in_sections_without_code_are_in_the_source() -> None:
     _, formats = texts_in_source()
     shown = [
         text.strip() for heading in SECTIONS if heading not in WITH_CODE for title, text in SECTIONS[heading] if title == "Log"
@@ -156,7 +156,7 @@ def test_log_messages_without_code_are_logged_somewhere() -> None:
         assert any(each.fullmatch(text.removeprefix("SpeedMonitor: ")) for each in formats), text
 
 
-def test_the_parts_of_messages_are_in_the_source() -> None:
+def test_the_parts_of_messages_in_the_tables_are_in_the_source() -> None:
     texts, _ = texts_in_source()
     tables = re.findall(r"^\| the message contains .*\n\| --- .*\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
     assert len(tables) >= 4

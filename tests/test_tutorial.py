@@ -1,4 +1,4 @@
-"""The programs of the tutorial run, the chapters show their whole code, and what a chapter says is printed is printed."""
+"""The programs of the tutorial run, and the chapters show their whole code and their actual output."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 def assert_shown(shown: str, printed: str) -> None:
-    """The lines are equal, apart from times and digests."""
+    """Check that the lines are equal, apart from times and digests."""
     assert VARIES.sub("#", shown).splitlines() == VARIES.sub("#", printed).splitlines()
 
 
 def assert_lines_are_printed(shown: str, printed: str) -> None:
-    """Each shown line is printed, in this order, apart from times and digests. `...` stands for any text."""
+    """Check that each shown line is printed, in this order, apart from times and digests. `...` matches any text."""
     lines = iter(VARIES.sub("#", printed).splitlines())
     for line in VARIES.sub("#", shown).splitlines():
         pattern = re.compile(".*".join(map(re.escape, line.split("..."))))

@@ -1,4 +1,4 @@
-"""What is shown of work that takes long."""
+"""`working` shows the progress of work that takes long."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from callsheet.core.working import working
 
 
 class Stream(io.StringIO):
-    """A stream that says when something was written to it."""
+    """A stream with an event that is set when something is written."""
 
     def __init__(self, *, is_terminal: bool) -> None:
         super().__init__()
@@ -35,14 +35,14 @@ def shown(monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool) -> str:
     return stream.getvalue()
 
 
-def test_a_terminal_has_one_line_that_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_progress_is_one_line_that_is_erased_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     text = shown(monkeypatch, is_terminal=True)
     assert text.startswith("\rcounting: 0 s\x1b[K\r")
     assert text.endswith("\r\x1b[K")
     assert "\n" not in text
 
 
-def test_a_log_has_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_progress_is_printed_as_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown(monkeypatch, is_terminal=False).splitlines()[0] == "counting: 0 s so far"
 
 

@@ -47,7 +47,7 @@ HOSTS = (
     *("megatron_bridge", "automodel", "instructlab", "composer", "ultralytics"),
 )
 OWN_INTERPRETERS = {"composer": ".venv-composer/bin/python", "ultralytics": ".venv-ultralytics/bin/python"}
-"""The interpreters of the frameworks that cannot be installed beside the others."""
+"""The interpreters of the frameworks that cannot be installed together with the others."""
 
 PARTS = (*RECORDERS, "rejections")
 ROOT = Path(__file__).resolve().parent.parent

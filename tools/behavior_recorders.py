@@ -29,7 +29,7 @@ PUBLIC_MODULES = (
     *("", ".errors", ".callbacks", ".loggers", ".trainer", ".checkpoint", ".launcher", ".metrics", ".report", ".transport"),
     *(".testing", ".recipes"),
 )
-"""The import paths of users, beside every module in PUBLIC_FOLDERS."""
+"""The import paths of users, in addition to every module in PUBLIC_FOLDERS."""
 
 PUBLIC_FOLDERS = ("bridges", "compat", "plugins")
 COMMANDS = (
@@ -97,7 +97,7 @@ def hosts(name: str, _: Path) -> dict[str, Any]:
 
 def fields() -> tuple[str, ...]:
     """Return the names of all fields of the context."""
-    for module in ("callsheet.core.lifecycle", "callsheet.lifecycle"):  # the second is its place in older checkouts
+    for module in ("callsheet.core.lifecycle", "callsheet.lifecycle"):  # the second is its import path in older checkouts
         if importlib.util.find_spec(module.rpartition(".")[0]) and importlib.util.find_spec(module):
             return tuple(importlib.import_module(module).FIELDS)
     raise ModuleNotFoundError("The module of the lifecycle's table is neither callsheet.core.lifecycle nor callsheet.lifecycle.")

@@ -196,7 +196,7 @@ def test_ranks_train_over_nccl(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_one_rank_over_nccl(kind: str) -> None:
+def test_a_single_rank_trains_over_nccl(kind: str) -> None:
     assert all(run_ranks(over_nccl, 1, kind))
 
 

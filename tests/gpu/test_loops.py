@@ -72,7 +72,7 @@ def hexes(losses: list[Tensor]) -> list[str]:
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
-def test_a_loop_written_by_hand(is_scaled: bool, tmp_path: Path) -> None:
+def test_observing_a_hand_written_loop_changes_no_loss_and_adds_no_waits(is_scaled: bool, tmp_path: Path) -> None:
     def loop(is_observed: bool) -> list[str]:
         model, optimizer, data = parts()
         scaler = torch.amp.GradScaler("cuda", enabled=is_scaled)
@@ -117,7 +117,7 @@ class InTwoParts(nn.Module):
         return outputs
 
 
-def test_a_model_and_values_on_two_devices(tmp_path: Path) -> None:
+def test_a_model_and_logged_values_on_two_devices_work(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = InTwoParts()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -139,7 +139,7 @@ def test_a_model_and_values_on_two_devices(tmp_path: Path) -> None:
     assert all(each > 0 for each in history["l2_norm/grad/global"])
 
 
-def test_the_hugging_face_trainer(tmp_path: Path) -> None:
+def test_observing_the_hugging_face_trainer_changes_no_loss_and_adds_no_waits(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments
@@ -177,7 +177,7 @@ def test_the_hugging_face_trainer(tmp_path: Path) -> None:
     check_waits(loop)
 
 
-def test_lightning(tmp_path: Path) -> None:
+def test_observing_lightning_changes_no_loss_and_adds_no_waits(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch")
     from callsheet.bridges.lightning import host
 
@@ -241,7 +241,7 @@ class WithLoss(nn.Module):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_losses_that_cuda_graphs_overwrite_in_attach(accumulate: int, tmp_path: Path) -> None:
+def test_losses_that_cuda_graphs_overwrite_are_correct_in_attach(accumulate: int, tmp_path: Path) -> None:
     """With `mode="reduce-overhead"`, the next call of the compiled model writes its loss into the memory of the last loss."""
     torch.compiler.reset()
     model, optimizer, data = parts()
@@ -274,7 +274,7 @@ class ModelsOwnLoss(Task):
         return loss
 
 
-def test_losses_that_cuda_graphs_overwrite_in_the_trainer(tmp_path: Path) -> None:
+def test_losses_that_cuda_graphs_overwrite_are_correct_in_the_trainer(tmp_path: Path) -> None:
     torch.compiler.reset()
     found = []
     for compiles in (False, {"mode": "reduce-overhead"}):
@@ -325,7 +325,7 @@ with open(sys.argv[1], "w") as file:
 """
 
 
-def test_a_script_under_exec(tmp_path: Path) -> None:
+def test_a_script_under_exec_has_the_same_losses_and_few_waits(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
     found = []
@@ -384,7 +384,7 @@ else:
 
 
 @pytest.mark.parametrize("loop", ["trainer", "attach"])
-def test_an_error_after_which_the_device_cannot_be_used(loop: str, tmp_path: Path) -> None:
+def test_a_run_whose_device_became_unusable_ends_with_that_error(loop: str, tmp_path: Path) -> None:
     """After a failed assertion in a kernel, every use of the device fails in this process. The run still ends with that error."""
     script = tmp_path / "broken.py"
     script.write_text(BROKEN)

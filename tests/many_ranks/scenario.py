@@ -33,7 +33,7 @@ KINDS = ("calm", "signal", "dead", "calm", "raise", "paused", "signal", "calm", 
 
 FATAL = ("dead", "raise", "stuck")
 DATA = ("items", "batches", "stream", "own", "own_stream")
-MOMENTS = (
+REQUEST_EVENTS = (
     "on_fetch_start",
     "on_train_step_start",
     "on_forward_end",
@@ -148,7 +148,7 @@ def planned(seed: int) -> Scenario:
         pauses=tuple(draw.choice((0.02, 0.05)) if rank == slow else 0.01 for rank in ranks),
         requests=requests,
         rank=draw.choice((-1, *ranks)) if by_signal else draw.randrange(size),
-        event=draw.choice(MOMENTS),
+        event=draw.choice(REQUEST_EVENTS),
         step=draw.randrange(1, steps // 2),
         delay=draw.uniform(0, 0.3) if by_signal or (kind != "raise" and draw.random() < 0.5) else None,
         signal=draw.choice(("SIGTERM", "SIGINT")),

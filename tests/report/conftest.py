@@ -1,4 +1,4 @@
-"""A run for the reports, and a browser to open them."""
+"""Fixtures: a run for the reports, and a browser to open them."""
 
 from __future__ import annotations
 

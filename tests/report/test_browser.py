@@ -27,7 +27,7 @@ def until(page: Any, condition: str, seconds: float = 20.0) -> None:
     """Wait until `condition` holds in the page. Its policy forbids Playwright's `wait_for_function`."""
     give_up = time.monotonic() + seconds
     while not page.evaluate(condition):
-        assert time.monotonic() < give_up, f"never: {condition}"
+        assert time.monotonic() < give_up, f"not true after {seconds} seconds: {condition}"
         page.wait_for_timeout(20)
 
 
@@ -53,14 +53,14 @@ class OpenedPage:
 
     def drawn(self, title: str) -> list[dict[str, Any]]:
         """Wait for plotly to draw a chart, and return its traces."""
-        place = (
+        card = (
             self.page.locator(".chart-card")
             .filter(has=self.page.get_by_role("heading", name=title, exact=True))
             .locator(".chart")
         )
-        place.scroll_into_view_if_needed()
-        place.locator(".plot-container").wait_for()
-        found: list[dict[str, Any]] = place.evaluate(
+        card.scroll_into_view_if_needed()
+        card.locator(".plot-container").wait_for()
+        found: list[dict[str, Any]] = card.evaluate(
             "chart => chart.data.map(trace => ({x: [...trace.x], y: [...trace.y], name: trace.name, meta: trace.meta, text: trace.text}))"
         )
         return found
@@ -84,7 +84,7 @@ def seen(chromium: Any) -> Iterator[OpenedPage]:
 # --- curves ---
 
 
-def test_the_curves_are_the_records(seen: OpenedPage, report: str, folder: Path) -> None:
+def test_the_curves_show_the_records(seen: OpenedPage, report: str, folder: Path) -> None:
     seen.open(report)
     train, validation = [trace for trace in seen.drawn("loss") if trace["meta"] == "curve"]
     records = RunFolder.read(folder).records
@@ -145,7 +145,7 @@ def test_dragging_zooms_all_charts_and_a_double_click_shows_all(seen: OpenedPage
     assert page.evaluate("document.querySelector('.chart').layout.xaxis.range[1]") > 119
 
 
-def test_a_range_can_be_typed(seen: OpenedPage, report: str) -> None:
+def test_typing_a_range_of_steps_zooms_the_charts(seen: OpenedPage, report: str) -> None:
     page = seen.open(report)
     seen.drawn("loss")
     page.locator("input.from").fill("30")
@@ -156,7 +156,7 @@ def test_a_range_can_be_typed(seen: OpenedPage, report: str) -> None:
     until(page, "document.querySelector('.chart').layout.xaxis.range[1] > 100")
 
 
-def test_smoothing_logarithms_and_the_other_axis(seen: OpenedPage, report: str, folder: Path) -> None:
+def test_the_curves_can_be_smoothed_logarithmic_and_drawn_over_time(seen: OpenedPage, report: str, folder: Path) -> None:
     page = seen.open(report)
     raw = seen.drawn("loss")[0]
     page.locator("#smooth").fill("0.9")
@@ -165,7 +165,7 @@ def test_smoothing_logarithms_and_the_other_axis(seen: OpenedPage, report: str, 
     assert traces[0]["y"] == raw["y"]
 
     def centered(values: list[float], half: int) -> list[float]:
-        sides = [min(half, place, len(values) - 1 - place) for place in range(len(values))]
+        sides = [min(half, at, len(values) - 1 - at) for at in range(len(values))]
         return [sum(values[at - side : at + side + 1]) / (2 * side + 1) for at, side in enumerate(sides)]
 
     assert traces[1]["y"] == pytest.approx(centered(centered(raw["y"], 5), 4))
@@ -249,7 +249,7 @@ def test_the_cost_table_is_whole_on_a_phone(chromium: Any, report: str) -> None:
     seen.context.close()
 
 
-def test_searching_and_hiding(seen: OpenedPage, report: str) -> None:
+def test_searching_filters_the_charts_and_the_legend_hides_a_curve(seen: OpenedPage, report: str) -> None:
     page = seen.open(report)
     page.locator("#search").fill("GRAD bias")
     assert page.locator("#curves .chart-card h3").all_inner_texts() == ["grad/0.bias", "grad/3.bias"]
@@ -262,10 +262,10 @@ def test_searching_and_hiding(seen: OpenedPage, report: str) -> None:
     ) == [False]
 
 
-def test_thousands_of_metrics_are_drawn_when_they_are_looked_at(seen: OpenedPage, tmp_path: Path) -> None:
+def test_of_thousands_of_metrics_only_visible_charts_are_drawn(seen: OpenedPage, tmp_path: Path) -> None:
     with open(tmp_path / "metrics.jsonl", "w") as file:
         for step in range(1, 40):
-            values = {"train/loss": 1 / step, **{f"l2_norm/grad/layer.{place}": step * place for place in range(3000)}}
+            values = {"train/loss": 1 / step, **{f"l2_norm/grad/layer.{number}": step * number for number in range(3000)}}
             file.write(json.dumps({"step": step, "values": values, "elapsed_seconds": step}) + "\n")
     page = seen.open(write_report(tmp_path).as_uri())
     seen.drawn("loss")
@@ -311,7 +311,7 @@ def test_the_timeline_shows_spans_and_callbacks(seen: OpenedPage, report: str) -
     assert {"forward", "backward", "Slow"} <= set(timeline.locator("tbody td:first-child").all_inner_texts())
 
 
-def test_tables_are_sorted_by_their_heads(seen: OpenedPage, report: str) -> None:
+def test_clicking_a_column_s_head_sorts_the_table(seen: OpenedPage, report: str) -> None:
     page = seen.open(report)
     costs = page.locator("#table-costs")
 
@@ -329,7 +329,7 @@ def test_tables_are_sorted_by_their_heads(seen: OpenedPage, report: str) -> None
     assert costs.locator("tr.inner").inner_text().startswith("on_train_step_end")
 
 
-def test_every_part_exists(seen: OpenedPage, report: str) -> None:
+def test_every_section_of_the_page_has_its_content(seen: OpenedPage, report: str) -> None:
     page = seen.open(report)
     parts = [
         "Problems",
@@ -467,7 +467,7 @@ def test_no_text_of_a_run_is_executed(seen: OpenedPage, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [WIDE, NARROW])
-def test_it_fits_the_screen_and_can_be_read(chromium: Any, report: str, scheme: str, width: int) -> None:
+def test_the_page_fits_the_screen_and_its_text_has_enough_contrast(chromium: Any, report: str, scheme: str, width: int) -> None:
     seen = OpenedPage(chromium, offline=True, color_scheme=scheme, viewport={"width": width, "height": 800})
     page = seen.open(report)
     seen.drawn("loss")
@@ -625,9 +625,9 @@ def test_new_metrics_are_drawn_while_others_are_being_drawn(chromium: Any, serve
     grow(tmp_path, range(1, 5))
     seen = OpenedPage(chromium)
     page = seen.open(url)
-    for place in range(12):
-        grow(tmp_path, range(5 + place, 6 + place), **{f"new/metric{place}": 1.0, "train/norm": 1.0})
-        until(page, f"document.querySelectorAll('.chart-card').length >= {place + 2}")
+    for number in range(12):
+        grow(tmp_path, range(5 + number, 6 + number), **{f"new/metric{number}": 1.0, "train/norm": 1.0})
+        until(page, f"document.querySelectorAll('.chart-card').length >= {number + 2}")
     assert seen.drawn("metric11")[0]["x"] == [16]
     assert seen.faults == []
     seen.context.close()

@@ -77,7 +77,7 @@ def called(runs: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tupl
 Call = Callable[..., tuple[int, str, str]]
 
 
-def test_runs_side_by_side(called: Call) -> None:
+def test_two_runs_are_compared_in_a_table(called: Call) -> None:
     status, out, _ = called("lr0.05-0", "lr0.2-0")
     assert status == 0
     assert re.search(r"optimizer.lr +0.05 +0.2\n", out)
@@ -87,7 +87,7 @@ def test_runs_side_by_side(called: Call) -> None:
     assert re.search(r"\n  train_step +[\d.]+, [\d.]+ % ", out)
 
 
-def test_seeds_are_one_group_with_a_spread(called: Call) -> None:
+def test_runs_that_differ_only_in_the_seed_are_one_group_with_a_spread(called: Call) -> None:
     status, out, _ = called("lr*", "--group-by", "seed", "--json")
     content = json.loads(out)
     assert status == 0
@@ -105,7 +105,7 @@ def test_seeds_are_one_group_with_a_spread(called: Call) -> None:
     assert 0 <= other["p"] <= 1
 
 
-def test_a_setting_makes_groups(called: Call) -> None:
+def test_runs_are_grouped_by_a_setting(called: Call) -> None:
     _, out, _ = called("lr*", "--group-by", "optimizer.lr", "--csv", "--metric", "train/loss")
     rows = list(csv.DictReader(io.StringIO(out)))
     assert [(row["metric"], row["group"], row["runs"]) for row in rows] == [
@@ -114,12 +114,12 @@ def test_a_setting_makes_groups(called: Call) -> None:
     ]
 
 
-def test_the_newest(called: Call) -> None:
+def test_last_selects_the_newest_runs(called: Call) -> None:
     _, out, _ = called("--last", "2", "--json")
     assert [run["name"] for run in json.loads(out)["runs"]] == ["lr0.2-1", "lr0.2-2"]
 
 
-def test_a_folder_of_runs(runs: Path, called: Call) -> None:
+def test_a_folder_selects_all_its_runs(runs: Path, called: Call) -> None:
     _, out, _ = called(str(runs), "--json")
     assert len(json.loads(out)["runs"]) == 6
 
@@ -138,14 +138,14 @@ def test_a_folder_of_runs(runs: Path, called: Call) -> None:
         (["--last", "1"], "--last 1: a comparison needs two runs or more"),
     ],
 )
-def test_mistakes_are_one_line(words: list[str], message: str, called: Call) -> None:
+def test_a_wrong_argument_is_reported_in_one_line(words: list[str], message: str, called: Call) -> None:
     status, out, err = called(*words)
     assert (status, out) == (2, "")
     assert message in err
     assert err.count("\n") == 1
 
 
-def test_markdown_and_latex(runs: Path, called: Call) -> None:
+def test_a_comparison_can_be_written_as_markdown_and_latex(runs: Path, called: Call) -> None:
     _, markdown, _ = called("lr0.05-0", "lr0.2-0", "--markdown")
     assert "### Values\n\n| metric | run | value | best | against the first |\n| --- |" in markdown
     _, latex, _ = called("lr0.05-0", "lr0.2-0", "--latex")
@@ -190,7 +190,7 @@ def test_a_slower_step_is_found_and_the_callback_named(runs: Path, tmp_path: Pat
         ("best(validation/accuracy)<=-.5%", ("validation/accuracy", True, "<=", -0.005, True)),
     ],
 )
-def test_conditions(text: str, expected: tuple[Any, ...]) -> None:
+def test_a_condition_of_the_gate_is_parsed(text: str, expected: tuple[Any, ...]) -> None:
     found = Condition.parse(text)
     assert (found.metric, found.of_best, found.compare, found.limit, found.is_relative) == expected
 
@@ -249,7 +249,7 @@ def test_the_direction_in_which_a_metric_is_better(metric: str, lower: bool | No
 # --- what differs ---
 
 
-def test_callbacks_and_code_differ(tmp_path: Path) -> None:
+def test_differences_of_callbacks_and_code_are_found(tmp_path: Path) -> None:
     train(tmp_path, "plain", 0.05, 0)
     stopper = [{"class_path": "callsheet.callbacks.EarlyStopper", "init_args": {"patience": 3}}]
     train(tmp_path, "stopper", 0.05, 0, EarlyStopper(monitor="validation/loss", patience=3), callbacks=stopper)
@@ -287,7 +287,7 @@ def test_hostile_names_do_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["empty", "torn"])
-def test_a_run_with_little_in_it(name: str, tmp_path: Path, runs: Path) -> None:
+def test_an_empty_or_truncated_run_can_be_compared(name: str, tmp_path: Path, runs: Path) -> None:
     folder = tmp_path / name
     folder.mkdir()
     (folder / "metrics.jsonl").write_text('{"step": 1, "values": {"train/loss": "NaN"}}\n{"st' if name == "torn" else "")
@@ -296,7 +296,7 @@ def test_a_run_with_little_in_it(name: str, tmp_path: Path, runs: Path) -> None:
     assert "Runs" in text
 
 
-def test_values_of_a_run(runs: Path) -> None:
+def test_values_of_returns_speed_memory_losses_and_training_time(runs: Path) -> None:
     values = values_of(RunFolder.read(runs / "lr0.05-0"))
     assert (values["step_seconds"].best or 0.0) > 0
     assert len(values["step_seconds"].samples) > 10
@@ -339,7 +339,7 @@ def folder_of(tmp_path: Path, name: str, losses: Sequence[float], **environment:
     return str(folder)
 
 
-def test_the_gate_beside_a_format(called: Call) -> None:
+def test_with_a_format_the_gate_prints_its_result_on_standard_error(called: Call) -> None:
     """Standard output contains only the format, so that a program can read it."""
     status, out, err = called("lr0.05-0", "lr0.2-0", "--json", "--fail-if", "train/loss < -100%")
     assert (status, json.loads(out)["baseline"]) == (0, "lr0.05-0")
@@ -366,7 +366,7 @@ def test_different_numbers_of_steps_are_noted(tmp_path: Path, called: Call) -> N
     assert "steps" not in called(long, other, "--fail-if", "validation/loss > +9")[1].splitlines()[0]
 
 
-def test_only_one_metric(tmp_path: Path, called: Call) -> None:
+def test_with_metric_only_that_metric_is_shown(tmp_path: Path, called: Call) -> None:
     good, bad = folder_of(tmp_path, "good", [3.0, 2.0, 1.0]), folder_of(tmp_path, "bad", [3.0, 1.0, math.nan])
     assert called(good, bad, "--metric", "validation/loss")[1].startswith("Values\n")
     rows = list(csv.DictReader(called(good, bad, "--metric", "validation/loss", "--csv")[1].splitlines()))
@@ -379,8 +379,8 @@ def timed(folder: Path, seconds: float, elapsed: list[float]) -> str:
     slices = [["train_step", 10 * step, seconds, step, ""] for step in range(1, 4)]
     window = {"first_step": 1, "last_step": 3, "began": 0.0, "seconds": 40.0, "slices": slices, "is_whole": True}
     (path / "timeline.jsonl").write_text(json.dumps(window) + "\n")
-    ends = [sum(elapsed[:place]) for place in range(1, len(elapsed) + 1)]
-    records = [{"step": 10 * place, "values": {"train/loss": 1.0}, "elapsed_seconds": end} for place, end in enumerate(ends, 1)]
+    ends = [sum(elapsed[:number]) for number in range(1, len(elapsed) + 1)]
+    records = [{"step": 10 * number, "values": {"train/loss": 1.0}, "elapsed_seconds": end} for number, end in enumerate(ends, 1)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return str(path)
 
@@ -476,7 +476,7 @@ def test_runs_without_settings_are_not_grouped_by_seed(tmp_path: Path, called: C
     assert "--group-by seed: a, b have recorded no settings, so nothing shows whether they differ in seeds alone" in err
 
 
-def test_the_durations_of_evaluations_and_saves(tmp_path: Path) -> None:
+def test_the_durations_of_evaluations_and_saves_are_compared(tmp_path: Path) -> None:
     train(tmp_path, "run", 0.05, 0, CheckpointSaver(save_interval="1ep"))
     values = values_of(RunFolder.read(tmp_path / "run"))
     for name in ("eval_all_seconds", "checkpoint_save_seconds"):

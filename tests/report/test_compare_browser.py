@@ -59,7 +59,7 @@ def seen(chromium: Any) -> Iterator[OpenedPage]:
     assert [url for url in seen.requests if not url.startswith(("file:", "data:", "blob:"))] == []
 
 
-def test_a_line_for_each_run_in_its_own_color(seen: OpenedPage, single: str) -> None:
+def test_each_run_has_a_curve_in_its_own_color(seen: OpenedPage, single: str) -> None:
     page = seen.open(single)
     lines = seen.drawn("train/loss")
     assert [line["name"] for line in lines] == ["lr1-0", "lr1-1", "lr2-0", "lr2-1"]
@@ -72,14 +72,14 @@ def test_a_line_for_each_run_in_its_own_color(seen: OpenedPage, single: str) -> 
 @pytest.mark.parametrize(
     ("axis", "scale"), [("Step", 1), ("Training time", 0.5), ("Wall time", 0.75), ("Tokens", 100), ("Samples", 4)]
 )
-def test_the_horizontal_axis(axis: str, scale: float, seen: OpenedPage, single: str) -> None:
+def test_a_button_changes_the_horizontal_axis(axis: str, scale: float, seen: OpenedPage, single: str) -> None:
     page = seen.open(single)
     seen.drawn("train/loss")
     page.get_by_role("button", name=axis, exact=True).click()
     assert seen.drawn("train/loss")[0]["x"] == pytest.approx([step * scale for step in range(1, STEPS + 1)])
 
 
-def test_a_run_that_is_switched_off_is_off_everywhere(seen: OpenedPage, single: str) -> None:
+def test_a_hidden_run_is_hidden_in_all_sections(seen: OpenedPage, single: str) -> None:
     page = seen.open(single)
     seen.drawn("train/loss")
     page.locator("#runs").get_by_label("lr1-1").uncheck()
@@ -136,7 +136,7 @@ def test_a_group_is_its_mean_with_a_band(seen: OpenedPage, grouped: str) -> None
     assert page.locator("#runs").get_by_label("lr=1").evaluate("box => box.indeterminate")
 
 
-def test_what_differs_and_long_values(seen: OpenedPage, single: str) -> None:
+def test_differing_settings_are_listed_and_long_values_are_collapsed(seen: OpenedPage, single: str) -> None:
     page = seen.open(single)
     settings = page.locator("#table-differences-settings")
     assert settings.locator("tbody td:first-child").all_inner_texts() == ["lr", "seed", "note"]
@@ -146,7 +146,7 @@ def test_what_differs_and_long_values(seen: OpenedPage, single: str) -> None:
     assert long.locator(".cell").inner_text().count("a word") == 30
 
 
-def test_values_are_sorted_and_searched(seen: OpenedPage, grouped: str) -> None:
+def test_the_table_of_values_can_be_sorted_and_searched(seen: OpenedPage, grouped: str) -> None:
     page = seen.open(grouped)
     page.locator("#value-search").fill("train/LOSS")
     values = page.locator("#table-values")
@@ -164,19 +164,19 @@ def test_results_are_at_the_top(seen: OpenedPage, grouped: str) -> None:
     results = page.locator("#table-results")
     heads = [text.splitlines()[0] for text in results.locator("thead th").all_inner_texts()]
     assert heads[1:3] == ["train/loss", "step_seconds"]
-    first, second = (results.locator("tbody tr").nth(place) for place in (0, 1))
+    first, second = (results.locator("tbody tr").nth(number) for number in (0, 1))
     assert first.locator("b").first.inner_text() == "10.52 ± 0.71"
     assert "+95.2 %, worse" in second.inner_text()
     page.locator("#table-runs input[type=checkbox]").first.uncheck()
     expect(results.locator("tbody tr")).to_have_count(1)
 
 
-def test_all_runs_switched_off(seen: OpenedPage, grouped: str) -> None:
+def test_if_all_runs_are_hidden_every_section_says_so(seen: OpenedPage, grouped: str) -> None:
     page = seen.open(grouped)
     boxes = page.locator("#table-runs input[type=checkbox]")
-    for place in range(boxes.count()):
-        if boxes.nth(place).is_checked():
-            boxes.nth(place).uncheck()
+    for number in range(boxes.count()):
+        if boxes.nth(number).is_checked():
+            boxes.nth(number).uncheck()
     for section in ("results", "problems", "anatomy", "values"):
         expect(page.locator(f"#{section}")).to_contain_text("All runs are hidden.")
         expect(page.locator(f"#{section} table")).to_have_count(0)

@@ -58,7 +58,7 @@ def test_the_axes_are_steps_tokens_samples_and_times(tmp_path: Path) -> None:
     assert (axes[1]["tokens"], axes[1]["samples"], axes[1]["wall"]) == ([], [], [])
 
 
-def test_only_the_requested_metrics(tmp_path: Path) -> None:
+def test_the_data_have_only_the_requested_metrics(tmp_path: Path) -> None:
     runs = [write_run(tmp_path, name, falling(5), more={"grad/norm": 1.5}) for name in ("one", "other")]
     found = data(compared(*runs), ["grad/norm"])
     assert list(found["curves"]) == ["grad/norm"]
@@ -79,7 +79,7 @@ def test_groups_refer_to_runs_by_number(tmp_path: Path) -> None:
     assert found["differences"]["settings"] == {"lr": ["1", "1", "2", "2"], "seed": ["0", "1", "0", "1"]}
 
 
-def test_the_anatomy_marks_what_became_slower(tmp_path: Path) -> None:
+def test_the_anatomy_marks_the_spans_that_became_slower(tmp_path: Path) -> None:
     runs = [write_run(tmp_path, name, falling(5)) for name in ("one", "other", "untimed")]
     write_timeline(runs[0], 4, forward=0.04, backward=0.06)
     write_timeline(runs[1], 4, forward=0.05, backward=0.0605)
@@ -121,7 +121,7 @@ def test_problems_are_in_text_and_json(tmp_path: Path) -> None:
     assert re.search(rf"\n  error +{re.escape(problem['title'])} +bad\n", f"{written(comparison, 'text')}\n")
 
 
-def test_problems_evaluations_and_checkpoints_side_by_side(tmp_path: Path) -> None:
+def test_the_data_have_problems_evaluations_and_checkpoints_of_each_run(tmp_path: Path) -> None:
     def events(loss: float) -> list[dict[str, Any]]:
         results = {"validation": {"loss": loss}}
         info = {
@@ -149,7 +149,7 @@ def test_problems_evaluations_and_checkpoints_side_by_side(tmp_path: Path) -> No
     assert found["curves"]["train/loss"][1]["odd"] == 1
 
 
-def test_tables_and_images_side_by_side(folder: Path) -> None:
+def test_the_data_have_tables_and_images_of_each_run(folder: Path) -> None:
     found = data(compared(folder, folder))
     assert [each["run"] for each in found["tables"]["generations"]] == [0, 1]
     steps = [entry["step"] for entry in found["tables"]["generations"][0]["entries"]]
@@ -168,10 +168,10 @@ def embedded(html: str) -> dict[str, Any]:
 
 
 def test_fifty_runs_with_many_metrics_fit_into_ten_megabytes(tmp_path: Path) -> None:
-    more = {f"l2_norm/grad/layer.{place}": 1 / (place + 3) for place in range(60)}
+    more = {f"l2_norm/grad/layer.{number}": 1 / (number + 3) for number in range(60)}
     runs = [
-        write_run(tmp_path, f"run-{place}", falling(300, place + 1), more=more, settings={"lr": place, "note": "x" * 250})
-        for place in range(50)
+        write_run(tmp_path, f"run-{number}", falling(300, number + 1), more=more, settings={"lr": number, "note": "x" * 250})
+        for number in range(50)
     ]
     page = comparison_page(compared(*runs))
     assert len(page.encode()) < 10_000_000
@@ -182,7 +182,7 @@ def test_fifty_runs_with_many_metrics_fit_into_ten_megabytes(tmp_path: Path) -> 
 
 
 def test_metrics_that_do_not_fit_are_counted(tmp_path: Path) -> None:
-    more = {f"m{place % 3}/{place}": 1.0 for place in range(5_000)}
+    more = {f"m{number % 3}/{number}": 1.0 for number in range(5_000)}
     found = data(compared(*[write_run(tmp_path, name, falling(2), more=more) for name in ("one", "other")]))
     assert "train/loss" in found["curves"]
     assert found["metrics_left_out"] == 5_001 - len(found["curves"]) > 0
@@ -209,8 +209,8 @@ def test_names_cannot_end_the_embedded_data(tmp_path: Path) -> None:
 def test_the_command_writes_the_page_and_prints_its_path(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for place, name in enumerate(("one", "other")):
-        write_run(tmp_path / "runs", name, falling(3), settings={"seed": place})
+    for number, name in enumerate(("one", "other")):
+        write_run(tmp_path / "runs", name, falling(3), settings={"seed": number})
     out = tmp_path / "pages" / "compare.html"
     assert main(["compare", "--folder", str(tmp_path / "runs"), *words, "-o", str(out)]) == 0
     assert capsys.readouterr().out.strip() == str(out)

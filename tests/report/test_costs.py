@@ -38,7 +38,7 @@ def test_several_processes_are_summed() -> None:
     assert (b["callback"], b["of_run"]) == ("B", 1.0 / 40)
 
 
-def test_nothing_was_timed() -> None:
+def test_without_timed_steps_the_shares_are_zero() -> None:
     assert costs_table([])["rows"] == []
     (row,) = cost_rows([report(Cost("A", "on_fetch_end", 1, 1.0, 1.0, True), seconds=0.0, window_steps=0, window_seconds=0.0)])
     assert row["of_step"] == 0.0

@@ -26,7 +26,7 @@ def test_thinning_keeps_the_ends_and_the_extremes(ys: list[float], most: int) ->
         assert kept == list(range(len(ys)))
         return
     assert {0, len(ys) - 1} <= set(kept)
-    shown = [ys[place] for place in kept]
+    shown = [ys[index] for index in kept]
     finite = [value for value in ys if math.isfinite(value)]
     if finite:
         assert max(finite) in shown
@@ -59,7 +59,7 @@ def test_a_spike_and_a_nan_among_many_are_drawn() -> None:
 
 @pytest.mark.test_all
 def test_many_metrics_do_not_reduce_the_points_of_the_loss() -> None:
-    names = [f"l2_norm/grad/layer.{place}" for place in range(2000)]
+    names = [f"l2_norm/grad/layer.{number}" for number in range(2000)]
     records = [MetricsRecord(step, {"train/loss": float(step), **dict.fromkeys(names, float(step % 7))}) for step in range(1500)]
     drawn = curves(run_of(records))["curves"]
     assert len(drawn["train/loss"]["x"]) == 1500
@@ -87,7 +87,7 @@ def test_training_and_validation_share_a_chart_and_the_loss_comes_first() -> Non
     }
 
 
-def test_families() -> None:
+def test_metrics_are_grouped_by_family_and_lone_metrics_by_unit() -> None:
     found = charts(
         [
             "time/batch",
@@ -164,7 +164,7 @@ def test_the_tiles_agree_with_the_charts(is_monitored: bool) -> None:
     assert (most["value"], most["detail"]) == (max(shown[name]["y"]), f"of {name}")
 
 
-def test_odd_names() -> None:
+def test_odd_metric_names_get_a_chart() -> None:
     assert charts(["", "/", "loss", "train/", "/x", "a//b"]) == {
         "": [("loss", ["loss"]), ("", [""]), ("/", ["/"]), ("train/", ["train/"]), ("x", ["x"])],
         OTHERS_FAMILY: [("a//b", ["/b"])],

@@ -178,10 +178,10 @@ def test_a_truncated_event_file_yields_what_comes_before(board: Path, tmp_path: 
 def test_damaged_events_are_left_out_with_a_warning(board: Path, tmp_path: Path) -> None:
     path = event_file(board / "one")
     whole = bytearray(path.read_bytes())
-    place, starts = 0, []
-    while place < len(whole):
-        starts.append(place)
-        place += 16 + struct.unpack_from("<Q", whole, place)[0]
+    offset, starts = 0, []
+    while offset < len(whole):
+        starts.append(offset)
+        offset += 16 + struct.unpack_from("<Q", whole, offset)[0]
     whole[starts[2] + 14] ^= 0xFF  # the content of an event
     path.write_bytes(whole)
     (result,) = import_runs(board, tmp_path / "runs")
@@ -245,7 +245,7 @@ def test_wandb_uses_the_step_that_the_run_declared(wandb_folder: Path, tmp_path:
     assert (run.outcome, run.reason) == ("failed", "exit code 3")
 
 
-def test_wandb_one_run_and_damage(wandb_folder: Path, tmp_path: Path) -> None:
+def test_a_single_or_truncated_log_of_wandb_is_imported_and_other_files_are_rejected(wandb_folder: Path, tmp_path: Path) -> None:
     (log,) = wandb_folder.glob("*-one/run-one.wandb")
     assert set(imported(log, tmp_path / "alone")) == {"a_nice-run"}
     copy = tmp_path / "offline-run-1-one" / "run-one.wandb"
@@ -293,22 +293,24 @@ def mlflow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("place", ["mlruns", "file:mlruns", "."])
-def test_mlflow_runs_in_a_folder(mlflow_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+@pytest.mark.parametrize("location", ["mlruns", "file:mlruns", "."])
+def test_mlflow_runs_are_imported_from_a_folder(
+    mlflow_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, location: str
+) -> None:
     monkeypatch.chdir(mlflow_folder)
     before = content(mlflow_folder)
-    check_mlflow_runs(imported(place, tmp_path))
+    check_mlflow_runs(imported(location, tmp_path))
     assert content(mlflow_folder) == before
 
 
 @pytest.mark.test_all  # MLflow takes long to create a database
-def test_mlflow_runs_in_a_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_runs_are_imported_from_a_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")
     monkeypatch.chdir(tmp_path)
     run_script(MLFLOW, tmp_path, STORE="sqlite:///mlflow.db")
     before = content(tmp_path)
-    for number, place in enumerate(("mlflow.db", "sqlite:///mlflow.db", f"sqlite:///{tmp_path}/mlflow.db")):
-        check_mlflow_runs(imported(place, tmp_path / f"runs-{number}"))
+    for number, location in enumerate(("mlflow.db", "sqlite:///mlflow.db", f"sqlite:///{tmp_path}/mlflow.db")):
+        check_mlflow_runs(imported(location, tmp_path / f"runs-{number}"))
     assert {name: known for name, known in content(tmp_path).items() if not name.startswith("runs-")} == before
 
 
@@ -331,7 +333,7 @@ def check_mlflow_runs(runs: dict[str, RunFolder]) -> None:
     assert dated[0] == 1_700_000_001.0
 
 
-def test_a_damaged_mlflow_folder(mlflow_folder: Path, tmp_path: Path) -> None:
+def test_damaged_runs_of_mlflow_are_left_out_with_a_warning(mlflow_folder: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(mlflow_folder / "mlruns", tmp_path / "mlruns"))
     metas = [path for path in copy.rglob("meta.yaml") if (path.parent / "metrics").is_dir()]
     by_name = {line.split(": ")[1]: path.parent for path in metas for line in path.read_text().splitlines() if "run_name" in line}
@@ -366,7 +368,7 @@ def trackio_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "dir"
 
 
-def test_trackio_runs(trackio_folder: Path, tmp_path: Path) -> None:
+def test_trackio_runs_are_imported(trackio_folder: Path, tmp_path: Path) -> None:
     before = content(trackio_folder)
     results = import_runs(trackio_folder, tmp_path)
     assert content(trackio_folder) == before
@@ -382,7 +384,7 @@ def test_trackio_runs(trackio_folder: Path, tmp_path: Path) -> None:
     assert all(math.isfinite(time) for time in run.times)
 
 
-def test_trackio_as_it_was_before_runs_had_ids(tmp_path: Path) -> None:
+def test_trackio_runs_from_before_runs_had_ids_are_imported(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "old.db") as database:
         database.execute(
             "CREATE TABLE metrics (id INTEGER PRIMARY KEY, timestamp TEXT, run_name TEXT, step INTEGER, metrics TEXT)"
@@ -412,7 +414,7 @@ def csv_log(folder: Path, text: str, hyperparameters: str = "") -> Path:
     return folder
 
 
-def test_lightning_names_and_hyperparameters(tmp_path: Path) -> None:
+def test_metric_names_and_hyperparameters_of_lightning_are_converted(tmp_path: Path) -> None:
     csv_log(
         tmp_path / "lightning_logs" / "version_0",
         "epoch,lr-SGD,step,train_acc,train_loss_epoch,train_loss_step,val/acc,val_loss_epoch,val_loss_step\n"
@@ -434,7 +436,7 @@ def test_lightning_names_and_hyperparameters(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("hacked"))
 
 
-def test_a_damaged_csv_file(tmp_path: Path) -> None:
+def test_damaged_lines_of_a_csv_file_are_left_out(tmp_path: Path) -> None:
     csv_log(tmp_path / "logs", "step,train_loss\n1,0.5\n2,oops\n3,0.2", "a: [")
     (result,) = import_runs(tmp_path / "logs", tmp_path / "runs")
     assert result.records == 1
@@ -443,7 +445,7 @@ def test_a_damaged_csv_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.test_all
-def test_a_run_of_lightning(tmp_path: Path) -> None:
+def test_a_real_run_of_lightning_is_imported(tmp_path: Path) -> None:
     pytest.importorskip("lightning.pytorch")
     import torch
     from lightning.pytorch import LightningModule, Trainer
@@ -525,7 +527,7 @@ def test_hugging_face_uses_the_newest_state(tmp_path: Path) -> None:
     assert at_9.last_step == 5
 
 
-def test_a_finished_hugging_face_run_and_a_damaged_checkpoint(tmp_path: Path) -> None:
+def test_a_finished_hugging_face_run_is_imported_although_a_checkpoint_is_damaged(tmp_path: Path) -> None:
     history: list[dict[str, Any]] = [
         {"loss": 0.5, "step": 4},
         {"train_runtime": 12.5, "train_loss": 0.75, "train_samples_per_second": 8.0, "step": 4},
@@ -541,7 +543,7 @@ def test_a_finished_hugging_face_run_and_a_damaged_checkpoint(tmp_path: Path) ->
 
 
 @pytest.mark.test_all
-def test_a_run_of_the_hugging_face_trainer(tmp_path: Path) -> None:
+def test_a_real_run_of_the_hugging_face_trainer_is_imported(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     import torch
 
@@ -595,8 +597,8 @@ def test_importing_again_replaces_the_import(board: Path, tmp_path: Path) -> Non
 
 
 def test_two_runs_of_one_name_have_two_folders(tmp_path: Path) -> None:
-    for place in ("a", "b"):
-        csv_log(tmp_path / place / "logs", f"step,train_loss\n1,{ord(place)}\n")
+    for location in ("a", "b"):
+        csv_log(tmp_path / location / "logs", f"step,train_loss\n1,{ord(location)}\n")
     for _ in range(2):
         found = imported(tmp_path / "a", tmp_path / "runs") | imported(tmp_path / "b", tmp_path / "runs")
         assert {name: curve(run, "train/loss") for name, run in found.items()} == {"logs": [(1, 97.0)], "logs-2": [(1, 98.0)]}
@@ -626,7 +628,7 @@ def test_what_is_not_an_import_is_never_touched(tmp_path: Path, kind: str) -> No
     assert set(imported(logs, runs, name="two")) == {"two"}
 
 
-def test_renaming_metrics(board: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_metrics_can_be_renamed(board: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = imported(board, tmp_path / "runs", rename={"train/loss": "a", "validation/": "test/"})["one"]
     assert names(run) == {"a", "test/loss"}
     with pytest.raises(ConfigError, match="the same name 'train/loss'; give them different names"):
@@ -651,7 +653,7 @@ def test_wrong_arguments_are_rejected(board: Path, tmp_path: Path, options: Mapp
     assert not (tmp_path / "runs").exists()
 
 
-def test_sources_that_are_not_clear_are_rejected(board: Path, tmp_path: Path) -> None:
+def test_ambiguous_sources_are_rejected(board: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no file or folder .*nowhere"):
         import_runs(tmp_path / "nowhere", tmp_path / "runs")
     with pytest.raises(ConfigError, match="is on a server"):
@@ -741,7 +743,7 @@ def test_values_of_one_step_are_one_record_and_the_last_one_counts() -> None:
     assert metrics.left_out == {"values that were logged again at the same step": 1}
 
 
-def test_a_file_that_only_looks_like_a_database(tmp_path: Path) -> None:
+def test_a_file_that_only_looks_like_a_database_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "x.db").write_bytes(b"SQLite format 3\x00" + os.urandom(4000))
     assert sqlite_copy.tables(tmp_path / "x.db") == {}
     with pytest.raises(ConfigError, match="nothing that import recognizes"):
@@ -779,7 +781,7 @@ def test_the_command_prints_a_line_for_each_run(
     assert "--rename loss has no '='" in capsys.readouterr().err
 
 
-def test_an_imported_run_beside_a_run_of_callsheet(
+def test_an_imported_run_can_be_compared_with_a_run_of_callsheet(
     board: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

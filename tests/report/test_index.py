@@ -84,7 +84,7 @@ def rows_as_text(folder: Path) -> str:
 # --- the content of a row ---
 
 
-def test_a_row_has_what_the_folder_holds(folder: Path) -> None:
+def test_a_row_has_the_data_of_the_run_s_folder(folder: Path) -> None:
     rows = by_name(folder)
     first, second = rows["first"], rows["second"]
     records = read_metrics(folder / "first")
@@ -123,7 +123,7 @@ def test_only_the_requested_metrics_are_loaded(folder: Path) -> None:
     assert [row.metrics for row in runs_in(folder, metrics=[]).rows] == [{}, {}]
 
 
-def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
+def test_listing_a_folder_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"there is no folder .*nowhere"):
         runs_in(tmp_path / "nowhere")
 
@@ -165,7 +165,7 @@ def test_a_run_that_stops_writing_becomes_lost_without_a_change_of_files(folder:
     assert by_name(folder)["first"].outcome == "lost"
 
 
-def test_without_the_index_nothing_is_lost(folder: Path) -> None:
+def test_a_deleted_index_is_rebuilt(folder: Path) -> None:
     before = rows_as_text(folder)
     (folder / INDEX).unlink()
     assert rows_as_text(folder) == before
@@ -351,7 +351,7 @@ for _ in range(20):
 
 
 @pytest.mark.test_all
-def test_several_processes_at_once(folder: Path) -> None:
+def test_several_processes_can_list_runs_while_runs_and_the_index_change(folder: Path) -> None:
     """Two processes list the runs repeatedly, while runs are added and removed and the index is deleted."""
     code = _LOOKS_OFTEN.format(path=[path for path in sys.path if path])
     command = [sys.executable, "-c", code, str(folder)]

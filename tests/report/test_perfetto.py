@@ -84,5 +84,5 @@ def test_a_trace_can_be_written_with_impossible_times(huge: str, tmp_path: Path)
     assert all(abs(event.get("ts", 0)) < 1e18 and event.get("dur", 0) < 1e18 for event in events)
 
 
-def test_an_empty_run(tmp_path: Path) -> None:
+def test_the_trace_of_an_empty_run_has_only_metadata(tmp_path: Path) -> None:
     assert [event["ph"] for event in trace(RunFolder.read(tmp_path))["traceEvents"]] == ["M", "M", "M"]

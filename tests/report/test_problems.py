@@ -57,7 +57,7 @@ def test_a_lost_run_is_an_error(tmp_path: Path) -> None:
     assert titles(RunFolder.read(folder)) == [("error", "The run is lost")]
 
 
-def test_warnings_in_logs_and_out_of_memory() -> None:
+def test_warnings_in_logs_unreadable_lines_and_out_of_memory_are_reported() -> None:
     log = "fine\n2026-01-01 WARNING callback X takes 12 % of the step\nValueError: no\nthe word warning alone\n"
     records = [MetricsRecord(1, {"memory/ooms": 2.0, "memory/alloc_retries": 0.0})]
     run = RunFolder(
@@ -104,5 +104,5 @@ def test_a_costly_callback_is_reported_and_after_few_timed_steps_only_if_it_is_c
     assert found(40, 40 * 0.001) == []
 
 
-def test_a_failed_run_without_details() -> None:
+def test_a_failed_run_without_details_is_reported() -> None:
     assert titles(RunFolder(Path(), "run", outcome="failed")) == [("error", "The run failed")]

@@ -62,7 +62,7 @@ def everything(run: RunFolder) -> dict[str, Any]:
 # --- what a run wrote ---
 
 
-def test_the_records_are_the_valid_ones(folder: Path) -> None:
+def test_the_records_equal_those_of_read_metrics(folder: Path) -> None:
     run = RunFolder.read(folder)
     assert repr(run.records) == repr(read_metrics(folder))  # as text: one holds a NaN
     assert len(run.times) == len(run.records)
@@ -71,12 +71,12 @@ def test_the_records_are_the_valid_ones(folder: Path) -> None:
     assert run.records_left_out == run.torn_lines == 0
 
 
-def test_the_resume_and_what_it_dropped(folder: Path) -> None:
+def test_a_resume_has_its_step_and_the_number_of_dropped_records(folder: Path) -> None:
     (resume,) = RunFolder.read(folder).resumes
     assert (resume.step, resume.dropped, resume.dropped_to_step) == (42, 9, 51)  # step 52 failed before its record
 
 
-def test_what_happened(folder: Path) -> None:
+def test_the_outcome_evaluations_checkpoints_and_times_are_read(folder: Path) -> None:
     run = RunFolder.read(folder)
     assert (run.name, run.outcome, run.status) == ("sample", "finished", "finished")
     assert [each["step"] for each in run.evaluations] == [20, 40, 60, 80, 100, 120]
@@ -87,7 +87,7 @@ def test_what_happened(folder: Path) -> None:
     assert run.seconds == pytest.approx(run.records[-1].elapsed_seconds, abs=1.0)
 
 
-def test_what_was_logged(folder: Path) -> None:
+def test_the_settings_call_sheet_images_and_tables_are_read(folder: Path) -> None:
     run = RunFolder.read(folder)
     assert (run.config, run.hyperparameters["model"]) == ({"batch_size": 8, "model": "two layers"}, {"depth": 2, "width": 16})
     assert "on_train_step_end" in run.call_sheet
@@ -123,7 +123,7 @@ def test_evaluations_and_checkpoints_that_a_resume_undid_are_marked(tmp_path: Pa
 # --- a run that continues ---
 
 
-def test_a_second_reading_continues(folder: Path, crafted: Path) -> None:
+def test_reading_again_continues_where_the_last_reading_ended(folder: Path, crafted: Path) -> None:
     """A reader that reads files while they are written piece by piece has the same content as a new reader."""
     reader = RunReader(crafted)
     files = {path: path.read_bytes() for path in [*folder.glob("*.jsonl"), *(folder / "tables").glob("*.jsonl")]}
@@ -138,7 +138,7 @@ def test_a_second_reading_continues(folder: Path, crafted: Path) -> None:
     assert len(reader.read().records) == len(RunFolder.read(folder).records)
 
 
-def test_another_file_is_read_from_its_beginning(crafted: Path) -> None:
+def test_a_replaced_file_is_read_from_its_beginning(crafted: Path) -> None:
     reader = RunReader(crafted)
     write(crafted, "metrics.jsonl", record(1, loss=1.0), record(2, loss=2.0))
     assert [each.step for each in reader.read().records] == [1, 2]
@@ -214,7 +214,7 @@ def test_a_run_whose_process_is_gone_is_lost_at_once(crafted: Path) -> None:
     assert RunFolder.read(crafted).outcome == "lost"
 
 
-def test_a_slow_run_is_given_time(crafted: Path) -> None:
+def test_a_run_with_rare_records_counts_as_running_for_longer(crafted: Path) -> None:
     write(crafted, "metrics.jsonl", *[record(step, loss=1.0) | {"time": 1e9 + 1000 * step} for step in range(10)])
     an_hour_ago = time.time() - 3600
     os.utime(crafted / "metrics.jsonl", (an_hour_ago, an_hour_ago))
@@ -224,7 +224,7 @@ def test_a_slow_run_is_given_time(crafted: Path) -> None:
 # --- missing, incomplete, huge and hostile files ---
 
 
-def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
+def test_reading_a_folder_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="not the folder of a run"):
         RunFolder.read(tmp_path / "nothing")
 
@@ -250,7 +250,7 @@ def test_an_endless_line_is_skipped(crafted: Path) -> None:
     assert ([each.step for each in run.records], run.torn_lines) == ([2], 1)
 
 
-def test_numbers_that_are_not_in_json(crafted: Path) -> None:
+def test_numbers_that_json_cannot_represent_are_read(crafted: Path) -> None:
     write(crafted, "metrics.jsonl", record(1, a="NaN", b="Infinity", c="-Infinity", d=[1], e=None, f="no number"))
     values = RunFolder.read(crafted).records[0].values
     assert math.isnan(values["train/a"])
@@ -383,7 +383,7 @@ def test_no_content_of_the_folder_breaks_the_page(
     json.dumps(data(RunFolder.read(folder)), allow_nan=False)
 
 
-def test_a_failed_run_names_the_place(tmp_path: Path) -> None:
+def test_the_exception_of_a_failed_run_has_its_type_and_step(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a bad step"):
         fit(tmp_path, Logs(), FailsAt(12))
     run = RunFolder.read(tmp_path / "sample")

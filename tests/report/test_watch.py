@@ -74,7 +74,7 @@ def ended(trained: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def going(ended: Path) -> Path:
+def running(ended: Path) -> Path:
     """Return the folder as it was just before the run's end."""
     events = ended / "events.jsonl"
     lines = events.read_text().splitlines(keepends=True)
@@ -246,8 +246,8 @@ def test_a_host_name_that_resolves_to_this_machine_is_not_enough(
     assert visitor.get(f"/?token={visitor.server.token}", Host=named) == status
 
 
-def test_other_sites_cannot_press_the_buttons(going: Path, serve: Callable[[Path], WatchServer]) -> None:
-    visitor = Client(serve(going))
+def test_other_sites_cannot_press_the_buttons(running: Path, serve: Callable[[Path], WatchServer]) -> None:
+    visitor = Client(serve(running))
     own = f"http://{visitor.headers['Host']}"
     for origin in (
         None,
@@ -262,13 +262,13 @@ def test_other_sites_cannot_press_the_buttons(going: Path, serve: Callable[[Path
     for token in (None, "", visitor.server.token):
         assert visitor.act("stop", X_Callsheet_Token=token)[0] == 403
     assert visitor.act("stop", Cookie=None)[0] == 403
-    assert not (going / "trigger").exists()
+    assert not (running / "trigger").exists()
     assert visitor.act("stop")[0] == 200
-    assert (going / "trigger").exists()
+    assert (running / "trigger").exists()
 
 
-def test_only_a_post_acts(going: Path, serve: Callable[[Path], WatchServer]) -> None:
-    visitor = Client(serve(going))
+def test_only_a_post_acts(running: Path, serve: Callable[[Path], WatchServer]) -> None:
+    visitor = Client(serve(running))
     assert visitor.get("/act?act=stop") == 405
     for method in ("HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "CONNECT", "BREW"):
         assert visitor.ask(method, "/act")[0] == 501
@@ -278,7 +278,7 @@ def test_only_a_post_acts(going: Path, serve: Callable[[Path], WatchServer]) -> 
             "X-Callsheet-Token": visitor.server.form_token,
         }
         assert visitor.ask("POST", path, b'{"act": "stop"}', **sent)[0] == 404
-    assert not (going / "trigger").exists()
+    assert not (running / "trigger").exists()
 
 
 @pytest.mark.parametrize(
@@ -299,13 +299,13 @@ def test_only_a_post_acts(going: Path, serve: Callable[[Path], WatchServer]) -> 
     ],
 )
 def test_invalid_requests_are_rejected(
-    going: Path, serve: Callable[[Path], WatchServer], body: bytes, length: str | None, status: int
+    running: Path, serve: Callable[[Path], WatchServer], body: bytes, length: str | None, status: int
 ) -> None:
-    visitor = Client(serve(going))
+    visitor = Client(serve(running))
     headers = {"Origin": f"http://{visitor.headers['Host']}", "X-Callsheet-Token": visitor.server.form_token}
     sent = headers | ({} if length is None else {"Content-Length": length})
     assert visitor.ask("POST", "/act", body, **sent)[0] == status
-    assert not (going / "trigger").exists()
+    assert not (running / "trigger").exists()
     assert visitor.get("/data.json") == 200  # other clients are still served
 
 
@@ -425,7 +425,7 @@ def test_an_image_is_served(ended: Path, serve: Callable[[Path], WatchServer]) -
     assert (status, headers["Content-Type"], body) == (200, "image/png", (ended / file).read_bytes())
 
 
-def test_nothing_else_is_served(ended: Path, serve: Callable[[Path], WatchServer], tmp_path: Path) -> None:
+def test_only_images_of_the_run_are_served(ended: Path, serve: Callable[[Path], WatchServer], tmp_path: Path) -> None:
     images = ended / "images"
     image = next(images.rglob("*.png"))
     inner = image.relative_to(ended).as_posix()
@@ -464,8 +464,8 @@ def test_nothing_else_is_served(ended: Path, serve: Callable[[Path], WatchServer
         assert visitor.get(path) == 404, path
 
 
-def test_polling_is_cheap_and_returns_new_data(going: Path, serve: Callable[[Path], WatchServer]) -> None:
-    visitor = Client(serve(going))
+def test_polling_is_cheap_and_returns_new_data(running: Path, serve: Callable[[Path], WatchServer]) -> None:
+    visitor = Client(serve(running))
 
     def news(since: str) -> dict[str, Any] | None:
         status, _, body = visitor.ask("GET", f"/data.json?since={quote(since, safe='')}")
@@ -476,7 +476,7 @@ def test_polling_is_cheap_and_returns_new_data(going: Path, serve: Callable[[Pat
     assert first is not None
     assert first["disabled_reason"] == ""
     assert news(first["version"]) is None
-    metrics = going / "metrics.jsonl"
+    metrics = running / "metrics.jsonl"
     status = metrics.stat()
     content = metrics.read_text()
     metrics.write_text(content.replace('"step": 6', '"step": 7'))
@@ -485,7 +485,7 @@ def test_polling_is_cheap_and_returns_new_data(going: Path, serve: Callable[[Pat
     metrics.write_text(content + content.splitlines()[-1].replace('"step": 6', '"step": 8') + "\n")
     second = eventually(lambda: news(first["version"]))
     assert second["run"]["steps"] == 8
-    end(going)
+    end(running)
     third = eventually(lambda: news(second["version"]))
     assert third["disabled_reason"] == "the run has ended: finished"
 
@@ -500,37 +500,37 @@ def eventually(ask: Callable[[], Any], *, seconds: float = 60.0) -> Any:
     raise AssertionError(f"nothing came in {seconds:.0f} s")
 
 
-def test_reading_takes_a_share_of_the_time_at_most(going: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_takes_a_share_of_the_time_at_most(running: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a reading, the next one is delayed, because the job may need the processor."""
     monkeypatch.setattr(live_run, "_MAX_CORE_SHARE", 1e-9)
-    run = LiveRun(going)
+    run = LiveRun(running)
     first = json.loads(run.news("") or b"")
-    line = (going / "metrics.jsonl").read_text().splitlines()[-1]
-    with open(going / "metrics.jsonl", "a") as file:
+    line = (running / "metrics.jsonl").read_text().splitlines()[-1]
+    with open(running / "metrics.jsonl", "a") as file:
         file.write(line.replace('"step": 6', '"step": 8') + "\n")
     assert run.news(first["version"]) is None
     monkeypatch.setattr(run.budget, "not_before", 0.0)
     assert run.news(first["version"]) is not None
 
 
-def test_a_folder_that_was_moved_is_reported(going: Path, serve: Callable[[Path], WatchServer]) -> None:
-    visitor = Client(serve(going))
-    going.rename(going.with_name("run.1"))
+def test_a_folder_that_was_moved_is_reported(running: Path, serve: Callable[[Path], WatchServer]) -> None:
+    visitor = Client(serve(running))
+    running.rename(running.with_name("run.1"))
     sent = json.loads(visitor.ask("GET", "/data.json?since=x")[2])
-    assert sent["disabled_reason"] == f"the folder {going} is gone"
-    assert visitor.act("stop") == (409, f"the folder {going} is gone\n")
+    assert sent["disabled_reason"] == f"the folder {running} is gone"
+    assert visitor.act("stop") == (409, f"the folder {running} is gone\n")
     assert visitor.get("/") == 200
 
 
 # --- requests to the run ---
 
 
-def test_a_button_writes_a_request(going: Path, serve: Callable[[Path], WatchServer]) -> None:
-    visitor = Client(serve(going))
+def test_a_button_writes_a_request(running: Path, serve: Callable[[Path], WatchServer]) -> None:
+    visitor = Client(serve(running))
     for act in ("save", "evaluate", "stop", "save"):
         status, text = visitor.act(act)
         assert (status, json.loads(text)["message"].startswith(f"{act}: requested through")) == (200, True)
-    assert sorted((going / "trigger").read_text().splitlines()) == [
+    assert sorted((running / "trigger").read_text().splitlines()) == [
         f"{act} asked for in the browser" for act in ("evaluate", "save", "stop")
     ]
 
@@ -541,15 +541,15 @@ def test_a_run_that_has_ended_receives_no_requests(ended: Path, serve: Callable[
     assert not (ended / "trigger").exists()
 
 
-def test_a_late_request_is_withdrawn(going: Path) -> None:
+def test_a_late_request_is_withdrawn(running: Path) -> None:
     """A resumed run must not find a stop request that came too late for the previous process."""
-    run = LiveRun(going)
+    run = LiveRun(running)
     run.ask("stop")
-    (going / "trigger").write_text((going / "trigger").read_text() + "save by another program\n")
-    end(going)
-    withdraw(going, "SaveOnTrigger")
+    (running / "trigger").write_text((running / "trigger").read_text() + "save by another program\n")
+    end(running)
+    withdraw(running, "SaveOnTrigger")
     eventually(lambda: b"the run has ended" in (run.news("") or b""))
-    assert (going / "trigger").read_text() == "save by another program\n"
+    assert (running / "trigger").read_text() == "save by another program\n"
 
 
 @pytest.mark.parametrize(
@@ -575,22 +575,22 @@ def test_a_late_request_is_withdrawn(going: Path) -> None:
         (SHEET, '{"SaveOnTrigger": ""}', "write to it by hand"),
     ],
 )
-def test_the_page_names_the_reason_why_requests_are_not_possible(going: Path, sheet: str, listeners: str, why: str) -> None:
-    (going / "call_sheet.txt").write_text(sheet)
-    (going / LISTENERS).write_text(listeners)
-    run = LiveRun(going)
+def test_the_page_names_the_reason_why_requests_are_not_possible(running: Path, sheet: str, listeners: str, why: str) -> None:
+    (running / "call_sheet.txt").write_text(sheet)
+    (running / LISTENERS).write_text(listeners)
+    run = LiveRun(running)
     reason = json.loads(run.news("") or b"")["disabled_reason"]
     assert (why in reason) if why else reason == ""
     if why:
         with pytest.raises(RequestRejected, match=re.escape(reason)):
             run.ask("save")
-        assert not (going / "trigger").exists()
+        assert not (running / "trigger").exists()
 
 
-def test_a_trigger_of_another_name_is_found(going: Path) -> None:
-    announce(going, "SaveOnTrigger", going / "ask-me")
-    LiveRun(going).ask("save")
-    assert (going / "ask-me").read_text() == "save asked for in the browser\n"
+def test_a_trigger_of_another_name_is_found(running: Path) -> None:
+    announce(running, "SaveOnTrigger", running / "ask-me")
+    LiveRun(running).ask("save")
+    assert (running / "ask-me").read_text() == "save asked for in the browser\n"
 
 
 class RequestsStop(Callback):
@@ -648,28 +648,28 @@ def test_the_file_of_a_script_s_trigger_is_known(
     assert not [path.name for path in (tmp_path / "run").iterdir() if path.name.startswith((LISTENERS, "trigger", "ask-me"))]
 
 
-def test_a_run_that_stopped_writing_receives_no_requests(going: Path) -> None:
+def test_a_run_that_stopped_writing_receives_no_requests(running: Path) -> None:
     long_ago = time.time() - 86400
-    for path in going.rglob("*"):
+    for path in running.rglob("*"):
         os.utime(path, (long_ago, long_ago))
-    assert b"the run has not written anything for a long time" in (LiveRun(going).news("") or b"")
+    assert b"the run has not written anything for a long time" in (LiveRun(running).news("") or b"")
 
 
-def test_a_request_that_the_run_does_not_read_is_reported(going: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = LiveRun(going)
+def test_a_request_that_the_run_does_not_read_is_reported(running: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = LiveRun(running)
     run.ask("save")
     assert json.loads(run.news("") or b"")["disabled_reason"] == ""
     monkeypatch.setattr(live_run, "_PENDING_WARN_SECONDS", 0.0)
     assert "still pending in" in json.loads(run.news("") or b"")["disabled_reason"]
-    (going / "trigger").unlink()
+    (running / "trigger").unlink()
     assert json.loads(run.news("") or b"")["disabled_reason"] == ""
 
 
 def test_the_token_is_in_no_log(
-    going: Path, serve: Callable[[Path], WatchServer], caplog: pytest.LogCaptureFixture, capfd: Any
+    running: Path, serve: Callable[[Path], WatchServer], caplog: pytest.LogCaptureFixture, capfd: Any
 ) -> None:
     with caplog.at_level(logging.DEBUG):
-        visitor = Client(serve(going))
+        visitor = Client(serve(running))
         visitor.get("/")
         visitor.get(f"/?token={visitor.server.token}")
         visitor.get(f"/images/{visitor.server.token}?token={visitor.server.token}")
@@ -715,7 +715,7 @@ def status_of(url: str) -> int:
         return error.code
 
 
-def test_the_browser_opens_an_address_that_is_valid_once(going: Path, tmp_path: Path) -> None:
+def test_the_browser_opens_an_address_that_is_valid_once(running: Path, tmp_path: Path) -> None:
     """The connection may stay open while the page is served."""
     browser = tmp_path / "browser"
     browser.write_text(
@@ -724,7 +724,7 @@ def test_the_browser_opens_an_address_that_is_valid_once(going: Path, tmp_path: 
         f"mv {tmp_path}/new {tmp_path}/opened\nexec sleep 600 > {tmp_path}/output 2>&1\n"
     )
     browser.chmod(0o755)
-    watch = watch_command(str(going), cwd=tmp_path, DISPLAY=":0", BROWSER=f"{browser} %s")
+    watch = watch_command(str(running), cwd=tmp_path, DISPLAY=":0", BROWSER=f"{browser} %s")
     try:
         assert watch.stdout is not None
         (printed,) = re.findall(r"http://\S+", watch.stdout.readline())
@@ -740,7 +740,7 @@ def test_the_browser_opens_an_address_that_is_valid_once(going: Path, tmp_path: 
             os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
 
 
-def test_ctrl_c_while_a_connection_is_accepted(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_a_connection_is_accepted_ends_the_server(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C arrives when the connection's thread has started; `serve_forever` must not treat it as a failed request."""
 
     def start(thread: threading.Thread) -> None:

@@ -254,7 +254,7 @@ def test_a_run_whose_folder_is_gone_stays(runs: list[Path], serve: Callable[[Liv
     assert wait_for(watched, lambda data: all(data["are_there"]))["are_there"] == [True] * 3
 
 
-def test_groups_and_a_setting_that_no_run_has_yet(runs: list[Path]) -> None:
+def test_runs_can_be_grouped_by_a_setting_that_no_run_has_yet(runs: list[Path]) -> None:
     watched = pattern(runs[0].parent, group_by="rate")
     found = news(watched)
     assert found is not None
@@ -265,7 +265,7 @@ def test_groups_and_a_setting_that_no_run_has_yet(runs: list[Path]) -> None:
     assert (found["group_by"], found["groups"], found["notice"]) == ("rate", ["rate=(none)", "rate=5"], "")
 
 
-def test_a_single_run(runs: list[Path]) -> None:
+def test_a_single_run_can_be_watched_as_a_comparison(runs: list[Path]) -> None:
     """A sweep may have just started."""
     found = news(LiveComparison(runs[:1]))
     assert found is not None
@@ -294,16 +294,16 @@ def test_a_request_reaches_only_its_run(runs: list[Path], serve: Callable[[LiveC
 
 
 def test_each_run_has_its_page_data_and_images(runs: list[Path], serve: Callable[[LiveComparison], WatchServer]) -> None:
-    for place, run in enumerate(runs[:2]):
+    for number, run in enumerate(runs[:2]):
         image = run / "images" / "grey" / "2 0.png"
         image.parent.mkdir(parents=True)
-        image.write_bytes(PNG + bytes([place]))
+        image.write_bytes(PNG + bytes([number]))
         (run / "images.jsonl").write_text(json.dumps({"step": 2, "name": "grey", "files": ["images/grey/2 0.png"]}) + "\n")
     visitor = Client(serve(LiveComparison(runs)))
-    for place in (0, 1):
-        assert f"<title>lr-{place + 1} - callsheet".encode() in visitor.ask("GET", f"/run/{place}/")[2]
-        assert json.loads(visitor.ask("GET", f"/run/{place}/data.json")[2])["run"]["name"] == f"lr-{place + 1}"
-        assert visitor.ask("GET", f"/run/{place}/images/grey/{quote('2 0.png')}")[2] == PNG + bytes([place])
+    for number in (0, 1):
+        assert f"<title>lr-{number + 1} - callsheet".encode() in visitor.ask("GET", f"/run/{number}/")[2]
+        assert json.loads(visitor.ask("GET", f"/run/{number}/data.json")[2])["run"]["name"] == f"lr-{number + 1}"
+        assert visitor.ask("GET", f"/run/{number}/images/grey/{quote('2 0.png')}")[2] == PNG + bytes([number])
     status, headers, body = visitor.ask("GET", "/")
     assert (status, b"<title>3 runs compared" in body) == (200, True)
     assert "script-src 'nonce-" in headers["Content-Security-Policy"]
@@ -311,7 +311,9 @@ def test_each_run_has_its_page_data_and_images(runs: list[Path], serve: Callable
     assert [each["entries"][0]["files"] for each in images] == [["0/images/grey/2 0.png"], ["1/images/grey/2 0.png"]]
 
 
-def test_nothing_else_is_served(runs: list[Path], serve: Callable[[LiveComparison], WatchServer]) -> None:
+def test_only_pages_data_and_images_of_the_runs_are_served(
+    runs: list[Path], serve: Callable[[LiveComparison], WatchServer]
+) -> None:
     (runs[1] / "images").mkdir()
     (runs[1] / "images" / "a.png").write_bytes(PNG)
     (runs[0] / "beside.png").write_bytes(PNG)
@@ -383,7 +385,7 @@ def test_a_late_request_is_withdrawn_although_only_the_comparison_is_open(runs: 
 # --- the command ---
 
 
-def test_the_command_waits_for_a_sweep(tmp_path: Path) -> None:
+def test_the_command_waits_for_the_first_run_that_matches_a_pattern(tmp_path: Path) -> None:
     watch = watch_command("lr-*", "--no-browser", "--group-by", "lr", cwd=tmp_path)
     try:
         assert watch.stdout is not None
@@ -411,7 +413,7 @@ def test_the_command_waits_for_a_sweep(tmp_path: Path) -> None:
         (["lr-1", "--folder", "runs"], "runs/lr-1"),
     ],
 )
-def test_which_runs_are_watched(
+def test_the_arguments_select_the_watched_runs(
     runs: list[Path], arguments: list[str], what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def serve_forever(server: WatchServer) -> None:

@@ -39,7 +39,7 @@ class RequestsAtStep(Callback):
             getattr(ctx.control, self.what)("asked", replicated=True)
 
 
-def test_it_fires_every_event(tmp_path: Path) -> None:
+def test_the_fake_loop_fires_every_event(tmp_path: Path) -> None:
     recorder = Recorder()
     validation = {"one": [3.0], "other": [2.0]}
     loop = FakeLoop(recorder, [1.0] * 6, steps_per_epoch=3, validation=validation, test_loss=1.0, predictions=2, folder=tmp_path)
@@ -77,7 +77,7 @@ def test_the_events_of_any_fake_loop_follow_the_grammar(
     assert list(loop.saved) == ([at] if requested == "save" and at <= len(losses) else [])
 
 
-def test_it_has_the_given_numbers(tmp_path: Path) -> None:
+def test_the_losses_and_gradients_are_the_given_ones(tmp_path: Path) -> None:
     history, losses = History(), [4.0, 3.0, 2.5, 2.0]
     FakeLoop(
         [history, OptimizerMonitor(batch_log_interval=1)],
@@ -94,12 +94,12 @@ def test_it_has_the_given_numbers(tmp_path: Path) -> None:
     assert history["l2_norm/grad/global"] == pytest.approx([loss * 3**0.5 for loss in losses])  # two weights and a bias
 
 
-def test_parameters_change_by_the_gradients(tmp_path: Path) -> None:
+def test_each_step_subtracts_the_gradients_from_the_parameters(tmp_path: Path) -> None:
     loop = FakeLoop([], [1.0, 2.0], folder=tmp_path).run()
     assert torch.allclose(next(loop.model.parameters()), torch.full((1, 2), -0.3))
 
 
-def test_deciders_decide(tmp_path: Path) -> None:
+def test_callbacks_that_stop_a_run_work_in_the_fake_loop(tmp_path: Path) -> None:
     losses = [1.0] * 12
     validation = {"validation": [2.0, 1.0, 3.0, 4.0, 5.0, 6.0]}
     stopper = EarlyStopper(monitor="validation/loss", patience="2ep")
@@ -141,7 +141,7 @@ def test_a_failure_is_reported_and_raised(tmp_path: Path) -> None:
     assert loop.outcome == "failed"
 
 
-def test_rejects_missing_numbers() -> None:
+def test_missing_losses_are_rejected() -> None:
     with pytest.raises(ConfigError, match="losses="):
         FakeLoop([], [])
     with pytest.raises(ConfigError, match="'one'"):

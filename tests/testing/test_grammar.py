@@ -391,7 +391,7 @@ def test_a_misspelled_span_is_rejected() -> None:
 # --- windows ---
 
 
-def readable_along(events: list[str]) -> list[tuple[str, frozenset[str]]]:
+def readable_fields_at(events: list[str]) -> list[tuple[str, frozenset[str]]]:
     checker = GrammarChecker()
     seen = []
     for event in events:
@@ -401,7 +401,7 @@ def readable_along(events: list[str]) -> list[tuple[str, frozenset[str]]]:
 
 
 def test_the_fields_of_a_step_are_those_of_the_table() -> None:
-    seen = dict(readable_along(trained(*STEP)))
+    seen = dict(readable_fields_at(trained(*STEP)))
     always = {"optimizer", "scheduler"}
     step = always | {"batch"}
     assert {event: seen[event] - always for event in ("on_run_start", "on_checkpoint_load_start", "on_run_end")} == {
@@ -426,20 +426,20 @@ def test_the_fields_of_a_step_are_those_of_the_table() -> None:
 
 
 def test_a_second_microbatch_starts_without_fields_of_the_first() -> None:
-    starts = [fields for event, fields in readable_along(trained(*STEP)) if event == "on_microbatch_start"]
+    starts = [fields for event, fields in readable_fields_at(trained(*STEP)) if event == "on_microbatch_start"]
     assert len(starts) == 2
     assert starts[0] == starts[1] == {"optimizer", "scheduler", "batch", "microbatch"}
 
 
 def test_a_batch_without_a_step_is_unavailable_after_its_epoch() -> None:
-    seen = readable_along(trained(*STEP, *EXHAUSTED))
+    seen = readable_fields_at(trained(*STEP, *EXHAUSTED))
     assert seen[-5][0] == "on_fetch_end"
     assert "batch" in seen[-5][1]
     assert all("batch" not in fields for _, fields in seen[-4:])
 
 
 def test_the_fields_of_an_evaluation_and_of_saving() -> None:
-    seen = dict(readable_along(trained(*STEP, "on_log", *EVALUATION, "on_log", *SAVE)))
+    seen = dict(readable_fields_at(trained(*STEP, "on_log", *EVALUATION, "on_log", *SAVE)))
     always = {"optimizer", "scheduler"}
     assert seen["on_log"] == always | {"record"}
     assert seen["on_eval_all_start"] == always | {"standalone"}
@@ -454,7 +454,7 @@ def test_the_fields_of_an_evaluation_and_of_saving() -> None:
 
 
 def test_after_an_exception_only_it_and_its_span_are_available() -> None:
-    seen = readable_along([*trained(*STEP)[:14], "on_exception", "on_run_end"])
+    seen = readable_fields_at([*trained(*STEP)[:14], "on_exception", "on_run_end"])
     assert seen[-2][1] >= {"exception", "span"}
     assert seen[-1][1] == {"optimizer", "scheduler"}
 
@@ -468,8 +468,8 @@ def test_fields_that_are_always_available_are_readable_at_every_event() -> None:
 
 @pytest.mark.parametrize("name", ["one step", "everything at a step's boundary", "everything after a round"])
 def test_the_checker_s_fields_equal_those_of_the_table(name: str) -> None:
-    """`fields_available` uses an event's place in the canonical order, the checker the events that were fired."""
-    for event, readable in readable_along(ACCEPTED[name]):
+    """`fields_available` uses an event's position in the canonical order, the checker the events that were fired."""
+    for event, readable in readable_fields_at(ACCEPTED[name]):
         if event not in ANYWHERE_EVENTS:
             assert readable <= set(fields_available(event)), event
 

@@ -304,7 +304,7 @@ ORDERS = ("shuffle", "shuffle, generator", *SAMPLERS, *BATCH_SAMPLERS)
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of data, and where the run stops: after `place` batches of `epoch`."""
+    """A kind of data, and the position at which the run stops: after `place` batches of `epoch`."""
 
     data: str = "items"
     order: str = "shuffle"

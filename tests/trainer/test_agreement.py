@@ -355,7 +355,7 @@ def evaluate_on_one_rank() -> str:
     return ""
 
 
-def test_a_method_that_one_rank_calls_alone() -> None:
+def test_a_method_that_one_rank_calls_alone_fails_and_names_the_rank_that_ended() -> None:
     first, other = run_ranks(evaluate_on_one_rank, 2)
     assert f"rank 1 on machine {HERE} had already ended the run" in first
     assert other == ""

@@ -106,7 +106,7 @@ other_model = nn.Linear(2, 1)
         ({"preempt_signals": ["SIGWINTER"]}, r"no signal 'SIGWINTER'"),
     ],
 )
-def test_the_constructor_rejects(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_the_constructor_rejects_an_invalid_argument(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         trainer_of(tmp_path, **changes)
     assert not any(tmp_path.iterdir())
@@ -319,7 +319,7 @@ def test_evaluate_without_data_is_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["evaluate", "test", "predict"])
-def test_an_iterator_or_nothing_is_rejected_there_too(method: str, tmp_path: Path) -> None:
+def test_evaluate_test_and_predict_reject_an_iterator_and_empty_data(method: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"dataloader.* is an iterator"):
         getattr(trainer_of(tmp_path), method)(stream())
     with pytest.raises(ConfigError, match=r"dataloader.* has no batches"):
@@ -510,10 +510,10 @@ def test_intervals_longer_than_the_run_are_reported(tmp_path: Path, caplog: pyte
     assert "on_log" in recorder.events
 
 
-@pytest.mark.parametrize("place", [0, 1, -1])
-def test_a_batch_that_is_none_is_rejected(place: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("index", [0, 1, -1])
+def test_a_batch_that_is_none_is_rejected(index: int, tmp_path: Path) -> None:
     data: list[Any] = some_data() * 2
-    data[place] = None
+    data[index] = None
     with pytest.raises(ConfigError, match=r"returned None for a batch of epoch 1"):
         trainer_of(tmp_path, train_dataloader=data).fit()
 

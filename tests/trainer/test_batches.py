@@ -128,7 +128,7 @@ def saved(state: State) -> State:
 # --- several ranks ---
 
 
-def place_by_place(kinds: list[str]) -> dict[str, list[Any]]:
+def compare_at_every_position(kinds: list[str]) -> dict[str, list[Any]]:
     """Compare, on one rank, two uninterrupted epochs with ones that new objects resume at every position of the second epoch.
 
     The new objects start in another random state. Returns the positions with a difference, by kind of loader.
@@ -171,8 +171,8 @@ def place_by_place(kinds: list[str]) -> dict[str, list[Any]]:
         ["presharded", "presharded unknown", "presharded stateful"],
     ],
 )
-def test_resumed_at_any_place_the_rest_is_the_same(kinds: list[str]) -> None:
-    for wrong in run_ranks(place_by_place, 2, kinds):
+def test_an_epoch_resumed_at_any_position_has_the_same_remaining_batches(kinds: list[str]) -> None:
+    for wrong in run_ranks(compare_at_every_position, 2, kinds):
         assert wrong == {kind: [] for kind in kinds}
 
 
@@ -203,7 +203,9 @@ def test_augmentation_in_workers_is_exact_on_several_ranks() -> None:
         assert same == 0  # persistent workers received the second epoch
 
 
-def until_place(kind: str, batch_size: int, place: int, state: bytes | None, until: int | None) -> tuple[list[Any], bytes]:
+def batches_of_second_epoch(
+    kind: str, batch_size: int, place: int, state: bytes | None, until: int | None
+) -> tuple[list[Any], bytes]:
     """Return the batches that this rank takes from the second epoch, starting at `state`, and the state afterwards."""
     groups = ProcessGroups(read_ranks(), torch.device("cpu"), timeout=60)
     batches = made_batches(groups, kind, batch_size)
@@ -226,13 +228,13 @@ def together(ends: list[tuple[list[Any], bytes]]) -> list[list[Any]]:
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("kind", ["resampled", "round_robin", "round_robin stateful"])
-def test_another_number_of_ranks_resumes(kind: str) -> None:
+def test_an_epoch_resumes_on_another_number_of_ranks(kind: str) -> None:
     """Resume from 4 ranks on 2 with batches of twice the size, and on a single process."""
     is_resampled = kind == "resampled"
-    whole = together(run_ranks(until_place, 4, kind, 1, 0, None, None))
-    before = run_ranks(until_place, 4, kind, 1, 0, None, 1)
+    whole = together(run_ranks(batches_of_second_epoch, 4, kind, 1, 0, None, None))
+    before = run_ranks(batches_of_second_epoch, 4, kind, 1, 0, None, 1)
     for world_size in (2, 1):
-        ends = run_ranks(until_place, world_size, kind, 4 // world_size, 1, before[0][1], None)
+        ends = run_ranks(batches_of_second_epoch, world_size, kind, 4 // world_size, 1, before[0][1], None)
         found = together(before) + together(ends)
         if is_resampled:
             assert found == whole
@@ -255,11 +257,13 @@ def on_other_ranks(state: bytes, kind: str) -> str:
 
 
 def test_a_position_in_the_ranks_own_data_needs_the_same_number_of_ranks() -> None:
-    [(_, state), _] = run_ranks(until_place, 2, "presharded", 2, 0, None, 1)
+    [(_, state), _] = run_ranks(batches_of_second_epoch, 2, "presharded", 2, 0, None, 1)
     for error in run_ranks(on_other_ranks, 1, state, "presharded"):
         assert "in the middle of an epoch of train_dataloader, which 2 ranks divided by the strategy 'presharded'" in error
         assert "now it is 'presharded' on 1 ranks: resume with 2 ranks" in error
-    [(_, state)] = run_ranks(until_place, 1, "resampled", 2, 0, None, 1)  # a single process uses the loader's own order
+    [(_, state)] = run_ranks(
+        batches_of_second_epoch, 1, "resampled", 2, 0, None, 1
+    )  # a single process uses the loader's own order
     for error in run_ranks(on_other_ranks, 2, state, "resampled"):
         assert "which 1 ranks divided by the strategy 'presharded'; now it is 'resampled' on 2 ranks" in error
 

@@ -77,7 +77,7 @@ class Poison(Callback):
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_they_change_nothing_and_write_once(parallel: str, tmp_path: Path) -> None:
+def test_all_built_ins_change_nothing_and_write_each_record_once(parallel: str, tmp_path: Path) -> None:
     plain = run_ranks(trained, 2, str(tmp_path), parallel, False)
     watched = run_ranks(trained, 2, str(tmp_path), parallel, True)
     assert watched == plain
@@ -99,7 +99,7 @@ def poisoned(folder: str) -> str:
     return f"rank {os.environ['RANK']} saw nothing"
 
 
-def test_an_infinite_loss_on_one_rank_is_seen_by_all(tmp_path: Path) -> None:
+def test_an_infinite_loss_on_one_rank_is_detected_on_all(tmp_path: Path) -> None:
     first, second = run_ranks(poisoned, 2, str(tmp_path))
     assert first == second
     assert "at step 4 on rank 1" in first

@@ -286,7 +286,7 @@ run_small(Path(sys.argv[1]), SavesAt("step"))
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("file", ["checkpoint.txt", "shard-00000.safetensors"])
-def test_what_a_killed_save_left_is_ignored_quietly_and_deleted(
+def test_leftovers_of_a_killed_save_are_ignored_without_a_warning_and_deleted(
     file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = os.pathsep.join([str(Path(callsheet.__file__).parents[1]), str(Path(__file__).parents[2])])
@@ -308,7 +308,7 @@ def test_what_a_killed_save_left_is_ignored_quietly_and_deleted(
     assert (foreign / "thesis.tex").read_text() == "mine"
 
 
-def test_weights_alone_are_exported(tmp_path: Path) -> None:
+def test_exporting_writes_only_the_weights(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     with small_trainer(tmp_path, max_duration="2ba", epochs_per_round=None) as trainer:

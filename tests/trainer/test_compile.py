@@ -83,7 +83,7 @@ BACKENDS = [
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_compiled_the_losses_and_events_are_the_same(backend: str) -> None:
+def test_a_compiled_model_has_the_same_losses_and_events(backend: str) -> None:
     expected, events, none = train(False)
     found, compiled_events, graphs = train({"backend": backend})
     assert found == pytest.approx(expected, rel=1e-5)
@@ -94,7 +94,7 @@ def test_compiled_the_losses_and_events_are_the_same(backend: str) -> None:
 
 @pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 @pytest.mark.slow
-def test_compiled_on_two_ranks(parallel: str) -> None:
+def test_a_compiled_model_on_two_ranks_has_the_same_losses_and_events(parallel: str) -> None:
     expected = run_ranks(train, 2, False, parallel)
     for (found, events, graphs), (losses, eager_events, _) in zip(
         run_ranks(train, 2, {"backend": "aot_eager"}, parallel), expected, strict=True

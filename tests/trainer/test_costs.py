@@ -1,4 +1,4 @@
-"""What callbacks cost is counted right, and counting it changes nothing else."""
+"""The costs of callbacks are counted correctly, and counting them changes nothing else."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_with_costs_all_every_call_is_counted(tmp_path: Path) -> None:
     assert not any(cost.is_sampled for cost in report.costs)
 
 
-def test_by_default_what_is_rare_is_counted_and_steps_are_sampled(tmp_path: Path) -> None:
+def test_by_default_rare_events_are_counted_and_steps_are_sampled(tmp_path: Path) -> None:
     counts = Counts()
     report = run(tmp_path, counts, eval_interval=None, log_interval="1ba", max_duration="40ep").reports[-1]
     recorded = {cost.event: cost for cost in report.costs if cost.callback == "Counts"}
@@ -155,7 +155,7 @@ def test_reports_are_plain_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.test_all
-def test_a_callback_that_takes_too_much_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_callback_that_takes_too_much_time_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
         run(tmp_path, Sleeps(), Counts(), costs="sampled", eval_interval=None, max_duration="250ep")
     named = [record.getMessage() for record in caplog.records if "of the step" in record.getMessage()]
@@ -163,7 +163,7 @@ def test_a_callback_that_takes_too_much_is_named_once(tmp_path: Path, caplog: py
     assert named[0].startswith("Callback Sleeps takes ")
 
 
-def test_a_callback_that_takes_most_of_a_short_run_is_named_at_its_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_callback_that_takes_most_of_a_short_run_is_logged_at_its_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(tmp_path, Sleeps(seconds=0.02), Counts(), eval_interval=None, max_duration="12ba")
     (named,) = [record.getMessage() for record in caplog.records if "of the step" in record.getMessage()]
     assert named.startswith("Callback Sleeps takes ")
@@ -171,7 +171,7 @@ def test_a_callback_that_takes_most_of_a_short_run_is_named_at_its_end(tmp_path:
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("share", [None, 1000.0])
-def test_no_callback_is_named_below_the_share(share: float | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_callback_below_the_share_is_not_logged(share: float | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
         run(tmp_path, Sleeps(), eval_interval=None, max_duration="100ep", warn_share=share)
     assert "of the step" not in caplog.text
@@ -251,7 +251,7 @@ def test_costs_are_published_at_growing_intervals(tmp_path: Path, monkeypatch: p
     assert manager.costs.should_publish(is_last=True)
 
 
-def test_a_second_run_starts_from_scratch(tmp_path: Path) -> None:
+def test_a_second_run_counts_from_zero(tmp_path: Path) -> None:
     capture = CapturingLogger()
     manager = CallbackManager([capture, Counts()])
     for name in ("first", "second"):
@@ -261,7 +261,7 @@ def test_a_second_run_starts_from_scratch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"costs": "sometimes"}, {"warn_share": 0.0}, {"warn_share": -1.0}])
-def test_bad_arguments(wrong: dict[str, Any]) -> None:
+def test_invalid_arguments_of_the_cost_accounting_are_rejected(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"costs|warn_share"):
         CallbackManager(**wrong)
 

@@ -115,13 +115,13 @@ def test_the_resumed_run_equals_the_uninterrupted_one(case: tuple[str, int, str,
     assert straight["best"] is not None
 
 
-def test_the_cases_stop_early_and_do_not(tmp_path: Path) -> None:
+def test_the_cases_contain_runs_that_stop_early_and_runs_that_do_not(tmp_path: Path) -> None:
     assert trained(tmp_path / "1", interval="4ba", rate=WORSENS)["outcome"] == "stopped"
     assert trained(tmp_path / "2", interval="4ba", rate=IMPROVES)["outcome"] == "finished"
 
 
 @pytest.mark.test_all
-def test_on_two_ranks_with_a_signal_to_one(tmp_path: Path) -> None:
+def test_on_two_ranks_with_a_signal_to_one_the_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
     cases = [CASES[1], CASES[3], CASES[5]]
     for rank in run_ranks(stopped_and_resumed, 2, str(tmp_path), 1, cases):
         for (straight, first, second), case in zip(rank, cases, strict=True):

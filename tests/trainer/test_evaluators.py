@@ -93,7 +93,7 @@ def test_each_evaluator_has_its_own_schedule() -> None:
     check_events(recorder.events)
 
 
-def test_a_request_runs_all_of_them_and_counts_for_their_schedules() -> None:
+def test_a_request_runs_all_evaluators_and_counts_for_their_schedules() -> None:
     evaluated = Evaluated()
     with trainer_of(evaluated, RequestsEvaluation(7)) as trainer:
         trainer.fit("11ba")
@@ -107,7 +107,7 @@ def test_a_request_runs_all_of_them_and_counts_for_their_schedules() -> None:
 
 
 @pytest.mark.parametrize("step", [3, 4, 5, 6, 7, 10])
-def test_each_continues_its_schedule_after_a_resume(step: int, tmp_path: Path) -> None:
+def test_each_evaluator_continues_its_schedule_after_a_resume(step: int, tmp_path: Path) -> None:
     class SavesAndStops(Callback):
         def on_checkpoint_due(self, ctx: Context) -> None:
             if ctx.step == step:
@@ -127,7 +127,7 @@ def test_each_continues_its_schedule_after_a_resume(step: int, tmp_path: Path) -
     assert first.names + rest.names == SCHEDULE
 
 
-def test_no_interval_means_on_request_only() -> None:
+def test_without_an_interval_an_evaluator_runs_only_on_request() -> None:
     evaluated = Evaluated()
     with trainer_of(evaluated, RequestsEvaluation(2), eval_dataloader={"asked": loader(2, 1)}, eval_interval=None) as trainer:
         trainer.fit("1ep")

@@ -53,7 +53,7 @@ def follow(folder: Path, parallel: ParallelKind) -> tuple[float, list[bool], lis
 
 @pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 @pytest.mark.slow
-def test_they_stay_as_they_are_and_are_sharded_as_the_model_is(tmp_path: Path, parallel: str) -> None:
+def test_frozen_models_keep_their_weights_and_are_sharded_like_the_model(tmp_path: Path, parallel: str) -> None:
     apart, sharded, held, is_same = follow(tmp_path / "one", "single")
     assert apart < 0.01
     assert is_same

@@ -544,7 +544,7 @@ def test_a_callback_that_cannot_run_in_a_lane_is_rejected_when_it_is_added() -> 
 
 
 class FailsOn(Callback):
-    """Fails on one rank, at every step."""
+    """Fails at every step on one rank."""
 
     on_error = "isolate"
 

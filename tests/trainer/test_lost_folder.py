@@ -114,11 +114,13 @@ def train(folder: Path, held: list[Callback], *, attached: bool = False) -> None
 
 
 @pytest.mark.parametrize("attached", [False, True])
-def test_after_the_lock_is_stolen_nothing_changes(attached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_the_lock_is_taken_over_no_file_in_the_folder_changes(
+    attached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.05)
     found: dict[str, tuple[int, int]] = {}
 
-    def steal(ctx: Context) -> None:
+    def take_over(ctx: Context) -> None:
         if ctx.step == 5:
             lock = tmp_path / ".run.lock"
             claim = json.loads((lock / "1").read_text()) | {
@@ -137,7 +139,9 @@ def test_after_the_lock_is_stolen_nothing_changes(attached: bool, tmp_path: Path
 
     logging: list[Callback] = [JSONLLogger(), CSVLogger(), FileLogger()]
     with pytest.raises(RunLockLostError):
-        train(tmp_path, [*logging, Heartbeat(seconds=0.001), CheckpointSaver(save_interval="3ba"), At(steal)], attached=attached)
+        train(
+            tmp_path, [*logging, Heartbeat(seconds=0.001), CheckpointSaver(save_interval="3ba"), At(take_over)], attached=attached
+        )
     assert "heartbeat.json" in found
     assert files_in(tmp_path / "run") == found
 

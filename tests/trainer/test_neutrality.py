@@ -39,7 +39,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     return weights_of(small_trainer(tmp_path_factory.mktemp("bare"), eval_interval=None))
 
 
-class Quiet(Callback):
+class DoesNothing(Callback):
     """Listens to everything and does nothing."""
 
     def on_event(self, ctx: Context) -> None: ...
@@ -81,7 +81,7 @@ class DeclaresDraws(Draws):
 
 
 @pytest.mark.parametrize(
-    "made", [Quiet, Reader, Recorder, lambda: DeclaresDraws(*EVENTS)], ids=["quiet", "reader", "recorder", "draws"]
+    "made", [DoesNothing, Reader, Recorder, lambda: DeclaresDraws(*EVENTS)], ids=["does nothing", "reader", "recorder", "draws"]
 )
 def test_observers_of_every_event_change_nothing(made: Callable[[], Callback], bare: Weights, tmp_path: Path) -> None:
     callback = made()
@@ -90,8 +90,8 @@ def test_observers_of_every_event_change_nothing(made: Callable[[], Callback], b
         assert callback.drawn > 100
 
 
-def test_all_of_them_with_evaluation_and_saving_change_nothing(bare: Weights, tmp_path: Path) -> None:
-    everything = [Quiet(), Reader(), Recorder(), DeclaresDraws(*EVENTS), SavesAt("step", "epoch", "round", "before_eval")]
+def test_all_observers_together_with_evaluation_and_saving_change_nothing(bare: Weights, tmp_path: Path) -> None:
+    everything = [DoesNothing(), Reader(), Recorder(), DeclaresDraws(*EVENTS), SavesAt("step", "epoch", "round", "before_eval")]
     assert same(weights_of(small_trainer(tmp_path, *everything, eval_interval="1ba", log_interval="1ba")), bare)
 
 
@@ -124,7 +124,7 @@ def test_standalone_calls_change_nothing(bare: Weights, tmp_path: Path) -> None:
     assert same(trainer.model.state_dict(), bare)
 
 
-def test_the_log_interval_changes_nothing(bare: Weights, tmp_path: Path) -> None:
+def test_the_log_interval_does_not_change_the_weights(bare: Weights, tmp_path: Path) -> None:
     for i, interval in enumerate(["1ba", "3ba", "1ep", "1iter"]):
         assert same(weights_of(small_trainer(tmp_path / str(i), Recorder(), log_interval=interval)), bare)
 
@@ -155,7 +155,7 @@ def test_the_checking_mode_rejects_undeclared_draws(source: str, tmp_path: Path)
 
 
 def test_the_checking_mode_accepts_declared_draws(bare: Weights, tmp_path: Path) -> None:
-    manager = CallbackManager([Quiet(), Reader(), Recorder(), DeclaresDraws(*EVENTS)], checking=True)
+    manager = CallbackManager([DoesNothing(), Reader(), Recorder(), DeclaresDraws(*EVENTS)], checking=True)
     assert same(weights_of(small_trainer(tmp_path, callbacks=manager, eval_interval=None)), bare)
 
 

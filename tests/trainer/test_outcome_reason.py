@@ -80,7 +80,7 @@ def request_resumable_stop(ctx: Context) -> None:
     ctx.control.stop("requested", resumable=True)
 
 
-def test_a_run_that_reached_its_duration(tmp_path: Path) -> None:
+def test_a_run_that_reached_its_duration_has_it_as_the_reason(tmp_path: Path) -> None:
     assert fit(tmp_path).run.outcome_reason == "reached max_duration, 20ba"
 
 
@@ -110,7 +110,7 @@ def test_the_callback_that_stopped_the_run_is_named(tmp_path: Path, capsys: pyte
         (signal.SIGINT, "interrupted", "signal SIGINT (Ctrl-C)"),
     ],
 )
-def test_a_signal(which: signal.Signals, outcome: str, reason: str, tmp_path: Path) -> None:
+def test_the_signal_that_ended_a_run_is_the_reason(which: signal.Signals, outcome: str, reason: str, tmp_path: Path) -> None:
     watch = Watch()
     made = trainer(tmp_path, AtStep(4, lambda ctx: os.kill(os.getpid(), which)), watch)
     try:
@@ -121,7 +121,7 @@ def test_a_signal(which: signal.Signals, outcome: str, reason: str, tmp_path: Pa
     assert (watch.run.outcome, watch.run.outcome_reason) == (outcome, reason)
 
 
-def test_an_error_without_its_credentials(tmp_path: Path) -> None:
+def test_the_reason_has_the_error_without_its_credentials(tmp_path: Path) -> None:
     def fail(ctx: Context) -> None:
         raise ConnectionError("no answer from https://me:hunter2@example.com/hook/T123?key=9\napi_key=abc123, password: xyz")
 
@@ -167,7 +167,7 @@ def test_a_run_that_a_callback_stopped_is_complete(tmp_path: Path, caplog: pytes
 
 
 @pytest.mark.parametrize("way", ["the callback's settings", "without the callback", "a longer duration", "the checkpoint's path"])
-def test_ways_to_train_on(way: str, tmp_path: Path) -> None:
+def test_a_stopped_run_continues_if_something_relevant_has_changed(way: str, tmp_path: Path) -> None:
     assert fit(tmp_path, AtStep(4, request_stop), CheckpointSaver()).steps[-1] == 4
     assert fit(tmp_path, AtStep(4, request_stop), CheckpointSaver(), resume="auto").steps == ()
     stoppers = {"the callback's settings": [AtStep(4, request_stop, level=1)], "without the callback": []}.get(
@@ -208,7 +208,7 @@ def test_a_stop_after_the_step_s_checkpoint_is_saved_as_well(tmp_path: Path) -> 
     assert fit(tmp_path, AtEpochEnd(), saver, eval_interval=None, resume="auto").steps == ()
 
 
-def test_an_attached_loop(tmp_path: Path) -> None:
+def test_an_attached_loop_that_a_callback_stopped_is_complete(tmp_path: Path) -> None:
     def train(**options: Any) -> tuple[int, Watch]:
         model = torch.nn.Linear(3, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -249,12 +249,12 @@ def test_all_ranks_name_the_callback_that_stopped_the_run(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["api_key", "hf_token", "auth_token", "tokens_secret", "PASSWORD", "--token"])
-def test_names_of_credentials(name: str) -> None:
+def test_is_secret_accepts_names_of_credentials(name: str) -> None:
     assert is_secret(name)
 
 
 @pytest.mark.parametrize("name", ["max_new_tokens", "tokenizer", "pad_token_id", "eos_token", "tokens_per_second", "lr"])
-def test_names_about_the_tokens_of_a_text(name: str) -> None:
+def test_is_secret_rejects_names_about_the_tokens_of_a_text(name: str) -> None:
     assert not is_secret(name)
 
 
@@ -269,7 +269,7 @@ def attached(folder: Path, *callbacks: Callback) -> None:
 
 
 @pytest.mark.parametrize("train", [fit, attached])
-def test_an_early_end_is_logged_unless_a_callback_shows_it(
+def test_an_early_end_is_logged_unless_a_progress_callback_shows_it(
     train: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(tmp_path / "a", AtStep(2, request_stop))

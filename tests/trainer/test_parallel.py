@@ -196,7 +196,7 @@ ALWAYS = {
         for name in CASES
     ],
 )
-def test_ranks_train_what_one_process_trains(kind: str, world_size: int, name: str) -> None:
+def test_ranks_train_the_weights_that_one_process_trains(kind: str, world_size: int, name: str) -> None:
     expected = bare_perceptron(CASES[name])
     assert any(norm > CLIP for norm in expected["norms"])
     for found in trained_perceptrons(kind, world_size):
@@ -433,7 +433,7 @@ def rejected() -> dict[str, str]:
 
 
 @pytest.mark.test_all
-def test_what_cannot_work_is_rejected_on_all_ranks() -> None:
+def test_invalid_parallel_settings_are_rejected_on_all_ranks() -> None:
     for recorded in run_ranks(rejected, 2):
         assert "parallel='single' among 2 ranks" in recorded["single"]
         assert "'ddp' or 'fsdp'" in recorded["single"]
@@ -443,7 +443,7 @@ def test_what_cannot_work_is_rejected_on_all_ranks() -> None:
         assert "give a function instead" in recorded["optimizer"]
 
 
-def test_the_argument_itself_is_checked() -> None:
+def test_invalid_arguments_of_parallel_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"unknown parallel 'dpp'; did you mean 'ddp'"):
         Parallel("dpp")  # type: ignore[arg-type]  # the mistake that is tested
     with pytest.raises(ConfigError, match="shard_size and blocks are for parallel='fsdp', not 'ddp'"):
@@ -463,5 +463,5 @@ def train_unused() -> str:
     return str(trainer.run.outcome)
 
 
-def test_options_reach_torch() -> None:
+def test_options_of_parallel_are_passed_to_torch() -> None:
     assert run_ranks(train_unused, 2) == ["finished", "finished"]

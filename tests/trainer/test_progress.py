@@ -57,7 +57,7 @@ def test_on_a_terminal_a_run_shows_its_progress(tmp_path: Path, terminal: Termin
     assert "step 3" in terminal.getvalue()
 
 
-def test_elsewhere_nothing_is_shown(tmp_path: Path) -> None:
+def test_without_a_terminal_no_progress_is_shown(tmp_path: Path) -> None:
     assert shown(tmp_path, file := io.StringIO()) == []
     assert file.getvalue() == ""
 
@@ -83,12 +83,12 @@ def test_the_users_own_progress_bar_replaces_the_default_one(tmp_path: Path, ter
     assert "━" not in terminal.getvalue()
 
 
-def test_a_manager_of_several_runs_has_one(tmp_path: Path, terminal: Terminal) -> None:
+def test_a_manager_used_for_several_runs_has_one_progress_bar(tmp_path: Path, terminal: Terminal) -> None:
     manager = CallbackManager([InMemoryLogger()])
     assert len(shown(tmp_path, terminal, callbacks=manager)) == len(shown(tmp_path, terminal, callbacks=manager)) == 1
 
 
-def test_only_the_first_rank_shows_it(tmp_path: Path, terminal: Terminal) -> None:
+def test_only_the_first_rank_shows_progress(tmp_path: Path, terminal: Terminal) -> None:
     first, second = (Ranks(rank=rank, world_size=2, local_rank=rank) for rank in (0, 1))
     with redirect_stderr(terminal):
         assert len(progress_shown(True, first, [])) == 1

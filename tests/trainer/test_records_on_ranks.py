@@ -110,7 +110,7 @@ def with_odd_values() -> dict[str, str]:
     return {name: value.hex() for name, value in log.take().items()}
 
 
-def test_values_that_are_no_numbers_zero_weights_and_what_one_rank_logs() -> None:
+def test_nan_zero_weights_and_names_that_one_rank_logs_are_reduced_correctly() -> None:
     first, *others = run_ranks(with_odd_values, 3)
     assert others == [first, first]
     assert first == {

@@ -24,13 +24,13 @@ def check(folder: Path, rendezvous: str, ranks: int, deaths: list[Death], wanted
 
 
 @pytest.mark.test_all
-def test_restarted_by_torchrun(tmp_path: Path) -> None:
+def test_a_run_restarted_by_torchrun_has_the_weights_of_an_uninterrupted_one(tmp_path: Path) -> None:
     check(tmp_path, "standalone", 2, ONE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rendezvous", ["standalone", "c10d", "static", "two machines", "launch"])
-def test_several_restarts_in_a_row(rendezvous: str, tmp_path: Path) -> None:
+def test_a_run_restarted_several_times_has_the_weights_of_an_uninterrupted_one(rendezvous: str, tmp_path: Path) -> None:
     """Each machine counts its own restarts: a rank dies first on one machine, then on the other."""
     check(tmp_path, rendezvous, 2, SEVERAL)
 

@@ -118,7 +118,7 @@ def test_a_resumed_run_can_begin_with_a_checkpoint_at_a_round_s_end(
 
 @pytest.mark.parametrize("loader", ["dataloader", "stateful"])
 @pytest.mark.parametrize("step", [STEPS_PER_EPOCH, STEPS_PER_EPOCH + 1])
-def test_a_checkpoint_saved_again_before_training_continues_is_as_good(
+def test_a_checkpoint_saved_again_before_training_continues_gives_the_same_run(
     step: int, loader: str, undisturbed: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
     with small_trainer(tmp_path, History(), loader=loader, max_duration=f"{step}ba") as first:
@@ -413,7 +413,7 @@ def resumed_at(run: Path) -> int:
         return trainer.state.timestamp.batch
 
 
-def test_auto_takes_the_newest(run_of_three: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_resumes_from_the_newest_checkpoint(run_of_three: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
         assert resumed_at(run_of_three) == 3
     assert not caplog.records
@@ -594,7 +594,7 @@ def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> No
 
 
 @pytest.mark.test_all
-def test_killed_at_any_time_the_curve_continues(undisturbed: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_a_run_killed_at_any_time_resumes_with_the_same_curve(undisturbed: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     seen = 0
     for _ in range(2):
         process = start_script(tmp_path)
@@ -743,7 +743,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     assert not (tmp_path / "small").exists()
 
 
-def test_ctrl_c_is_left_alone_where_it_is_ignored(tmp_path: Path) -> None:
+def test_the_handler_of_ctrl_c_is_not_changed_if_it_is_ignored(tmp_path: Path) -> None:
     earlier = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with small_trainer(tmp_path, Signals("on_train_step_end", 2, signal.SIGINT), max_duration="4ba") as trainer:

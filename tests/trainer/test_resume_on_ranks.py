@@ -33,7 +33,7 @@ def check(survival: Survival, wanted: list[dict[str, object]], *, records: bool 
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("name", [name if name == "fsdp" else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS])
-def test_killed_in_mid_epoch_and_inside_a_save(name: str, tmp_path: Path) -> None:
+def test_a_run_killed_twice_inside_a_save_has_the_losses_of_an_uninterrupted_one(name: str, tmp_path: Path) -> None:
     setting = SETTINGS[name]
     good = undisturbed(tmp_path / "undisturbed", setting)
     assert [len(value["losses"]) for value in good] == [STEPS] * setting.world_size
@@ -44,7 +44,7 @@ def test_killed_in_mid_epoch_and_inside_a_save(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_killed_damaged_and_preempted(tmp_path: Path) -> None:
+def test_a_run_with_kills_a_damaged_checkpoint_and_a_preemption_has_the_same_losses(tmp_path: Path) -> None:
     random.seed(3)
     setting = SETTINGS["fsdp"]
     good = undisturbed(tmp_path / "undisturbed", setting)

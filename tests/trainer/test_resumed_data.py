@@ -112,7 +112,7 @@ def test_workers_of_other_interpreters_are_resumed_exactly(context: str, data: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("data", ["items", *STREAMS])
-def test_every_place_of_every_epoch(data: str) -> None:
+def test_resuming_at_any_batch_of_any_epoch_is_exact_or_warned_about(data: str) -> None:
     orders = [""] if data in STREAMS else ["shuffle", "eager", *BATCH_SAMPLERS]
     for order in orders:
         for epoch in (1, 2, 3):

@@ -61,7 +61,7 @@ def until(process: subprocess.Popen[str], word: str) -> str:
 
 
 @pytest.mark.slow  # it starts several processes that import torch
-def test_the_same_script_twice(start: Starts, tmp_path: Path) -> None:
+def test_a_second_start_of_a_running_script_is_rejected_and_after_a_kill_it_resumes(start: Starts, tmp_path: Path) -> None:
     first = start()
     until(first, "step 3")
     second = start(steps=5)
@@ -147,7 +147,7 @@ def trainer(folder: Path, *callbacks: Callback, steps: int = 2, **options: Any) 
     )
 
 
-def test_one_trainer_after_the_other(tmp_path: Path) -> None:
+def test_a_second_trainer_takes_over_the_folder_of_an_idle_one(tmp_path: Path) -> None:
     first = trainer(tmp_path, CheckpointSaver(save_interval="1ba"))
     first.fit()  # it is not closed, as in a notebook
     second = trainer(tmp_path, CheckpointSaver(save_interval="1ba"), steps=4, resume="auto")
@@ -158,7 +158,7 @@ def test_one_trainer_after_the_other(tmp_path: Path) -> None:
     second.close()
 
 
-def test_a_trainer_inside_another(tmp_path: Path) -> None:
+def test_a_trainer_inside_the_training_of_another_is_rejected(tmp_path: Path) -> None:
     class Nested(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             trainer(tmp_path, lock_timeout_seconds=60)
@@ -184,7 +184,7 @@ def test_an_attached_loop_holds_the_lock(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_reading_needs_no_lock(tmp_path: Path) -> None:
+def test_evaluating_and_saving_elsewhere_needs_no_lock(tmp_path: Path) -> None:
     with trainer(tmp_path, CheckpointSaver(save_interval="1ba")) as first:
         first.fit()
     lock = RunLock(tmp_path / "runs" / "x", is_busy=lambda: True)
@@ -211,7 +211,7 @@ def test_a_run_that_writes_nothing_leaves_nothing(tmp_path: Path, name: str | No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_without_a_name_of_its_own_is_locked_while_it_writes(tmp_path: Path) -> None:
+def test_a_run_without_a_given_name_is_locked_while_it_writes(tmp_path: Path) -> None:
     locks: list[list[str]] = []
 
     class Looks(Callback):
@@ -256,7 +256,7 @@ def test_a_logger_that_writes_only_at_the_end_marks_the_run(tmp_path: Path) -> N
     assert (tmp_path / "runs" / "x" / "run.json").exists()
 
 
-def test_records_of_a_run_that_never_trained_are_added_to(tmp_path: Path) -> None:
+def test_a_run_that_never_trained_can_be_started_again_but_one_that_trained_cannot(tmp_path: Path) -> None:
     trainer(tmp_path, loggers=[JSONLLogger()]).close()
     with trainer(tmp_path, loggers=[JSONLLogger()]) as run:
         run.fit()

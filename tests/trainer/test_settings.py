@@ -60,7 +60,7 @@ def arguments_of(settings: dict[str, Any], kind: str) -> dict[str, Any]:
     return arguments
 
 
-def test_settings_of_a_trainer_differ(tmp_path: Path) -> None:
+def test_differing_settings_of_two_trainers_are_found(tmp_path: Path) -> None:
     train(tmp_path, "a", EarlyStopper(monitor="validation/loss", patience=2), Background(Slow(0.5)), precision="fp32")
     train(tmp_path, "b", EarlyStopper(monitor="validation/loss", patience=3), Background(Slow(0.7)), rate=0.2, clip_grad_norm=1.0)
     different = Comparison([RunFolder.read(tmp_path / name) for name in "ab"]).differences
@@ -105,7 +105,7 @@ def test_a_resumed_run_keeps_the_settings_with_which_it_was_started(tmp_path: Pa
     assert first["model"]["parameters"] == 3
 
 
-def test_parameter_groups(tmp_path: Path) -> None:
+def test_settings_that_differ_between_parameter_groups_are_recorded_by_group(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     groups: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias], "weight_decay": 0.0}]
     with Trainer(
@@ -120,7 +120,7 @@ def test_parameter_groups(tmp_path: Path) -> None:
     assert found["group_1"] == {"weight_decay": 0.0}
 
 
-def test_settings_of_a_loop_by_hand(tmp_path: Path) -> None:
+def test_the_settings_of_a_hand_written_loop_are_recorded(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
     with attach(
@@ -197,12 +197,12 @@ def test_a_part_that_cannot_be_described_is_left_out(
         (list(range(1000)), list(range(200))),
     ],
 )
-def test_plain_values(value: object, described: object) -> None:
+def test_plain_describes_a_value_as_json(value: object, described: object) -> None:
     assert plain(value) == described
     json.dumps(plain(value))
 
 
-def test_a_value_that_contains_itself_ends() -> None:
+def test_plain_describes_a_value_that_contains_itself() -> None:
     value: list[Any] = []
     value.append(value)
     json.dumps(plain(value))

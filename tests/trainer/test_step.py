@@ -627,7 +627,7 @@ def test_evaluations_are_due_by_their_interval_and_at_the_end() -> None:
     assert [noted.step for noted in recorder.recorded if noted.event == "on_eval_all_start"] == [2, 4, 5]
 
 
-def test_predictions_and_test_losses() -> None:
+def test_predict_returns_the_outputs_and_test_the_mean_loss() -> None:
     data = [(column(1, 2), column(0, 0)), (column(6), column(0))]
     logged = Logged()
     with trainer_of(linear(), data, logged) as trainer:

@@ -124,7 +124,7 @@ def survivors(case_ranks: int, stopped: int, ranks: RankProcesses, folder: Path)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_others_end_in_time_and_name_it(case: Case, tmp_path: Path) -> None:
+def test_the_other_ranks_end_in_time_and_name_the_suspended_one(case: Case, tmp_path: Path) -> None:
     with RankProcesses(train, case.ranks, case, tmp_path, free_port()) as ranks:
         messages, seconds, ended = survivors(case.ranks, case.stopped, ranks, tmp_path)
     print(f"{case}: {seconds:.1f} s, process ended after {ended:.1f} s; {messages[0][:120]}")
@@ -154,7 +154,7 @@ def attached(folder: Path, port: int) -> tuple[str, float]:
     return "", time.time()
 
 
-def test_a_loop_by_hand_ends_in_time_and_names_it(tmp_path: Path) -> None:
+def test_the_ranks_of_a_hand_written_loop_end_in_time_and_name_the_suspended_one(tmp_path: Path) -> None:
     with RankProcesses(attached, 2, tmp_path, free_port()) as ranks:
         (message,), seconds, _ = survivors(2, 0, ranks, tmp_path)
     assert f"rank 0 on machine {socket.gethostname()} did not answer within {TIMEOUT:g} s at step " in message
@@ -185,7 +185,7 @@ def meet(stopped: int, where: str, folder: Path, port: int) -> tuple[str, float]
         (0, "deciding", "rank 0"),
     ],
 )
-def test_ranks_that_wait_to_meet_time_out(stopped: int, where: str, expected: str, tmp_path: Path) -> None:
+def test_ranks_that_wait_for_a_rank_to_join_time_out(stopped: int, where: str, expected: str, tmp_path: Path) -> None:
     with RankProcesses(meet, 3, -1 if where == "deciding" else stopped, where, tmp_path, free_port()) as ranks:
         messages, seconds, _ = survivors(3, stopped, ranks, tmp_path)
     assert all(expected in message for message in messages), messages

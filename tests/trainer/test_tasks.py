@@ -70,7 +70,7 @@ def test_one_function_trains_as_a_loss_function_does(step: Any, parts: dict[str,
     assert ("absolute" in results[1]) == ("absolute" in named.losses[-1]) == (step is with_second_loss)
 
 
-def test_the_second_loss_is_a_mean_too() -> None:
+def test_a_second_loss_is_the_mean_over_the_step() -> None:
     model, named = linear(), RecordsLosses()
     inputs, targets = DATA[0]
     expected = (model(inputs) - targets).abs().mean().item()
@@ -95,7 +95,7 @@ def test_a_loss_that_is_not_a_scalar_is_rejected_with_its_shape() -> None:
             trainer.fit()
 
 
-def test_its_metrics_need_predictions_and_targets() -> None:
+def test_metrics_of_a_forward_step_task_need_predictions_and_targets() -> None:
     with pytest.raises(ConfigError, match=r"override predictions_and_targets\(outputs, batch\)"):
         ForwardStepTask(one_loss, metrics={"mean": MeanMetric()})
 
@@ -113,7 +113,7 @@ def test_its_metrics_need_predictions_and_targets() -> None:
 # --- arguments ---
 
 
-def test_metrics_are_passed_to_the_task_or_to_the_trainer() -> None:
+def test_metrics_passed_to_the_wrong_object_or_of_a_wrong_type_are_rejected() -> None:
     with pytest.raises(ConfigError, match="set the metrics of a Task on the task"):
         Trainer(linear(), SupervisedTask(mse_loss), DATA, metrics={"mean": MeanMetric()})
     metrics: dict[str, Any] = {"accuracy": lambda outputs, targets: 1.0}

@@ -33,7 +33,7 @@ USER_CODE, MISTAKES = HERE / "user_code.py", HERE / "mistakes.py"
 
 @pytest.fixture(scope="module")
 def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a venv with the project's wheel, and with the packages of this one."""
+    """Return the interpreter of a venv with the project's wheel and the packages of this environment."""
     folder = tmp_path_factory.mktemp("installed")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", folder, ROOT], check=True)
@@ -54,7 +54,7 @@ def wrong_lines(path: Path) -> set[int]:
 
 @pytest.fixture(scope="module")
 def mypy_finds(interpreter: Path) -> dict[str, dict[int, str]]:
-    """The errors that mypy finds, by file and line."""
+    """Return the errors that mypy finds, by file and line."""
     CACHE.mkdir(parents=True, exist_ok=True)
     config = CACHE / "mypy.ini"
     config.write_text(MYPY)
@@ -84,7 +84,7 @@ def mypy_finds(interpreter: Path) -> dict[str, dict[int, str]]:
 
 @pytest.fixture(scope="module")
 def pyright() -> list[str]:
-    """The command for pyright. It is skipped where its program, which is no Python, cannot be had."""
+    """Return the command for pyright. Skip the test if pyright's program, which needs Node.js, cannot be installed."""
     command = [sys.executable, "-m", "pyright"]
     try:
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=120, check=False)

@@ -99,7 +99,7 @@ class Posts(Callback):
 
 
 class Table(Logger):
-    """A logger of the user's own, which overrides what its base class has set."""
+    """A user's own logger, which overrides settings of its base class."""
 
     on_error = "raise"
     ranks = "all"
@@ -122,7 +122,7 @@ def callbacks(folder: Path, mode: Literal["min", "max"] = "min") -> list[Callbac
 
 
 def words() -> list[Callback]:
-    """Every argument of a built-in that takes one of a few words."""
+    """Pass every argument of a built-in whose type is a `Literal`."""
     return [
         ExportForInferenceCallback(save_format="onnx", dynamic_shapes="all"),
         HangDetector(action="kill"),
