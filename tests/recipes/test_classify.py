@@ -27,7 +27,7 @@ from callsheet.recipes.models.language_model import LanguageModel
 from callsheet.recipes.tasks.class_baselines import ByteCounts
 from callsheet.testing import run_ranks
 
-SMALL = LanguageModel(hidden_size=16, layers=1, recipe_with_classes=2, intermediate_size=32)
+SMALL = LanguageModel(hidden_size=16, layers=1, heads=2, intermediate_size=32)
 WORDS = {"fruit": "apple", "metal": "zinc", "river": "Oder"}
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-2)
 
