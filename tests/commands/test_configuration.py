@@ -135,24 +135,24 @@ loggers:
 """
 
 
-def names_of(what: Prepared) -> list[tuple[str, str]]:
-    return [(type(callback).__name__, callback.name) for callback in what.job.callbacks.callbacks]
+def names_of(prepared_recipe: Prepared) -> list[tuple[str, str]]:
+    return [(type(callback).__name__, callback.name) for callback in prepared_recipe.job.callbacks.callbacks]
 
 
 def test_two_callbacks_of_one_class_have_their_names(recipe_folder: Path) -> None:
     Path("two.yaml").write_text(TWO)
-    what = prepared("tiny.yaml", ["--config", "two.yaml"], command="show")
-    assert names_of(what) == [
+    prepared_recipe = prepared("tiny.yaml", ["--config", "two.yaml"], command="show")
+    assert names_of(prepared_recipe) == [
         ("SpeedMonitor", ""),
         ("SpeedMonitor", "throughput/long"),
         ("NaNMonitor", ""),
         ("JSONLLogger", "lines"),
     ]
-    second = yaml.safe_load(what.resolved)["callbacks"][1]
+    second = yaml.safe_load(prepared_recipe.resolved)["callbacks"][1]
     assert (second["class_path"], second["name"]) == ("callsheet.callbacks.SpeedMonitor", "throughput/long")
     assert second["init_args"]["window_size"] == 500
-    Path("again.yaml").write_text(what.resolved)
-    assert names_of(prepared("again.yaml", command="show")) == names_of(what)
+    Path("again.yaml").write_text(prepared_recipe.resolved)
+    assert names_of(prepared("again.yaml", command="show")) == names_of(prepared_recipe)
 
 
 def test_a_callback_can_be_named_on_the_command_line(recipe_folder: Path) -> None:
@@ -165,8 +165,8 @@ def test_a_callback_can_be_named_on_the_command_line(recipe_folder: Path) -> Non
 def test_a_name_is_set_on_a_nested_callback_and_on_one_with_an_argument_name(recipe_folder: Path) -> None:
     spec = """[{"class_path": "commands.test_configuration.Adjustable", "name": "outer", "init_args": {"name": "own", "inner":
         {"class_path": "callsheet.callbacks.LRMonitor", "name": "inner"}}}]"""
-    what = prepared("tiny.yaml", ["--callbacks", spec], command="show")
-    (outer,) = (callback for callback in what.job.callbacks.callbacks if isinstance(callback, Adjustable))
+    prepared_recipe = prepared("tiny.yaml", ["--callbacks", spec], command="show")
+    (outer,) = (callback for callback in prepared_recipe.job.callbacks.callbacks if isinstance(callback, Adjustable))
     assert outer.inner is not None
     assert (outer.name, outer.inner.name) == ("outer", "inner")
 
