@@ -83,7 +83,7 @@ class CopiesModel(Callback):
 @pytest.mark.parametrize(
     "interval", [5, pytest.param(1, marks=pytest.mark.test_all)]
 )  # both values check steps with and without a record
-def test_a_copied_model_contains_nothing_of_a_built_in(
+def test_a_copied_model_contains_no_objects_of_a_built_in(
     built_in: str, interval: int, subjects: Mapping[str, Subject], tmp_path: Path
 ) -> None:
     subject, copies = subjects[built_in], CopiesModel(interval)

@@ -189,7 +189,7 @@ def killed(folder: str) -> None:
 
 
 @pytest.mark.test_all
-def test_kills_every_rank_after_each_has_written(tmp_path: Path) -> None:
+def test_kills_every_rank_after_each_has_written_its_stacks(tmp_path: Path) -> None:
     with RankProcesses(killed, 2, str(tmp_path)) as ranks:
         ends = ranks.wait(60)
     assert [end.exitcode for end in ends] == [77, 77]

@@ -144,7 +144,7 @@ def test_several_types_are_logged_in_the_widest() -> None:
     assert norms.dtype == torch.float64
 
 
-def test_what_the_optimizer_reports_is_logged(tmp_path: Path) -> None:
+def test_metrics_that_the_optimizer_reports_are_logged(tmp_path: Path) -> None:
     reference = fit(tmp_path, OptimizerMonitor(batch_log_interval=2), optimizer=Reporting)
     assert reference.records[2]["second_moment/0.weight"] > 0
     without_optimizer_metrics = fit(
@@ -168,7 +168,7 @@ def on_ranks(folder: str, parallel: str) -> tuple[dict[int, dict[str, float]], d
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_sharded_norms_equal_those_of_the_whole(parallel: str, tmp_path: Path) -> None:
+def test_sharded_norms_equal_those_of_the_unsharded_model(parallel: str, tmp_path: Path) -> None:
     (reference, first), (_, second) = run_ranks(on_ranks, 2, str(tmp_path), parallel)
     assert first == second
     for step, values in first.items():

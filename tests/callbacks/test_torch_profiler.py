@@ -138,7 +138,7 @@ def on_ranks(folder: str) -> None:
     fit(folder, Marks(), TorchProfiler(skip_first=1, wait=0, warmup=0, active=1), zero)
 
 
-def test_each_rank_writes_its_own(tmp_path: Path) -> None:
+def test_each_rank_writes_its_own_trace(tmp_path: Path) -> None:
     run_ranks(on_ranks, 2, str(tmp_path))
     assert set(traces(tmp_path / "run" / "traces")) == {
         "TorchProfiler-step2-rank0.json",

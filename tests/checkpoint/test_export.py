@@ -32,7 +32,7 @@ def exported(root: str) -> Any:
     return whole(model(torch.arange(7))), recorded
 
 
-def test_shards_are_exported_whole_and_tied_weights_once(tmp_path: Path) -> None:
+def test_sharded_weights_are_exported_whole_and_tied_weights_once(tmp_path: Path) -> None:
     (logits, recorded), second = run_ranks(exported, 2, str(tmp_path))
     assert (logits, recorded) == second
     assert "already exists; choose a new path or pass overwrite=True" in recorded[0]

@@ -187,7 +187,7 @@ def test_numpy_objects_are_rejected(array: object) -> None:
         flatten({"rng": array})
 
 
-def test_masks_would_be_lost_so_array_subclasses_are_rejected() -> None:
+def test_array_subclasses_are_rejected_because_masks_would_be_lost() -> None:
     with pytest.raises(CheckpointError, match="is not plain data"):
         flatten(np.ma.masked_array([1], [True]))
 

@@ -96,7 +96,7 @@ def test_without_git_or_a_repository_the_rest_is_recorded(tmp_path: Path, monkey
     assert recorded_environment(monkeypatch, tmp_path)["git"] == {}
 
 
-def test_a_run_writes_it_without_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_writes_its_environment_without_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, may_continue = threading.Event(), threading.Event()
 
     def slow(folder: Path) -> dict[str, Any]:

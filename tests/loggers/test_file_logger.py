@@ -319,7 +319,7 @@ PRINTED = {"early", "python", "from höher up", "from a child", "from c", "from 
 
 
 @pytest.mark.test_all
-def test_descriptors_capture_what_c_and_children_print(tmp_path: Path) -> None:
+def test_descriptors_capture_the_output_of_c_code_and_child_processes(tmp_path: Path) -> None:
     seen, code = run_script("plainly", tmp_path)
     assert code == 0, seen
     for name in ("run", "again"):

@@ -313,7 +313,7 @@ def test_nothing_of_the_environment_is_written(tmp_path: Path, monkeypatch: pyte
 # --- failures ---
 
 
-def test_disabled_logs_nothing(tmp_path: Path) -> None:
+def test_in_mode_disabled_nothing_is_logged(tmp_path: Path) -> None:
     fit(tmp_path, logger=WandBLogger(mode="disabled", settings=QUIET), max_duration="1ep", config={"lr": 1})
     assert not list(tmp_path.rglob("*.wandb"))
 

@@ -170,9 +170,9 @@ def test_a_resumed_run_ends_with_the_same_weights(data: Path, tmp_path: Path) ->
             recipe = classify(config, callbacks=[CheckpointSaver(save_interval="3ba")])
         return {name: tensor.detach().clone() for name, tensor in recipe.trainer.model.named_parameters()}
 
-    unbroken, resumed = weights("unbroken", "9ba"), weights("resumed", "5ba", "9ba")
-    assert unbroken.keys() == resumed.keys()
-    assert all(torch.equal(unbroken[name], tensor) for name, tensor in resumed.items())
+    uninterrupted, resumed = weights("uninterrupted", "9ba"), weights("resumed", "5ba", "9ba")
+    assert uninterrupted.keys() == resumed.keys()
+    assert all(torch.equal(uninterrupted[name], tensor) for name, tensor in resumed.items())
 
 
 def on_a_rank(data: Path, runs: Path, parallel: str, ranks: int) -> Any:

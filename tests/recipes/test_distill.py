@@ -189,9 +189,9 @@ def test_a_resumed_run_ends_with_the_same_weights(data: Path, teacher: Path, tmp
             recipe = distill(config, callbacks=[CheckpointSaver(save_interval="3ba")])
         return {name: tensor.detach().clone() for name, tensor in recipe.trainer.model.named_parameters()}
 
-    unbroken, resumed = weights("unbroken", "9ba"), weights("resumed", "5ba", "9ba")
-    assert unbroken.keys() == resumed.keys()
-    assert all(torch.equal(unbroken[name], tensor) for name, tensor in resumed.items())
+    uninterrupted, resumed = weights("uninterrupted", "9ba"), weights("resumed", "5ba", "9ba")
+    assert uninterrupted.keys() == resumed.keys()
+    assert all(torch.equal(uninterrupted[name], tensor) for name, tensor in resumed.items())
 
 
 @pytest.mark.test_all

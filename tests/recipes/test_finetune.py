@@ -150,8 +150,8 @@ def test_a_resumed_run_ends_with_the_same_weights(data: Path, base: Path, tmp_pa
             assert set(recipe.trainer.ctx.user_state["finetune/before"]) == {"easy", "hard"}
         return {name: tensor.detach().clone() for name, tensor in recipe.trainer.model.named_parameters()}
 
-    unbroken, resumed = weights("unbroken", "12ba"), weights("resumed", "5ba", "12ba")
-    assert all(torch.equal(unbroken[name], tensor) for name, tensor in resumed.items())
+    uninterrupted, resumed = weights("uninterrupted", "12ba"), weights("resumed", "5ba", "12ba")
+    assert all(torch.equal(uninterrupted[name], tensor) for name, tensor in resumed.items())
 
 
 def test_the_exported_folder_has_the_model_and_the_tokenizer_s_end_token(data: Path, base: Path, tmp_path: Path) -> None:

@@ -100,8 +100,8 @@ def test_exactly_the_assistant_s_messages_are_targets(tmp_path: Path, side: str)
     targets = [processor.tokenizer.decode([token for token in row if token != IGNORED_LABEL]) for row in batch["labels"].tolist()]
     assert targets == ["red<|end|>green<|end|>", "green<|end|>", "blue<|end|>"]
     assert batch["pixel_values"].shape == (4, 3, 8, 8)  # two images of the first row
-    learnt = batch["labels"] != IGNORED_LABEL
-    assert torch.equal(batch["labels"][learnt], batch["input_ids"][learnt])
+    is_target = batch["labels"] != IGNORED_LABEL
+    assert torch.equal(batch["labels"][is_target], batch["input_ids"][is_target])
     assert processor.tokenizer.padding_side == side
 
 
