@@ -15,7 +15,7 @@ from callsheet.errors import ConfigError
 from callsheet.testing import run_ranks
 
 
-class Two(nn.Module):
+class ReturnsNestedOutputs(nn.Module):
     def forward(self, inputs: Tensor) -> dict[str, Any]:
         return {"scaled": inputs * 2, "more": [inputs * 0, torch.ones(3, dtype=torch.long)], "none": None}
 
@@ -25,14 +25,14 @@ class Model(nn.Module):
         super().__init__()
         self.layer = nn.Linear(3, 4)
         self.act = nn.ReLU()
-        self.two = Two()
+        self.two = ReturnsNestedOutputs()
         self.head = nn.Linear(4, 1)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.head(self.two(self.act(self.layer(inputs)))["scaled"])  # type: ignore[no-any-return]
 
 
-class Watch(Callback):
+class RecordsMetricsAndHooks(Callback):
     """Records the metrics, the number of hooks after every step, and the outputs of a separate forward at step 4."""
 
     phase = "report"
@@ -60,8 +60,8 @@ def hooks_on(model: nn.Module) -> int:
     return sum(len(module._forward_hooks) for module in model.modules())
 
 
-def fit(folder: Path | str, *callbacks: Callback, model: nn.Module | None = None, **options: Any) -> Watch:
-    watch = Watch()
+def fit(folder: Path | str, *callbacks: Callback, model: nn.Module | None = None, **options: Any) -> RecordsMetricsAndHooks:
+    recorder = RecordsMetricsAndHooks()
     torch.manual_seed(0)
     data = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(8)]
     with Trainer(
@@ -69,21 +69,21 @@ def fit(folder: Path | str, *callbacks: Callback, model: nn.Module | None = None
         nn.functional.mse_loss,
         data,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        callbacks=[*callbacks, watch],
+        callbacks=[*callbacks, recorder],
         runs_folder=folder,
         log_interval="2ba",
         device="cpu",
         **options,
     ) as trainer:
         trainer.fit()
-    return watch
+    return recorder
 
 
-def test_the_statistics_are_of_what_the_modules_returned(tmp_path: Path) -> None:
-    watch = fit(tmp_path, ActivationMonitor(batch_log_interval=4), microbatch_size=2)
-    assert [bool(record) for record in watch.records] == [False, True, False, True]
-    recorded = watch.records[1]
-    halves = watch.layer
+def test_statistics_are_computed_from_the_outputs_of_the_modules(tmp_path: Path) -> None:
+    recorder = fit(tmp_path, ActivationMonitor(batch_log_interval=4), microbatch_size=2)
+    assert [bool(record) for record in recorder.records] == [False, True, False, True]
+    recorded = recorder.records[1]
+    halves = recorder.layer
     assert len(halves) == 2
     wanted = {
         "mean": sum(float(half.mean()) for half in halves) / 2,
@@ -97,7 +97,7 @@ def test_the_statistics_are_of_what_the_modules_returned(tmp_path: Path) -> None
     assert recorded["activations/mean/two.0"] == pytest.approx(2 * recorded["activations/mean/act"])
     assert recorded["activations/zeros/two.1"] == 1.0  # the tensor of integers is left out
     assert "activations/mean/(model)" in recorded
-    assert watch.hooks == [0] * 8
+    assert recorder.hooks == [0] * 8
 
 
 def test_a_normal_distribution_has_kurtosis_3(tmp_path: Path) -> None:
@@ -119,12 +119,14 @@ def test_a_normal_distribution_has_kurtosis_3(tmp_path: Path) -> None:
     assert recorded["activations/std/noise"] == pytest.approx(1, abs=0.01)
 
 
-def test_selected_modules_and_two_monitors(tmp_path: Path) -> None:
-    few = ActivationMonitor(batch_log_interval=2, modules=["l*"])
-    few.name = "few"
-    watch = fit(tmp_path, few, ActivationMonitor(batch_log_interval=4, ignore_types=["ReLU", "Model", "Two"]))
-    assert {name.rsplit("/", 1)[1] for name in watch.records[0]} == {"layer"}
-    assert {name.rsplit("/", 1)[1] for name in watch.records[1] if name.startswith("activ")} == {"layer", "head"}
+def test_two_monitors_log_only_their_selected_modules(tmp_path: Path) -> None:
+    monitor = ActivationMonitor(batch_log_interval=2, modules=["l*"])
+    monitor.name = "few"
+    recorder = fit(
+        tmp_path, monitor, ActivationMonitor(batch_log_interval=4, ignore_types=["ReLU", "Model", "ReturnsNestedOutputs"])
+    )
+    assert {name.rsplit("/", 1)[1] for name in recorder.records[0]} == {"layer"}
+    assert {name.rsplit("/", 1)[1] for name in recorder.records[1] if name.startswith("activ")} == {"layer", "head"}
 
 
 def test_no_hook_is_left_after_an_exception(tmp_path: Path) -> None:
@@ -140,7 +142,7 @@ def test_no_hook_is_left_after_an_exception(tmp_path: Path) -> None:
 
 
 def test_an_infinite_activation_is_logged(tmp_path: Path) -> None:
-    class Spoil(Callback):
+    class MakesBiasInfinite(Callback):
         phase = "change"
 
         def on_forward_backward_start(self, ctx: Context) -> None:
@@ -148,7 +150,7 @@ def test_an_infinite_activation_is_logged(tmp_path: Path) -> None:
                 with torch.no_grad():
                     ctx.model.layer.bias.fill_(float("inf"))
 
-    recorded = fit(tmp_path, Spoil(), ActivationMonitor(batch_log_interval=2)).records[0]
+    recorded = fit(tmp_path, MakesBiasInfinite(), ActivationMonitor(batch_log_interval=2)).records[0]
     assert recorded["activations/max/layer"] == float("inf")
 
 
@@ -175,14 +177,14 @@ def test_recomputed_activations_are_counted_once(tmp_path: Path) -> None:
 
 def test_a_compiled_model_is_warned_about_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
-        watch = fit(tmp_path, ActivationMonitor(batch_log_interval=2), compile={"backend": "eager"})
+        recorder = fit(tmp_path, ActivationMonitor(batch_log_interval=2), compile={"backend": "eager"})
     assert caplog.text.count("no module inside the model ran its hooks") == 1
-    assert {name.rsplit("/", 1)[1] for name in watch.records[0]} == {"(model)"}
+    assert {name.rsplit("/", 1)[1] for name in recorder.records[0]} == {"(model)"}
 
 
 def on_ranks(folder: str, parallel: str) -> tuple[list[dict[str, float]], list[Any]]:
-    watch = fit(folder, ActivationMonitor(batch_log_interval=4), parallel=parallel)
-    return watch.records, [half.tolist() for half in watch.layer]
+    recorder = fit(folder, ActivationMonitor(batch_log_interval=4), parallel=parallel)
+    return recorder.records, [half.tolist() for half in recorder.layer]
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
@@ -261,7 +263,7 @@ class ReturnsManyTensors(nn.Module):
         return self.layer(inputs)  # type: ignore[no-any-return]
 
 
-def test_tensors_of_any_shape_and_type_and_one_that_is_modified_afterwards(tmp_path: Path) -> None:
+def test_outputs_of_any_shape_and_type_are_measured_before_they_are_modified_in_place(tmp_path: Path) -> None:
     model = ReturnsManyTensors()
     recorded = fit(tmp_path, ActivationMonitor(batch_log_interval=8), model=model).records[3]
     of = {f"parts.{i}": each for i, each in enumerate(model.made)} | {"relu": model.made[-1].relu()}

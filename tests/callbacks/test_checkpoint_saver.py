@@ -25,10 +25,10 @@ class Scores:
     """A loss function that returns the given scores in evaluation, one after the other."""
 
     def __init__(self, scores: Sequence[float]) -> None:
-        self.left: Iterator[float] = iter(scores)
+        self.remaining: Iterator[float] = iter(scores)
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.mse_loss(outputs, targets) if torch.is_grad_enabled() else torch.tensor(next(self.left))
+        return nn.functional.mse_loss(outputs, targets) if torch.is_grad_enabled() else torch.tensor(next(self.remaining))
 
 
 def trainer(folder: Path, *callbacks: Callback, scores: Sequence[float] | None = None, **options: Any) -> Trainer:
@@ -47,13 +47,13 @@ def trainer(folder: Path, *callbacks: Callback, scores: Sequence[float] | None =
 
 
 def fit(folder: Path, *callbacks: Callback, **options: Any) -> dict[int, str]:
-    """Train, and return the step and kind of every checkpoint that is left."""
+    """Train, and return the step and kind of every checkpoint that remains."""
     with trainer(folder, *callbacks, **options) as trained:
         trained.fit()
-    return left(folder, options.get("run_name", "run"))
+    return remaining(folder, options.get("run_name", "run"))
 
 
-def left(folder: Path, name: str = "run") -> dict[int, str]:
+def remaining(folder: Path, name: str = "run") -> dict[int, str]:
     found = find_checkpoints(folder / name / "checkpoints").checkpoints
     assert len({checkpoint.step for checkpoint in found}) == len(found), "two checkpoints of one step"
     return {checkpoint.step: checkpoint.seal.info["kind"] for checkpoint in reversed(found)}
@@ -146,10 +146,10 @@ def test_a_saver_can_be_used_in_another_run(tmp_path: Path) -> None:
     assert fit(tmp_path, saver, max_duration="2ba") == {2: "final"}
     with trainer(tmp_path, saver, max_duration="3ba", run_name="other") as trained:
         trained.fit("2ba")
-        assert left(tmp_path, "other") == {2: "final"}
+        assert remaining(tmp_path, "other") == {2: "final"}
         trained.fit("3ba")
-    assert left(tmp_path, "other") == {3: "final"}
-    assert left(tmp_path) == {2: "final"}
+    assert remaining(tmp_path, "other") == {3: "final"}
+    assert remaining(tmp_path) == {2: "final"}
 
 
 def test_requests_of_another_run_do_not_affect_this_one(tmp_path: Path) -> None:
@@ -165,14 +165,14 @@ def test_all_reasons_at_one_boundary_make_one_checkpoint(tmp_path: Path) -> None
     assert fit(tmp_path, saver, scores=[0.5, 0.4], max_duration="2ep") == {3: "best", 6: "final"}
 
 
-def test_before_eval_saves_what_a_failing_evaluation_would_lose(tmp_path: Path) -> None:
+def test_with_before_eval_a_checkpoint_is_saved_before_an_evaluation_that_fails(tmp_path: Path) -> None:
     saver = CheckpointSaver(before_eval=True)
     with pytest.raises(StopIteration):  # the scores run out
         fit(tmp_path, saver, scores=[0.5])
-    assert left(tmp_path) == {3: "periodic", 6: "periodic"}
+    assert remaining(tmp_path) == {3: "periodic", 6: "periodic"}
     with pytest.raises(StopIteration):
         fit(tmp_path, CheckpointSaver(), scores=[0.5], run_name="other")
-    assert left(tmp_path, "other") == {3: "periodic"}
+    assert remaining(tmp_path, "other") == {3: "periodic"}
 
 
 def test_with_before_eval_the_best_is_saved_with_its_evaluation(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_keeps_the_newest(tmp_path: Path) -> None:
 def test_an_old_checkpoint_is_deleted_after_the_new_one_is_written(tmp_path: Path) -> None:
     manager = CallbackManager([CheckpointSaver(save_interval="1ba", keep=1)])
     at_end: list[list[int]] = []
-    manager.register("on_checkpoint_save_end", lambda ctx: at_end.append(list(left(tmp_path))))
+    manager.register("on_checkpoint_save_end", lambda ctx: at_end.append(list(remaining(tmp_path))))
     fit(tmp_path, manager=manager, max_duration="3ba")
     assert at_end == [[1], [1, 2], [2, 3]]
 
@@ -261,11 +261,11 @@ def test_a_deleted_checkpoint_does_not_count(tmp_path: Path, caplog: pytest.LogC
 
 def test_another_runs_checkpoints_are_not_deleted(tmp_path: Path) -> None:
     fit(tmp_path, CheckpointSaver(keep=2, monitor="validation/loss"), scores=[0.5, 0.6, 0.7])
-    assert list(left(tmp_path)) == [3, 6, 9]
+    assert list(remaining(tmp_path)) == [3, 6, 9]
     parent = tmp_path / "run" / "checkpoints" / "ep2-ba6"
     saver = CheckpointSaver(keep=1, monitor="validation/loss")
     assert fit(tmp_path, saver, scores=[0.9], run_name="child", resume=parent) == {9: "final"}  # and the best is that of this run
-    assert list(left(tmp_path)) == [3, 6, 9]
+    assert list(remaining(tmp_path)) == [3, 6, 9]
 
 
 def test_a_checkpoint_that_another_callback_also_requested_is_kept(tmp_path: Path) -> None:
@@ -273,13 +273,13 @@ def test_a_checkpoint_that_another_callback_also_requested_is_kept(tmp_path: Pat
     assert list(fit(tmp_path, CheckpointSaver(save_interval="1ba", keep=1), max_duration="7ba", resume="auto")) == [2, 7]
 
 
-def test_a_checkpoint_that_was_saved_by_hand_is_kept(tmp_path: Path) -> None:
+def test_a_manually_saved_checkpoint_is_kept(tmp_path: Path) -> None:
     with trainer(tmp_path, CheckpointSaver(keep=1), max_duration="1ep") as trained:
         trained.fit("2ba")
         by_hand = trained.save_checkpoint()
         trained.fit("2ep")
     assert Path(by_hand.path).exists()
-    assert left(tmp_path) == {2: "requested", 6: "final"}
+    assert remaining(tmp_path) == {2: "requested", 6: "final"}
 
 
 def test_the_best_and_the_newest_are_kept_independently(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_checkpoints_with_nan_do_not_replace_good_ones(tmp_path: Path) -> None:
 # --- the best ---
 
 
-def test_the_best_is_kept_in_addition(tmp_path: Path) -> None:
+def test_the_best_is_kept_in_addition_to_the_newest(tmp_path: Path) -> None:
     saver = CheckpointSaver(keep=1, monitor="validation/loss")
     assert fit(tmp_path, saver, scores=[0.5, 0.1, math.nan, 0.9, 0.8], max_duration="5ep") == {6: "best", 15: "final"}
 
@@ -347,12 +347,12 @@ def test_a_best_whose_checkpoint_was_deleted_does_not_count(tmp_path: Path) -> N
     assert fit(tmp_path, saver(), scores=[0.4, 0.5], max_duration="4ep", resume="auto") == {9: "best", 12: "final"}
 
 
-def test_an_evaluation_by_hand_does_not_count(tmp_path: Path) -> None:
+def test_a_manual_evaluation_does_not_count(tmp_path: Path) -> None:
     saver = CheckpointSaver(save_interval=None, save_at_end=False, monitor="validation/loss")
     with trainer(tmp_path, saver, scores=[0.1, 0.5], max_duration="1ep") as trained:
         trained.evaluate()
         trained.fit()
-    assert left(tmp_path) == {3: "best"}
+    assert remaining(tmp_path) == {3: "best"}
 
 
 def test_a_metric_that_is_not_evaluated_is_an_error(tmp_path: Path) -> None:

@@ -91,8 +91,8 @@ def test_a_run_that_has_ended_is_not_stopped(tmp_path: Path) -> None:
     assert epochs(tmp_path, stopper(), [1, 1, 1], max_duration="3ep") == (3, "finished")
 
 
-def test_an_evaluation_by_hand_does_not_count(tmp_path: Path) -> None:
-    class ByHand(Scores):
+def test_a_manual_evaluation_does_not_count(tmp_path: Path) -> None:
+    class EvaluatesManually(Scores):
         def on_eval_end(self, ctx: Context) -> None:
             ctx.log({"validation/score": 0.0 if ctx.standalone else 1.0 / (ctx.step + 1)}, across="same")
 
@@ -104,7 +104,7 @@ def test_an_evaluation_by_hand_does_not_count(tmp_path: Path) -> None:
         DATA[:1],
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
         max_duration="3ep",
-        callbacks=[ByHand({}), waits],
+        callbacks=[EvaluatesManually({}), waits],
         runs_folder=tmp_path,
         device="cpu",
     ) as trained:
@@ -184,7 +184,7 @@ def test_a_new_run_starts_from_scratch(tmp_path: Path) -> None:
     assert epochs(tmp_path, again, [5, 4, 3, 3, 3, 3, 3, 3], run_name="other")[0] == 5
 
 
-def test_two_work_in_one_run(tmp_path: Path) -> None:
+def test_two_instances_work_in_one_run(tmp_path: Path) -> None:
     patient, other = stopper(patience=5), stopper(monitor="validation/loss", mode="max", patience=2)
     other.name = "loss"
     with trainer(tmp_path, patient, other, CheckpointSaver(), scores=[1.0] * 8) as trained:

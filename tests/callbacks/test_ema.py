@@ -171,7 +171,7 @@ def test_parameters_that_are_unfrozen_later_are_averaged(tmp_path: Path) -> None
         assert "frozen.weight" in ema._trained
 
 
-def test_before_its_start_there_is_no_average(tmp_path: Path) -> None:
+def test_there_is_no_average_before_the_start(tmp_path: Path) -> None:
     sees = RecordsWeights("on_train_step_end", "on_eval_all_end")
     fit(tmp_path, sees, EMA(decay=0.5, start="6ba"))
     trained = [weights for event, _, weights in sees.seen if event == "on_train_step_end"]
@@ -199,7 +199,7 @@ def test_at_end_keeps_the_average_in_the_model(tmp_path: Path, at_end: bool) -> 
         assert same(whole(trained.model), mean if at_end else weights)
 
 
-def test_a_further_fit_trains_on_with_the_weights(tmp_path: Path) -> None:
+def test_a_further_fit_continues_with_the_trained_weights(tmp_path: Path) -> None:
     once = fit(tmp_path / "once", EMA(decay=0.9), max_duration="3ep")
     with trainer(tmp_path / "thrice", EMA(decay=0.9)) as trained:
         for duration in ("1ep", "2ep", "3ep"):
@@ -238,7 +238,7 @@ def test_a_checkpoint_s_model_is_the_one_that_was_evaluated(tmp_path: Path) -> N
         assert torch.equal(own["trained"]["head.weight"], sees.at("on_train_step_end", found.step)["head.weight"])
 
 
-def test_a_checkpoint_without_an_average_begins_one(tmp_path: Path) -> None:
+def test_a_checkpoint_without_an_average_starts_a_new_average(tmp_path: Path) -> None:
     fit(tmp_path, CheckpointSaver())
     ema = EMA(decay=0.9)
     with trainer(tmp_path, ema, resume="auto", max_duration="2ep") as trained:
@@ -258,10 +258,10 @@ class MakesWeightsNaN(Callback):
                 ctx.model.head.weight.fill_(math.nan)
 
 
-@pytest.mark.parametrize("stays", [False, True])
-def test_a_finite_average_does_not_hide_weights_with_nan(tmp_path: Path, stays: bool) -> None:
+@pytest.mark.parametrize("is_average_kept", [False, True])
+def test_a_finite_average_does_not_hide_weights_with_nan(tmp_path: Path, is_average_kept: bool) -> None:
     with trainer(tmp_path, EMA(decay=0.9, update_interval=4), MakesWeightsNaN()) as trained:
-        if stays:
+        if is_average_kept:
             trained.fit("5ba")
             trained.save_checkpoint()
             assert torch.isfinite(trained.model.state_dict()["head.weight"]).all()

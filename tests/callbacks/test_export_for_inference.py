@@ -84,7 +84,7 @@ def whole(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def answer(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def outputs_of(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Return the trained model's outputs in evaluation mode."""
     return model.eval()(*args, **kwargs)
 
@@ -113,8 +113,8 @@ def test_an_exported_program_returns_the_trained_model_s_outputs(tmp_path: Path)
     assert [entry.name for entry in path.parent.iterdir()] == ["model.pt2"]
     program = loaded(path)
     for samples in (1, 2, 7):
-        assert torch.equal(program(inputs(samples)), answer(trained.model, inputs(samples)))
-    assert not torch.equal(program(inputs()), answer(Net(), inputs()))
+        assert torch.equal(program(inputs(samples)), outputs_of(trained.model, inputs(samples)))
+    assert not torch.equal(program(inputs()), outputs_of(Net(), inputs()))
 
 
 @pytest.mark.test_all
@@ -128,7 +128,7 @@ def test_an_onnx_model_returns_the_trained_model_s_outputs(tmp_path: Path) -> No
     assert all(file.parent == path.parent for file in files.files.values())
     for samples in (1, 6):
         (recorded,) = run_onnx(path, inputs(samples))
-        torch.testing.assert_close(recorded, answer(trained.model, inputs(samples)))
+        torch.testing.assert_close(recorded, outputs_of(trained.model, inputs(samples)))
     import onnx
 
     graph = onnx.load(path).graph
@@ -171,7 +171,7 @@ def made_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"one": 0, "two": 1}, "one")))
 
 
-def test_a_folder_for_transformers(tmp_path: Path) -> None:
+def test_the_huggingface_format_writes_a_folder_for_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     files = RecordsFiles()
@@ -179,13 +179,13 @@ def test_a_folder_for_transformers(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "export" / "model"
     assert {"export/model/config.json", "export/model/model.safetensors"} <= files.files.keys()
     model = AutoModelForCausalLM.from_pretrained(folder)
-    assert torch.equal(answer(model, **tokens()).logits, answer(trained.model, **tokens()).logits)
+    assert torch.equal(outputs_of(model, **tokens()).logits, outputs_of(trained.model, **tokens()).logits)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert AutoTokenizer.from_pretrained(folder).vocab == {"one": 0, "two": 1}
 
 
 @pytest.mark.test_all
-def test_a_language_model_as_a_program_for_any_length(tmp_path: Path) -> None:
+def test_an_exported_language_model_accepts_sequences_of_any_length(tmp_path: Path) -> None:
     trained = train_llama(tmp_path, ExportForInferenceCallback(dynamic_shapes="all"))
     assert llama_of(trained).config.use_cache
     program = loaded(tmp_path / "run" / "export" / "model.pt2")
@@ -193,15 +193,15 @@ def test_a_language_model_as_a_program_for_any_length(tmp_path: Path) -> None:
         recorded = program(**tokens(samples, length))
         assert type(recorded) is dict
         assert list(recorded) == ["logits"]  # neither the loss nor the cache
-        assert torch.equal(recorded["logits"], answer(trained.model, **tokens(samples, length)).logits)
+        assert torch.equal(recorded["logits"], outputs_of(trained.model, **tokens(samples, length)).logits)
 
 
 @pytest.mark.test_all
-def test_a_language_model_as_onnx(tmp_path: Path) -> None:
+def test_a_language_model_is_exported_to_onnx(tmp_path: Path) -> None:
     trained = train_llama(tmp_path, ExportForInferenceCallback(save_format="onnx", dynamic_shapes="all", output_names=["logits"]))
     batch = tokens(3, 11)
     (logits,) = run_onnx(tmp_path / "run" / "export" / "model.onnx", *batch.values())
-    torch.testing.assert_close(logits, answer(trained.model, **batch).logits, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(logits, outputs_of(trained.model, **batch).logits, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -212,15 +212,15 @@ def test_a_language_model_as_onnx(tmp_path: Path) -> None:
         ({"inputs": inputs(2), "scale": 3.0}, {"inputs": inputs(4), "scale": 3.0}),
     ],
 )
-def test_a_given_sample_input(tmp_path: Path, given: Any, call: Any) -> None:
+def test_the_model_is_exported_with_the_given_sample_input(tmp_path: Path, given: Any, call: Any) -> None:
     with trainer(tmp_path, ExportForInferenceCallback(sample_input=given)) as trained:
         trained.fit()
     args, kwargs = ((), call) if isinstance(call, dict) else (call, {})
     program = loaded(tmp_path / "run" / "export" / "model.pt2")
-    assert torch.equal(program(*args, **kwargs), answer(trained.model, *args, **kwargs))
+    assert torch.equal(program(*args, **kwargs), outputs_of(trained.model, *args, **kwargs))
 
 
-def test_the_arguments_with_which_a_custom_task_calls_the_model(tmp_path: Path) -> None:
+def test_the_model_is_exported_with_the_arguments_of_a_custom_task(tmp_path: Path) -> None:
     def step(model: nn.Module, batch: Any) -> Any:
         return model(batch["x"] + 1, scale=0.5), lambda outputs: outputs.square().mean()
 
@@ -229,7 +229,7 @@ def test_the_arguments_with_which_a_custom_task_calls_the_model(tmp_path: Path) 
     with trainer(tmp_path, export, model=Scaled(3, 3), task=ForwardStepTask(step), train_dataloader=batches) as trained:
         trained.fit()
     program = loaded(tmp_path / "run" / "export" / "model.pt2")  # traced with one sample, works with any number
-    assert torch.equal(program(inputs(5), scale=0.5), answer(trained.model, inputs(5), scale=0.5))
+    assert torch.equal(program(inputs(5), scale=0.5), outputs_of(trained.model, inputs(5), scale=0.5))
 
 
 class Scaled(nn.Linear):
@@ -241,18 +241,18 @@ def test_fixed_shapes_are_those_of_the_first_batch(tmp_path: Path) -> None:
     with trainer(tmp_path, ExportForInferenceCallback(dynamic_shapes="none")) as trained:
         trained.fit()
     program = loaded(tmp_path / "run" / "export" / "model.pt2")
-    assert torch.equal(program(inputs(4)), answer(trained.model, inputs(4)))
+    assert torch.equal(program(inputs(4)), outputs_of(trained.model, inputs(4)))
     with pytest.raises(Exception, match=r"size|shape|[Gg]uard"):
         program(inputs(2))
 
 
-def test_dynamic_shapes_as_torch_spells_them(tmp_path: Path) -> None:
+def test_dynamic_shapes_are_accepted_in_the_format_of_torch(tmp_path: Path) -> None:
     shapes = {"inputs": {0: torch.export.Dim("samples", max=8)}, "scale": None}
     export = ExportForInferenceCallback(dynamic_shapes=shapes, sample_input=(inputs(2), 1.0))
     with trainer(tmp_path, export) as trained:
         trained.fit()
     program = loaded(tmp_path / "run" / "export" / "model.pt2")
-    assert torch.equal(program(inputs(8), 1.0), answer(trained.model, inputs(8)))
+    assert torch.equal(program(inputs(8), 1.0), outputs_of(trained.model, inputs(8)))
     with pytest.raises(Exception, match=r"size|shape|[Gg]uard"):
         program(inputs(9), 1.0)
 
@@ -261,10 +261,10 @@ def test_the_average_is_exported_if_there_is_one(tmp_path: Path) -> None:
     with trainer(tmp_path, EMA(decay=0.9), ExportForInferenceCallback()) as trained:
         trained.fit()
     recorded = loaded(tmp_path / "run" / "export" / "model.pt2")(inputs())
-    assert torch.equal(recorded, answer(trained.model, inputs()))  # from then on, the model contains the average
+    assert torch.equal(recorded, outputs_of(trained.model, inputs()))  # from then on, the model contains the average
     with trainer(tmp_path / "plain") as plain:
         plain.fit()
-    assert not torch.equal(recorded, answer(plain.model, inputs()))
+    assert not torch.equal(recorded, outputs_of(plain.model, inputs()))
 
 
 @pytest.mark.test_all
@@ -285,13 +285,13 @@ def test_the_trained_model_is_not_changed(tmp_path: Path) -> None:
     assert all(torch.equal(ends[0][4][name], ends[1][4][name]) for name in ends[0][4])
 
 
-def test_a_longer_fit_writes_again(tmp_path: Path) -> None:
+def test_a_further_fit_exports_again(tmp_path: Path) -> None:
     path = tmp_path / "run" / "export" / "model.pt2"
     with trainer(tmp_path, ExportForInferenceCallback()) as trained:
         trained.fit("1ep")
         first = loaded(path)(inputs())
         trained.fit("3ep")
-    assert torch.equal(loaded(path)(inputs()), answer(trained.model, inputs()))
+    assert torch.equal(loaded(path)(inputs()), outputs_of(trained.model, inputs()))
     assert not torch.equal(first, loaded(path)(inputs()))
     assert [entry.name for entry in path.parent.iterdir()] == ["model.pt2"]
 
@@ -340,7 +340,7 @@ class NoOnnx(nn.Linear):
 
 
 @pytest.mark.test_all
-def test_an_operation_that_onnx_does_not_have(tmp_path: Path) -> None:
+def test_an_operation_without_an_onnx_equivalent_is_an_error(tmp_path: Path) -> None:
     export = ExportForInferenceCallback(save_format="onnx")
 
     def step(model: nn.Module, batch: Any) -> Any:
@@ -360,12 +360,12 @@ def test_an_operation_that_onnx_does_not_have(tmp_path: Path) -> None:
         ({"dynamic_shapes": {"other": None}}, "torch.export cannot trace the model"),
     ],
 )
-def test_a_sample_that_does_not_fit(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_a_sample_input_or_shapes_that_do_not_fit_are_an_error(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with trainer(tmp_path, ExportForInferenceCallback(**options)) as trained, pytest.raises(CheckpointError, match=message):
         trained.fit()
 
 
-def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     export = ExportForInferenceCallback(save_path=tmp_path / "file" / "model.pt2")
     with (
@@ -402,7 +402,7 @@ def test_the_outcome_decides_whether_the_model_is_exported(tmp_path: Path, how: 
     assert not trained.model._forward_pre_hooks
 
 
-def test_a_complete_run_has_no_sample_input_and_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_trained_step_it_warns_unless_a_sample_input_is_given(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with trainer(tmp_path, CheckpointSaver()) as trained:
         trained.fit()
     with caplog.at_level(logging.WARNING, "callsheet"):
@@ -412,10 +412,10 @@ def test_a_complete_run_has_no_sample_input_and_warns(tmp_path: Path, caplog: py
     with trainer(tmp_path, ExportForInferenceCallback(sample_input=inputs(2)), resume="auto") as given:
         given.fit()
     recorded = loaded(tmp_path / "run" / "export" / "model.pt2")(inputs())
-    assert torch.equal(recorded, answer(trained.model, inputs()))
+    assert torch.equal(recorded, outputs_of(trained.model, inputs()))
 
 
-def test_a_compiled_model_needs_a_sample(tmp_path: Path) -> None:
+def test_a_compiled_model_needs_a_sample_input(tmp_path: Path) -> None:
     plain = nn.Linear(3, 3)
     compiled = {"compile": {"backend": "eager"}, "log_interval": "1ba"}
     with trainer(tmp_path, ExportForInferenceCallback(), model=plain, **compiled) as trained:
@@ -427,7 +427,7 @@ def test_a_compiled_model_needs_a_sample(tmp_path: Path) -> None:
     with trainer(tmp_path, export, model=nn.Linear(3, 3), **compiled) as trained:
         trained.fit()
     recorded = loaded(tmp_path / "run" / "export" / "model.pt2")(inputs())
-    assert torch.equal(recorded, answer(trained.model, inputs()))
+    assert torch.equal(recorded, outputs_of(trained.model, inputs()))
 
 
 def test_the_huggingface_format_rejects_other_models(tmp_path: Path) -> None:
@@ -478,7 +478,7 @@ def on_ranks(folder: str, parallel: str, save_format: Format, exports: bool) -> 
 @pytest.mark.test_all
 @pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 @pytest.mark.parametrize("save_format", ["torch_export", "huggingface"])
-def test_on_two_ranks(parallel: str, save_format: str, tmp_path: Path) -> None:
+def test_two_ranks_export_one_model_and_training_is_not_changed(parallel: str, save_format: str, tmp_path: Path) -> None:
     first, second = run_ranks(on_ranks, 2, str(tmp_path), parallel, save_format, True)
     assert not second["files"]
     assert first["files"]
@@ -491,15 +491,15 @@ def test_on_two_ranks(parallel: str, save_format: str, tmp_path: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export" / "model")
         expected = llama()
         expected.load_state_dict(weights)
-        assert torch.equal(answer(model, **tokens()).logits, answer(expected, **tokens()).logits)
+        assert torch.equal(outputs_of(model, **tokens()).logits, outputs_of(expected, **tokens()).logits)
     else:
         net = Net()
         net.load_state_dict(weights)
         program = loaded(tmp_path / "run" / "export" / "model.pt2")
-        assert torch.equal(program(inputs()), answer(net, inputs()))
+        assert torch.equal(program(inputs()), outputs_of(net, inputs()))
 
 
-def failing(folder: str) -> str:
+def failing_export(folder: str) -> str:
     logging.disable(logging.CRITICAL)
     try:
         with trainer(folder, ExportForInferenceCallback(), model=Untraceable(3, 3), parallel="fsdp") as trained:
@@ -511,6 +511,6 @@ def failing(folder: str) -> str:
 
 @pytest.mark.test_all
 def test_a_failure_on_rank_zero_fails_on_all(tmp_path: Path) -> None:
-    first, second = run_ranks(failing, 2, str(tmp_path))
+    first, second = run_ranks(failing_export, 2, str(tmp_path))
     assert first == second
     assert "torch.export cannot trace the model" in first

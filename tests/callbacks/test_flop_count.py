@@ -33,7 +33,7 @@ def test_products_convolutions_and_attention_are_counted_forward_and_backward() 
     assert attended.flops["fp32"] == 2 * product + 5 * product  # the backward computes the scores again
 
 
-def test_torch_s_counter_counts_the_same() -> None:
+def test_the_count_equals_that_of_torch_s_flop_counter() -> None:
     layer, convolution = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), nn.Conv2d(3, 8, 3)
     inputs, images = torch.randn(2, 5, 16), torch.randn(2, 3, 9, 9)
 

@@ -81,8 +81,8 @@ def test_releases_the_outputs_after_on_loss_end(tmp_path: Path, microbatch_size:
     assert keeps.alive == keeps.reads == nothing | everything
 
 
-def test_without_it_outputs_are_alive_until_the_step_s_end(tmp_path: Path) -> None:
-    """The test above can therefore fail."""
+def test_without_the_callback_outputs_are_alive_until_the_step_s_end(tmp_path: Path) -> None:
+    """This shows that the test above can fail."""
     keeps = KeepsOutputs()
     fit(tmp_path, keeps)
     assert keeps.alive["on_train_step_end"] == [True] * 3
@@ -98,7 +98,7 @@ def test_warns_once_if_it_has_nothing_to_do(tmp_path: Path, caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_changes_nothing(tmp_path: Path, keeps: bool) -> None:
+def test_training_is_not_changed(tmp_path: Path, keeps: bool) -> None:
     kept: list[Callback] = [KeepsOutputs()] if keeps else []
     assert fit(tmp_path, *kept, run_name="one") == fit(tmp_path, FreeOutputs(), *kept, run_name="other")
 

@@ -90,7 +90,7 @@ def first_changes(steps: RecordsSteps, first: Weights) -> dict[str, int | None]:
 
 
 @pytest.mark.parametrize(
-    ("modules", "still"),
+    ("modules", "frozen"),
     [
         ("body", ["body.0", "body.1", "body.2"]),
         (["body.0"], ["body.0"]),
@@ -99,20 +99,20 @@ def first_changes(steps: RecordsSteps, first: Weights) -> dict[str, int | None]:
     ],
 )
 @pytest.mark.parametrize(("until", "step"), [("1ep", 4), (3, 4), ("5ba", 6), ("0.5dur", 7), (None, None)])
-def test_named_parameters_do_not_change_until_their_time(
-    tmp_path: Path, modules: Any, still: list[str], until: Any, step: int | None
+def test_frozen_modules_do_not_change_before_the_given_time(
+    tmp_path: Path, modules: Any, frozen: list[str], until: Any, step: int | None
 ) -> None:
     steps, first = fit(tmp_path, FreezeUnfreeze(modules=modules, until=until))
-    for name, moved in first_changes(steps, first).items():
-        assert moved == (step if name.rpartition(".")[0] in still else 1), name
+    for name, first_change in first_changes(steps, first).items():
+        assert first_change == (step if name.rpartition(".")[0] in frozen else 1), name
 
 
 def test_statistics_are_updated_if_requested(tmp_path: Path) -> None:
-    moved = first_changes(*fit(tmp_path, FreezeUnfreeze(modules="body", until="1ep", statistics=True)))
-    assert (moved["body.1.running_mean"], moved["body.1.weight"]) == (1, 4)
+    first_change = first_changes(*fit(tmp_path, FreezeUnfreeze(modules="body", until="1ep", statistics=True)))
+    assert (first_change["body.1.running_mean"], first_change["body.1.weight"]) == (1, 4)
 
 
-def test_the_rest_trains_as_without_the_frozen_part(tmp_path: Path) -> None:
+def test_other_parameters_train_as_if_the_frozen_ones_did_not_exist(tmp_path: Path) -> None:
     """Steps, clipping and moments equal those of a run whose optimizer does not have the frozen parameters."""
     steps, _ = fit(tmp_path / "frozen", FreezeUnfreeze(modules="body", statistics=True))
     bare = RecordsSteps()
@@ -155,10 +155,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, until: str | 
         assert steps.weights == whole.weights[checkpoint.step :]
 
 
-def test_two_work_in_one_run(tmp_path: Path) -> None:
+def test_two_instances_work_in_one_run(tmp_path: Path) -> None:
     first, second = FreezeUnfreeze(modules="body.0", until="2ep"), FreezeUnfreeze(modules="body.2", until="1ep")
-    moved = first_changes(*fit(tmp_path, first, second))
-    assert (moved["body.0.weight"], moved["body.2.weight"], moved["head.weight"]) == (7, 4, 1)
+    first_change = first_changes(*fit(tmp_path, first, second))
+    assert (first_change["body.0.weight"], first_change["body.2.weight"], first_change["head.weight"]) == (7, 4, 1)
 
 
 def test_an_unknown_module_is_an_error(tmp_path: Path) -> None:

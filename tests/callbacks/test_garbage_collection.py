@@ -20,7 +20,7 @@ pytestmark = pytest.mark.test_all
 DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 12
 
 
-class Watch(Callback):
+class RecordsCollections(Callback):
     """Records the event during which each collection ran, and whether automatic collection was enabled at each event."""
 
     phase = "report"
@@ -38,11 +38,11 @@ class Watch(Callback):
 
 
 class RecordsCurrentEvent(Callback):
-    """Is called first, and records the current event for `Watch`."""
+    """Is called first, and records the current event for `RecordsCollections`."""
 
     phase = "change"
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: RecordsCollections) -> None:
         self.watch = watch
 
     def on_event(self, ctx: Context) -> None:
@@ -58,8 +58,8 @@ def _collection_is_left_as_it_was() -> Iterator[None]:
     (gc.enable if was else gc.disable)()
 
 
-def watched(folder: Path, *callbacks: Callback, **options: Any) -> Watch:
-    watch = Watch()
+def watched(folder: Path, *callbacks: Callback, **options: Any) -> RecordsCollections:
+    watch = RecordsCollections()
 
     def note(phase: str, info: dict[str, int]) -> None:
         if phase == "start":
@@ -85,7 +85,7 @@ def watched(folder: Path, *callbacks: Callback, **options: Any) -> Watch:
     return watch
 
 
-def in_training(watch: Watch) -> list[tuple[str, int, int]]:
+def in_training(watch: RecordsCollections) -> list[tuple[str, int, int]]:
     start = next(i for i, (event, _, _) in enumerate(watch.collected) if event == "on_train_start")
     return [found for found in watch.collected[start:] if found[0] not in ("on_train_end", "on_run_end")]
 
@@ -112,7 +112,7 @@ def test_the_duration_is_in_the_record(tmp_path: Path) -> None:
     assert all(0 < taken < 10 for taken in seconds.values())
 
 
-def test_an_evaluation_by_hand_is_left_to_python(tmp_path: Path) -> None:
+def test_nothing_is_collected_in_a_manual_evaluation(tmp_path: Path) -> None:
     collection = GarbageCollection(interval=1)
     with Trainer(nn.Linear(2, 1), nn.functional.mse_loss, callbacks=collection, runs_folder=tmp_path, device="cpu") as trained:
         gc.disable()  # so that Python does not collect either
@@ -139,7 +139,7 @@ def test_automatic_collection_is_enabled_again_after_an_exception(tmp_path: Path
     assert gc.isenabled()
 
 
-def test_automatic_collection_stays_disabled_if_it_was(tmp_path: Path) -> None:
+def test_automatic_collection_stays_disabled_if_it_was_before(tmp_path: Path) -> None:
     gc.disable()
     try:
         watched(tmp_path, GarbageCollection(interval=4))
@@ -148,7 +148,7 @@ def test_automatic_collection_stays_disabled_if_it_was(tmp_path: Path) -> None:
         gc.enable()
 
 
-def test_two_work_in_one_run(tmp_path: Path) -> None:
+def test_two_instances_work_in_one_run(tmp_path: Path) -> None:
     young = GarbageCollection(interval=3, generation=0)
     watch = watched(tmp_path, young, GarbageCollection(interval=6), eval_interval=None)
     steps = [(step, generation) for event, step, generation in in_training(watch) if event == "on_train_step_end"]

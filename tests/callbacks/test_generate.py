@@ -76,7 +76,7 @@ def trainer(folder: Path | str, *callbacks: Callback, model: Any = None, checkin
     )
 
 
-def drawn(folder: Path, generate: Generate, *callbacks: Callback, **options: Any) -> list[Table]:
+def generated(folder: Path, generate: Generate, *callbacks: Callback, **options: Any) -> list[Table]:
     tables = Tables()
     with trainer(folder, generate, tables, *callbacks, **options) as trained:
         trained.fit()
@@ -122,7 +122,7 @@ def test_greedy_decoding_uses_the_current_weights(tmp_path: Path) -> None:
     prompts = ["def ", "a", "import ", "b"]  # prompts of three lengths
     copies = GreedyContinuations(*prompts)
     generate = Generate(prompts=prompts, interval="2ba", do_sample=False, max_new_tokens=6)
-    tables = drawn(tmp_path, generate, copies, max_duration="5ba")
+    tables = generated(tmp_path, generate, copies, max_duration="5ba")
     assert [step for step, _ in tables] == [2, 4, 5]
     assert tables == [(step, copies.expected[step]) for step in (2, 4, 5)]
     assert tables[0] != tables[2]
@@ -134,7 +134,7 @@ def test_greedy_decoding_uses_the_current_weights(tmp_path: Path) -> None:
 )
 def test_generates_at_intervals_and_at_the_end_once_per_step(tmp_path: Path, interval: str | int, expected: list[int]) -> None:
     generate = Generate(prompts=["a"], interval=interval, max_new_tokens=2)
-    assert [step for step, _ in drawn(tmp_path, generate)] == expected
+    assert [step for step, _ in generated(tmp_path, generate)] == expected
 
 
 class MakesWeightsNaN(Callback):
@@ -151,21 +151,21 @@ def test_a_model_whose_outputs_are_not_finite_generates_nothing_and_training_con
     sampled: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     generate = Generate(prompts=["a"], interval="1ba", max_new_tokens=2, do_sample=sampled)
-    assert [step for step, _ in drawn(tmp_path, generate, MakesWeightsNaN())] == [1]
+    assert [step for step, _ in generated(tmp_path, generate, MakesWeightsNaN())] == [1]
     warnings = [record.getMessage() for record in caplog.records if "generates nothing" in record.getMessage()]
     assert warnings == ["Generate generates nothing at step 2: the model's outputs are NaN or infinite (this is said once)"]
 
 
-def test_the_name_of_the_callback_is_that_of_the_table(tmp_path: Path) -> None:
+def test_the_table_has_the_name_of_the_callback(tmp_path: Path) -> None:
     generate = Generate(prompts=["a"], max_new_tokens=2)
     generate.name = "poems"
-    assert drawn(tmp_path, generate)
+    assert generated(tmp_path, generate)
 
 
 def test_the_batch_size_does_not_change_the_text(tmp_path: Path) -> None:
     prompts = ["ab", "c", "de", "fg", "h"]
     alone, together = (
-        drawn(tmp_path / str(size), Generate(prompts=prompts, do_sample=False, max_new_tokens=5, batch_size=size))
+        generated(tmp_path / str(size), Generate(prompts=prompts, do_sample=False, max_new_tokens=5, batch_size=size))
         for size in (1, 2)
     )
     assert alone == together
@@ -212,20 +212,20 @@ def test_training_is_the_same_bit_by_bit(tmp_path: Path) -> None:
 def test_sampling_depends_only_on_the_weights_and_the_seed(tmp_path: Path) -> None:
     def at(folder: str, seed: int, **options: Any) -> list[Table]:
         generate = Generate(prompts=["ab"], interval="1ba", max_new_tokens=8, seed=seed)
-        return drawn(tmp_path / folder, generate, **options)
+        return generated(tmp_path / folder, generate, **options)
 
     first = at("first", 0)
     assert at("again", 0) == first
     assert at("other", 1) != first
-    greedy = drawn(tmp_path / "greedy", Generate(prompts=["ab"], interval="1ba", max_new_tokens=8, do_sample=False))
+    greedy = generated(tmp_path / "greedy", Generate(prompts=["ab"], interval="1ba", max_new_tokens=8, do_sample=False))
     assert greedy != first
     cold = Generate(prompts=["ab"], interval="1ba", max_new_tokens=8, temperature=1e-4)
-    assert drawn(tmp_path / "cold", cold) == greedy
+    assert generated(tmp_path / "cold", cold) == greedy
 
 
-def test_options_reach_generate(tmp_path: Path) -> None:
+def test_options_are_passed_to_generate(tmp_path: Path) -> None:
     narrow = Generate(prompts=["ab"], max_new_tokens=8, options={"top_k": 1})
-    assert drawn(tmp_path / "k", narrow) == drawn(
+    assert generated(tmp_path / "k", narrow) == generated(
         tmp_path / "greedy", Generate(prompts=["ab"], max_new_tokens=8, do_sample=False)
     )
 
@@ -237,24 +237,24 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, interval: str
         return Generate(prompts=["ab"], interval=interval, max_new_tokens=4)
 
     saver = CheckpointSaver(keep=None, save_interval="1ba", save_at_end=False)
-    whole = drawn(tmp_path, made(), saver, log_interval="3ba")
+    whole = generated(tmp_path, made(), saver, log_interval="3ba")
     assert len(whole) > 1
     found = find_checkpoints(tmp_path / "run" / "checkpoints").checkpoints
     assert len(found) > 3
     for each in found:
-        again = drawn(tmp_path, made(), run_name=f"from{each.step}", resume=each.path, log_interval="3ba")
+        again = generated(tmp_path, made(), run_name=f"from{each.step}", resume=each.path, log_interval="3ba")
         assert again == whole, each.step  # the checkpoint contains the earlier tables
 
 
 def test_a_new_run_starts_from_scratch(tmp_path: Path) -> None:
     generate = Generate(prompts=["a"], max_new_tokens=2)
-    first = drawn(tmp_path, generate)
-    assert drawn(tmp_path, generate, run_name="other") == first
+    first = generated(tmp_path, generate)
+    assert generated(tmp_path, generate, run_name="other") == first
 
 
 def test_generates_after_evaluations_with_the_evaluated_weights(tmp_path: Path) -> None:
     tables, plain = (
-        drawn(
+        generated(
             tmp_path / str(averaged),
             Generate(prompts=["abcd"], interval=None, at_evaluation=True, do_sample=False, max_new_tokens=12),
             *([EMA(decay=0.999)] if averaged else []),
@@ -268,7 +268,7 @@ def test_generates_after_evaluations_with_the_evaluated_weights(tmp_path: Path) 
     assert plain[0][1] != plain[2][1]
 
 
-def test_an_evaluation_by_hand_writes_nothing(tmp_path: Path) -> None:
+def test_a_manual_evaluation_writes_nothing(tmp_path: Path) -> None:
     tables = Tables()
     generate = Generate(prompts=["a"], interval=None, at_evaluation=True, max_new_tokens=2)
     with trainer(tmp_path, generate, tables, eval_dataloader=data(1), eval_interval=None) as trained:
@@ -278,7 +278,7 @@ def test_an_evaluation_by_hand_writes_nothing(tmp_path: Path) -> None:
     assert not tables.tables
 
 
-class Words:
+class WordTokenizer:
     """A tokenizer with a vocabulary of three words."""
 
     words = ("one", "two", "three")
@@ -296,14 +296,14 @@ def made_tokenizer() -> Any:
     from tokenizers.pre_tokenizers import Whitespace
     from transformers import PreTrainedTokenizerFast
 
-    plain = Tokenizer(WordLevel({word: i for i, word in enumerate(Words.words)}, "one"))
+    plain = Tokenizer(WordLevel({word: i for i, word in enumerate(WordTokenizer.words)}, "one"))
     plain.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=plain)
 
 
 @pytest.mark.parametrize("kind", ["own", "huggingface", "folder", "ids", "ids and tokenizer"])
-def test_tokenizers(tmp_path: Path, kind: str) -> None:
-    tokenizer: Any = {"own": Words(), "ids": None, "ids and tokenizer": Words()}.get(kind, made_tokenizer())
+def test_each_kind_of_tokenizer_is_supported(tmp_path: Path, kind: str) -> None:
+    tokenizer: Any = {"own": WordTokenizer(), "ids": None, "ids and tokenizer": WordTokenizer()}.get(kind, made_tokenizer())
     if kind == "folder":
         tokenizer.save_pretrained(tmp_path / "tokenizer")
         tokenizer = str(tmp_path / "tokenizer")
@@ -313,8 +313,8 @@ def test_tokenizers(tmp_path: Path, kind: str) -> None:
         max_new_tokens=5,
         options={"bad_words_ids": [[i] for i in range(3, VOCABULARY)]},
     )
-    ((_, ((prompt, continuation),)), _) = drawn(tmp_path, generate)
-    words = ("0", "1", "2") if kind == "ids" else Words.words
+    ((_, ((prompt, continuation),)), _) = generated(tmp_path, generate)
+    words = ("0", "1", "2") if kind == "ids" else WordTokenizer.words
     assert prompt == f"{words[1]} {words[0]}"
     assert len(continuation.split()) == 5
     assert set(continuation.split()) <= set(words)
@@ -322,13 +322,13 @@ def test_tokenizers(tmp_path: Path, kind: str) -> None:
 
 def test_a_continuation_ends_at_the_end_of_text_token(tmp_path: Path) -> None:
     """The other prompts continue; padding after the end is not part of the text."""
-    free = drawn(tmp_path / "free", Generate(prompts=[[7, 8], [9, 3]], do_sample=False, max_new_tokens=8))[-1][1]
+    free = generated(tmp_path / "free", Generate(prompts=[[7, 8], [9, 3]], do_sample=False, max_new_tokens=8))[-1][1]
     (_, first), (_, second) = free
     end = next(token for token in first.split() if token not in second.split())
     expected = [first.split(), second.split()]
     expected[0] = expected[0][: expected[0].index(end)]
     ended = Generate(prompts=[[7, 8], [9, 3]], do_sample=False, max_new_tokens=8, options={"eos_token_id": int(end)})
-    rows = drawn(tmp_path / "ended", ended)[-1][1]
+    rows = generated(tmp_path / "ended", ended)[-1][1]
     assert [row[1].split() for row in rows] == expected
 
 
@@ -401,7 +401,7 @@ class Preempts(Callback):
 
 def test_a_preempted_run_does_not_generate(tmp_path: Path) -> None:
     generate = Generate(prompts=["a"], interval="2ba", max_new_tokens=2)
-    assert [step for step, _ in drawn(tmp_path, generate, Preempts(), checking=False)] == [2]
+    assert [step for step, _ in generated(tmp_path, generate, Preempts(), checking=False)] == [2]
 
 
 def test_after_a_failure_the_model_is_in_training_mode(tmp_path: Path) -> None:
@@ -455,7 +455,7 @@ def on_ranks(folder: str, parallel: str, generates: bool, options: Mapping[str, 
     [{}, pytest.param({"options": {"eos_token_id": list(range(0, 128, 3))}}, marks=pytest.mark.slow)],
     ids=["whole", "ending"],
 )
-def test_on_two_ranks(parallel: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_two_ranks_log_one_table_and_training_is_not_changed(parallel: str, options: dict[str, Any], tmp_path: Path) -> None:
     bare = run_ranks(on_ranks, 2, str(tmp_path / "bare"), parallel, False, options)
     first, second = run_ranks(on_ranks, 2, str(tmp_path / "run"), parallel, True, options)
     assert first["weights"] == second["weights"] == bare[0]["weights"]

@@ -189,7 +189,7 @@ def killed(folder: str) -> None:
 
 
 @pytest.mark.test_all
-def test_kills_every_rank_after_each_has_written(tmp_path: Path) -> None:
+def test_kills_every_rank_after_each_has_written_its_stacks(tmp_path: Path) -> None:
     with RankProcesses(killed, 2, str(tmp_path)) as ranks:
         ends = ranks.wait(60)
     assert [end.exitcode for end in ends] == [77, 77]
@@ -239,7 +239,7 @@ def test_raises_although_logging_is_blocked(tmp_path: Path, monkeypatch: pytest.
     assert time.monotonic() - began < 60
     for thread in threading.enumerate():
         if thread.name == "callsheet-hangs-report":
-            thread.join(60)  # the report is logged in the end
+            thread.join(60)  # the report is logged later
 
 
 def with_two_detectors(folder: str) -> None:
@@ -250,7 +250,7 @@ def with_two_detectors(folder: str) -> None:
 
 
 @pytest.mark.test_all
-def test_two_work_in_one_run_on_two_ranks(tmp_path: Path) -> None:
+def test_two_instances_work_in_one_run_on_two_ranks(tmp_path: Path) -> None:
     run_ranks(with_two_detectors, 2, str(tmp_path))
     for folder in (tmp_path / "run" / "hangs", tmp_path / "other"):
         found = {path.name for path in folder.glob("*.txt")}  # on a slow machine, there may be another report

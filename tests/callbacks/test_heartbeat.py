@@ -122,7 +122,7 @@ def on_ranks(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_rank_zero_writes_or_each_its_own(tmp_path: Path) -> None:
+def test_rank_zero_writes_one_file_or_each_rank_its_own(tmp_path: Path) -> None:
     run_ranks(on_ranks, 2, str(tmp_path))
     names = sorted(path.name for path in (tmp_path / "run").glob("heartbeat*.json"))
     assert names == ["heartbeat-rank0.json", "heartbeat-rank1.json", "heartbeat.json"]

@@ -20,7 +20,7 @@ DATA = [(torch.ones(2, 2), torch.ones(2, 1))] * 4
 TIMED = ("train/tokens_per_second",)
 
 
-class Odd(Callback):
+class LogsNonFinite(Callback):
     """Logs non-finite values at odd steps (only on rank 1 if it exists), and adds values to the record."""
 
     phase = "decide"
@@ -60,8 +60,8 @@ def plain(history: History) -> str:
     return repr((history.records, history.evaluations))
 
 
-def test_columns_and_their_steps(tmp_path: Path) -> None:
-    history = fit(tmp_path, Odd(), LRMonitor(), log_interval="2ba")
+def test_columns_have_the_logged_values_and_their_steps(tmp_path: Path) -> None:
+    history = fit(tmp_path, LogsNonFinite(), LRMonitor(), log_interval="2ba")
     assert history.steps("train/loss") == [2, 4, 6, 8, 10, 12]
     assert history["lr/SGD/0"] == [0.125] * 6
     losses = history["train/loss"]
@@ -73,7 +73,7 @@ def test_columns_and_their_steps(tmp_path: Path) -> None:
 
 
 def test_additions_to_a_record_are_kept_in_any_order_of_callbacks(tmp_path: Path) -> None:
-    history = fit(tmp_path, Odd(), eval_interval=None)
+    history = fit(tmp_path, LogsNonFinite(), eval_interval=None)
     assert history["odd/added"] == [float(step) for step in range(1, 13)]
 
 
@@ -87,7 +87,7 @@ def test_a_record_that_is_kept_is_not_changed_later(tmp_path: Path) -> None:
     assert len(fit(tmp_path, Late(), eval_interval=None)["train/loss"]) == 12
 
 
-def test_evaluations_by_hand_are_left_out(tmp_path: Path) -> None:
+def test_manual_evaluations_are_left_out(tmp_path: Path) -> None:
     history = History()
     with trainer(tmp_path, history) as trained:
         trained.evaluate()
@@ -97,15 +97,15 @@ def test_evaluations_by_hand_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
-    whole = fit(tmp_path, Odd(), CheckpointSaver(save_interval="1ba", keep=None))
+    whole = fit(tmp_path, LogsNonFinite(), CheckpointSaver(save_interval="1ba", keep=None))
     found = find_checkpoints(tmp_path / "run" / "checkpoints").checkpoints
     assert len(found) >= 12
     for checkpoint in found:
-        history = fit(tmp_path, Odd(), resume=checkpoint.path, run_name=f"from-{Path(checkpoint.path).name}")
+        history = fit(tmp_path, LogsNonFinite(), resume=checkpoint.path, run_name=f"from-{Path(checkpoint.path).name}")
         assert plain(history) == plain(whole)
 
 
-def test_the_newest_are_kept(tmp_path: Path) -> None:
+def test_only_the_newest_records_and_evaluations_are_kept(tmp_path: Path) -> None:
     history = History(most=3)
     with trainer(tmp_path, history, eval_interval="2ba") as trained:
         trained.fit()
@@ -122,7 +122,7 @@ def test_a_new_run_starts_from_scratch_and_a_further_fit_continues(tmp_path: Pat
         assert history.steps("train/loss") == list(range(1, 9))
 
 
-def test_two_work_in_one_run(tmp_path: Path) -> None:
+def test_two_instances_work_in_one_run(tmp_path: Path) -> None:
     short = History(most=1)
     short.name = "short"
     whole = fit(tmp_path, short, CheckpointSaver())
@@ -141,11 +141,11 @@ def test_rejects_bad_arguments() -> None:
 
 def on_a_rank(folder: str) -> str:
     assert os.environ["WORLD_SIZE"] == "2"
-    history = fit(Path(folder), Odd())
+    history = fit(Path(folder), LogsNonFinite())
     assert history.steps("odd/nan") == [1, 3, 5]
     return plain(history)
 
 
-def test_two_ranks_keep_the_same(tmp_path: Path) -> None:
+def test_two_ranks_keep_the_same_history(tmp_path: Path) -> None:
     one, other = run_ranks(on_a_rank, 2, str(tmp_path))
     assert one == other

@@ -185,7 +185,7 @@ FOUND: dict[str, tuple[Any, Callable[[Any], Tensor], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", FOUND)
-def test_images_are_found(case: str, tmp_path: Path) -> None:
+def test_images_are_found_in_batches_of_any_form(case: str, tmp_path: Path) -> None:
     batch, images, options = FOUND[case]
     album, _ = fit(tmp_path, ImageVisualizer(**options), data=[batch], images=images)
     ((_, _, shown),) = album.pages
@@ -207,7 +207,7 @@ def test_one_channel_is_shown_in_gray(batch: tuple[Tensor], tmp_path: Path) -> N
     assert torch.equal(torch.stack(shown), three(batch)[:, 0])
 
 
-def test_no_more_is_kept_than_is_shown(tmp_path: Path) -> None:
+def test_only_images_that_are_shown_are_kept(tmp_path: Path) -> None:
     class Sizes(Callback):
         phase = "report"
         sizes: list[int] = []
@@ -245,7 +245,7 @@ def test_input_prediction_and_label_are_side_by_side(named: bool, tmp_path: Path
         assert torch.equal(label, PALETTE[true])
 
 
-def test_evaluations_are_shown_in_the_same_way(tmp_path: Path) -> None:
+def test_segmentations_of_evaluations_are_shown_in_the_same_way(tmp_path: Path) -> None:
     album, _ = fit(
         tmp_path, ImageVisualizer(mode="segmentation"), data=batches(4), eval_dataloader=batches(2), eval_interval="4ba"
     )
@@ -325,7 +325,7 @@ def test_every_class_has_its_own_color() -> None:
         ({"mode": "segmentation"}, [(FIRST,)] * 4, "the batch has no labels of the images' size"),
     ],
 )
-def test_it_warns_once_why_there_is_nothing_to_show(
+def test_it_warns_once_with_the_reason_if_there_is_nothing_to_show(
     options: dict[str, Any], data: list[Any], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def images(batch: Any) -> Tensor:
@@ -417,7 +417,7 @@ def test_training_is_not_affected(mode: Mode, tmp_path: Path) -> None:
     assert watched == bare
 
 
-def test_two_work_in_one_run(tmp_path: Path) -> None:
+def test_two_instances_work_in_one_run(tmp_path: Path) -> None:
     other = ImageVisualizer(mode="segmentation")
     other.name = "segments"
     album, _ = fit(tmp_path, ImageVisualizer(), other)

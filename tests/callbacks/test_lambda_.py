@@ -95,7 +95,7 @@ def test_a_function_may_be_named_by_its_path(tmp_path: Path) -> None:
     assert sys.modules[__name__].recorded == [1, 2, 3, 4]
 
 
-def test_an_error_names_the_place_of_the_function(tmp_path: Path) -> None:
+def test_an_error_names_the_file_and_line_of_the_function(tmp_path: Path) -> None:
     def fails(ctx: Context) -> None:
         raise ZeroDivisionError
 

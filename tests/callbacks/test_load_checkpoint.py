@@ -71,14 +71,14 @@ def loaded(folder: Path, callback: Callback, **options: Any) -> Weights:
         return whole(made.model)
 
 
-def fresh() -> Weights:
+def initial_weights() -> Weights:
     torch.manual_seed(9)
     return whole(Net())
 
 
 def loaded_names(found: Weights, old: Weights) -> set[str]:
     """Return the names of the weights that were loaded; all others must have their initial values."""
-    new = fresh()
+    new = initial_weights()
     for name, tensor in found.items():
         assert torch.equal(tensor, old[name]) or torch.equal(tensor, new[name]), name
     return {name for name, tensor in found.items() if torch.equal(tensor, old[name]) and not torch.equal(tensor, new[name])}
@@ -116,7 +116,7 @@ def test_training_starts_with_the_loaded_weights(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, whole(by_hand.model)[name]) for name, tensor in whole(other.model).items())
 
 
-def test_a_url_is_read_as_well(tmp_path: Path) -> None:
+def test_a_checkpoint_is_loaded_from_a_url(tmp_path: Path) -> None:
     path, old = saved(tmp_path)
     assert loaded_names(loaded(tmp_path, LoadCheckpoint(path=f"file://{path}")), old) == EVERY
 
@@ -170,11 +170,11 @@ def test_without_strict_the_weights_that_fit_are_loaded_and_the_rest_is_named(
         trainer(tmp_path, LoadCheckpoint(path=path, strict=False), model=nn.Linear(3, 1))
 
 
-@pytest.mark.parametrize(("there", "here"), [(True, True), (True, False), (False, True)])
-def test_tied_weights(tmp_path: Path, there: bool, here: bool) -> None:
-    path, old = saved(tmp_path, model=Net(tied=there))
-    found = loaded(tmp_path, LoadCheckpoint(path=path), model=Net(tied=here))
-    if here and not there:  # the two became one weight, with the value that was read last
+@pytest.mark.parametrize(("is_saved_tied", "is_model_tied"), [(True, True), (True, False), (False, True)])
+def test_weights_are_loaded_between_tied_and_untied_models(tmp_path: Path, is_saved_tied: bool, is_model_tied: bool) -> None:
+    path, old = saved(tmp_path, model=Net(tied=is_saved_tied))
+    found = loaded(tmp_path, LoadCheckpoint(path=path), model=Net(tied=is_model_tied))
+    if is_model_tied and not is_saved_tied:  # the two became one weight, with the value that was read last
         assert any(torch.equal(found["inner.weight"], old[f"{name}.weight"]) for name in ("inner", "again"))
         assert torch.equal(found["inner.weight"], found["again.weight"])
     else:
@@ -202,14 +202,14 @@ def test_several_callbacks_load_parts_of_a_model(tmp_path: Path) -> None:
         assert torch.equal(whole(made.model)["head.weight"], others["head.weight"])
 
 
-@pytest.mark.parametrize("harm", ["gone", "changed"])
-def test_a_damaged_checkpoint_is_an_error(tmp_path: Path, harm: str) -> None:
+@pytest.mark.parametrize("damage", ["gone", "changed"])
+def test_a_missing_or_damaged_checkpoint_is_an_error(tmp_path: Path, damage: str) -> None:
     path, _ = saved(tmp_path)
-    if harm == "changed":
+    if damage == "changed":
         shard = next(Path(path).glob("shard*"))
         shard.write_bytes(shard.read_bytes()[:-1] + b"x")
     with pytest.raises(CheckpointError):
-        trainer(tmp_path, LoadCheckpoint(path=path if harm == "changed" else f"{path}-gone"))
+        trainer(tmp_path, LoadCheckpoint(path=path if damage == "changed" else f"{path}-gone"))
 
 
 def test_a_pattern_that_matches_no_weight_is_an_error(tmp_path: Path) -> None:
@@ -230,15 +230,15 @@ def on_a_rank(folder: str, path: str, parallel: str) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_ranks_load_the_same(tmp_path: Path, parallel: str) -> None:
+def test_two_ranks_load_the_same_weights(tmp_path: Path, parallel: str) -> None:
     path, old = saved(tmp_path)
     expected = {name: tensor.flatten().tolist() for name, tensor in old.items()}
     assert run_ranks(on_a_rank, 2, str(tmp_path), path, parallel) == [expected] * 2
 
 
 def with_another_path(folder: str, path: str) -> None:
-    here = path if os.environ["RANK"] == "0" else f"{path}-gone"
-    trainer(Path(folder), LoadCheckpoint(path=here), timeout_seconds=20).close()
+    is_model_tied = path if os.environ["RANK"] == "0" else f"{path}-gone"
+    trainer(Path(folder), LoadCheckpoint(path=is_model_tied), timeout_seconds=20).close()
 
 
 def test_a_failure_on_one_rank_fails_on_all(tmp_path: Path) -> None:

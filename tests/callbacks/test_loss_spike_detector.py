@@ -101,7 +101,7 @@ def test_reports_a_loss_far_above_the_previous_ones(
     assert (trained.run.outcome, trained.state.timestamp.batch) == ("finished", len(losses))
 
 
-def test_the_score_is_in_robust_deviations(tmp_path: Path) -> None:
+def test_the_score_is_measured_in_robust_standard_deviations(tmp_path: Path) -> None:
     losses = [1.0, 4.0, 2.0, 8.0, 3.0, 5.0]
     records, _ = fit(tmp_path, Losses(losses), LossSpikeDetector(window=4))
     scores = records.column("loss_spike/score")
@@ -111,12 +111,12 @@ def test_the_score_is_in_robust_deviations(tmp_path: Path) -> None:
     assert scores[6] == pytest.approx((5.0 - middle) / spread)
 
 
-def test_stops(tmp_path: Path) -> None:
+def test_stops_at_a_spike(tmp_path: Path) -> None:
     _, trained = fit(tmp_path, Losses([*CALM, 5.0, *CALM]), LossSpikeDetector(window=10, action="stop"))
     assert (trained.run.outcome, trained.state.timestamp.batch) == ("stopped", 11)
 
 
-def test_saves(tmp_path: Path) -> None:
+def test_saves_a_checkpoint_at_a_spike(tmp_path: Path) -> None:
     fit(tmp_path, Losses([*CALM, 5.0, *CALM]), LossSpikeDetector(window=10, action="save"))
     assert [found.step for found in find_checkpoints(tmp_path / "run" / "checkpoints").checkpoints] == [11]
 
@@ -140,7 +140,7 @@ def test_a_new_run_starts_from_scratch(tmp_path: Path) -> None:
     assert spikes(records) == []
 
 
-def test_two_work_in_one_run(tmp_path: Path) -> None:
+def test_two_instances_work_in_one_run(tmp_path: Path) -> None:
     strict, other = LossSpikeDetector(window=10), LossSpikeDetector(window=4, threshold=1000.0)
     other.name = "loss_spike/never"
     records, _ = fit(tmp_path, Losses([*CALM, 5.0]), strict, other, CheckpointSaver())

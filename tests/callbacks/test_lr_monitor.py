@@ -55,7 +55,7 @@ def test_logs_the_rate_that_the_step_used(tmp_path: Path) -> None:
     assert records(tmp_path, [{}, {"lr": 0.5}]) == [{"lr/SGD/0": rate, "lr/SGD/1": rate / 2} for rate in RATES]
 
 
-def test_a_named_group_is_called_by_its_name(tmp_path: Path) -> None:
+def test_a_named_group_is_logged_under_its_name(tmp_path: Path) -> None:
     first, *_ = records(tmp_path, [{"name": "body"}, {"name": "head"}])
     assert set(first) == {"lr/SGD/body", "lr/SGD/head"}
 
@@ -122,7 +122,7 @@ class WithoutLearningRate(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("loop", ["Trainer", "attach"])
-def test_an_optimizer_without_a_learning_rate(groups: int, loop: str, tmp_path: Path) -> None:
+def test_an_optimizer_without_a_learning_rate_logs_nothing(groups: int, loop: str, tmp_path: Path) -> None:
     model, seen, loss = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1)), Rates(), nn.functional.mse_loss
     layers = [model] if groups == 1 else list(model)
     optimizer = WithoutLearningRate([{"params": list(layer.parameters())} for layer in layers], {})

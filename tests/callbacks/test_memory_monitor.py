@@ -67,7 +67,7 @@ def test_logs_the_memory_at_the_record_and_the_peak_since(tmp_path: Path) -> Non
     assert set(records[0]) == {"memory/resident", "memory/peak_resident"}  # no metrics of a device that does not exist
 
 
-def test_two_work_in_one_run(tmp_path: Path) -> None:
+def test_two_instances_work_in_one_run(tmp_path: Path) -> None:
     other = MemoryMonitor()
     other.name = "memory/again"
     assert len(fit(tmp_path, MemoryMonitor(), other).records[0]) == 4

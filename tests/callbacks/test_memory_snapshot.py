@@ -46,7 +46,7 @@ def on_ranks(folder: str) -> list[list[float]]:
     return fit(folder, MemorySnapshot(ranks={1}))
 
 
-def test_on_one_rank_of_two(tmp_path: Path) -> None:
+def test_a_snapshot_on_one_of_two_ranks_keeps_their_weights_equal(tmp_path: Path) -> None:
     first, second = run_ranks(on_ranks, 2, str(tmp_path))
     assert first == second
 

@@ -130,7 +130,7 @@ def test_the_checker_accepts_a_run_that_reaches_its_target(tmp_path: Path) -> No
     assert [line["value"] for line in lines(tmp_path) if line["key"] == "eval_accuracy"] == [0.9, 0.7, 0.5]
 
 
-def test_the_checker_complains_only_of_a_missed_target(tmp_path: Path) -> None:
+def test_the_checker_reports_only_the_missed_target_of_a_run_that_does_not_reach_it(tmp_path: Path) -> None:
     trained = fit(tmp_path, mlperf(), values=[1.5] * 6)
     assert status(tmp_path) == "aborted"
     assert trained.run.outcome == "finished"
@@ -176,7 +176,7 @@ def test_the_checker_complains_only_of_a_missed_target(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_other_benchmarks_of_the_rules(tmp_path: Path, name: str, more: dict[str, Any]) -> None:
+def test_the_checker_accepts_other_benchmarks(tmp_path: Path, name: str, more: dict[str, Any]) -> None:
     rises = {"mode": "max", "target": 0.8} if name == "dlrmv4" else {}
     fit(
         tmp_path,
@@ -188,7 +188,7 @@ def test_other_benchmarks_of_the_rules(tmp_path: Path, name: str, more: dict[str
     assert status(tmp_path) == "success"
 
 
-def test_older_rules_and_the_closed_division(tmp_path: Path) -> None:
+def test_older_rules_are_accepted_and_the_closed_division_rejects_missing_values(tmp_path: Path) -> None:
     fit(tmp_path / "older", mlperf(ruleset="5.1.0"))
     assert checked(tmp_path / "older", ruleset="5.1.0") == (True, [])
     with pytest.raises(ConfigError, match="max_sequence_length"):
@@ -296,7 +296,7 @@ def test_events_are_written_in_order_with_epoch_and_samples(tmp_path: Path) -> N
     assert checked(tmp_path) == (True, [])
 
 
-def test_facts_of_the_run_are_written(tmp_path: Path) -> None:
+def test_properties_of_the_run_are_written(tmp_path: Path) -> None:
     def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         weight, bias = parameters
         groups = [{"params": [bias], "weight_decay": 0.0}, {"params": [weight], "weight_decay": 0.25}]
@@ -343,7 +343,7 @@ def test_given_values_override_detected_ones(tmp_path: Path) -> None:
     assert "global_batch_size" not in keys(tmp_path)  # with ranks that share a sample, it is not detected
 
 
-def test_values_of_other_optimizers_and_batches() -> None:
+def test_values_are_detected_for_other_optimizers_and_batches() -> None:
     ctx = Context(RunInfo("run"))
     assert "opt_name" not in found(ctx, [[1]], {})
     ctx.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=torch.tensor(0.5), weight_decay=0.125)
@@ -387,7 +387,7 @@ class EndsRun(Callback):
 
 
 @pytest.mark.parametrize("how", ["raises", "signal", "stops"])
-def test_a_run_that_ends_otherwise_is_aborted(tmp_path: Path, how: str) -> None:
+def test_a_run_that_does_not_reach_the_target_is_aborted(tmp_path: Path, how: str) -> None:
     with trainer(tmp_path, mlperf(), EndsRun(how)) as trained:
         if how == "raises":
             with pytest.raises(RuntimeError, match="broken"):
@@ -419,7 +419,7 @@ def test_the_target_is_reached_at_or_beyond_it(tmp_path: Path, mode: str, monito
     assert checked(tmp_path) == (True, [])
 
 
-def test_evaluations_by_hand_are_not_in_the_result(tmp_path: Path) -> None:
+def test_manual_evaluations_are_not_in_the_result(tmp_path: Path) -> None:
     with trainer(tmp_path, mlperf()) as trained:
         trained.evaluate()
         trained.fit("1ep")
@@ -439,7 +439,7 @@ def test_a_run_that_only_evaluates_writes_nothing(tmp_path: Path) -> None:
     assert not results(tmp_path)
 
 
-def test_two_in_one_run_and_one_for_several_runs(tmp_path: Path) -> None:
+def test_two_instances_work_in_one_run_and_one_instance_in_several_runs(tmp_path: Path) -> None:
     one, other = mlperf(root_folder=tmp_path / "one"), mlperf(root_folder=tmp_path / "other", target=0.8, stop=False)
     other.name = "other"
     began = []
@@ -458,7 +458,7 @@ def test_two_in_one_run_and_one_for_several_runs(tmp_path: Path) -> None:
             assert text.count('"success"') == text.count('"run_start"') == 1
 
 
-def test_weights_are_the_same_with_and_without_it(tmp_path: Path) -> None:
+def test_weights_are_the_same_with_and_without_the_callback(tmp_path: Path) -> None:
     def weights(*callbacks: Callback) -> dict[str, Tensor]:
         torch.manual_seed(3)
         return fit(tmp_path, *callbacks, run_name=f"of{len(callbacks)}").model.state_dict()
@@ -602,7 +602,7 @@ def test_a_dataset_that_is_not_evaluated_is_an_error_before_the_first_step(tmp_p
         fit(tmp_path, mlperf(monitor="valid/measured"))
 
 
-def test_a_missing_package_is_named(tmp_path: Path) -> None:
+def test_a_missing_package_is_named_in_the_error(tmp_path: Path) -> None:
     script = (
         "import sys\n"
         "sys.modules['mlperf_logging'] = None\n"
@@ -618,7 +618,7 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
     assert "pip install 'callsheet[mlperf]'" in done.stdout, done.stderr
 
 
-def test_in_a_loop_by_hand(tmp_path: Path) -> None:
+def test_the_checker_accepts_the_result_of_a_hand_written_loop(tmp_path: Path) -> None:
     """The loop provides neither its data nor its microbatches, so these values are given."""
     manager = CallbackManager([mlperf(hyperparameters=GIVEN | {"micro_batch_size": 4})])
     ctx = Context(RunInfo("own", folder=tmp_path / "own"))

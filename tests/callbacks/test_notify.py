@@ -90,7 +90,7 @@ class WebhookServer:
 
 
 @contextmanager
-def hook_of(*answers: int) -> Iterator[WebhookServer]:
+def webhook_server(*answers: int) -> Iterator[WebhookServer]:
     hook = WebhookServer(*answers)
     try:
         yield hook
@@ -100,7 +100,7 @@ def hook_of(*answers: int) -> Iterator[WebhookServer]:
 
 @pytest.fixture
 def hook() -> Iterator[WebhookServer]:
-    with hook_of() as made:
+    with webhook_server() as made:
         yield made
 
 
@@ -149,16 +149,16 @@ def fit(folder: Path, *callbacks: Callback, **options: Any) -> Trainer:
 
 
 def raises(error: BaseException) -> Callable[[], None]:
-    def now() -> None:
+    def raise_error() -> None:
         raise error
 
-    return now
+    return raise_error
 
 
 # --- which notifications are sent ---
 
 
-def test_a_run_that_finishes(hook: WebhookServer, tmp_path: Path) -> None:
+def test_a_finished_run_sends_its_start_and_its_end(hook: WebhookServer, tmp_path: Path) -> None:
     fit(tmp_path, Notify(to=f"{hook.url}/hook/{SECRET}"), evaluation=DATA[:1])
     assert hook.events == ["start", "end"]
     assert set(hook.paths) == {f"/hook/{SECRET}"}
@@ -170,7 +170,7 @@ def test_a_run_that_finishes(hook: WebhookServer, tmp_path: Path) -> None:
     assert f"validation/loss: {end['metrics']['validation/loss']:.6g}" in end["text"]
 
 
-def test_a_run_that_fails(hook: WebhookServer, tmp_path: Path) -> None:
+def test_a_failed_run_sends_the_exception_and_where_it_was_raised(hook: WebhookServer, tmp_path: Path) -> None:
     error = ValueError("no such <thing>")
     error.add_note("seen at midnight")
     with pytest.raises(ValueError, match="no such"):
@@ -185,7 +185,7 @@ def test_a_run_that_fails(hook: WebhookServer, tmp_path: Path) -> None:
     assert "raised by callback CallsAtStep" in failure["text"]
 
 
-def test_a_run_that_fails_in_its_set_up(hook: WebhookServer, tmp_path: Path) -> None:
+def test_a_failure_during_set_up_is_sent(hook: WebhookServer, tmp_path: Path) -> None:
     def no_data() -> Any:
         raise OSError("the disk is gone")
 
@@ -195,20 +195,20 @@ def test_a_run_that_fails_in_its_set_up(hook: WebhookServer, tmp_path: Path) -> 
     assert "in data_init" in hook.posts[0]["text"]
 
 
-def test_a_preempted_run(hook: WebhookServer, tmp_path: Path) -> None:
+def test_a_preempted_run_sends_a_preemption(hook: WebhookServer, tmp_path: Path) -> None:
     fit(tmp_path, Notify(to=hook.url), CallsAtStep(2, lambda: os.kill(os.getpid(), signal.SIGTERM)))
     assert hook.events == ["start", "preemption"]
     assert hook.posts[1]["text"] == "my-run is preempted by a signal at step 2"
 
 
-def test_an_interruption_is_an_end(hook: WebhookServer, tmp_path: Path) -> None:
+def test_an_interrupted_run_sends_an_end(hook: WebhookServer, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path, Notify(to=hook.url), CallsAtStep(2, raises(KeyboardInterrupt())))
     assert hook.events == ["start", "end"]
     assert hook.posts[1]["outcome"] == "interrupted"
 
 
-def test_an_exit_is_a_failure(hook: WebhookServer, tmp_path: Path) -> None:
+def test_an_exit_is_sent_as_a_failure(hook: WebhookServer, tmp_path: Path) -> None:
     """The run's outcome is `failed` too."""
     with pytest.raises(SystemExit):
         fit(tmp_path, Notify(to=hook.url), CallsAtStep(2, raises(SystemExit(3))))
@@ -272,7 +272,7 @@ def test_several_rules_and_metrics_of_evaluations(hook: WebhookServer, tmp_path:
     assert hook.posts[2]["metrics"]["some/number"] == "inf"  # JSON has no infinity
 
 
-def test_an_evaluation_by_hand_does_not_trigger_a_rule(hook: WebhookServer, tmp_path: Path) -> None:
+def test_a_manual_evaluation_does_not_trigger_a_rule(hook: WebhookServer, tmp_path: Path) -> None:
     with trainer(
         tmp_path, Notify(to=hook.url, on=(), when="validation/loss < 1e9"), evaluation=DATA, eval_interval=None
     ) as trained:
@@ -297,16 +297,16 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     def recorded(hook: WebhookServer, since: int = 0) -> list[tuple[str, int]]:
         return [(post.get("rule", ""), post["step"]) for post in hook.posts if post["step"] > since]
 
-    with hook_of() as hook:
+    with webhook_server() as hook:
         fit(tmp_path, Notify(to=hook.url, **options), LogsNumbers(NUMBERS), CheckpointSaver(keep=None, save_interval="1ba"))
         whole = hook
     found = find_checkpoints(tmp_path / "my-run" / "checkpoints").checkpoints
     assert len(found) >= 8
     for each in found:
-        with hook_of() as hook:
+        with webhook_server() as hook:
             fit(tmp_path, Notify(to=hook.url, **options), LogsNumbers(NUMBERS), run_name=f"from{each.step}", resume=each.path)
             assert recorded(hook) == recorded(whole, each.step)
-    with hook_of() as hook:
+    with webhook_server() as hook:
         fit(
             tmp_path,
             Notify(to=hook.url),
@@ -335,7 +335,7 @@ def test_two_fits_are_one_run(hook: WebhookServer, tmp_path: Path) -> None:
 # --- Slack and mail ---
 
 
-def test_slack(hook: WebhookServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slack_receives_an_escaped_text(hook: WebhookServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLACK_URL", f"{hook.url}/services/{SECRET}\n")
     with pytest.raises(ValueError, match="&"):
         fit(tmp_path, Notify(to="slack", url_env="SLACK_URL", on="failure"), CallsAtStep(1, raises(ValueError("<a> & b"))))
@@ -347,7 +347,9 @@ def test_slack(hook: WebhookServer, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert hook.posts[1:] == [{"text": "my-run starts, to 2ep (cpu)"}]
 
 
-def test_a_webhook_from_the_environment(hook: WebhookServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_webhook_may_be_in_an_environment_variable(
+    hook: WebhookServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOOK_URL", hook.url)
     fit(tmp_path, Notify(url_env="HOOK_URL"))
     assert hook.events == ["start", "end"]
@@ -362,7 +364,7 @@ class MailServer:
         self.mails: list[EmailMessage] = []
         self.logins: list[tuple[str, str]] = []
         self.in_the_clear: list[bytes] = []
-        sink = self
+        mail_server = self
 
         class Handler(socketserver.BaseRequestHandler):
             def handle(self) -> None:
@@ -383,7 +385,7 @@ class MailServer:
                 reply("220 sink")
                 while line := lines.readline():
                     if not is_safe:
-                        sink.in_the_clear.append(line)
+                        mail_server.in_the_clear.append(line)
                     word = line.split()[0].upper()
                     if word == b"EHLO":
                         reply("250-sink")
@@ -397,7 +399,7 @@ class MailServer:
                         lines = connection.makefile("rb")
                     elif word == b"AUTH":
                         _, user, password = base64.b64decode(line.split()[2]).decode().split("\0")
-                        sink.logins.append((user, password))
+                        mail_server.logins.append((user, password))
                         reply("535 no" if rejects else "235 welcome")
                     elif word == b"RCPT" and unknown and unknown in line:
                         reply("550 unknown recipient")
@@ -406,7 +408,9 @@ class MailServer:
                         content = b""
                         while (part := lines.readline()) != b".\r\n":
                             content += part
-                        sink.mails.append(email.message_from_bytes(content, _class=EmailMessage, policy=email.policy.default))
+                        mail_server.mails.append(
+                            email.message_from_bytes(content, _class=EmailMessage, policy=email.policy.default)
+                        )
                         reply("250 taken")
                     elif word == b"QUIT":
                         reply("221 bye")
@@ -427,17 +431,17 @@ class MailServer:
         self.server.server_close()
 
 
-def test_mail(tmp_path: Path) -> None:
-    with MailServer() as sink:
+def test_a_failure_is_sent_by_mail_to_all_recipients(tmp_path: Path) -> None:
+    with MailServer() as mail_server:
         notify = Notify(
             to="mailto:me@example.org,you@example.org",
-            server=f"smtp://localhost:{sink.port}",
+            server=f"smtp://localhost:{mail_server.port}",
             sender="run@example.org",
             on="failure",
         )
         with pytest.raises(ValueError, match="two"):
             fit(tmp_path, notify, CallsAtStep(2, raises(ValueError("of\ntwo lines, and \u00fc"))))
-    (mail,) = sink.mails
+    (mail,) = mail_server.mails
     assert mail["Subject"] == "my-run failed at step 2, in train_step, on rank 0: ValueError"
     assert (mail["From"], mail["To"]) == ("run@example.org", "me@example.org, you@example.org")
     assert "ValueError: of\ntwo lines, and \u00fc\n" in mail.get_content().replace("\r\n", "\n")
@@ -445,9 +449,9 @@ def test_mail(tmp_path: Path) -> None:
 
 def test_a_rejected_recipient_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     to = "mailto:me@example.org,you@example.org,her@example.org"
-    with MailServer(unknown=b"you@") as sink, caplog.at_level(logging.WARNING, "callsheet"):
-        fit(tmp_path, Notify(to=to, server=f"smtp://localhost:{sink.port}", on="end"))
-    assert len(sink.mails) == 1  # recipients that have the mail do not get it again
+    with MailServer(unknown=b"you@") as mail_server, caplog.at_level(logging.WARNING, "callsheet"):
+        fit(tmp_path, Notify(to=to, server=f"smtp://localhost:{mail_server.port}", on="end"))
+    assert len(mail_server.mails) == 1  # recipients that have the mail do not get it again
     assert [message for message in caplog.messages if "did not reach" in message] == [
         "Notify: 'end' did not reach mail by localhost: it rejected 1 of 3 recipients"
     ]
@@ -485,17 +489,20 @@ def test_mail_with_a_password_is_sent_only_encrypted_to_a_trusted_server(
     monkeypatch.setenv("MAIL_PASSWORD", SECRET)
     if is_trusted:
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    with MailServer(encrypting(certificate), at_once=scheme == "smtps") as sink, caplog.at_level(logging.WARNING, "callsheet"):
-        server = f"{scheme}://me@localhost:{sink.port}"
+    with (
+        MailServer(encrypting(certificate), at_once=scheme == "smtps") as mail_server,
+        caplog.at_level(logging.WARNING, "callsheet"),
+    ):
+        server = f"{scheme}://me@localhost:{mail_server.port}"
         notify = Notify(to="mailto:me@example.org", server=server, password_env="MAIL_PASSWORD", on="start", retries=0)
         fit(tmp_path, notify)
-    assert not any(SECRET.encode() in line or b"AUTH" in line for line in sink.in_the_clear)
+    assert not any(SECRET.encode() in line or b"AUTH" in line for line in mail_server.in_the_clear)
     if is_trusted:
-        assert sink.logins == [("me", SECRET)]
-        assert [mail["From"] for mail in sink.mails] == ["me@example.org"]
+        assert mail_server.logins == [("me", SECRET)]
+        assert [mail["From"] for mail in mail_server.mails] == ["me@example.org"]
     else:
-        assert not sink.logins
-        assert not sink.mails
+        assert not mail_server.logins
+        assert not mail_server.mails
         assert "certificate" in caplog.text.lower()
     assert SECRET not in caplog.text
 
@@ -505,10 +512,10 @@ def test_a_wrong_password_is_tried_once(
 ) -> None:
     monkeypatch.setenv("MAIL_PASSWORD", SECRET)
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    with MailServer(encrypting(certificate), rejects=True) as sink, caplog.at_level(logging.WARNING, "callsheet"):
-        server = f"smtp+starttls://me@localhost:{sink.port}"
+    with MailServer(encrypting(certificate), rejects=True) as mail_server, caplog.at_level(logging.WARNING, "callsheet"):
+        server = f"smtp+starttls://me@localhost:{mail_server.port}"
         fit(tmp_path, Notify(to="mailto:me@example.org", server=server, password_env="MAIL_PASSWORD", on="start"))
-    assert set(sink.logins) == {("me", SECRET)}
+    assert set(mail_server.logins) == {("me", SECRET)}
     assert [message for message in caplog.messages if "did not reach" in message] == [
         "Notify: 'start' did not reach mail by localhost: it answered 535"
     ]
@@ -523,7 +530,7 @@ def weights_of(trained: Trainer) -> list[Any]:
 
 
 def test_an_unreachable_address_is_reported_and_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with hook_of() as hook:
+    with webhook_server() as hook:
         pass  # the server is closed and its port is free
     plain = fit(tmp_path / "plain")
     with caplog.at_level(logging.WARNING, "callsheet"):
@@ -539,10 +546,10 @@ def test_an_unreachable_address_is_reported_and_changes_nothing(tmp_path: Path, 
     ("answers", "posts", "is_lost"),
     [((503, 429, 200), 3, False), ((500, 500, 500, 200), 3, True), ((404, 200), 1, True), ((302, 200), 1, True)],
 )
-def test_a_failure_is_retried_if_that_may_help(
+def test_a_notification_is_retried_only_if_that_may_help(
     answers: tuple[int, ...], posts: int, is_lost: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with hook_of(*answers) as hook, caplog.at_level(logging.WARNING, "callsheet"):
+    with webhook_server(*answers) as hook, caplog.at_level(logging.WARNING, "callsheet"):
         fit(tmp_path, Notify(to=f"{hook.url}/{SECRET}", on="start"))
     assert hook.paths == [f"/{SECRET}"] * posts  # a redirect is not followed either
     assert any(f"it answered {answers[posts - 1]}" in message for message in caplog.messages) == is_lost
@@ -587,7 +594,7 @@ def test_the_queue_and_the_wait_at_the_end_are_bounded(
 
 
 class Broken:
-    shown = "a broken place"
+    shown = "a broken destination"
 
     def __init__(self) -> None:
         self.tried = 0
@@ -597,7 +604,7 @@ class Broken:
         raise NotDelivered("for good", is_final=True)
 
 
-def test_a_final_failure_is_not_retried() -> None:
+def test_a_permanent_failure_is_not_retried() -> None:
     broken = Broken()
     assert why_not_delivered(Notification("first", facts={"event": "start"}), broken, timeout=1, retries=5) == "for good"
     assert broken.tried == 1
@@ -630,7 +637,9 @@ def test_a_bad_environment_variable_is_named(
     assert caplog.messages == [f"Notify sends nothing: {message}"]
 
 
-def test_an_url_that_python_rejects_is_not_shown(hook: WebhookServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_url_that_python_rejects_is_not_in_the_message(
+    hook: WebhookServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "callsheet"):
         fit(tmp_path, Notify(to=f"{hook.url}/{SECRET} with a space", on="start"))
     assert "did not reach the webhook at 127.0.0.1: InvalidURL" in caplog.text

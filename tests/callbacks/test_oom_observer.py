@@ -56,7 +56,7 @@ def on_ranks(folder: str) -> list[list[float]]:
     return fit(folder, OOMObserver())
 
 
-def test_on_two_ranks(tmp_path: Path) -> None:
+def test_two_ranks_keep_equal_weights(tmp_path: Path) -> None:
     first, second = run_ranks(on_ranks, 2, str(tmp_path))
     assert first == second
 

@@ -20,11 +20,11 @@ class ReferenceNorms(Callback):
     phase = "report"
 
     def __init__(self) -> None:
-        self.truth: dict[int, dict[str, float]] = {}
+        self.reference: dict[int, dict[str, float]] = {}
         self.records: dict[int, dict[str, float]] = {}
 
     def on_clip_gradients_start(self, ctx: Context) -> None:
-        norms = self.truth[ctx.step] = dict[str, float]()
+        norms = self.reference[ctx.step] = dict[str, float]()
         for kind in ("grad", "weight"):
             wholes = {}
             for name, parameter in ctx.model.named_parameters():
@@ -50,7 +50,7 @@ class Reporting(torch.optim.AdamW):
 
 
 def fit(folder: Path | str, *callbacks: Callback, optimizer: Any = torch.optim.AdamW, **options: Any) -> ReferenceNorms:
-    truth = ReferenceNorms()
+    reference = ReferenceNorms()
     torch.manual_seed(0)
     data = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(12)]
     with Trainer(
@@ -58,7 +58,7 @@ def fit(folder: Path | str, *callbacks: Callback, optimizer: Any = torch.optim.A
         nn.functional.mse_loss,
         data,
         optimizer=lambda parameters: optimizer(parameters, lr=0.1),
-        callbacks=[*callbacks, truth],
+        callbacks=[*callbacks, reference],
         runs_folder=folder,
         log_interval="2ba",
         clip_grad_norm=0.01,
@@ -66,25 +66,25 @@ def fit(folder: Path | str, *callbacks: Callback, optimizer: Any = torch.optim.A
         **options,
     ) as trainer:
         trainer.fit()
-    return truth
+    return reference
 
 
-def check(truth: ReferenceNorms, steps: list[int], kinds: tuple[str, ...]) -> None:
+def check(reference: ReferenceNorms, steps: list[int], kinds: tuple[str, ...]) -> None:
     for step in steps:
-        wanted = {name: value for name, value in truth.truth[step].items() if name.split("/")[1] in kinds}
-        assert truth.records[step] == pytest.approx(wanted, rel=1e-5)
+        wanted = {name: value for name, value in reference.reference[step].items() if name.split("/")[1] in kinds}
+        assert reference.records[step] == pytest.approx(wanted, rel=1e-5)
 
 
 def test_the_norms_are_of_the_whole_step_before_clipping(tmp_path: Path) -> None:
-    truth = fit(tmp_path, OptimizerMonitor(batch_log_interval=4, weights=True), microbatch_size=1)
-    check(truth, [4, 8, 12], ("grad", "weight"))
-    assert truth.records[2] == truth.records[6] == {}
-    assert truth.records[4]["l2_norm/grad/global"] > 0.1  # after clipping, it would be 0.01
+    reference = fit(tmp_path, OptimizerMonitor(batch_log_interval=4, weights=True), microbatch_size=1)
+    check(reference, [4, 8, 12], ("grad", "weight"))
+    assert reference.records[2] == reference.records[6] == {}
+    assert reference.records[4]["l2_norm/grad/global"] > 0.1  # after clipping, it would be 0.01
 
 
-def test_only_the_global_norm(tmp_path: Path) -> None:
-    truth = fit(tmp_path, OptimizerMonitor(batch_log_interval=2, per_parameter=False))
-    assert set(truth.records[2]) == {"l2_norm/grad/global"}
+def test_without_per_parameter_only_the_global_norm_is_logged(tmp_path: Path) -> None:
+    reference = fit(tmp_path, OptimizerMonitor(batch_log_interval=2, per_parameter=False))
+    assert set(reference.records[2]) == {"l2_norm/grad/global"}
 
 
 def test_a_parameter_without_a_gradient_is_left_out(tmp_path: Path) -> None:
@@ -114,15 +114,15 @@ def test_a_parameter_without_a_gradient_is_left_out(tmp_path: Path) -> None:
 
 
 def test_an_infinite_gradient_is_logged(tmp_path: Path) -> None:
-    class Spoil(Callback):
+    class MakesGradientInfinite(Callback):
         phase = "change"
 
         def on_backward_end(self, ctx: Context) -> None:
             if ctx.step == 2:
                 ctx.model[1].bias.grad.fill_(math.inf)
 
-    truth = fit(tmp_path, Spoil(), OptimizerMonitor(batch_log_interval=2))
-    assert truth.records[2]["l2_norm/grad/1.bias"] == truth.records[2]["l2_norm/grad/global"] == math.inf
+    reference = fit(tmp_path, MakesGradientInfinite(), OptimizerMonitor(batch_log_interval=2))
+    assert reference.records[2]["l2_norm/grad/1.bias"] == reference.records[2]["l2_norm/grad/global"] == math.inf
 
 
 def test_half_precision_does_not_overflow() -> None:
@@ -144,34 +144,36 @@ def test_several_types_are_logged_in_the_widest() -> None:
     assert norms.dtype == torch.float64
 
 
-def test_what_the_optimizer_reports_is_logged(tmp_path: Path) -> None:
-    truth = fit(tmp_path, OptimizerMonitor(batch_log_interval=2), optimizer=Reporting)
-    assert truth.records[2]["second_moment/0.weight"] > 0
-    quiet = fit(tmp_path, OptimizerMonitor(batch_log_interval=2, log_optimizer_metrics=False), optimizer=Reporting)
-    assert "second_moment/0.weight" not in quiet.records[2]
+def test_metrics_that_the_optimizer_reports_are_logged(tmp_path: Path) -> None:
+    reference = fit(tmp_path, OptimizerMonitor(batch_log_interval=2), optimizer=Reporting)
+    assert reference.records[2]["second_moment/0.weight"] > 0
+    without_optimizer_metrics = fit(
+        tmp_path, OptimizerMonitor(batch_log_interval=2, log_optimizer_metrics=False), optimizer=Reporting
+    )
+    assert "second_moment/0.weight" not in without_optimizer_metrics.records[2]
 
 
-def test_two_work_in_one_run(tmp_path: Path) -> None:
+def test_two_instances_work_in_one_run(tmp_path: Path) -> None:
     other = OptimizerMonitor(batch_log_interval=4, per_parameter=False)
     other.name = "other"
-    truth = fit(tmp_path, OptimizerMonitor(batch_log_interval=2), other)
-    assert truth.records[4]["other/grad/global"] == truth.records[4]["l2_norm/grad/global"]
-    assert "other/grad/global" not in truth.records[2]
+    reference = fit(tmp_path, OptimizerMonitor(batch_log_interval=2), other)
+    assert reference.records[4]["other/grad/global"] == reference.records[4]["l2_norm/grad/global"]
+    assert "other/grad/global" not in reference.records[2]
 
 
 def on_ranks(folder: str, parallel: str) -> tuple[dict[int, dict[str, float]], dict[int, dict[str, float]]]:
     monitor = OptimizerMonitor(batch_log_interval=2, weights=True)
-    truth = fit(folder, monitor, parallel=parallel, optimizer=Reporting)
-    return truth.truth, truth.records
+    reference = fit(folder, monitor, parallel=parallel, optimizer=Reporting)
+    return reference.reference, reference.records
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_sharded_norms_equal_those_of_the_whole(parallel: str, tmp_path: Path) -> None:
-    (truth, first), (_, second) = run_ranks(on_ranks, 2, str(tmp_path), parallel)
+def test_sharded_norms_equal_those_of_the_unsharded_model(parallel: str, tmp_path: Path) -> None:
+    (reference, first), (_, second) = run_ranks(on_ranks, 2, str(tmp_path), parallel)
     assert first == second
     for step, values in first.items():
         norms = {name: value for name, value in values.items() if name.startswith("l2_norm")}
-        assert norms == pytest.approx(truth[step], rel=1e-5)
+        assert norms == pytest.approx(reference[step], rel=1e-5)
         assert values["second_moment/0.weight"] > 0
 
 

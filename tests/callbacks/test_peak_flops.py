@@ -54,7 +54,7 @@ from callsheet.callbacks.support.peak_flops import PRECISIONS, device_name, peak
         ("", "", None),
     ],
 )
-def test_the_figure_is_that_of_the_device(device: str, precision: str, teraflops: float | None) -> None:
+def test_the_peak_is_that_of_the_device_and_the_precision(device: str, precision: str, teraflops: float | None) -> None:
     found = peak_flops(device, precision)
     assert found == (pytest.approx(teraflops * 1e12) if teraflops is not None else None)
 

@@ -103,7 +103,7 @@ def test_the_warm_up_is_left_out_and_the_estimate_is_exact(tmp_path: Path) -> No
     assert recorded[-1][2] == {"time/remaining_estimate": 0.0}
 
 
-def test_estimates_take_account_of_progress_within_an_epoch(tmp_path: Path) -> None:
+def test_estimates_include_the_progress_within_an_epoch(tmp_path: Path) -> None:
     step, _, values = fit(tmp_path, TakesTime(), max_duration="2ep").recorded[1]
     assert step == 4
     assert values["time/remaining_estimate"] == pytest.approx(16 * STEP, rel=1e-6)
@@ -126,7 +126,7 @@ def test_a_resumed_run_has_an_estimate_at_its_first_record(tmp_path: Path) -> No
     assert values["time/remaining_estimate"] == pytest.approx(28 * STEP + 6 * EVALUATION, rel=1e-6)
 
 
-def test_the_unit_is_in_the_name_and_two_work_in_one_run(tmp_path: Path) -> None:
+def test_the_unit_is_in_the_metric_s_name_and_two_instances_work_in_one_run(tmp_path: Path) -> None:
     hours = RuntimeEstimator(time_unit="hours")
     hours.name = "time/coarse"
     values = fit(tmp_path, TakesTime(), RuntimeEstimator(), hours).recorded[2][2]

@@ -411,7 +411,7 @@ class Attends(nn.Module):
 
 @pytest.mark.parametrize("kind", [Net, Attends])
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"precision": "fp16"}])
-def test_counting_changes_nothing(kind: type[nn.Module], options: dict[str, Any], tmp_path: Path) -> None:
+def test_counting_does_not_change_training(kind: type[nn.Module], options: dict[str, Any], tmp_path: Path) -> None:
     def weights(folder: str, *callbacks: Callback) -> Any:
         torch.manual_seed(0)
         return train(tmp_path / folder, *callbacks, model=kind(), **options)[1]
@@ -419,7 +419,7 @@ def test_counting_changes_nothing(kind: type[nn.Module], options: dict[str, Any]
     assert weights("watched", SpeedMonitor()) == weights("bare")
 
 
-def test_two_monitors_both_count_and_leave_nothing_behind(tmp_path: Path) -> None:
+def test_two_monitors_both_count_and_remove_their_dispatch_modes(tmp_path: Path) -> None:
     """They must not count in the same step: torch's dispatch modes must be left in the reverse of the order of entry."""
     other = SpeedMonitor()
     other.name = "throughput/other"
@@ -445,7 +445,7 @@ class Breaks(Net):
         return outputs
 
 
-def test_a_step_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_the_dispatch_mode_is_removed_after_a_step_that_fails(tmp_path: Path) -> None:
     with pytest.raises(ArithmeticError):
         train(tmp_path, SpeedMonitor(), model=Breaks())
     assert not is_in_torch_dispatch_mode(include_infra_modes=True)

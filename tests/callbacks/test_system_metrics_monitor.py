@@ -93,7 +93,7 @@ def test_rejects_bad_arguments() -> None:
         SystemMetricsMonitor(seconds=-1)
 
 
-def test_two_work_in_one_run(tmp_path: Path) -> None:
+def test_two_instances_work_in_one_run(tmp_path: Path) -> None:
     other = SystemMetricsMonitor()
     other.name = "system/again"
     names = set(fit(tmp_path, SystemMetricsMonitor(), other)[0])

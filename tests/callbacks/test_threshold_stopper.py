@@ -79,7 +79,7 @@ RISES = [1.0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
         ({"threshold": 100.0}, RISES, 12),
     ],
 )
-def test_stops_at_the_record_that_reaches_it(
+def test_stops_at_the_record_that_reaches_the_threshold(
     tmp_path: Path, options: dict[str, Any], numbers: list[float], expected: int
 ) -> None:
     assert steps(tmp_path, stopper(**options), LogsNumbers(numbers)) == (expected, "stopped" if expected < 12 else "finished")
@@ -90,17 +90,17 @@ def test_a_record_is_checked_at_its_boundary(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("monitor", "expected"), [("train/loss", 1), ("validation/loss", 4)])
-def test_a_loss_has_to_fall(tmp_path: Path, monitor: str, expected: int) -> None:
+def test_a_loss_reaches_the_threshold_from_above_by_default(tmp_path: Path, monitor: str, expected: int) -> None:
     assert steps(tmp_path, stopper(monitor=monitor, threshold=1e6), LogsNumbers(RISES))[0] == expected
 
 
 @pytest.mark.parametrize("records", ["all", "none"])
-def test_stops_at_the_evaluation_that_reaches_it(tmp_path: Path, records: str) -> None:
+def test_stops_at_the_evaluation_that_reaches_the_threshold(tmp_path: Path, records: str) -> None:
     reached = stopper(monitor="validation/score", records=records)
     assert steps(tmp_path, reached, LogsNumbers(RISES, [1, 6, 1])) == (8, "stopped")
 
 
-def test_an_evaluation_by_hand_does_not_count(tmp_path: Path) -> None:
+def test_a_manual_evaluation_does_not_count(tmp_path: Path) -> None:
     with trainer(tmp_path, LogsNumbers(RISES, [1, 2, 3]), stopper(monitor="validation/score")) as trained:
         trained.evaluate()
         trained.fit("1ep")
@@ -155,7 +155,7 @@ def test_a_new_run_starts_from_scratch(tmp_path: Path) -> None:
     assert steps(tmp_path, again, LogsNumbers([1.0] * 12), run_name="other") == (12, "finished")
 
 
-def test_two_work_in_one_run(tmp_path: Path) -> None:
+def test_two_instances_work_in_one_run(tmp_path: Path) -> None:
     other = stopper(monitor="validation/score")
     other.name = "score"
     assert steps(tmp_path, stopper(), LogsNumbers([1.0] * 12, [1, 6, 1]), other, CheckpointSaver())[0] == 8

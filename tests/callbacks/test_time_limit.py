@@ -109,14 +109,14 @@ def test_without_saving_no_checkpoint_is_requested(tmp_path: Path, clock: Clock)
     assert kinds(tmp_path) == {}
 
 
-def test_the_set_up_counts(tmp_path: Path, clock: Clock) -> None:
+def test_the_time_of_the_set_up_counts(tmp_path: Path, clock: Clock) -> None:
     with trainer(tmp_path, TimeLimit(limit=0.25), Slow("on_data_init_start", 0.25, clock=clock)) as trained:
         trained.fit()
     assert trained.state.timestamp.batch == 0
     assert kinds(tmp_path) == {}  # no step was trained, so there is nothing to save
 
 
-def test_an_evaluation_counts(tmp_path: Path, clock: Clock) -> None:
+def test_the_time_of_an_evaluation_counts(tmp_path: Path, clock: Clock) -> None:
     limit, slow = TimeLimit(limit=0.5), Slow("on_eval_step_end", 0.5, clock=clock)
     with trainer(tmp_path, limit, slow, eval_dataloader=[BATCH], eval_interval="5ba") as trained:
         trained.fit()
@@ -158,7 +158,7 @@ def test_the_clock_starts_again_with_a_new_run_and_stops_between_runs(tmp_path: 
         assert limit.state_dict()["seconds"] == 0.375
 
 
-def test_two_limits_in_one_run(tmp_path: Path, clock: Clock) -> None:
+def test_two_limits_work_in_one_run(tmp_path: Path, clock: Clock) -> None:
     job, run = TimeLimit(limit=0.25, across_resumes=False), TimeLimit(limit="1h")
     job.name = "job"
     with trainer(tmp_path, job, run, Slow("on_train_step_end", 0.125, clock=clock)) as trained:

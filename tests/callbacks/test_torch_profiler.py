@@ -93,7 +93,7 @@ def test_a_resumed_run_continues_with_the_steps_of_the_run(tmp_path: Path) -> No
     assert len(traces(tmp_path / "run" / "traces")) == 2
 
 
-def test_two_work_in_one_run_one_at_a_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_two_instances_work_in_one_run_one_at_a_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     early = TorchProfiler(skip_first=0, wait=0, warmup=1, active=3, folder=tmp_path / "own")
     late = TorchProfiler(skip_first=8, wait=0, warmup=1, active=1)
     overlapping = TorchProfiler(skip_first=9, wait=0, warmup=0, active=1)
@@ -105,7 +105,9 @@ def test_two_work_in_one_run_one_at_a_time(tmp_path: Path, caplog: pytest.LogCap
     assert "overlapping: the steps from 10 on are not profiled" in caplog.text
 
 
-def test_of_two_that_would_warm_up_together_only_one_profiles(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_if_two_instances_would_overlap_in_the_warm_up_only_one_profiles(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     one, other = (TorchProfiler(skip_first=1, wait=0, warmup=2, active=2) for _ in range(2))
     one.name, other.name = "one", "other"
     with caplog.at_level(logging.WARNING, "callsheet"):
@@ -115,7 +117,7 @@ def test_of_two_that_would_warm_up_together_only_one_profiles(tmp_path: Path, ca
 
 
 def test_another_profiler_is_not_disturbed(tmp_path: Path) -> None:
-    with profile() as theirs:
+    with profile() as other_profiler:
         data = [(torch.ones(2, 2), torch.ones(2, 1))] * 3
         with Trainer(
             nn.Linear(2, 1),
@@ -127,7 +129,7 @@ def test_another_profiler_is_not_disturbed(tmp_path: Path) -> None:
             device="cpu",
         ) as trainer:
             trainer.fit()
-    assert theirs.key_averages()
+    assert other_profiler.key_averages()
 
 
 def on_ranks(folder: str) -> None:
@@ -136,7 +138,7 @@ def on_ranks(folder: str) -> None:
     fit(folder, Marks(), TorchProfiler(skip_first=1, wait=0, warmup=0, active=1), zero)
 
 
-def test_each_rank_writes_its_own(tmp_path: Path) -> None:
+def test_each_rank_writes_its_own_trace(tmp_path: Path) -> None:
     run_ranks(on_ranks, 2, str(tmp_path))
     assert set(traces(tmp_path / "run" / "traces")) == {
         "TorchProfiler-step2-rank0.json",

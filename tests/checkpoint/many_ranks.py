@@ -40,7 +40,7 @@ def gloo_group(seconds: float = 30) -> distributed.ProcessGroup | None:
     return group
 
 
-def training(seed: int, *, sharded: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+def model_and_optimizer(seed: int, *, sharded: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = Net()
     if sharded:
@@ -71,8 +71,8 @@ def whole(tree: Any) -> Any:
     return [whole(value) for value in tree] if isinstance(tree, list) else tree
 
 
-def raised(act: Callable[[], object]) -> str:
-    """Return the message of the checkpoint's error on this rank."""
+def error_of(act: Callable[[], object]) -> str:
+    """Return the message of the `CheckpointError` that the function raises on this rank."""
     try:
         act()
     except CheckpointError as error:

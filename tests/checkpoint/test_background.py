@@ -108,18 +108,18 @@ def test_a_failure_is_raised_by_the_result_or_the_next_call(tmp_path: Path) -> N
 
 
 def test_only_the_writing_thread_is_limited_to_one_torch_thread() -> None:
-    def here() -> int:
+    def num_threads() -> int:
         return torch.get_num_threads()
 
     def in_a_new_thread() -> int:
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(here).result()
+            return thread.submit(num_threads).result()
 
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
         writer = AsyncWriter()
-        assert (here(), in_a_new_thread(), writer._thread.submit(here).result()) == (3, 3, 1)
+        assert (num_threads(), in_a_new_thread(), writer._thread.submit(num_threads).result()) == (3, 3, 1)
         writer.close()
     finally:
         torch.set_num_threads(before)

@@ -16,7 +16,7 @@ from callsheet.checkpoint import export_huggingface, export_weights
 from callsheet.errors import CheckpointError
 from callsheet.testing.ranks import run_ranks
 
-from .many_ranks import Net, gloo_group, raised, training, whole
+from .many_ranks import Net, error_of, gloo_group, model_and_optimizer, whole
 
 LAST = "weights.safetensors"
 
@@ -24,15 +24,15 @@ LAST = "weights.safetensors"
 def exported(root: str) -> Any:
     group = gloo_group()
     assert group is not None
-    model, _ = training(0, sharded=True)
+    model, _ = model_and_optimizer(0, sharded=True)
     seal = export_weights(model, f"{root}/new/{LAST}", group=group)
-    recorded = [raised(lambda: export_weights(model, f"{root}/new/{LAST}", group=group))]
-    recorded.append(raised(lambda: export_weights(model, f"{root}/new/{LAST}/in/a/file", group=group)))
+    recorded = [error_of(lambda: export_weights(model, f"{root}/new/{LAST}", group=group))]
+    recorded.append(error_of(lambda: export_weights(model, f"{root}/new/{LAST}/in/a/file", group=group)))
     assert export_weights(model, f"{root}/new/{LAST}", group=group, overwrite=True) == seal
     return whole(model(torch.arange(7))), recorded
 
 
-def test_shards_are_exported_whole_and_tied_weights_once(tmp_path: Path) -> None:
+def test_sharded_weights_are_exported_whole_and_tied_weights_once(tmp_path: Path) -> None:
     (logits, recorded), second = run_ranks(exported, 2, str(tmp_path))
     assert (logits, recorded) == second
     assert "already exists; choose a new path or pass overwrite=True" in recorded[0]
@@ -87,7 +87,7 @@ def published(root: str) -> Any:
         fully_shard(model)
     export_huggingface(model, f"{root}/hf", group=group, processor=tokenizer())
     with torch.no_grad():
-        return whole(model(torch.arange(8)[None]).logits), raised(lambda: export_huggingface(model, "memory://x", group=group))
+        return whole(model(torch.arange(8)[None]).logits), error_of(lambda: export_huggingface(model, "memory://x", group=group))
 
 
 @pytest.mark.test_all

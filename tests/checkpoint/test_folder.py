@@ -145,7 +145,7 @@ def test_a_target_of_another_size_is_named_before_any_is_filled(tmp_path: Path) 
         assert given["model.a"].tolist() == [0, 0]
 
 
-def test_a_real_run_resumes_where_it_was(tmp_path: Path) -> None:
+def test_a_training_step_after_a_resume_gives_the_same_weights(tmp_path: Path) -> None:
     def training() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
@@ -171,7 +171,7 @@ def test_a_real_run_resumes_where_it_was(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
 
 
-def test_others_may_read_the_files(tmp_path: Path) -> None:
+def test_the_files_are_readable_by_other_users(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
         write(tmp_path / "ck", STATE, {})
@@ -203,7 +203,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("name", ["state.json", "local-00000.json", "index.json", "shard-00000.safetensors"])
-def test_a_pickle_under_a_true_seal_is_rejected_and_not_run(tmp_path: Path, name: str) -> None:
+def test_a_pickle_with_a_valid_manifest_is_rejected_and_not_executed(tmp_path: Path, name: str) -> None:
     path, mark = tmp_path / "ck", tmp_path / "ran"
     write(path, STATE, {})
     for content in (pickle.dumps(Bomb(mark)), b"[" * 100_000, b'{"a": NaN}', b'{"$tensor": "gone"}', b"\xff", b""):
@@ -237,7 +237,7 @@ def test_a_sealed_checkpoint_is_overwritten_only_on_request(tmp_path: Path) -> N
 
 
 @pytest.mark.test_all
-def test_an_overwrite_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
+def test_an_overwrite_that_fails_keeps_the_old_checkpoint(tmp_path: Path) -> None:
     write(tmp_path / "ck", {"a": 1}, {"step": 1})
     before = names(tmp_path / "ck")
     for state, info in BAD:
@@ -274,7 +274,7 @@ def test_a_folder_of_other_files_is_neither_cleared_nor_deleted(tmp_path: Path) 
     assert names(tmp_path) == {"thesis.tex"}
 
 
-def test_a_checkpoint_of_a_newer_callsheet_is_not_taken_for_a_leftover(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_newer_version_is_not_treated_as_a_leftover(tmp_path: Path) -> None:
     path = tmp_path / "ck"
     write(path, STATE, {})
     body = json.dumps({"format": 2})[1:].encode()
@@ -329,7 +329,7 @@ def test_a_root_that_is_not_a_folder_is_an_error(tmp_path: Path) -> None:
         find_checkpoints(tmp_path / "root")
 
 
-def test_delete(tmp_path: Path) -> None:
+def test_delete_removes_complete_and_incomplete_checkpoints(tmp_path: Path) -> None:
     write(tmp_path / "whole", STATE, {})
     write(tmp_path / "left", STATE, {})
     (tmp_path / "left" / "manifest.json").unlink()
@@ -338,7 +338,7 @@ def test_delete(tmp_path: Path) -> None:
     assert names(tmp_path) == set()
 
 
-def test_delete_rejects_what_is_not_a_checkpoints_folder(tmp_path: Path) -> None:
+def test_delete_rejects_a_folder_that_is_not_a_checkpoint(tmp_path: Path) -> None:
     write(tmp_path / "ck", STATE, {})
     (tmp_path / "link").symlink_to(tmp_path / "ck")
     (tmp_path / "empty").mkdir()
@@ -362,7 +362,7 @@ def test_the_latest_hint_names_a_sealed_checkpoint(tmp_path: Path) -> None:
     assert names(tmp_path) == {"b", "latest"}
 
 
-def test_a_path_that_cannot_be_a_folder(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_a_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "ck"):
         with pytest.raises(CheckpointError, match=f"cannot write {path}: .*; choose") as rejection:
@@ -390,7 +390,7 @@ else:
 
 
 @pytest.mark.test_all
-def test_a_folder_without_write_permission(tmp_path: Path) -> None:
+def test_nothing_is_written_to_a_folder_without_write_permission(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     run(NO_PERMISSION, tmp_path / "root")
     assert not list((tmp_path / "root").iterdir())
@@ -444,7 +444,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_full_disk(small_disk: Path) -> None:
+def test_a_full_disk_is_an_error_and_keeps_the_old_checkpoint(small_disk: Path) -> None:
     write(small_disk / "old", {"w": torch.ones(1000)}, {"step": 1})
     for path in (small_disk / "new", small_disk / "old"):
         with pytest.raises(CheckpointError, match=f"cannot write {path}.*: No space left on device; free space") as rejection:
@@ -520,7 +520,7 @@ all_kills(lambda: publish(1), lambda: delete_checkpoint(path), {None, 1})
 
 
 @pytest.mark.test_all
-def test_a_kill_before_any_call_leaves_a_whole_checkpoint_or_none(tmp_path: Path) -> None:
+def test_a_kill_before_any_call_leaves_a_complete_checkpoint_or_none(tmp_path: Path) -> None:
     run(KILLED_BEFORE_EVERY_CALL, tmp_path)
 
 
@@ -562,5 +562,5 @@ assert sealed
 
 
 @pytest.mark.test_all
-def test_a_kill_at_any_moment_leaves_whole_checkpoints_or_none(tmp_path: Path) -> None:
+def test_a_kill_at_any_time_leaves_complete_checkpoints_or_none(tmp_path: Path) -> None:
     run(KILLED_AT_RANDOM, tmp_path)

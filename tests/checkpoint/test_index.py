@@ -33,14 +33,14 @@ def with_chunks(*chunks: Any) -> dict[str, Any]:
     return GOOD | {"chunks": list(chunks)}
 
 
-def test_an_index_is_read() -> None:
+def test_a_valid_index_is_read() -> None:
     index = read_index(
         json.dumps({"w": GOOD, "n": {"dtype": "I64", "size": [0, 3], "chunks": []}}).encode(), FILES, "ck/index.json"
     )
     assert index.tensors["w"].size == (4, 2)
     assert index.tensors["n"].properties.dtype == torch.int64
-    place = index.places["w", torch.Size([3, 0])]
-    assert (place.file, place.dtype, place.size) == ("b", torch.float32, (1, 2))
+    location = index.places["w", torch.Size([3, 0])]
+    assert (location.file, location.dtype, location.size) == ("b", torch.float32, (1, 2))
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_views_that_differ_are_not_tied() -> None:
     assert same(through_json(tree), tree)
 
 
-def stepped(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, Any]:
+def state_after_a_step(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, Any]:
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     return optimizer.state_dict()
@@ -149,15 +149,15 @@ def stepped(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[st
         (torch.optim.SGD, {"lr": torch.tensor(0.1)}),
     ],
 )
-def test_optimizer_states(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+def test_optimizer_states_are_restored(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
     model = torch.nn.Linear(3, 2)
-    state = stepped(kind(model.parameters(), **options), model)
+    state = state_after_a_step(kind(model.parameters(), **options), model)
     back = through_json(state)
     assert same(back, state)
     kind(model.parameters(), **options).load_state_dict(back)
 
 
-def test_scheduler_states() -> None:
+def test_scheduler_states_are_restored() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     multi = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4, 4])  # stores its milestones in a Counter
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)  # its state contains inf
@@ -187,7 +187,7 @@ def test_numpy_objects_are_rejected(array: object) -> None:
         flatten({"rng": array})
 
 
-def test_masks_would_be_lost_so_array_subclasses_are_rejected() -> None:
+def test_array_subclasses_are_rejected_because_masks_would_be_lost() -> None:
     with pytest.raises(CheckpointError, match="is not plain data"):
         flatten(np.ma.masked_array([1], [True]))
 

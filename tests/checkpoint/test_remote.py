@@ -107,7 +107,7 @@ def test_every_changed_byte_in_a_store_is_rejected(memory: Any) -> None:
     assert stored_step(path) == 1
 
 
-def test_protocols() -> None:
+def test_file_urls_are_opened_and_unknown_protocols_are_rejected() -> None:
     local = open_folder("file:///tmp/run")
     assert isinstance(local, LocalFolder)
     assert local.path == "/tmp/run"
@@ -167,7 +167,7 @@ class DyingFileSystem(MemoryFileSystem):  # type: ignore[misc]
 
 @pytest.mark.parametrize("is_dead_after", [True, False], ids=["killed", "fails once"])
 @pytest.mark.parametrize("first", [None, 1])
-def test_a_store_that_fails_at_any_change_holds_a_whole_checkpoint_or_none(first: int | None, is_dead_after: bool) -> None:
+def test_a_store_that_fails_at_any_change_has_a_complete_checkpoint_or_none(first: int | None, is_dead_after: bool) -> None:
     fsspec.register_implementation("dying", DyingFileSystem, clobber=True)
     DyingFileSystem.is_dead_after = is_dead_after
     seen = set()
@@ -181,7 +181,7 @@ def test_a_store_that_fails_at_any_change_holds_a_whole_checkpoint_or_none(first
             write("dying://ck", 2, overwrite=True)
             is_over = DyingFileSystem.left > 0
         except CheckpointError as error:
-            assert "OSError: the store is gone" in str(error)  # noqa: PT017 - it may also go well
+            assert "OSError: the store is gone" in str(error)  # noqa: PT017 - the write may also succeed
             is_over = False
         seen.add(stored_step("memory://ck"))
         if is_over:

@@ -90,7 +90,7 @@ def test_sealing_missing_files_is_rejected(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_folder_without_a_seal_does_not_exist(folder: Path) -> None:
+def test_a_folder_without_a_manifest_is_not_a_checkpoint(folder: Path) -> None:
     for where in (folder / "none", folder / "a"):
         with pytest.raises(Unsealed, match=r"is not a checkpoint: it has no manifest\.json"):
             read_seal(where)
@@ -135,7 +135,7 @@ def test_a_newer_format_is_named_and_not_treated_as_a_leftover(folder: Path) -> 
 @pytest.mark.parametrize(
     "name", ["../x", "/etc/passwd", "", ".", "..", "a/../../x", "a//b", "a/b", "./a", "C:\\x", "a\\b", "x\0"]
 )
-def test_a_name_that_leads_outside_is_rejected(folder: Path, name: str) -> None:
+def test_a_file_name_outside_the_folder_is_rejected(folder: Path, name: str) -> None:
     (folder.parent / "x").write_bytes(b"outside")
     craft(folder, files={name: {"size_bytes": 7, "sha256": hashlib.sha256(b"outside").hexdigest()}})
     with pytest.raises(CheckpointError, match="is not the name of a file inside a checkpoint"):
@@ -222,7 +222,7 @@ def test_a_manifest_too_deep_to_read_is_rejected(folder: Path) -> None:
         read_seal(folder)
 
 
-def test_a_pickle_in_the_place_of_a_manifest_is_not_run(folder: Path) -> None:
+def test_a_pickle_instead_of_a_manifest_is_not_executed(folder: Path) -> None:
     class Bomb:
         def __reduce__(self) -> tuple[Any, ...]:
             return (os.mkdir, (str(folder / "ran"),))

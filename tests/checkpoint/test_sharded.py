@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from callsheet.checkpoint import AsyncWriter, RankLost, all_finite, read_checkpoint, write_checkpoint
 from callsheet.testing.ranks import RankProcesses, run_ranks
 
-from .many_ranks import gloo_group, raised, state_of, step, training, whole
+from .many_ranks import error_of, gloo_group, model_and_optimizer, state_of, step, whole
 
 
 def targets(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[str, torch.Size, torch.dtype], Tensor | None]:
@@ -45,7 +45,7 @@ def targets(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[str
 def saved(path: str) -> Any:
     """Train two steps on these ranks, save a checkpoint, and return the whole state."""
     group = gloo_group()
-    model, optimizer = training(0, sharded=group is not None)
+    model, optimizer = model_and_optimizer(0, sharded=group is not None)
     step(model, optimizer)
     step(model, optimizer)
     state, rank = state_of(model, optimizer), group.rank() if group is not None else 0
@@ -56,7 +56,7 @@ def saved(path: str) -> Any:
 def resumed(path: str, copy_to: str) -> Any:
     """Load a checkpoint of other ranks, into shards if there are several ranks, save it again, and return the whole state."""
     group = gloo_group()
-    model, optimizer = training(1, sharded=group is not None)
+    model, optimizer = model_and_optimizer(1, sharded=group is not None)
     loaded = read_checkpoint(path, group=group, target=targets(model, optimizer))
     assert all(loaded.shared["model"][name].data_ptr() == tensor.data_ptr() for name, tensor in own_parts(model).items())
     model.load_state_dict(loaded.shared["model"])
@@ -71,7 +71,7 @@ def own_parts(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.test_all
-def test_four_ranks_to_two_to_one_to_four(tmp_path: Path) -> None:
+def test_a_checkpoint_of_four_ranks_is_read_by_two_then_one_then_four(tmp_path: Path) -> None:
     first, seal = run_ranks(saved, 4, str(tmp_path / "4"))[0]
     assert seal.world_size == 4
     assert len([name for name in seal.files if name.startswith("shard")]) == 4
@@ -84,7 +84,7 @@ def test_four_ranks_to_two_to_one_to_four(tmp_path: Path) -> None:
     assert whole(read_checkpoint(tmp_path / "again").shared) == first
 
 
-def laid_out(path: str) -> Any:
+def save_layouts(path: str) -> Any:
     """Save tensors that are sharded along two dimensions, replicated, or held by this rank only."""
     group = gloo_group()
     assert group is not None
@@ -119,7 +119,7 @@ def laid_out(path: str) -> Any:
 
 
 def test_every_layout_is_resharded(tmp_path: Path) -> None:
-    run_ranks(laid_out, 4, str(tmp_path / "ck"))
+    run_ranks(save_layouts, 4, str(tmp_path / "ck"))
     state = read_checkpoint(tmp_path / "ck").shared
     assert torch.equal(state["grid"], torch.arange(35.0).reshape(7, 5))
     assert state["empty"].shape == (0, 2)
@@ -130,8 +130,8 @@ def test_every_layout_is_resharded(tmp_path: Path) -> None:
     assert [name for name in index if "tied" in name] == ["state.tied.0"]
     assert state["tied"][0] is state["tied"][1]
     files = [chunk["file"] for name, entry in index.items() if name.startswith("state.every") for chunk in entry["chunks"]]
-    assert len(files) == 8  # each shard is written once,
-    assert len(set(files)) == 4  # and all ranks write shards
+    assert len(files) == 8  # each shard is written once
+    assert len(set(files)) == 4  # all ranks write shards
 
 
 def failing_writes(root: str) -> Any:
@@ -144,7 +144,7 @@ def failing_writes(root: str) -> Any:
     def write(shared: Any, local: Any = None, info: Any = None) -> list[str]:
         recorded = []
         for path in (old, new):
-            recorded.append(raised(lambda: write_checkpoint(path, shared, local, info or {}, group=group, overwrite=True)))  # noqa: B023
+            recorded.append(error_of(lambda: write_checkpoint(path, shared, local, info or {}, group=group, overwrite=True)))  # noqa: B023
             distributed.barrier(group)
             assert sorted(os.listdir(old)) == before
             assert not new.exists()
@@ -160,7 +160,7 @@ def failing_writes(root: str) -> Any:
         "another size": write({"w": torch.ones(2 + rank)}),
         "another dtype": write({"w": torch.ones(2, dtype=torch.int64 if rank else torch.float32)}),
         "info": write({}, {}, {"bad": object()}),
-        "another path": [raised(lambda: write_checkpoint(f"{root}/of-rank-{rank}", {}, {}, {}, group=group))],
+        "another path": [error_of(lambda: write_checkpoint(f"{root}/of-rank-{rank}", {}, {}, {}, group=group))],
     }
     no_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
@@ -169,7 +169,7 @@ def failing_writes(root: str) -> Any:
     return recorded
 
 
-def test_a_failure_on_one_rank_fails_on_all_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_a_failed_write_on_one_rank_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     first, second = run_ranks(failing_writes, 2, str(tmp_path))
     assert first == second
     for name, message in {
@@ -194,9 +194,9 @@ def failing_reads(path: str) -> Any:
     weights = torch.arange(40_000.0)
     write_checkpoint(path, {"a": weights, "b": weights + 1}, {"rank": rank}, {"loss": float("nan")}, group=group)
     given = torch.zeros(40_000 + 2 * rank)
-    recorded = [raised(lambda: read_checkpoint(path, group=group, target=lambda name, *_: given if name == "b" else None))]
+    recorded = [error_of(lambda: read_checkpoint(path, group=group, target=lambda name, *_: given if name == "b" else None))]
     assert given.sum() == 0  # also on ranks where it would have fitted
-    recorded.append(raised(lambda: read_checkpoint(path if rank == 0 else f"{path}-not-there", group=group)))
+    recorded.append(error_of(lambda: read_checkpoint(path if rank == 0 else f"{path}-not-there", group=group)))
     given = torch.zeros(40_000)
     for name in ("shard-00000.safetensors", "shard-00001.safetensors", "state.json", "local-00001.json", "index.json"):
         with open(Path(path) / name, "r+b") as file:
@@ -209,7 +209,7 @@ def failing_reads(path: str) -> Any:
                 file.write(bytes([last[0] ^ 1]))
                 file.flush()
             distributed.barrier(group)
-            recorded.append(raised(lambda: read_checkpoint(path, group=group, target=lambda name, *_: given)))
+            recorded.append(error_of(lambda: read_checkpoint(path, group=group, target=lambda name, *_: given)))
             assert given.sum() == 0
             if rank == 0:
                 file.seek(-1, os.SEEK_END)
@@ -245,7 +245,7 @@ def test_whether_shards_are_finite_is_the_same_on_all_ranks() -> None:
 def in_the_background(root: str) -> Any:
     group = gloo_group()
     assert group is not None
-    model, optimizer = training(0, sharded=True)
+    model, optimizer = model_and_optimizer(0, sharded=True)
     step(model, optimizer)
     writer = AsyncWriter(group)
     wholes = []
@@ -256,10 +256,10 @@ def in_the_background(root: str) -> Any:
         counter.fill_(-1)
         step(model, optimizer)
     writer.begin(f"{root}/bad", {"a": object()} if group.rank() == 1 else {}, {}, {})
-    recorded = raised(writer.result)
+    recorded = error_of(writer.result)
     assert writer.is_done
     writer.begin(f"{root}/bad", {"a": object()} if group.rank() == 1 else {}, {}, {})
-    assert raised(writer.close) == recorded
+    assert error_of(writer.close) == recorded
     writer.close()
     loaded = read_checkpoint(f"{root}/2", group=group)
     assert (loaded.local, loaded.info) == ({"rank": group.rank(), "number": torch.tensor(2)}, {"step": 2})

@@ -27,7 +27,7 @@ def written(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     return back
 
 
-def test_every_dtype_is_read_back_also_by_the_library(tmp_path: Path) -> None:
+def test_every_dtype_is_read_back_also_by_safetensors(tmp_path: Path) -> None:
     tensors = {str(dtype): torch.tensor([[0, 1, 2]]).to(dtype) for dtype in DTYPES}
     back, library = written(tmp_path, tensors), safetensors.torch.load_file(tmp_path / "t.safetensors")
     for name, tensor in tensors.items():
@@ -55,7 +55,7 @@ def test_every_layout_is_read_back_with_its_values(tmp_path: Path) -> None:
     assert all(torch.equal(back[name], tensors[name]) for name in tensors)
 
 
-def test_a_file_without_tensors(tmp_path: Path) -> None:
+def test_a_file_without_tensors_is_read_back(tmp_path: Path) -> None:
     assert written(tmp_path, {}) == {}
 
 
@@ -139,5 +139,5 @@ def test_a_crafted_header_is_rejected(header: Any) -> None:
         ([torch.full((2,), 3e38)], True),  # a sum would overflow
     ],
 )
-def test_all_finite(values: list[Any], finite: bool) -> None:
+def test_all_finite_detects_nan_and_infinity(values: list[Any], finite: bool) -> None:
     assert all_finite(values) is finite

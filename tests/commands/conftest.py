@@ -10,7 +10,7 @@ import pytest
 from callsheet.cli.main import main
 
 RECIPE = """
-recipe: commands.sample.Asked
+recipe: commands.sample.PretrainWithPredictions
 run_name: tiny
 max_duration: 6ba
 eval_interval: 3ba
@@ -34,7 +34,7 @@ export: true
 callbacks:
   - class_path: callsheet.callbacks.CheckpointSaver
     init_args: {save_interval: 3ba}
-  - class_path: commands.sample.Loud
+  - class_path: commands.sample.WritesEvents
 """
 
 
@@ -47,7 +47,7 @@ def write_sample(folder: Path) -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def recipe_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Create a folder with the recipe and change to it."""
     monkeypatch.chdir(tmp_path)
     write_sample(tmp_path)
@@ -65,7 +65,7 @@ def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
         traced = ["train", "tiny.yaml", "--config", "traced.yaml"]
         average = '--callbacks+={"class_path": "callsheet.callbacks.EMA", "init_args": {"half_life": 2}}'
         assert main([*traced, average, "--run_name", "averaged"]) == 0
-        assert main([*traced, "--callbacks+=commands.sample.Shifted", "--run_name", "shifted"]) == 0
+        assert main([*traced, "--callbacks+=commands.sample.DoublesWeights", "--run_name", "shifted"]) == 0
     return folder
 
 

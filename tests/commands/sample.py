@@ -1,4 +1,4 @@
-"""A recipe and callbacks to be named by their import path, and a function that reads a folder."""
+"""A recipe and callbacks that tests name by their import path, and a function that reads a folder."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from callsheet.errors import ConfigError
 from callsheet.recipes import Pretrain
 
 
-class Asked(Pretrain):
-    """Pretraining with predictions: the length of a text, and the model's loss on its bytes."""
+class PretrainWithPredictions(Pretrain):
+    """A pretraining recipe that predicts the length of a text and the model's loss on its bytes."""
 
     def answers(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         """Return the length and the mean loss of each row."""
@@ -26,7 +26,7 @@ class Asked(Pretrain):
             yield {"length": len(row["text"]), "loss": outputs.loss.item()}
 
 
-class Shifted(Callback):
+class DoublesWeights(Callback):
     """Doubles the weights during evaluations."""
 
     phase = "change"
@@ -43,11 +43,11 @@ class Shifted(Callback):
             parameter.div_(2)
 
 
-class Loud(Callback):
+class WritesEvents(Callback):
     """Writes every event to a file."""
 
     def on_event(self, ctx: Context) -> None:
-        with Path("loud.txt").open("a") as file:
+        with Path("events.txt").open("a") as file:
             file.write(f"{ctx.event}\n")
 
 

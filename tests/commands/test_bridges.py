@@ -8,7 +8,7 @@ from callsheet.bridges.matrix import Cell, Framework, about, frameworks, markdow
 from callsheet.cli.main import main
 
 
-def test_all_bridges(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_name_all_bridges_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bridges"]) == 0
     printed = capsys.readouterr().out
     assert printed.splitlines()[0].split() == list(frameworks())
@@ -17,7 +17,7 @@ def test_all_bridges(capsys: pytest.CaptureFixture[str]) -> None:
     assert "✗" in line
 
 
-def test_one_bridge_with_its_limits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_named_bridge_is_shown_with_its_limits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bridges", "bare"]) == 0
     printed = capsys.readouterr().out
     assert "torch 2." in printed
@@ -25,19 +25,19 @@ def test_one_bridge_with_its_limits(capsys: pytest.CaptureFixture[str]) -> None:
     assert frameworks()["bare"].callbacks["GradientAccumulationScheduler"].why in " ".join(printed.split())
 
 
-def test_an_unknown_bridge(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_bridge_is_rejected_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bridges", "bar"]) == 2
     assert "there is no bridge 'bar'; did you mean 'bare'?" in capsys.readouterr().err
 
 
-def test_a_file_is_read_as_it_was_written() -> None:
+def test_results_are_read_back_from_their_json() -> None:
     made = Framework(
         "It", "1.0", "Its events were fired", {"EMA": Cell("limited", "logs no a|b")}, {"Timer": Cell("works", tier="drives")}
     )
     assert read(made.to_json()) == made
 
 
-def test_nothing_is_lost_on_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pages_show_every_result(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Framework(
         "It", "1.0", "Its events were fired", {"EMA": Cell("limited", "logs no a|b")}, {"Timer": Cell("works", tier="drives")}
     )

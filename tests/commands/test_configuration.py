@@ -35,7 +35,7 @@ def resolved(*overrides: str, recipe: str = "tiny.yaml") -> dict[str, Any]:
 
 
 def test_the_environment_overrides_the_file_and_the_command_line_overrides_both(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+    recipe_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CALLSHEET_MODEL__HIDDEN_SIZE", "32")
     monkeypatch.setenv("CALLSHEET_BATCH_SIZE", "8")
@@ -60,11 +60,11 @@ def test_the_environment_overrides_the_file_and_the_command_line_overrides_both(
         ("OPTIMIZER__LR", "0.1"),
         ("SCHEDULER", "null"),
         ("CONFIG", "more.yaml"),
-        ("RECIPE", "commands.sample.Asked"),
+        ("RECIPE", "commands.sample.PretrainWithPredictions"),
     ],
 )
-def test_nothing_that_is_imported_comes_from_the_environment(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, value: str
+def test_keys_that_decide_which_code_runs_are_rejected_in_the_environment(
+    recipe_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, value: str
 ) -> None:
     monkeypatch.setenv(f"CALLSHEET_{name}", value)
     assert main(SHOWN) == 2
@@ -82,7 +82,7 @@ def test_nothing_that_is_imported_comes_from_the_environment(
     ],
 )
 def test_code_is_not_imported_from_inside_a_plain_value(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], value: str
+    recipe_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], value: str
 ) -> None:
     monkeypatch.setenv("CALLSHEET_MODEL__CONFIG", value)
     assert main(SHOWN) == 2
@@ -91,14 +91,14 @@ def test_code_is_not_imported_from_inside_a_plain_value(
     assert resolved()["model"]["config"]["x"] == [{"path": "os.getcwd"}]
 
 
-def test_jsonargparse_does_not_read_the_environment_itself(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jsonargparse_does_not_read_the_environment_itself(recipe_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JSONARGPARSE_DEFAULT_ENV", "true")
     monkeypatch.setenv("CALLSHEET SHOW TINY_BATCH_SIZE", "99")
     assert resolved()["batch_size"] == 2
 
 
-def test_a_wrong_value_and_a_near_name_are_reported(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_wrong_value_and_a_misspelled_variable_are_reported(
+    recipe_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CALLSHEET_BATCHSIZE", "8")
     monkeypatch.setenv("CALLSHEET_QQQ", "8")
@@ -111,7 +111,7 @@ def test_a_wrong_value_and_a_near_name_are_reported(
     assert "\ncallsheet: CALLSHEET_BATCH_SIZE: batch_size=many: give int (" in capsys.readouterr().err
 
 
-def test_parts_of_a_value_that_is_none_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_a_value_that_is_none_by_default_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CALLSHEET_LORA__R", "4")
     assert resolved("--lora.alpha", "9", recipe="finetune")["lora"]["r"] == 4
     monkeypatch.setenv("CALLSHEET_LORA__R", "x")
@@ -135,54 +135,54 @@ loggers:
 """
 
 
-def labels(what: Prepared) -> list[tuple[str, str]]:
-    return [(type(callback).__name__, callback.name) for callback in what.job.callbacks.callbacks]
+def names_of(prepared_recipe: Prepared) -> list[tuple[str, str]]:
+    return [(type(callback).__name__, callback.name) for callback in prepared_recipe.job.callbacks.callbacks]
 
 
-def test_two_callbacks_of_one_class_by_their_names(place: Path) -> None:
+def test_two_callbacks_of_one_class_have_their_names(recipe_folder: Path) -> None:
     Path("two.yaml").write_text(TWO)
-    what = prepared("tiny.yaml", ["--config", "two.yaml"], command="show")
-    assert labels(what) == [
+    prepared_recipe = prepared("tiny.yaml", ["--config", "two.yaml"], command="show")
+    assert names_of(prepared_recipe) == [
         ("SpeedMonitor", ""),
         ("SpeedMonitor", "throughput/long"),
         ("NaNMonitor", ""),
         ("JSONLLogger", "lines"),
     ]
-    second = yaml.safe_load(what.resolved)["callbacks"][1]
+    second = yaml.safe_load(prepared_recipe.resolved)["callbacks"][1]
     assert (second["class_path"], second["name"]) == ("callsheet.callbacks.SpeedMonitor", "throughput/long")
     assert second["init_args"]["window_size"] == 500
-    Path("again.yaml").write_text(what.resolved)
-    assert labels(prepared("again.yaml", command="show")) == labels(what)
+    Path("again.yaml").write_text(prepared_recipe.resolved)
+    assert names_of(prepared("again.yaml", command="show")) == names_of(prepared_recipe)
 
 
-def test_a_name_on_the_command_line(place: Path) -> None:
+def test_a_callback_can_be_named_on_the_command_line(recipe_folder: Path) -> None:
     spec = '{"class_path": "callsheet.callbacks.LRMonitor", "name": "rates"}'
     appended = prepared("tiny.yaml", [f"--callbacks+={spec}", "--callbacks+=callsheet.callbacks.LRMonitor"], command="show")
-    assert labels(appended)[1:3] == [("LRMonitor", "rates"), ("LRMonitor", "")]
-    assert labels(prepared("tiny.yaml", ["--callbacks", f"[{spec}]"], command="show"))[:1] == [("LRMonitor", "rates")]
+    assert names_of(appended)[1:3] == [("LRMonitor", "rates"), ("LRMonitor", "")]
+    assert names_of(prepared("tiny.yaml", ["--callbacks", f"[{spec}]"], command="show"))[:1] == [("LRMonitor", "rates")]
 
 
-def test_a_callback_inside_another_and_one_that_takes_its_name_itself(place: Path) -> None:
+def test_a_name_is_set_on_a_nested_callback_and_on_one_with_an_argument_name(recipe_folder: Path) -> None:
     spec = """[{"class_path": "commands.test_configuration.Adjustable", "name": "outer", "init_args": {"name": "own", "inner":
         {"class_path": "callsheet.callbacks.LRMonitor", "name": "inner"}}}]"""
-    what = prepared("tiny.yaml", ["--callbacks", spec], command="show")
-    (outer,) = (callback for callback in what.job.callbacks.callbacks if isinstance(callback, Adjustable))
+    prepared_recipe = prepared("tiny.yaml", ["--callbacks", spec], command="show")
+    (outer,) = (callback for callback in prepared_recipe.job.callbacks.callbacks if isinstance(callback, Adjustable))
     assert outer.inner is not None
     assert (outer.name, outer.inner.name) == ("outer", "inner")
 
 
-def test_names_in_other_places_are_left_alone() -> None:
+def test_names_of_other_values_are_not_changed() -> None:
     content = {"data": {"name": "wiki"}, "optimizer": {"class_path": "a.B", "init_args": {"name": "x"}}, "list": [{"name": "y"}]}
     assert with_calls(content) == content
     named = {"callbacks": [{"class_path": "a.B", "name": "one", "init_args": {"c": 1}}]}
     assert with_names(with_calls(named)) == named
 
 
-# --- values that do not fit ---
+# --- invalid values ---
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--optimizer.lrr", "1"], "optimizer.lrr: AdamW does not take 'lrr'; did you mean 'optimizer.lr'?"),
         (["--optimizer.init_args.lrr=1"], "optimizer.lrr: AdamW does not take 'lrr'; did you mean 'optimizer.lr'?"),
@@ -228,21 +228,21 @@ def test_names_in_other_places_are_left_alone() -> None:
         ),
     ],
 )
-def test_a_value_that_does_not_fit_is_reported_in_one_line(
-    place: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+def test_an_invalid_value_is_reported_in_one_line(
+    recipe_folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     Path("wrong.yaml").write_text(
         "callbacks: [callsheet.callbacks.LRMonitor, {class_path: callsheet.callbacks.CheckpointSaver, init_args: {save_intervall: 3}}]"
     )
     assert main([*SHOWN, *arguments]) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"callsheet: {said}")
+    assert err.startswith(f"callsheet: {message}")
     assert err.endswith("(callsheet show tiny.yaml --help explains every key)\n")
     assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (
             "optimizer: {class_path: torch.optim.SGD, init_args: {lrr: 1}}",
@@ -270,20 +270,20 @@ def test_a_value_that_does_not_fit_is_reported_in_one_line(
     ],
 )
 def test_a_wrong_value_in_a_file_names_the_file_and_the_line(
-    place: Path, capsys: pytest.CaptureFixture[str], content: str, said: str
+    recipe_folder: Path, capsys: pytest.CaptureFixture[str], content: str, message: str
 ) -> None:
     Path("wrong.yaml").write_text(f"recipe: pretrain\n{content}\n")
     assert main(["show", "wrong.yaml"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"callsheet: wrong.yaml:2: {said}")
+    assert err.startswith(f"callsheet: wrong.yaml:2: {message}")
     assert err.count("\n") == 1
     Path("wrong.yaml").write_text(f"\n\n{content}\n")
     assert main(["show", "pretrain", "--config", "wrong.yaml"]) == 2
-    assert capsys.readouterr().err.startswith(f"callsheet: wrong.yaml:3: {said}")
+    assert capsys.readouterr().err.startswith(f"callsheet: wrong.yaml:3: {message}")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--batch_sze", "4"], "there is no key 'batch_sze'; did you mean 'batch_size'?"),
         (["--batch_size", "many"], "batch_size=many: give int"),
@@ -291,18 +291,18 @@ def test_a_wrong_value_in_a_file_names_the_file_and_the_line(
     ],
 )
 def test_errors_do_not_name_the_variable_of_a_similar_or_overridden_key(
-    place: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+    recipe_folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
     monkeypatch.setenv("CALLSHEET_BATCH_SIZE", "8")
     monkeypatch.setenv("CALLSHEET_SEED", "1")
     Path("other.yaml").write_text("batch_size: 3\nsed: 2\n")
     with pytest.raises(ConfigError) as rejected:
         prepared("pretrain", arguments, command="show")
-    assert str(rejected.value).startswith(said)
+    assert str(rejected.value).startswith(message)
     assert "CALLSHEET_" not in str(rejected.value)
 
 
-def test_an_error_of_a_class_names_the_source_of_the_value(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_class_names_the_source_of_the_value(recipe_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("other.yaml").write_text("seed: 1\neval_interval: 3 epochs\n")
     with pytest.raises(ConfigError, match=r"^other\.yaml:2: eval_interval='3 epochs': unknown unit"):
         prepared("pretrain", ["--config", "other.yaml"], command="show")
@@ -314,7 +314,7 @@ def test_an_error_of_a_class_names_the_source_of_the_value(place: Path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--config", "list.yaml"], "list.yaml: [3] is not a mapping; give keys and values"),
         (["--lora.rr", "3"], "there is no key 'lora.rr'; did you mean 'lora.r'?"),
@@ -326,19 +326,19 @@ def test_an_error_of_a_class_names_the_source_of_the_value(place: Path, monkeypa
         (["--config", "wrong.yaml"], "wrong.yaml:1: there is no key 'validation.a.pathh'; did you mean 'validation.a.path'?"),
     ],
 )
-def test_an_error_in_a_part_of_a_value_names_its_source(place: Path, arguments: list[str], said: str) -> None:
+def test_an_error_in_a_nested_value_names_its_source(recipe_folder: Path, arguments: list[str], message: str) -> None:
     Path("wrong.yaml").write_text("validation: {a: {pathh: x.jsonl}}")
     Path("list.yaml").write_text("- 3")
     with pytest.raises(ConfigError) as rejected:
         prepared("finetune", arguments, command="show")
-    assert str(rejected.value).startswith(said)
+    assert str(rejected.value).startswith(message)
     assert "\n" not in str(rejected.value)
 
 
-def test_a_missing_argument_is_reported_only_if_no_later_source_gives_it(place: Path) -> None:
+def test_a_missing_argument_is_reported_only_if_no_later_source_gives_it(recipe_folder: Path) -> None:
     Path("loads.yaml").write_text("seed: 1\ncallbacks: [callsheet.callbacks.LoadCheckpoint]\n")
     step = ["--scheduler", "torch.optim.lr_scheduler.StepLR", "--scheduler.step_size"]
-    for arguments, said in (
+    for arguments, message in (
         (
             ["--config", "loads.yaml", "--callbacks+=callsheet.callbacks.LRMonitor"],
             "loads.yaml:2: callbacks[0]: LoadCheckpoint needs 'path' among its init_args",
@@ -348,27 +348,29 @@ def test_a_missing_argument_is_reported_only_if_no_later_source_gives_it(place: 
     ):
         with pytest.raises(ConfigError) as rejected:
             prepared("tiny.yaml", arguments, command="show")
-        assert str(rejected.value).startswith(said)
+        assert str(rejected.value).startswith(message)
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("pretran", "did you mean 'pretrain'?"),
-        ("commands.sample.Loud", "is not a callsheet.recipes.Recipe"),
+        ("commands.sample.WritesEvents", "is not a callsheet.recipes.Recipe"),
         ("a.b", "cannot import 'a.b'"),
     ],
 )
-def test_a_recipe_that_does_not_exist(place: Path, capsys: pytest.CaptureFixture[str], name: str, said: str) -> None:
+def test_a_recipe_that_does_not_exist_is_rejected(
+    recipe_folder: Path, capsys: pytest.CaptureFixture[str], name: str, message: str
+) -> None:
     Path("wrong.yaml").write_text(f"recipe: {name}\n")
     assert main(["show", "wrong.yaml"]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 # --- printing values ---
 
 
-def test_print_config_is_a_recipe_file(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_config_is_a_recipe_file(recipe_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("two.yaml").write_text(TWO)
     with pytest.raises(SystemExit) as stopped:
         main(["train", "tiny.yaml", "--config", "two.yaml", "--batch_size", "4", "--print_config"])
@@ -378,7 +380,7 @@ def test_print_config_is_a_recipe_file(place: Path, capsys: pytest.CaptureFixtur
     assert resolved(recipe="printed.yaml") == resolved("--config", "two.yaml", "--batch_size", "4")
 
 
-def test_help_lists_classes_by_name_and_how_to_see_more(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_classes_by_name_and_how_to_see_more(recipe_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train", "tiny.yaml", "--help"])
     printed = " ".join(capsys.readouterr().out.split())

@@ -1,4 +1,4 @@
-"""Unreadable files and values are rejected with a one-line error that names the place and what to do."""
+"""Unreadable files and values are rejected with a one-line error that names the file or the key, and what to do."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def error_line(capsys: pytest.CaptureFixture[str]) -> str:
         (b"", ": nothing is not a mapping"),
     ],
 )
-def test_resuming_over_a_damaged_configuration_names_the_file_and_the_way_out(
+def test_resuming_over_a_damaged_configuration_names_the_file_and_what_to_do(
     content: bytes, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.yaml").write_bytes(content)
@@ -108,7 +108,7 @@ def test_a_row_that_is_nested_too_deeply_is_rejected_with_its_line(tmp_path: Pat
         Rows(str(path)).read(["text"])
 
 
-def test_a_file_that_is_nested_as_deeply_as_a_recipe_is_read(tmp_path: Path) -> None:
+def test_a_file_that_is_nested_30_levels_deep_is_read(tmp_path: Path) -> None:
     path = tmp_path / "fine.yaml"
     path.write_text("a: " + "[" * 30 + "]" * 30 + "\n")
     assert set(read_yaml(path)) == {"a"}

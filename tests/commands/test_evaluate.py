@@ -19,7 +19,7 @@ def last_of(run: Path, metric: str) -> float:
 
 
 @pytest.mark.parametrize("run", ["tiny", "averaged", "shifted"])
-def test_it_computes_the_run_s_results_and_does_not_change_the_run(
+def test_evaluate_computes_the_run_s_results_and_does_not_change_the_run(
     trained: Path, capsys: pytest.CaptureFixture[str], run: str
 ) -> None:
     folder = Path("runs") / run
@@ -47,7 +47,7 @@ def test_callbacks_that_change_weights_are_used(trained: Path) -> None:
     assert abs(losses[0] - losses[1]) > 1e-3
 
 
-def test_an_earlier_checkpoint_by_its_name(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_earlier_checkpoint_is_evaluated_by_its_name(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", "runs/tiny", "--checkpoint", "ep0-ba3", "--out", "three.json"]) == 0
     assert "runs/tiny, step 3:" in capsys.readouterr().out
     found = json.loads(Path("three.json").read_text())["results"]["validation"]["loss"]
@@ -63,13 +63,15 @@ def test_a_renamed_run_can_be_evaluated(trained: Path, capsys: pytest.CaptureFix
     assert not Path("runs/tiny").exists()
 
 
-def test_by_its_recipe_file_and_with_other_values(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_found_by_its_recipe_file_and_evaluated_with_other_values(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["evaluate", "tiny.yaml", "--eval_batch_size", "1"]) == 0
     assert "runs/tiny, step 6:" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["tiyn"], "there is no run 'tiyn'; did you mean 'tiny'? (a run's folder, its name in runs/, or a recipe file)"),
         (["texts"], "texts has no config.yaml"),
@@ -79,14 +81,14 @@ def test_by_its_recipe_file_and_with_other_values(trained: Path, capsys: pytest.
         (["tiny", "--out", "texts"], "texts is a folder; name another file with --out"),
     ],
 )
-def test_missing_runs_and_checkpoints_are_named(
-    trained: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+def test_missing_runs_and_checkpoints_are_rejected_with_a_hint(
+    trained: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert main(["evaluate", *arguments]) in (1, 2)
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_run_with_only_bad_checkpoints_is_rejected(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_with_only_bad_checkpoints_is_rejected(recipe_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(
             ["train", "tiny.yaml", "--optimizer.lr", "1e20", "--max_duration", "3ba", "--prompts", "[]", "--stop_on_nan", "false"]
@@ -98,14 +100,14 @@ def test_a_run_with_only_bad_checkpoints_is_rejected(place: Path, capsys: pytest
     assert "has no good checkpoint: 1 have weights or a loss that are not finite" in capsys.readouterr().err
 
 
-def test_a_word_that_is_not_a_key_is_rejected(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_argument_is_rejected(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["evaluate", "tiny", "more"])
     assert stopped.value.code == 2
     assert "unknown arguments: more" in capsys.readouterr().err
 
 
-def test_a_run_of_an_earlier_version(run_of_earlier_version: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_an_earlier_version_is_evaluated(run_of_earlier_version: str, capsys: pytest.CaptureFixture[str]) -> None:
     before = contents(Path("runs"))
     assert main(["evaluate", run_of_earlier_version, "--out", "scores.json"]) == 0
     assert contents(Path("runs")) == before
@@ -114,7 +116,7 @@ def test_a_run_of_an_earlier_version(run_of_earlier_version: str, capsys: pytest
     assert recorded["results"]["test"] == {"loss": last_of(Path("runs/tiny"), "test/loss")}
 
 
-def test_a_mistake_in_the_file_of_an_earlier_version_is_reported_with_its_place(
+def test_a_mistake_in_the_file_of_an_earlier_version_is_reported_with_its_line(
     run_of_earlier_version: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = Path("runs/tiny/config.yaml")
@@ -124,7 +126,7 @@ def test_a_mistake_in_the_file_of_an_earlier_version_is_reported_with_its_place(
     assert f"runs/tiny/config.yaml:{line}: there is no key 'batch_sice'; did you mean 'batch_size'?" in capsys.readouterr().err
 
 
-def test_a_finetuning_of_an_earlier_version_is_read(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finetuning_of_an_earlier_version_is_read(recipe_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     resolved = prepared("finetune", command="train").resolved
     before = resolved.replace("gradient_accumulation_steps:", "accumulate:").replace("too_long: reject", "too_long: refuse")
     Path("runs/old").mkdir(parents=True)

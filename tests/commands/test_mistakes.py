@@ -1,4 +1,4 @@
-"""Mistakes in a recipe file: the message names the file, the place and what to do."""
+"""Mistakes in a recipe file: the message names the file, the line and what to do."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SAVER = "callbacks:\n  - class_path: callsheet.callbacks.LRMonitor\n  - class_pa
     ],
 )
 @pytest.mark.parametrize("command", ["show", "evaluate"])
-def test_the_message_names_the_place(
+def test_the_message_names_the_file_and_the_line(
     command: str, content: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -78,7 +78,7 @@ def test_a_module_that_cannot_be_imported_is_named(
     assert capsys.readouterr().err.startswith(f"callsheet: {message}")
 
 
-def test_a_value_of_the_command_line_has_no_file(
+def test_an_error_in_a_command_line_value_names_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -88,19 +88,19 @@ def test_a_value_of_the_command_line_has_no_file(
 
 
 def test_a_resume_with_other_values_names_them_and_what_to_do(tmp_path: Path) -> None:
-    there = tmp_path / "config.yaml"
-    there.write_text("batch_size: 8\noptimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.1}}\n")
+    config_file = tmp_path / "config.yaml"
+    config_file.write_text("batch_size: 8\noptimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.1}}\n")
     now = "batch_size: 8\noptimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.2}}\n"
     with pytest.raises(
         ConfigError, match=r"another optimizer \(optimizer\.lr: 0\.1 in the run, 0\.2 now\).*--resume new.*--run_name"
     ):
-        reject_another_job(there, now, ())
+        reject_another_job(config_file, now, ())
 
 
 @pytest.mark.parametrize(
     ("name", "why"), [("./nowhere", "there is no such folder; give a folder"), ("empty", "the folder has no tokenizer; name one")]
 )
-def test_a_model_path_that_does_not_exist_is_explained(
+def test_a_model_path_without_a_tokenizer_is_rejected_with_a_hint(
     name: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -162,7 +162,9 @@ def test_a_loss_that_is_nan_ends_a_recipe_with_a_line_and_a_status(
     assert "The run (6 steps, finished: " in capsys.readouterr().out
 
 
-def test_the_reason_of_a_stop_is_printed_without_a_logger_that_prints_it(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_reason_of_a_stop_is_printed_without_a_logger_that_prints_it(
+    recipe_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     stopper = "{class_path: callsheet.callbacks.ThresholdStopper, init_args: {monitor: train/loss, threshold: 1.0e+9}}"
     assert main(["train", "tiny.yaml", "--loggers", "[]", f"--callbacks=[{stopper}]"]) == 0
     out = capsys.readouterr().out
@@ -175,5 +177,5 @@ def test_the_reason_of_a_stop_is_printed_without_a_logger_that_prints_it(place: 
 @pytest.mark.parametrize(
     ("name", "hint"), [("lr", "; did you mean 'optimizer.lr'?"), ("loss", "; did you mean 'train/loss'?"), ("zz", "")]
 )
-def test_the_last_part_of_a_class_path_finds_the_class(name: str, hint: str) -> None:
+def test_a_dotted_name_is_suggested_by_its_last_part(name: str, hint: str) -> None:
     assert did_you_mean(name, ["optimizer.lr", "train/loss", "started"]) == hint

@@ -20,7 +20,7 @@ from callsheet.recipes.data.byte_files import ByteFiles
 from callsheet.recipes.models.language_model import LanguageModel
 from forked import python  # type: ignore[import-not-found]  # pytest has its folder on the path
 
-from .sample import Asked, contents
+from .sample import PretrainWithPredictions, contents
 
 TESTS = Path(__file__).parent.parent
 
@@ -32,7 +32,7 @@ def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.test_all
-def test_with_torchrun_only_one_rank_prints(place: Path) -> None:
+def test_with_torchrun_only_one_rank_prints(recipe_folder: Path) -> None:
     done = torchrun("train", "tiny.yaml", "--parallel", "ddp")
     assert done.returncode == 0, done.stderr
     for once in (
@@ -49,7 +49,7 @@ def test_with_torchrun_only_one_rank_prints(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_with_torchrun_an_error_in_the_recipe_is_printed_once(place: Path) -> None:
+def test_with_torchrun_an_error_in_the_recipe_is_printed_once(recipe_folder: Path) -> None:
     done = torchrun("train", "tiny.yaml", "--batch_sizee", "3")
     assert done.returncode != 0
     assert done.stderr.count("did you mean 'batch_size'?") == 1
@@ -57,7 +57,7 @@ def test_with_torchrun_an_error_in_the_recipe_is_printed_once(place: Path) -> No
 
 
 @pytest.mark.slow
-def test_with_torchrun_a_later_error_names_its_rank(place: Path) -> None:
+def test_with_torchrun_a_later_error_names_its_rank(recipe_folder: Path) -> None:
     done = torchrun("train", "tiny.yaml", "--data.folder", "nowhere")
     assert done.returncode != 0
     assert "callsheet (rank 0): data.folder: there is no folder nowhere" in done.stderr
@@ -78,8 +78,8 @@ def test_with_torchrun_a_run_of_one_process_is_opened_in_shards(trained: Path) -
     assert found == pytest.approx(losses[-1], rel=1e-4)
     exported = torchrun("export", "averaged", "out", *sharded)
     assert exported.returncode == 0, exported.stderr
-    ours, its = (load_file(f"{folder}/model.safetensors") for folder in ("out", "runs/averaged/export"))
-    assert all(ours[name].equal(its[name]) for name in its)
+    ours, expected = (load_file(f"{folder}/model.safetensors") for folder in ("out", "runs/averaged/export"))
+    assert all(ours[name].equal(expected[name]) for name in expected)
     assert contents(Path("runs")) == before
 
 
@@ -94,20 +94,20 @@ def test_an_average_in_other_shards_is_rejected_with_a_hint(trained: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_recipe_file_is_launched(place: Path) -> None:
+def test_a_recipe_file_is_launched(recipe_folder: Path) -> None:
     results = callsheet.launch(
-        "tiny.yaml", overrides=["--batch_size", "1", "--callbacks+=commands.sample.Loud"], callbacks=[LRMonitor()]
+        "tiny.yaml", overrides=["--batch_size", "1", "--callbacks+=commands.sample.WritesEvents"], callbacks=[LRMonitor()]
     )
     config = yaml.safe_load(Path("runs/tiny/config.yaml").read_text())
     assert config["batch_size"] == 1
     last = [record.values for record in read_metrics("runs/tiny") if "validation/loss" in record.values][-1]
     assert results["validation/loss"] == last["validation/loss"]
     assert any("lr/AdamW/0" in record.values for record in read_metrics("runs/tiny"))
-    assert Path("loud.txt").read_text().count("on_train_start") == 2
+    assert Path("events.txt").read_text().count("on_train_start") == 2
 
 
 @pytest.mark.slow
-def test_a_recipe_of_python_is_launched(place: Path) -> None:
+def test_a_recipe_that_is_built_in_python_is_launched(recipe_folder: Path) -> None:
     config = PretrainConfig(
         run_name="python",
         max_duration="3ba",
@@ -117,15 +117,15 @@ def test_a_recipe_of_python_is_launched(place: Path) -> None:
         data=ByteFiles("texts", sequence_length=16, validation_windows=4, validation_percent=20, test_percent=20),
         model=LanguageModel(hidden_size=16, layers=1, heads=2, intermediate_size=16),
     )
-    results = callsheet.launch(Asked(config, callbacks=[LRMonitor()]))
+    results = callsheet.launch(PretrainWithPredictions(config, callbacks=[LRMonitor()]))
     assert {"validation/loss", "unigram"} <= results.keys()
 
 
-def test_errors_in_a_recipe_are_found_before_ranks_start(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: object) -> None:
+def test_errors_in_a_recipe_are_found_before_ranks_start(recipe_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
         raise AssertionError("something was started")
 
-    monkeypatch.setattr(subprocess, "Popen", never)
+    monkeypatch.setattr(subprocess, "Popen", fail)
     with pytest.raises(ConfigError, match=r"there is no key 'batch_sizee'; did you mean 'batch_size'\?"):
         callsheet.launch("tiny.yaml", overrides=["--batch_sizee", "3"])
     with pytest.raises(ConfigError, match="there is no recipe 'pretran'; did you mean 'pretrain'"):
@@ -133,6 +133,6 @@ def test_errors_in_a_recipe_are_found_before_ranks_start(place: Path, monkeypatc
     with pytest.raises(ConfigError, match="batch_size=0"):
         callsheet.launch(Path("tiny.yaml"), overrides=["--batch_size", "0"])
     with pytest.raises(ConfigError, match="set the values in the recipe's config"):
-        callsheet.launch(Asked(), overrides=["--batch_size", "1"])
+        callsheet.launch(PretrainWithPredictions(), overrides=["--batch_size", "1"])
     with pytest.raises(ConfigError, match="give a function its args"):
-        callsheet.launch(never, overrides=["--batch_size", "1"])  # type: ignore[call-overload]  # which is what is tested
+        callsheet.launch(fail, overrides=["--batch_size", "1"])  # type: ignore[call-overload]  # the mistake that is tested

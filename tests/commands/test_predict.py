@@ -47,35 +47,35 @@ def test_the_opened_model_is_in_evaluation_mode(trained: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ('{"text": "a"}\n\n{"txt": "b"}\n', "rows.jsonl:3: there is no column 'text'"),
         ('{"text": "a"}\n{"text": \n', "rows.jsonl:2: this line is not JSON"),
         ("", "rows.jsonl: the file has no rows"),
     ],
 )
-def test_a_row_that_cannot_be_answered_is_named_by_its_line(
-    trained: Path, capsys: pytest.CaptureFixture[str], content: str, said: str
+def test_an_invalid_row_is_rejected_with_its_line(
+    trained: Path, capsys: pytest.CaptureFixture[str], content: str, message: str
 ) -> None:
     Path("rows.jsonl").write_text(content)
     Path("answers.jsonl").write_text("earlier\n")
     assert main(["predict", "tiny", "--input", "rows.jsonl", "--out", "answers.jsonl"]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert Path("answers.jsonl").read_text() == "earlier\n"
     assert not list(Path().glob(".answers*"))
 
 
-def test_a_missing_file_of_rows_and_a_recipe_without_predictions(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file_and_a_recipe_without_predictions_are_rejected(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "tiny", "--input", "nowhere.jsonl"]) == 2
     assert "there is no file nowhere.jsonl" in capsys.readouterr().err
     write_rows(TEXTS)
     config = Path("runs/tiny/config.yaml")
-    config.write_text(config.read_text().replace("commands.sample.Asked", "pretrain"))
+    config.write_text(config.read_text().replace("commands.sample.PretrainWithPredictions", "pretrain"))
     assert main(["predict", "tiny", "--input", "rows.jsonl"]) == 2
     assert "the recipe Pretrain does not support predictions" in capsys.readouterr().err
 
 
-def test_of_a_run_of_an_earlier_version(run_of_earlier_version: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_an_earlier_version_makes_predictions(run_of_earlier_version: str, capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(TEXTS)
     assert main(["predict", run_of_earlier_version, "--input", "rows.jsonl", "--out", "answers.jsonl"]) == 0
     assert len(Path("answers.jsonl").read_text().splitlines()) == 3

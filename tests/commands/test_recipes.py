@@ -24,7 +24,7 @@ def test_each_recipe_is_listed_with_a_description(capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize(("to", "path"), [([], "pretrain.yaml"), (["--to", "deep/mine.yaml"], "deep/mine.yaml")])
 def test_a_copy_is_the_same_recipe_and_is_not_overwritten(
-    place: Path, capsys: pytest.CaptureFixture[str], to: list[str], path: str
+    recipe_folder: Path, capsys: pytest.CaptureFixture[str], to: list[str], path: str
 ) -> None:
     assert main(["recipes", "--copy", "pretrain", *to]) == 0
     assert capsys.readouterr().out == f"{path}; run it: callsheet train {path}\n"
@@ -35,7 +35,7 @@ def test_a_copy_is_the_same_recipe_and_is_not_overwritten(
     assert Path(path).read_text() == "mine"
 
 
-def test_a_misspelled_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelled_name_and_a_missing_option_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes", "--copy", "pretran"]) == 2
     assert "there is no recipe 'pretran'; did you mean 'pretrain'?" in capsys.readouterr().err
     with pytest.raises(SystemExit):

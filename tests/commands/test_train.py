@@ -18,7 +18,7 @@ from forked import python  # type: ignore[import-not-found]  # pytest has its fo
 RUN = Path("runs/tiny")
 
 
-def started(*options: str) -> subprocess.Popen[str]:
+def start_training(*options: str) -> subprocess.Popen[str]:
     path = os.pathsep.join(str(folder) for folder in (Path(__file__).parents[2] / "src", Path(__file__).parents[1]))
     command = [python(), "-m", "callsheet", "train", "tiny.yaml", *options]
     return subprocess.Popen(
@@ -27,48 +27,48 @@ def started(*options: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_a_preempted_run_is_saved_and_resumed(place: Path) -> None:
-    first = started("--max_duration", "100000ba", "--eval_interval", "100000ba")
+def test_a_preempted_run_is_saved_and_resumed(recipe_folder: Path) -> None:
+    first = start_training("--max_duration", "100000ba", "--eval_interval", "100000ba")
     deadline = time.monotonic() + 120
     while not ((RUN / "metrics.jsonl").exists() and read_metrics(RUN)) and time.monotonic() < deadline:
         time.sleep(0.05)
     first.send_signal(signal.SIGTERM)
-    said = first.communicate(timeout=120)[0]
-    assert first.returncode == 128 + signal.SIGTERM, said
+    output = first.communicate(timeout=120)[0]
+    assert first.returncode == 128 + signal.SIGTERM, output
     events = [json.loads(line) for line in (RUN / "events.jsonl").read_text().splitlines()]
     assert [event["outcome"] for event in events if "outcome" in event] == ["preempted"]
     (saved,) = (
         path for path in (RUN / "checkpoints").iterdir() if (path / "manifest.json").exists() and "preempt" in _kind(path)
     )
     step = int(saved.name.partition("-ba")[2].partition("-")[0])
-    second = started("--max_duration", f"{step + 6}ba", "--eval_interval", "100000ba")
-    said = second.communicate(timeout=120)[0]
-    assert second.returncode == 0, said
-    assert f"Found the run 'tiny' at step {step}" in said
+    second = start_training("--max_duration", f"{step + 6}ba", "--eval_interval", "100000ba")
+    output = second.communicate(timeout=120)[0]
+    assert second.returncode == 0, output
+    assert f"Found the run 'tiny' at step {step}" in output
     assert read_metrics(RUN)[-1].step == step + 6
 
 
 @pytest.mark.slow
-def test_the_same_command_twice(place: Path) -> None:
+def test_a_second_process_cannot_train_the_same_run(recipe_folder: Path) -> None:
     long = ("--max_duration", "100000ba", "--eval_interval", "100000ba", "--resume", "auto")
-    first = started(*long)
+    first = start_training(*long)
     deadline = time.monotonic() + 120
     while not ((RUN / "metrics.jsonl").exists() and read_metrics(RUN)) and time.monotonic() < deadline:
         time.sleep(0.05)
     before = sorted(path.name for path in Path("runs").iterdir())
     for resume in ("auto", "new"):
-        second = started(*long[:-1], resume, "--lock_timeout_seconds", "0")
-        said = second.communicate(timeout=120)[0]
-        assert second.returncode == 1, said
-        assert f"runs/tiny is being trained by process {first.pid} on machine " in said
-        assert "Use `--run_name` to start another run beside it." in said
-        assert "Traceback" not in said
+        second = start_training(*long[:-1], resume, "--lock_timeout_seconds", "0")
+        output = second.communicate(timeout=120)[0]
+        assert second.returncode == 1, output
+        assert f"runs/tiny is being trained by process {first.pid} on machine " in output
+        assert "Use `--run_name` to start another run beside it." in output
+        assert "Traceback" not in output
     assert sorted(path.name for path in Path("runs").iterdir()) == before  # the run's folder is not moved
     first.kill()
     first.communicate()
-    third = started("--max_duration", "6ba", "--eval_interval", "100000ba", "--resume", "new")
-    said = third.communicate(timeout=120)[0]
-    assert third.returncode == 0, said
+    third = start_training("--max_duration", "6ba", "--eval_interval", "100000ba", "--resume", "new")
+    output = third.communicate(timeout=120)[0]
+    assert third.returncode == 0, output
     assert sorted(path.name for path in Path("runs").iterdir() if path.name[0] != ".") == ["tiny", "tiny.1"]
 
 

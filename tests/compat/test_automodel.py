@@ -1,4 +1,4 @@
-"""Scripts in the manner of NeMo AutoModel's page on callbacks, with only their import lines changed, on its four recipes in small."""
+"""Scripts in the style of NeMo AutoModel's page on callbacks, on small versions of its four recipes; only their imports are changed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LLAMA = {
 
 
 def configuration(folder: Path, model: str, **changes: Any) -> dict[str, Any]:
-    """Four steps of an epoch of six; validation after two of them, and where a checkpoint is saved: after the third and at the end."""
+    """Return a configuration for four steps of an epoch of six. It validates after the second step and at both checkpoints (steps 3 and 4)."""
     rows = folder / "rows"
     return {
         "step_scheduler": {"global_batch_size": 4, "local_batch_size": 4, "ckpt_every_steps": 3, "val_every_steps": 2, "max_steps": 4},
@@ -67,10 +67,10 @@ def configuration(folder: Path, model: str, **changes: Any) -> dict[str, Any]:
 
 
 def rows(folder: Path, row: Callable[[int], dict[str, Any]]) -> None:
-    """24 rows to train on, 6 for validation, 6 more."""
+    """Write 24 rows for training, 6 for validation and 6 for a test."""
     (folder / "rows").mkdir(parents=True, exist_ok=True)
-    for name, of in (("train", range(24)), ("validation", range(24, 30)), ("test", range(30, 36))):
-        (folder / "rows" / f"{name}.jsonl").write_text("".join(json.dumps(row(i)) + "\n" for i in of))
+    for name, numbers in (("train", range(24)), ("validation", range(24, 30)), ("test", range(30, 36))):
+        (folder / "rows" / f"{name}.jsonl").write_text("".join(json.dumps(row(i)) + "\n" for i in numbers))
 
 
 def sums(folder: Path) -> None:
@@ -96,7 +96,7 @@ def distillation(folder: Path) -> dict[str, Any]:
     teacher: Any = LanguageModel(config=LLAMA).build(AutoModelForCausalLM, vocabulary=len(tokenizer), longest=64)
     teacher.save_pretrained(folder / "teacher")
     tokenizer.save_pretrained(folder / "teacher")
-    taught = {
+    teacher_keys = {
         "teacher_model": {
             "_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained",
             "pretrained_model_name_or_path": str(folder / "teacher"),
@@ -104,7 +104,7 @@ def distillation(folder: Path) -> dict[str, Any]:
         "kd_ratio": 0.25,
         "kd_loss_fn": {"_target_": "nemo_automodel.components.loss.kd_loss.KDLoss", "temperature": 3.0, "ignore_index": -100},
     }
-    return configuration(folder, "NeMoAutoModelForCausalLM", **taught)
+    return configuration(folder, "NeMoAutoModelForCausalLM", **teacher_keys)
 
 
 def vision(folder: Path) -> dict[str, Any]:
@@ -189,14 +189,21 @@ RECIPES: list[tuple[str, str, Callable[[Path], dict[str, Any]], set[str], set[st
 ]
 
 
-@pytest.mark.parametrize(("module", "recipe", "makes", "trained", "validated"), RECIPES, ids=[row[0] for row in RECIPES])
+@pytest.mark.parametrize(
+    ("module", "recipe", "make_config", "train_metrics", "validation_metrics"), RECIPES, ids=[row[0] for row in RECIPES]
+)
 def test_a_script_runs_when_its_imports_are_changed(
-    module: str, recipe: str, makes: Callable[[Path], dict[str, Any]], trained: set[str], validated: set[str], tmp_path: Path
+    module: str,
+    recipe: str,
+    make_config: Callable[[Path], dict[str, Any]],
+    train_metrics: set[str],
+    validation_metrics: set[str],
+    tmp_path: Path,
 ) -> None:
     script = SCRIPT.format(module=module, recipe=recipe)
     script = re.sub(r"^from nemo_automodel[\w.]* import", "from callsheet.compat.automodel import", script, flags=re.MULTILINE)
     names: dict[str, Any] = {
-        "cfg": makes(tmp_path),
+        "cfg": make_config(tmp_path),
         "reported": [],
         "samples": [],
         "validated": [],
@@ -212,13 +219,13 @@ def test_a_script_runs_when_its_imports_are_changed(
         *("step 3: True", *validation, "saved"),
         "end: 4",
     ]
-    assert names["modes"] == [False, False, False]  # it is called while the model is not in training mode
+    assert names["modes"] == [False, False, False]  # the model is in evaluation mode
     for sample in names["samples"]:
-        assert set(sample.metrics) == trained
+        assert set(sample.metrics) == train_metrics
         assert all(isinstance(value, (int, float)) for value in sample.metrics.values())
         assert json.loads(json.dumps(sample.to_dict()))["step"] == sample.step
     for sample in names["validated"]:
-        assert set(sample.metrics) >= validated | {"val_loss", "lr", "mem"}
+        assert set(sample.metrics) >= validation_metrics | {"val_loss", "lr", "mem"}
     for info, step in zip(names["checkpoints"], (2, 3), strict=True):
         assert (info["epoch"], info["step"], info["best_metric_key"]) == (0, step, "validation")
         assert Path(info["checkpoint_path"], "manifest.json").exists()  # it exists when the event is fired
@@ -262,7 +269,7 @@ def run(cfg: Any, *callbacks: Any) -> TrainFinetuneRecipeForNextTokenPrediction:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
-def test_an_exception_is_reported_though_no_script_calls_a_runner(error: BaseException, tmp_path: Path) -> None:
+def test_on_exception_is_called_although_the_script_calls_no_runner(error: BaseException, tmp_path: Path) -> None:
     failing, other = Recorded(1, error), Recorded()
     with pytest.raises(type(error)) as caught:
         run(llm(tmp_path), other, failing)
@@ -283,7 +290,7 @@ def test_an_exception_in_setup_is_reported_once(tmp_path: Path) -> None:
         _ = recipe.dist_env
 
 
-def test_our_own_configuration_and_callbacks_do_as_well(tmp_path: Path) -> None:
+def test_callsheet_configurations_and_callbacks_are_accepted(tmp_path: Path) -> None:
     class Ours(OurCallback):
         steps = 0
 
@@ -304,7 +311,7 @@ def test_our_own_configuration_and_callbacks_do_as_well(tmp_path: Path) -> None:
     assert recipe.step_scheduler.max_steps == 4
 
 
-def test_several_sets_have_their_names(tmp_path: Path) -> None:
+def test_several_validation_sets_are_reported_by_name(tmp_path: Path) -> None:
     cfg = llm(tmp_path)
     cfg["validation_dataset_squad"] = cfg.pop("validation_dataset")
     cfg["validation_dataset_hellaswag"] = {"path_or_dataset_id": str(tmp_path / "rows" / "test.jsonl")}
@@ -312,20 +319,20 @@ def test_several_sets_have_their_names(tmp_path: Path) -> None:
     found: list[dict[str, MetricsSample]] = []
     infos: list[dict[str, Any]] = []
 
-    class Sets(Callback):
+    class RecordsResults(Callback):
         def on_validation_end(self, recipe: Any, **kwargs: Any) -> None:
             found.append(kwargs["val_results"])
 
         def on_save_checkpoint(self, recipe: Any, **kwargs: Any) -> None:
             infos.append(kwargs["checkpoint_info"])
 
-    run(cfg, Sets())
+    run(cfg, RecordsResults())
     assert [list(each) for each in found] == [["squad", "hellaswag"]] * 3
     assert infos[-1]["val_losses"] == {name: sample.metrics["val_loss"] for name, sample in found[-1].items()}
     assert infos[-1]["best_metric_key"] == "hellaswag"
 
 
-def test_a_callback_stops_training_and_an_existing_run_is_resumed(tmp_path: Path) -> None:
+def test_a_run_that_a_callback_stopped_is_resumed(tmp_path: Path) -> None:
     class Stops(Callback):
         def on_train_batch_end(self, recipe: Any, **kwargs: Any) -> None:
             if recipe.step_scheduler.step == 2:
@@ -340,7 +347,7 @@ def test_a_callback_stops_training_and_an_existing_run_is_resumed(tmp_path: Path
     assert stopped.losses + rest.losses == whole.losses
 
 
-def test_epochs_end_what_steps_would_not(tmp_path: Path) -> None:
+def test_num_epochs_ends_training_before_max_steps_is_reached(tmp_path: Path) -> None:
     cfg = llm(tmp_path)
     cfg["step_scheduler"] |= {"max_steps": 100, "num_epochs": 1, "ckpt_every_steps": None}
     recorded = Recorded()
@@ -349,7 +356,7 @@ def test_epochs_end_what_steps_would_not(tmp_path: Path) -> None:
     assert recipe.recipe.trainer.eval_results
 
 
-def test_columns_are_renamed_as_automodel_does(tmp_path: Path) -> None:
+def test_column_mapping_renames_columns_as_in_automodel(tmp_path: Path) -> None:
     cfg = llm(tmp_path)
     path = tmp_path / "rows" / "asked.jsonl"
     path.write_text("".join(json.dumps({"where": "sums", "q": f"{i}+1", "a": str(i + 1)}) + "\n" for i in range(24)))
@@ -382,7 +389,9 @@ REJECTED: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), REJECTED, ids=[message[:30] for _, message in REJECTED])
-def test_what_is_not_supported_is_rejected_by_name(change: Callable[[dict[str, Any]], Any], message: str, tmp_path: Path) -> None:
+def test_an_unsupported_or_invalid_key_is_rejected_by_name(
+    change: Callable[[dict[str, Any]], Any], message: str, tmp_path: Path
+) -> None:
     cfg = llm(tmp_path)
     change(cfg)
     with pytest.raises(ConfigError, match=message):
@@ -449,7 +458,7 @@ def test_the_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], ca
     assert len(re.findall(r"saved .*checkpoints/ep0-ba\d+", caplog.text)) == 2
 
 
-# --- the interface, as AutoModel's own tests know it ---
+# --- the interface that AutoModel's own tests check ---
 
 
 class AnyRecipe:
@@ -457,7 +466,7 @@ class AnyRecipe:
         self.__dict__.update(attributes)
 
 
-def test_a_runner_calls_all_in_order_with_its_arguments() -> None:
+def test_a_runner_calls_callbacks_in_order_with_its_arguments_until_one_raises() -> None:
     recorded: list[Any] = []
 
     class First(Callback):
@@ -473,8 +482,8 @@ def test_a_runner_calls_all_in_order_with_its_arguments() -> None:
     with pytest.raises(ValueError, match="from the second"):
         runner.on_train_start(recipe, extra=1)
     assert recorded == [("first", recipe, {"extra": 1}), ("second", recipe, {"extra": 1})]
-    nothing = CallbackRunner(None)
-    assert nothing.callbacks == []
+    without_callbacks = CallbackRunner(None)
+    assert without_callbacks.callbacks == []
     for hook in (
         "on_train_start",
         "on_train_batch_end",
@@ -483,7 +492,7 @@ def test_a_runner_calls_all_in_order_with_its_arguments() -> None:
         "on_exception",
         "on_train_end",
     ):
-        getattr(nothing, hook)(recipe)
+        getattr(without_callbacks, hook)(recipe)
         assert getattr(Callback(), hook)(recipe) is None
 
 
@@ -492,7 +501,7 @@ def test_a_runner_calls_all_in_order_with_its_arguments() -> None:
     (AnyRecipe(dist_env=AnyRecipe(is_main=False)), False),
     (AnyRecipe(), True),
 ])  # fmt: skip
-def test_rank_zero_only_goes_by_the_recipe(recipe: AnyRecipe, runs: bool) -> None:
+def test_rank_zero_only_uses_is_main_of_the_recipe_and_runs_without_it(recipe: AnyRecipe, runs: bool) -> None:
     class Gated(Callback):
         @rank_zero_only
         def on_train_start(self, recipe: Any, **kwargs: Any) -> Any:
@@ -503,7 +512,7 @@ def test_rank_zero_only_goes_by_the_recipe(recipe: AnyRecipe, runs: bool) -> Non
     assert Gated.on_train_start.__doc__ == "Kept."
 
 
-def test_a_sample_has_the_time_of_its_making() -> None:
+def test_a_sample_has_the_time_at_which_it_was_created() -> None:
     sample = MetricsSample(step=1, epoch=0, metrics={"loss": 2.0}, timestamp="yesterday")
     assert sample.timestamp is not None
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", sample.timestamp)
@@ -512,7 +521,7 @@ def test_a_sample_has_the_time_of_its_making() -> None:
     assert MetricsSample(0, 0).metrics == {}
 
 
-def test_a_recipe_s_facade_is_a_list(tmp_path: Path) -> None:
+def test_a_recipe_s_facade_rejects_attributes_that_are_not_listed(tmp_path: Path) -> None:
     class Reads(Callback):
         def on_train_start(self, recipe: Any, **kwargs: Any) -> None:
             for name in ("dataloader", "checkpointer"):

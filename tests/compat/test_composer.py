@@ -1,4 +1,4 @@
-"""Code in Composer's style, with its import lines changed."""
+"""Code in Composer's style runs with only its imports changed."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from callsheet.compat.composer import (
     TimeUnit,
     Trainer,
 )
-from callsheet.compat.composer import callbacks as their_callbacks
-from callsheet.compat.composer import loggers as their_loggers
+from callsheet.compat.composer import callbacks as composer_callbacks
+from callsheet.compat.composer import loggers as composer_loggers
 from callsheet.compat.composer.callbacks import (
     CheckpointSaver,
     EarlyStopper,
@@ -55,7 +55,7 @@ from callsheet.errors import ConfigError, NotSupported
 torch.set_num_threads(1)
 
 
-class Line(ComposerModel):
+class LinearModel(ComposerModel):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -81,12 +81,12 @@ def data(rows: int = 8) -> DataLoader[tuple[Tensor, ...]]:
 
 
 @pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _new_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
 def trained(**given: Any) -> Trainer:
-    options: dict[str, Any] = {"model": Line(), "train_dataloader": data(), "max_duration": "1ep", "progress_bar": False}
+    options: dict[str, Any] = {"model": LinearModel(), "train_dataloader": data(), "max_duration": "1ep", "progress_bar": False}
     if "optimizers" not in given:
         model = given.get("model") or options["model"]
         given["optimizers"] = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -101,11 +101,11 @@ class Records(Callback):
 
     def __init__(self) -> None:
         self.recorded: list[str] = []
-        self.at: list[tuple[int, int, int]] = []
+        self.progress: list[tuple[int, int, int]] = []
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         self.recorded.append(event.value)
-        self.at.append((state.timestamp.epoch.value, state.timestamp.batch.value, state.timestamp.sample.value))
+        self.progress.append((state.timestamp.epoch.value, state.timestamp.batch.value, state.timestamp.sample.value))
 
     def close(self, state: State, logger: Logger) -> None:
         self.recorded.append("close")
@@ -124,8 +124,8 @@ BATCH = [
 EVALUATED = ["eval_batch_start", "eval_before_forward", "eval_after_forward", "eval_batch_end"]
 
 
-def test_the_recorded_order() -> None:
-    """One epoch, two batches, two microbatches, evaluated at its end: as it was recorded from Composer."""
+def test_events_are_fired_in_composer_s_order() -> None:
+    """One epoch of two batches of two microbatches, evaluated at its end. The expected order was recorded from Composer."""
     records = Records()
     trained(callbacks=[records], eval_dataloader=data(), device_train_microbatch_size=2)
     assert records.recorded == [
@@ -137,13 +137,13 @@ def test_the_recorded_order() -> None:
         *EVALUATED,
         *("eval_end", "eval_after_all", "epoch_checkpoint", "fit_end", "close", "post_close"),
     ]
-    by_event = dict(zip(records.recorded, records.at, strict=False))
+    by_event = dict(zip(records.recorded, records.progress, strict=False))
     assert by_event["after_train_batch"] == (0, 1, 4)
     assert by_event["batch_end"] == (0, 2, 8)
     assert by_event["epoch_end"] == (1, 2, 8)
 
 
-def test_the_forty_events() -> None:
+def test_each_of_composer_s_forty_events_is_mapped_and_has_a_method() -> None:
     assert len(Event) == 40
     assert {theirs for several in COMPOSER_EVENTS.values() for theirs in several} == set(Event)
     assert all(callable(getattr(Callback(), event.value)) for event in Event)
@@ -151,8 +151,8 @@ def test_the_forty_events() -> None:
     assert Event("epoch_start") == "epoch_start"
 
 
-def test_the_seed_page_s_first_example() -> None:
-    model, train_dataloader = Line(), data()
+def test_the_first_example_of_composer_s_page_runs() -> None:
+    model, train_dataloader = LinearModel(), data()
     trainer = Trainer(
         model=model,
         train_dataloader=train_dataloader,
@@ -167,7 +167,7 @@ def test_the_seed_page_s_first_example() -> None:
     assert [stamp.batch.value for stamp, _ in memory.data["loss/train/total"]] == [1, 2]
 
 
-def test_the_seed_page_s_own_callbacks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_custom_callbacks_of_composer_s_page_are_called(capsys: pytest.CaptureFixture[str]) -> None:
     class PrintsEpoch(Callback):
         def epoch_start(self, state: State, logger: Logger) -> None:
             print(f"{state.timestamp.epoch} done so far")
@@ -187,7 +187,7 @@ def test_the_seed_page_s_own_callbacks(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out.splitlines() == ["0ep done so far", "1ep done so far"]
 
 
-def test_all_are_closed_before_any_is_post_closed_also_after_an_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_close_is_called_on_all_callbacks_before_post_close_even_after_an_error(caplog: pytest.LogCaptureFixture) -> None:
     recorded: list[str] = []
 
     class RecordsClosing(Callback):
@@ -212,7 +212,7 @@ def test_all_are_closed_before_any_is_post_closed_also_after_an_error(caplog: py
     assert "RecordsClosing-2.close() failed" in caplog.text
 
 
-def test_state_can_be_read_and_training_stopped() -> None:
+def test_a_callback_can_read_the_state_and_stop_training() -> None:
     seen: dict[str, Any] = {}
 
     class Reads(Callback):
@@ -228,8 +228,8 @@ def test_state_can_be_read_and_training_stopped() -> None:
                 state.stop_training()
 
         def fit_end(self, state: State, logger: Logger) -> None:
-            seen["longest"] = str(state.max_duration)
-            assert state.loss.item() == seen["loss"]  # it is kept between steps
+            seen["max_duration"] = str(state.max_duration)
+            assert state.loss.item() == seen["loss"]  # the last loss is kept
 
     class Recorded(LoggerDestination):
         def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
@@ -239,23 +239,23 @@ def test_state_can_be_read_and_training_stopped() -> None:
     records = Records()
     trainer = trained(callbacks=[Reads(), records], loggers=Recorded(), max_duration="4ep")
     assert trainer.state.timestamp.batch == Time(3, TimeUnit.BATCH)
-    assert (seen["rows"], seen["elapsed"], seen["longest"], seen["steps"]) == (4, 0.25, "3ba", [1, 2, 3])
-    assert records.recorded.count("epoch_end") == 1  # that of the epoch that was left is not fired
+    assert (seen["rows"], seen["elapsed"], seen["max_duration"], seen["steps"]) == (4, 0.25, "3ba", [1, 2, 3])
+    assert records.recorded.count("epoch_end") == 1  # the second epoch is incomplete
     assert records.recorded[-3:] == ["fit_end", "close", "post_close"]
 
 
-def test_what_state_does_not_have_is_named() -> None:
-    class Curious(Callback):
+def test_an_unsupported_attribute_of_state_is_rejected_by_name() -> None:
+    class ReadsUnsupportedAttribute(Callback):
         def fit_start(self, state: Any, logger: Logger) -> None:
             assert not hasattr(state, "fsdp_config")
             state.fsdp_config  # noqa: B018
 
     with pytest.raises(NotSupported, match="Composer's State has here no 'fsdp_config'"):
-        trained(callbacks=[Curious()])
+        trained(callbacks=[ReadsUnsupportedAttribute()])
 
 
 class Counts(Callback):
-    """Has a state of its own."""
+    """Counts batches, and saves the count in checkpoints."""
 
     def __init__(self, batches: int = 0) -> None:
         self.batches = batches
@@ -272,23 +272,23 @@ class Counts(Callback):
         self.batches = state["batches"]
 
 
-def test_states_survive_a_resume(tmp_path: Path) -> None:
+def test_each_callback_is_resumed_with_its_own_state(tmp_path: Path) -> None:
     given: dict[str, Any] = {"save_folder": tmp_path / "saved", "save_interval": "1ep", "run_name": "again", "seed": 1}
     trained(callbacks=[Counts(), Counts(10)], max_duration="2ep", **given)
     one, two = Counts(), Counts()
     trainer = trained(callbacks=[one, two], max_duration="3ep", autoresume=True, **given)
-    assert (one.batches, two.batches, one.samples) == (6, 16, 24)  # in Composer the second would have been both
+    assert (one.batches, two.batches, one.samples) == (6, 16, 24)  # Composer would load the second state into both
     assert trainer.state.timestamp == "6ba"
 
 
-def test_evaluators_by_label_and_by_hand() -> None:
+def test_labeled_evaluators_manual_evaluation_and_prediction() -> None:
     evaluators = [Evaluator(label="near", dataloader=data(), eval_interval="1ba"), Evaluator(label="far", dataloader=data())]
     records = Records()
     trainer = trained(eval_dataloader=evaluators, callbacks=[records])
     assert records.recorded.count("eval_end") == 3
     metrics = trainer.state.eval_metrics
     assert metrics["near"]["MeanSquaredError"].compute() == metrics["far"]["MeanSquaredError"].compute()
-    again = Trainer(model=Line(), callbacks=[records := Records()], progress_bar=False)
+    again = Trainer(model=LinearModel(), callbacks=[records := Records()], progress_bar=False)
     again.eval(data())
     assert again.state.eval_metrics["eval"]["MeanSquaredError"].compute() > 0
     assert len(again.predict(data(), subset_num_batches=1)) == 1
@@ -299,8 +299,8 @@ def test_evaluators_by_label_and_by_hand() -> None:
     assert records.recorded[-8:] == [*predicted, "predict_end", "close", "post_close"]
 
 
-def test_metrics_of_training() -> None:
-    class Measured(Line):
+def test_training_metrics_are_computed_and_logged() -> None:
+    class Measured(LinearModel):
         def get_metrics(self, is_train: bool = False) -> dict[str, Any]:
             return {"MeanSquaredError": MeanSquaredError()}
 
@@ -312,8 +312,8 @@ def test_metrics_of_training() -> None:
     assert trainer.state.train_metrics["MeanSquaredError"].compute() == pytest.approx(memory.data["loss/train/total"][-1][1])
 
 
-def test_schedulers_step_at_epochs_or_with_the_state() -> None:
-    model = Line()
+def test_a_torch_scheduler_steps_per_epoch_and_a_function_receives_the_state() -> None:
+    model = LinearModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     memory = InMemoryLogger()
     trained(
@@ -333,7 +333,7 @@ def test_schedulers_step_at_epochs_or_with_the_state() -> None:
 
 def test_a_second_fit_continues() -> None:
     records = Records()
-    trainer = Trainer(model=Line(), train_dataloader=data(), callbacks=[records], progress_bar=False, max_duration="1ep")
+    trainer = Trainer(model=LinearModel(), train_dataloader=data(), callbacks=[records], progress_bar=False, max_duration="1ep")
     trainer.fit()
     trainer.fit(duration="1ep")
     trainer.close()
@@ -341,7 +341,7 @@ def test_a_second_fit_continues() -> None:
     assert records.recorded.count("fit_start") == records.recorded.count("fit_end") == 2
 
 
-def test_callsheet_s_own_callbacks_work_beside_theirs() -> None:
+def test_callsheet_callbacks_work_together_with_composer_callbacks() -> None:
     class Ours(OurCallback):
         steps = 0
 
@@ -352,7 +352,7 @@ def test_callsheet_s_own_callbacks_work_beside_theirs() -> None:
     assert Ours.steps == 2
 
 
-def test_the_built_ins_take_composer_s_arguments(tmp_path: Path) -> None:
+def test_the_built_in_callbacks_accept_composer_s_arguments(tmp_path: Path) -> None:
     given = [
         CheckpointSaver(save_interval="1ep", num_checkpoints_to_keep=2),
         SpeedMonitor(50, gpu_flops_available=1e12),
@@ -376,21 +376,21 @@ def test_the_built_ins_take_composer_s_arguments(tmp_path: Path) -> None:
     assert isinstance(MLPerfCallback(str(tmp_path), 0), OurCallback)
     assert isinstance(ExportForInferenceCallback("onnx", str(tmp_path / "m.onnx")), OurCallback)
     assert isinstance(LoadCheckpoint("saved", load_weights_only=True), OurCallback)
-    page = {
+    documented = {
         *("CheckpointSaver", "SpeedMonitor", "RuntimeEstimator", "LRMonitor", "OptimizerMonitor", "MemoryMonitor"),
         *("MemorySnapshot", "OOMObserver", "NaNMonitor", "ImageVisualizer", "MLPerfCallback", "ThresholdStopper"),
         *("EarlyStopper", "ExportForInferenceCallback"),
     }
-    assert page <= set(their_callbacks.__all__)
+    assert documented <= set(composer_callbacks.__all__)
 
 
-def test_an_early_stop_comes_when_composer_s_would() -> None:
+def test_early_stopper_stops_at_the_same_epoch_as_in_composer() -> None:
     trainer = trained(
         callbacks=[EarlyStopper("MeanSquaredError", "eval", comp="greater", patience=1)],
         eval_dataloader=data(),
         max_duration="9ep",
     )
-    assert trainer.state.timestamp.epoch == 3  # the first was the best, and more than one epoch has gone since
+    assert trainer.state.timestamp.epoch == 3  # the first epoch was the best, and more than `patience` epochs have passed
 
 
 @pytest.mark.parametrize(
@@ -405,24 +405,24 @@ def test_an_early_stop_comes_when_composer_s_would() -> None:
         (lambda: ExportForInferenceCallback("torchscript", "x"), "torch_export"),
         (lambda: Evaluator(label="a", dataloader=data(), metric_names=["x"]), "metric_names"),
         (
-            lambda: their_loggers.SlackLogger("a message"),
+            lambda: composer_loggers.SlackLogger("a message"),
             "SlackLogger is not supported, unlike in Composer: callsheet.callbacks.Notify",
         ),
     ],
 )
-def test_what_is_not_supported_is_rejected_by_name(make: Any, message: str) -> None:
+def test_an_unsupported_argument_is_rejected_by_name(make: Any, message: str) -> None:
     with pytest.raises(NotSupported, match=message):
         make()
 
 
-def test_what_cannot_work_is_an_error() -> None:
+def test_an_unknown_argument_or_an_invalid_value_is_an_error() -> None:
     with pytest.raises(TypeError, match="no argument 'callback'"):
         trained(callback=[])
     with pytest.raises(ConfigError, match="give 'less' or 'greater'"):
         EarlyStopper("x", "eval", comp=max)
 
 
-def test_times() -> None:
+def test_arithmetic_and_comparisons_of_time_and_timestamp() -> None:
     assert Time(3, "ba") == Time.from_timestring("3ba")
     assert Time(3, "ba") == 3
     assert Time(3, "ba") == "3ba"
@@ -452,7 +452,7 @@ def test_times() -> None:
     assert again == stamp
 
 
-def test_it_needs_no_composer() -> None:
+def test_the_package_can_be_imported_without_composer() -> None:
     code = (
         "import sys; sys.modules['composer'] = None; import callsheet.compat.composer.callbacks as names; print(names.__name__)"
     )

@@ -1,4 +1,4 @@
-"""Composer's submodule paths and remaining names: what has a counterpart works, and what has none says so by name."""
+"""Composer's submodule paths and remaining names. A name without a counterpart raises an error that says what to use instead."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _new_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-class Line(ComposerModel):
+class LinearModel(ComposerModel):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -51,7 +51,12 @@ def data(rows: int = 8) -> DataLoader[tuple[Tensor, ...]]:
 
 
 def trained(**given: Any) -> Trainer:
-    options: dict[str, Any] = {"model": Line(), "train_dataloader": data(), "max_duration": "1ep", "progress_bar": False} | given
+    options: dict[str, Any] = {
+        "model": LinearModel(),
+        "train_dataloader": data(),
+        "max_duration": "1ep",
+        "progress_bar": False,
+    } | given
     options.setdefault("optimizers", torch.optim.SGD(options["model"].parameters(), lr=0.1))
     with Trainer(**options) as trainer:
         trainer.fit()
@@ -72,10 +77,10 @@ def trained(**given: Any) -> Trainer:
         ("trainer.trainer", "Trainer"),
     ],
 )
-def test_submodules_are_imported_first(path: str, name: str) -> None:
-    """In an interpreter of its own, so that nothing else has imported their packages."""
-    whole = f"callsheet.compat.composer.{path}"
-    code = f"from {whole} import {name}; import {whole} as module; assert module.{name} is {name}; import pydoc; pydoc.render_doc(module)"
+def test_a_submodule_can_be_imported_first(path: str, name: str) -> None:
+    """Runs in a new interpreter, so that nothing else has imported the parent packages."""
+    module_path = f"callsheet.compat.composer.{path}"
+    code = f"from {module_path} import {name}; import {module_path} as module; assert module.{name} is {name}; import pydoc; pydoc.render_doc(module)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -90,7 +95,7 @@ def test_submodules_are_imported_first(path: str, name: str) -> None:
         ("utils.reproducibility", "seed_all", r"Trainer\(seed=...\)"),
     ],
 )
-def test_what_has_no_counterpart_says_what_to_do(path: str, name: str, instead: str) -> None:
+def test_a_name_without_a_counterpart_raises_an_error_with_a_hint(path: str, name: str, instead: str) -> None:
     found = getattr(importlib.import_module(f"callsheet.compat.composer.{path}"), name)
     with pytest.raises(NotSupported, match=rf"^{name} is not supported, unlike in Composer: .*{instead}"):
         found()
@@ -98,7 +103,7 @@ def test_what_has_no_counterpart_says_what_to_do(path: str, name: str, instead: 
         importlib.import_module("callsheet.compat.composer.utils").dist.get_world_size()
 
 
-def test_a_list_of_dataloaders_is_evaluated_one_by_one() -> None:
+def test_each_dataloader_of_a_list_is_evaluated_under_its_own_name() -> None:
     model = ComposerClassifier(nn.Linear(4, 3), num_classes=3)
     trainer = trained(model=model, eval_dataloader=[data(), DataSpec(data(4))])
     assert set(trainer.state.eval_metrics) == {"eval", "eval-2"}
@@ -116,18 +121,18 @@ def test_batch_transforms_are_applied(kind: str) -> None:
 
     loader: Any = data()
     given: dict[str, Any] = {"dataloader": list(loader) if kind == "iterable" else loader, "batch_transforms": halved}
-    model = Line()
+    model = LinearModel()
     trained(model=model, train_dataloader=given if kind == "dictionary" else DataSpec(**given))
     # The caller's own loader is unchanged.
     assert model.sums == pytest.approx([float(batch[0].sum()) / 2 for batch in loader])
 
 
-def test_classifiers_are_checked() -> None:
+def test_a_classifier_without_a_number_of_classes_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"^Please specify the number of output classes"):
         ComposerClassifier(nn.Linear(4, 3))
 
 
-def test_precision_by_name() -> None:
+def test_a_precision_is_given_by_name_and_unsupported_ones_are_rejected() -> None:
     assert Precision("AMP_BF16") is composer.core.Precision.AMP_BF16
     assert str(Precision.AMP_BF16) == "amp_bf16"
     trained(precision=Precision.FP32)
@@ -135,7 +140,7 @@ def test_precision_by_name() -> None:
         trained(precision=Precision.AMP_FP8)
 
 
-def test_a_model_of_transformers_trains() -> None:
+def test_a_transformers_model_is_trained_and_evaluated() -> None:
     transformers = pytest.importorskip("transformers")
     metrics = pytest.importorskip("torchmetrics.text")
     config = transformers.LlamaConfig(
@@ -168,13 +173,13 @@ def test_a_model_of_transformers_trains() -> None:
         ({"save_weights_only": True}, "state_dict()"),
     ],
 )
-def test_arguments_of_checkpoints_are_rejected_by_name(given: dict[str, Any], instead: str) -> None:
+def test_unsupported_checkpoint_arguments_are_rejected_by_name(given: dict[str, Any], instead: str) -> None:
     (name,) = given
     with pytest.raises(NotSupported, match=rf"^Trainer\({name}=.* is not supported, unlike in Composer: .*{re.escape(instead)}"):
         trained(**given)
 
 
-def test_functions_of_a_data_spec_are_rejected_by_name() -> None:
+def test_unsupported_arguments_of_data_spec_are_rejected_by_name() -> None:
     with pytest.raises(NotSupported, match=r"^DataSpec\(split_batch=.* is not supported, unlike in Composer"):
         DataSpec(data(), split_batch=lambda batch, size: [batch])
 
@@ -203,7 +208,7 @@ def exported() -> list[str]:
 
 
 @pytest.mark.skipif(not PACKAGE.is_dir(), reason="Composer is not installed: python tools/composer_venv.py")
-def test_every_name_of_the_package_is_found() -> None:
+def test_every_public_name_of_composer_can_be_imported_from_compat() -> None:
     missing = set()
     for name in exported():
         path, _, last = name.rpartition(".")

@@ -46,7 +46,7 @@ def manager() -> Any:
     made.close()
 
 
-def test_the_names_alone_need_no_torch() -> None:
+def test_importing_the_names_does_not_import_torch() -> None:
     code = "import sys; from callsheet.compat.instructlab import TrainerCallback, TrainingArgs; print('torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "False\n"
@@ -55,13 +55,13 @@ def test_the_names_alone_need_no_torch() -> None:
 # --- the manager ---
 
 
-def test_thirteen_hooks_that_do_nothing() -> None:
+def test_the_thirteen_hooks_of_the_base_class_do_nothing() -> None:
     assert len(HOOK_NAMES) == 13
     for hook in HOOK_NAMES:
         getattr(TrainerCallback(), hook)(TrainingContext())
 
 
-def test_a_context_knows_nothing_at_first() -> None:
+def test_a_new_context_has_default_values() -> None:
     context = TrainingContext()
     assert (context.step, context.epoch, context.total_samples, context.world_size) == (0, 0, 0, 1)
     assert (context.loss, context.learning_rate, context.checkpoint_path) == (None, None, None)
@@ -70,7 +70,7 @@ def test_a_context_knows_nothing_at_first() -> None:
     assert context.is_world_process_zero
 
 
-def test_it_fires(manager: CallbackManager) -> None:
+def test_fire_passes_the_context_and_the_fields_of_this_event_only(manager: CallbackManager) -> None:
     recorded: list[TrainingContext] = []
 
     class MyCallback(TrainerCallback):
@@ -87,7 +87,7 @@ def test_it_fires(manager: CallbackManager) -> None:
     assert manager.context.loss is None
 
 
-def test_each_callback_receives_what_it_overrides(manager: CallbackManager) -> None:
+def test_has_callbacks_is_true_only_for_overridden_hooks(manager: CallbackManager) -> None:
     class OnlySaves(TrainerCallback):
         def on_save(self, context: TrainingContext) -> None: ...
 
@@ -100,7 +100,7 @@ def test_each_callback_receives_what_it_overrides(manager: CallbackManager) -> N
 
 
 @pytest.mark.parametrize("thing", ["a string", 42, object(), TrainerCallback])
-def test_what_is_no_callback_is_a_type_error(manager: CallbackManager, thing: Any) -> None:
+def test_adding_an_object_that_is_not_a_callback_is_a_type_error(manager: CallbackManager, thing: Any) -> None:
     with pytest.raises(TypeError):
         manager.add_callback(thing)
 
@@ -122,30 +122,30 @@ def test_callbacks_are_removed_by_instance_and_by_type(manager: CallbackManager)
     manager.remove_callback(A)
     assert not manager.has_callbacks("on_log")
     assert manager.has_callbacks("on_save")
-    manager.remove_callback(first)  # which is not there any more
+    manager.remove_callback(first)  # it was removed already
 
 
-def test_unknown_hooks_and_fields(manager: CallbackManager) -> None:
-    class ListensToIt(TrainerCallback):
+def test_unknown_hooks_and_fields_are_rejected(manager: CallbackManager) -> None:
+    class ListensToLog(TrainerCallback):
         def on_log(self, context: TrainingContext) -> None: ...
 
     with pytest.raises(ValueError, match=r"^Unknown hook: 'on_step_finish'"):
         manager.fire("on_step_finish")
-    manager.fire("on_log", nonsense=1)  # without listeners
-    manager.add_callback(ListensToIt())
+    manager.fire("on_log", nonsense=1)  # not checked without a listener
+    manager.add_callback(ListensToLog())
     with pytest.raises(ValueError, match=r"^Unknown TrainingContext field: 'nonsense'"):
         manager.fire("on_log", nonsense=1)
 
 
 def _package(name: str) -> Any:
-    """A module of the package itself; the test is skipped where that is not installed."""
+    """Return a module of the installed package, or skip the test if it is not installed."""
     if own_loop.REAL is None:
         pytest.skip("InstructLab is not installed: pip install --no-deps instructlab-training")
     return importlib.import_module(f"instructlab.training.{name}")
 
 
 def rejections_of(interface: Any) -> dict[str, str]:
-    """The errors of wrong calls, by what was wrong: of our names, or of the package's."""
+    """Return the error messages of wrong calls, to our interface or to the package's."""
 
     class Listens(interface.TrainerCallback):  # type: ignore[misc]
         def on_log(self, context: Any) -> None: ...
@@ -162,7 +162,7 @@ def rejections_of(interface: Any) -> dict[str, str]:
             "has no hook": lambda: manager.has_callbacks("on_nonsense"),
         }
         for what, call in calls.items():
-            with pytest.raises(Exception) as caught:  # noqa: PT011  # which error, is compared
+            with pytest.raises(Exception) as caught:  # noqa: PT011  # the caller compares the errors
                 call()
             found[what] = f"{caught.type.__name__}: {caught.value}"
     finally:
@@ -170,14 +170,14 @@ def rejections_of(interface: Any) -> dict[str, str]:
     return found
 
 
-def test_error_messages_begin_as_the_package_s() -> None:
-    """Users' tests match them; a hint may follow."""
+def test_error_messages_start_like_those_of_the_package() -> None:
+    """Users match these messages in their tests. A hint may follow."""
     theirs = rejections_of(_package("callbacks"))
     for what, message in rejections_of(importlib.import_module("callsheet.compat.instructlab.callbacks")).items():
         assert message.startswith(theirs[what].partition(". Pass an instance")[0]), what
 
 
-def test_arguments_are_rejected_in_the_package_s_words(tmp_path: Path) -> None:
+def test_arguments_are_rejected_with_the_same_message_as_in_the_package(tmp_path: Path) -> None:
     theirs = _package("config")
     needed = vars(arguments(tmp_path))
     for changes in ({"validation_split": 1.5}, {"validation_split": 0.5}):
@@ -190,8 +190,8 @@ def test_arguments_are_rejected_in_the_package_s_words(tmp_path: Path) -> None:
             arguments(tmp_path, **changes)
 
 
-def test_events_are_delivered_without_waiting_for_a_look(manager: CallbackManager, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`fire` wakes the thread: with a minute between two looks an event still arrives, also while the thread sleeps."""
+def test_fire_wakes_the_delivering_thread_at_once(manager: CallbackManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a polling interval of one minute, an event still arrives within seconds, also while the thread sleeps."""
     for name in ("_LOOK_SECONDS", "_IDLE_LOOK_SECONDS"):
         monkeypatch.setattr(f"callsheet.lanes.queue.{name}", 60.0)
     arrived = threading.Semaphore(0)
@@ -206,8 +206,8 @@ def test_events_are_delivered_without_waiting_for_a_look(manager: CallbackManage
         assert arrived.acquire(timeout=10)
 
 
-def test_the_package_s_modules_and_names_are_found() -> None:
-    """Each module of the original that users import from, with all that it exports; what has no counterpart says so when it is used."""
+def test_the_modules_and_exported_names_of_the_package_can_be_imported() -> None:
+    """All names that the package exports exist. A name without a counterpart raises an error when it is used."""
     tree = ast.parse(Path(_package("callbacks").__file__).with_name("__init__.py").read_text())
     (exported,) = (node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__")
     here = importlib.import_module("callsheet.compat.instructlab")
@@ -227,7 +227,7 @@ def test_the_package_s_modules_and_names_are_found() -> None:
             use()
 
 
-def test_fields_are_described_without_pydantic(tmp_path: Path) -> None:
+def test_model_fields_and_model_dump_work_without_pydantic(tmp_path: Path) -> None:
     code = (
         "import sys; from callsheet.compat.instructlab import TrainingArgs; field = TrainingArgs.model_fields['callbacks'];"
         "print(field.default, field.exclude, field.is_required(), 'pydantic' in sys.modules)"
@@ -241,7 +241,7 @@ def test_fields_are_described_without_pydantic(tmp_path: Path) -> None:
     assert dumped["lora"]["rank"] == 2
 
 
-def test_fields_are_those_of_the_package() -> None:
+def test_model_fields_include_those_of_the_package() -> None:
     theirs = _package("config").TrainingArgs.model_fields
     ours = TrainingArgs.model_fields
     assert set(theirs) <= set(ours)
@@ -249,14 +249,14 @@ def test_fields_are_those_of_the_package() -> None:
         assert getattr(ours["callbacks"], name) == getattr(theirs["callbacks"], name)
 
 
-def test_closing_twice_does_nothing_and_no_event_is_delivered_afterwards(manager: CallbackManager) -> None:
+def test_after_close_no_event_is_delivered_and_a_second_close_does_nothing(manager: CallbackManager) -> None:
     recorded: list[str] = []
 
-    class ListensToIt(TrainerCallback):
+    class ListensToLog(TrainerCallback):
         def on_log(self, context: TrainingContext) -> None:
             recorded.append(context.hook_name)
 
-    manager.add_callback(ListensToIt())
+    manager.add_callback(ListensToLog())
     manager.close()
     manager.close()
     manager.fire("on_log")
@@ -266,8 +266,8 @@ def test_closing_twice_does_nothing_and_no_event_is_delivered_afterwards(manager
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_what_is_fired_and_closed_at_once_is_delivered_in_order(manager: CallbackManager, is_async: bool) -> None:
-    """There 1 of 50, and of async ones none."""
+def test_events_fired_right_before_close_are_delivered_in_order(manager: CallbackManager, is_async: bool) -> None:
+    """InstructLab delivers 1 of these 50 events, or none if the hook is async."""
     recorded: list[int] = []
 
     class Sync(TrainerCallback):
@@ -286,13 +286,13 @@ def test_what_is_fired_and_closed_at_once_is_delivered_in_order(manager: Callbac
     assert recorded == list(range(50))
 
 
-def test_firing_does_not_wait_but_at_the_end(manager: CallbackManager) -> None:
-    may_go = threading.Event()
+def test_fire_waits_for_the_hooks_only_at_on_train_end(manager: CallbackManager) -> None:
+    may_return = threading.Event()
     recorded: list[str] = []
 
     class Waits(TrainerCallback):
         def on_log(self, context: TrainingContext) -> None:
-            assert may_go.wait(60)
+            assert may_return.wait(60)
             recorded.append("log")
 
         async def on_train_end(self, context: TrainingContext) -> None:
@@ -302,26 +302,28 @@ def test_firing_does_not_wait_but_at_the_end(manager: CallbackManager) -> None:
     manager.add_callback(Waits())
     manager.fire("on_log")
     assert recorded == []
-    may_go.set()
+    may_return.set()
     manager.fire("on_train_end")
     assert recorded == ["log", "end"]
 
 
-def test_errors_are_logged_and_exits_too(manager: CallbackManager, caplog: pytest.LogCaptureFixture) -> None:
+def test_errors_and_system_exit_in_hooks_are_logged_and_training_continues(
+    manager: CallbackManager, caplog: pytest.LogCaptureFixture
+) -> None:
     recorded: list[int] = []
 
     class Fails(TrainerCallback):
         def on_step_begin(self, context: TrainingContext) -> None:
-            raise SystemExit(3)  # there it ends the thread, and with it everything
+            raise SystemExit(3)  # in InstructLab, it ends the thread that calls all hooks
 
         async def on_step_end(self, context: TrainingContext) -> None:
             raise SystemExit(4) if context.step % 2 else ValueError("broken")
 
-    class Goes(TrainerCallback):
+    class Works(TrainerCallback):
         def on_step_end(self, context: TrainingContext) -> None:
             recorded.append(context.step)
 
-    for callback in (Fails(), Goes()):
+    for callback in (Fails(), Works()):
         manager.add_callback(callback)
     for step in range(5):
         manager.fire("on_step_begin", step=step)
@@ -333,19 +335,19 @@ def test_errors_are_logged_and_exits_too(manager: CallbackManager, caplog: pytes
     assert "Fails failed at on_step_end, step 2; training continues: ValueError: broken" in caplog.text
 
 
-def test_each_callback_has_a_copy_of_its_own(manager: CallbackManager) -> None:
+def test_each_callback_receives_its_own_copy_of_the_context(manager: CallbackManager) -> None:
     seen: list[Any] = []
 
-    class Vandal(TrainerCallback):
+    class ModifiesContext(TrainerCallback):
         def on_log(self, context: TrainingContext) -> None:
             context.step = -1
-            context.batch_metrics["nested"].append("spoilt")
+            context.batch_metrics["nested"].append("changed")
 
     class Reads(TrainerCallback):
         def on_log(self, context: TrainingContext) -> None:
             seen.append((context.step, context.batch_metrics))
 
-    for callback in (Vandal(), Reads()):
+    for callback in (ModifiesContext(), Reads()):
         manager.add_callback(callback)
     manager.context.step, manager.context.batch_metrics = 7, {"nested": [1]}
     manager.fire("on_log")
@@ -354,28 +356,28 @@ def test_each_callback_has_a_copy_of_its_own(manager: CallbackManager) -> None:
     assert seen == [(7, {"nested": [1]})]
 
 
-def test_a_hook_that_never_returns_is_given_up_and_named(
+def test_close_stops_waiting_for_a_hook_that_does_not_return_and_logs_it(
     manager: CallbackManager, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_go = threading.Event()
+    may_return = threading.Event()
 
     class Hangs(TrainerCallback):
         def on_log(self, context: TrainingContext) -> None:
-            may_go.wait(60)
+            may_return.wait(60)
 
     monkeypatch.setattr("callsheet.bridges.instructlab.names._PATIENCE_SECONDS", 0.1)
     manager.add_callback(Hangs())
     for _ in range(3):
         manager.fire("on_log")
     manager.close()
-    may_go.set()
+    may_return.set()
     assert "stopped waiting for InstructLab's callbacks: 2 waiting, and one has not returned" in caplog.text
 
 
 # --- what is rejected by name ---
 
 
-def test_source_is_never_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sending_source_code_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotSupported, match=r"^serialize_callback\(\).*callsheet\.transport"):
         serialize_callback(TrainerCallback())
     with pytest.raises(NotSupported, match=r"^deserialize_callback\(\).*callsheet\.transport"):
@@ -415,12 +417,14 @@ def arguments(folder: Path, **changes: Any) -> TrainingArgs:
         ({"chat_tmpl_path": "template.py"}, ConfigError, "chat_tmpl_path"),
     ],
 )
-def test_arguments_that_are_not_supported(changes: dict[str, Any], error: type[Exception], why: str, tmp_path: Path) -> None:
+def test_unsupported_or_invalid_arguments_are_rejected(
+    changes: dict[str, Any], error: type[Exception], why: str, tmp_path: Path
+) -> None:
     with pytest.raises(error, match=why):
         arguments(tmp_path, **changes)
 
 
-def test_arguments_may_be_given_as_they_are_there(tmp_path: Path) -> None:
+def test_supported_arguments_are_accepted_and_later_changes_are_checked(tmp_path: Path) -> None:
     arguments(
         tmp_path,
         use_liger=False,
@@ -442,7 +446,7 @@ def test_arguments_may_be_given_as_they_are_there(tmp_path: Path) -> None:
         ({"nproc_per_node": 2, "rdzv_endpoint": "a:1", "master_addr": "b"}, "Provide either `rdzv_endpoint` OR both"),
     ],
 )
-def test_launches_that_cannot_be_made(given: dict[str, Any], why: str) -> None:
+def test_unsupported_launch_arguments_are_rejected(given: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         TorchrunArgs(**given)
 
@@ -479,7 +483,7 @@ def written_in(folder: Path, rank: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder, and rows to learn from."""
+    """Return a folder with a model and training data."""
     from transformers import AutoModelForCausalLM
 
     from callsheet.recipes.models.byte_tokenizer import byte_tokenizer
@@ -498,7 +502,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_on_one_process(base: Path, tmp_path: Path) -> None:
+def test_run_training_on_one_process_logs_saves_and_validates(base: Path, tmp_path: Path) -> None:
     callbacks = [WritesEvents(str(tmp_path), hooks=["on_log", "on_save", "on_train_end"]), JSONLLogger()]
     out = tmp_path / "out"
     found = run_training(
@@ -510,7 +514,7 @@ def test_on_one_process(base: Path, tmp_path: Path) -> None:
     logs = [each for each in recorded if each["hook_name"] == "on_log"]
     assert [each["step"] for each in logs] == [1, 2, 3, 4, 5, 6]
     assert [each["total_samples"] for each in logs] == [4, 8, 12, 16, 20, 24]
-    assert logs[0]["batch_metrics"]["num_minibatches"] == 2  # of two examples of up to 64 tokens
+    assert logs[0]["batch_metrics"]["num_minibatches"] == 2  # each has two examples of up to 64 tokens
     assert logs[0]["output_dir"] == str(out)
     assert logs[0]["model_name_or_path"] == str(base / "model")
     assert logs[0]["max_epochs"] == 2
@@ -547,8 +551,8 @@ run_training(
 """
 
 
-def test_on_two_processes_from_a_script_as_it_is_written_there(base: Path, tmp_path: Path) -> None:
-    """At its top level, with a callback of the script's own."""
+def test_an_instructlab_script_runs_on_two_processes(base: Path, tmp_path: Path) -> None:
+    """The script calls `run_training` at its top level, and defines its own callback."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     ran = subprocess.run(
@@ -563,13 +567,13 @@ def test_on_two_processes_from_a_script_as_it_is_written_there(base: Path, tmp_p
     assert [each.pop("is_world_process_zero") for each in recorded[0]] == [True] * 5
     for each in (*recorded[0], *recorded[1]):
         each.pop("is_local_process_zero")
-    assert recorded[0] == recorded[1]  # everything else is the same on both
+    assert recorded[0] == recorded[1]  # everything else is the same on both ranks
     assert recorded[0][-1]["world_size"] == 2
     assert recorded[0][-1]["total_samples"] == 16
 
 
-def test_what_would_be_lost_on_the_way_is_named(base: Path, tmp_path: Path) -> None:
-    """There it is lost: a class is sent as source, and made without arguments."""
+def test_a_callback_that_cannot_be_sent_to_the_ranks_is_rejected(base: Path, tmp_path: Path) -> None:
+    """InstructLab sends the source of a class and creates the callback without arguments, which loses its state."""
     changed = WritesEvents("x", hooks=[])
     changed.folder = "y"
     with pytest.raises(TransportError, match=r"\(WritesEvents\)\.foreign.*\.folder: a str with another value there"):
@@ -582,7 +586,7 @@ def test_what_would_be_lost_on_the_way_is_named(base: Path, tmp_path: Path) -> N
         run_training(TorchrunArgs(nproc_per_node=1), arguments(base, callbacks=[Local()]))
 
 
-def test_rows_and_ranks_that_do_not_fit(base: Path, tmp_path: Path) -> None:
+def test_an_indivisible_batch_size_and_unsupported_rows_are_rejected(base: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="effective_batch_size=4 does not divide over 3 ranks"):
         run_training(TorchrunArgs(nproc_per_node=3), arguments(base))
     (tmp_path / "rows.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}], "unmask": true}\n')

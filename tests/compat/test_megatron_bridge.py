@@ -1,4 +1,4 @@
-"""Megatron Bridge's names: the interface held against the package's own, and code that is written for it, with other import lines."""
+"""Megatron Bridge's interface, compared with that of the package, and code in its style with only the imports changed."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def config(tmp_path: Path, texts: Path) -> ConfigContainer:
     return shrunk(tmp_path, texts)
 
 
-# --- the interface, as it is and as the package has it ---
+# --- our interface and that of the package ---
 
 
 @pytest.fixture(params=[ours, real] if real is not None else [ours], ids=lambda names: names.__name__.rpartition(".")[2])
@@ -115,10 +115,10 @@ def test_a_context_takes_its_fields_by_position(names: ModuleType) -> None:
         names.CallbackContext()
 
 
-def test_a_manager_calls_in_the_order_of_registration(names: ModuleType) -> None:
+def test_a_manager_calls_callbacks_in_the_order_of_registration(names: ModuleType) -> None:
     recorded: list[str] = []
 
-    class Named(names.Callback):  # type: ignore[misc, name-defined]  # of either module
+    class Named(names.Callback):  # type: ignore[misc, name-defined]  # `names` is a fixture
         def __init__(self, name: str) -> None:
             self.name = name
 
@@ -135,7 +135,7 @@ def test_a_manager_calls_in_the_order_of_registration(names: ModuleType) -> None
     manager.fire("on_train_end", "context")  # without listeners
 
 
-def test_a_manager_answers_as_the_package_s(names: ModuleType) -> None:
+def test_the_methods_of_a_manager_behave_as_in_the_package(names: ModuleType) -> None:
     manager = names.CallbackManager()
     assert manager.events == names.VALID_EVENTS
     assert manager.list_callbacks("on_eval_end") == []
@@ -159,7 +159,7 @@ def test_a_manager_answers_as_the_package_s(names: ModuleType) -> None:
 
 
 def rejections_of(interface: ModuleType) -> dict[str, str]:
-    """The errors of wrong calls, by what was wrong: of our names, or of the package's."""
+    """Return the error messages of wrong calls, to our interface or to the package's."""
     manager = interface.CallbackManager()
     calls: dict[str, Callable[[], object]] = {
         "register": lambda: manager.register("on_train_stepend", print),
@@ -169,21 +169,21 @@ def rejections_of(interface: ModuleType) -> dict[str, str]:
     }
     found = {}
     for what, call in calls.items():
-        with pytest.raises(Exception) as caught:  # noqa: PT011  # which error, is compared
+        with pytest.raises(Exception) as caught:  # noqa: PT011  # the caller compares the errors
             call()
         found[what] = f"{caught.type.__name__}: {caught.value}"
     return found
 
 
 @pytest.mark.skipif(real is None, reason="Megatron Bridge is not installed")
-def test_error_messages_begin_as_the_package_s() -> None:
-    """Users' tests match them; a hint may follow. The list of events is a frozenset there, in no order."""
+def test_error_messages_start_like_those_of_the_package() -> None:
+    """Users match these messages in their tests. A hint may follow. The package ends with its events as a frozenset, in no order."""
     theirs = rejections_of(real)
     for what, message in rejections_of(ours).items():
         assert message.startswith(theirs[what].partition("frozenset(")[0]), what
 
 
-def test_callbacks_are_normalized_as_the_package_s(names: ModuleType) -> None:
+def test_normalize_callbacks_and_should_fire_behave_as_in_the_package(names: ModuleType) -> None:
     assert names.normalize_callbacks(None) is None
     manager = names.CallbackManager()
     assert names.normalize_callbacks(manager) is manager
@@ -196,7 +196,7 @@ def test_callbacks_are_normalized_as_the_package_s(names: ModuleType) -> None:
     assert not names.should_fire(made, "no such event")
 
 
-def test_errors_come_out_and_stop_the_rest(names: ModuleType) -> None:
+def test_an_error_is_raised_and_later_callbacks_are_not_called(names: ModuleType) -> None:
     manager, recorded = names.CallbackManager(), list[Any]()
     manager.register("on_train_start", lambda context: 1 // 0)
     manager.register("on_train_start", recorded.append)
@@ -212,11 +212,11 @@ def test_a_handler_added_while_its_event_is_fired_is_called(names: ModuleType) -
     assert recorded == ["context"]
 
 
-def test_what_surprises_there_surprises_here(names: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
-    class Misspelt(names.Callback):  # type: ignore[misc, name-defined]  # of either module
+def test_unusual_callbacks_are_ignored_or_rejected_as_in_the_package(names: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    class Misspelt(names.Callback):  # type: ignore[misc, name-defined]  # `names` is a fixture
         def on_train_stepend(self, context: Any) -> None: ...
 
-    class Static(names.Callback):  # type: ignore[misc, name-defined]  # of either module
+    class Static(names.Callback):  # type: ignore[misc, name-defined]  # `names` is a fixture
         @staticmethod
         def on_train_start(context: Any) -> None: ...
 
@@ -228,7 +228,7 @@ def test_what_surprises_there_surprises_here(names: ModuleType, caplog: pytest.L
     manager.add((Duck(),))
     manager.add(None)
     assert not any(manager.has_callbacks(event) for event in names.VALID_EVENTS)
-    if names is ours:  # the package says nothing
+    if names is ours:  # the package logs no warning
         assert "Misspelt.on_train_stepend" in caplog.text
         assert "is never called; did you mean 'on_train_step_end'?" in caplog.text
         assert caplog.text.count("registers nothing") == 2
@@ -241,10 +241,10 @@ def test_what_surprises_there_surprises_here(names: ModuleType, caplog: pytest.L
     assert manager.has_callbacks("on_train_start")
 
 
-# --- code in the style of the page ---
+# --- code in the style of the package's docs ---
 
 
-def test_a_class_keeps_time(config: ConfigContainer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_class_measures_the_time_with_user_state(config: ConfigContainer, capsys: pytest.CaptureFixture[str]) -> None:
     class Clock(Callback):
         def on_train_start(self, context: CallbackContext) -> None:
             context.user_state["began"] = time.perf_counter()
@@ -265,7 +265,7 @@ def test_a_class_keeps_time(config: ConfigContainer, capsys: pytest.CaptureFixtu
     assert lines[-1].endswith(" s in all")
 
 
-def test_functions_classes_and_lists_mix(config: ConfigContainer) -> None:
+def test_functions_classes_and_lists_can_be_mixed(config: ConfigContainer) -> None:
     recorded: list[str] = []
 
     class TimingCallback(Callback):
@@ -292,7 +292,7 @@ def test_functions_classes_and_lists_mix(config: ConfigContainer) -> None:
     assert recorded == ["step 0", "step 1", "step 2", *evaluation, *evaluation]
 
 
-def test_a_rank_is_asked_for_and_errors_are_kept(config: ConfigContainer) -> None:
+def test_callbacks_can_check_the_rank_and_catch_their_own_errors(config: ConfigContainer) -> None:
     ranks: list[int] = []
 
     class RankZeroCallback(Callback):
@@ -319,11 +319,11 @@ def test_a_rank_is_asked_for_and_errors_are_kept(config: ConfigContainer) -> Non
     assert manager.user_state["steps"] == len(manager.user_state["kept"]) == 6
 
 
-def test_metrics_are_sent(config: ConfigContainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_callback_can_send_the_metrics_of_each_step(config: ConfigContainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHICH_CLUSTER", "blue")
     sent: list[dict[str, Any]] = []
 
-    class ToTheCluster(Callback):
+    class SendsMetrics(Callback):
         def __init__(self, send: Callable[[dict[str, Any]], None]) -> None:
             self.send = send
 
@@ -338,26 +338,26 @@ def test_metrics_are_sent(config: ConfigContainer, monkeypatch: pytest.MonkeyPat
                     }
                 )
 
-    pretrain(config, forward_step, callbacks=[ToTheCluster(sent.append)])
+    pretrain(config, forward_step, callbacks=[SendsMetrics(sent.append)])
     assert [each["step"] for each in sent] == list(range(6))
     assert all(isinstance(each["loss"], Tensor) and isinstance(each["grad_norm"], float) for each in sent)
     assert sent[-1]["loss"] < sent[0]["loss"]
     assert {each["cluster"] for each in sent} == {"blue"}
 
 
-# --- what pretrain does ---
+# --- pretrain ---
 
 
-def noting() -> tuple[CallbackManager, list[tuple[str, int]]]:
-    """A manager that notes every event, with the step."""
+def recording_manager() -> tuple[CallbackManager, list[tuple[str, int]]]:
+    """Return a manager that records every event with its step, and the list of its records."""
     recorded: list[tuple[str, int]] = []
     manager = CallbackManager()
     for event in VALID_EVENTS:
 
-        def note(context: CallbackContext, event: str = event) -> None:
+        def record(context: CallbackContext, event: str = event) -> None:
             recorded.append((event.removeprefix("on_"), context.state.train_state.step))
 
-        manager.register(event, note)
+        manager.register(event, record)
     return manager, recorded
 
 
@@ -370,8 +370,8 @@ def steps(first: int, last: int) -> list[tuple[str, int]]:
     return [(f"train_step_{edge}", step) for step in range(first, last) for edge in ("start", "end")]
 
 
-def test_events_come_in_the_recorded_order(config: ConfigContainer) -> None:
-    manager, recorded = noting()
+def test_pretrain_fires_its_events_in_order(config: ConfigContainer) -> None:
+    manager, recorded = recording_manager()
     pretrain(config, forward_step, callbacks=manager)
     assert recorded == [
         ("data_init_start", 0),
@@ -389,21 +389,21 @@ def test_events_come_in_the_recorded_order(config: ConfigContainer) -> None:
     ]
 
 
-def test_it_resumes_from_its_checkpoint(config: ConfigContainer) -> None:
+def test_pretrain_resumes_from_its_checkpoint(config: ConfigContainer) -> None:
     config.train.train_iters = 4
     config.scheduler.lr_decay_iters = 6
     pretrain(config, forward_step)
     config.train.train_iters = 6
-    manager, recorded = noting()
+    manager, recorded = recording_manager()
     again = pretrain(config, forward_step, callbacks=manager)
     assert recorded[:3] == [("data_init_start", 4), ("train_start", 4), ("train_step_start", 4)]
     assert again.trainer.state.timestamp.batch == 6
-    manager, recorded = noting()
-    pretrain(config, forward_step, callbacks=manager)  # complete: it is evaluated and tested
+    manager, recorded = recording_manager()
+    pretrain(config, forward_step, callbacks=manager)  # training is complete: it is only evaluated and tested
     assert recorded == [("data_init_start", 6), *evaluation("eval", 6), *evaluation("test", 6)]
 
 
-def test_another_checkpoint_is_resumed(
+def test_pretrain_resumes_from_the_checkpoint_of_another_run(
     config: ConfigContainer, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -411,49 +411,51 @@ def test_another_checkpoint_is_resumed(
     pretrain(config, forward_step)
     config.checkpoint.save = str(tmp_path / "other" / "checkpoints")
     config.train.train_iters = 6
-    manager, recorded = noting()
+    manager, recorded = recording_manager()
     pretrain(config, forward_step, callbacks=manager)
     assert recorded[1] == ("train_start", 4)
     config.checkpoint.save, config.checkpoint.load = None, str(tmp_path / "nowhere")
-    manager, recorded = noting()
+    manager, recorded = recording_manager()
     pretrain(config, forward_step, callbacks=manager)
     assert recorded[1] == ("train_start", 0)
     assert "checkpoint_save" not in dict(recorded)
     assert "there is no checkpoint in" in caplog.text
 
 
-def test_without_saving_nothing_is_saved(config: ConfigContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_save_folder_no_checkpoint_is_written(
+    config: ConfigContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     config.checkpoint.save = config.checkpoint.load = None
     config.train.eval_iters = 0
-    manager, recorded = noting()
+    manager, recorded = recording_manager()
     pretrain(config, forward_step, callbacks=manager)
     assert recorded == [("data_init_start", 0), ("train_start", 0), *steps(0, 6), ("train_end", 6)]
     assert not list(tmp_path.rglob("manifest.json"))
 
 
-def test_training_can_be_left_out(config: ConfigContainer) -> None:
+def test_skip_train_only_evaluates_and_tests(config: ConfigContainer) -> None:
     config.train.skip_train = True
-    manager, recorded = noting()
+    manager, recorded = recording_manager()
     recipe = pretrain(config, forward_step, callbacks=manager)
     assert recorded == [("data_init_start", 0), *evaluation("eval", 0), *evaluation("test", 0)]
     assert set(recipe.evaluated) == {"validation", "test"}
 
 
-def test_a_callback_ends_training_as_in_megatron_bridge(config: ConfigContainer) -> None:
+def test_a_callback_ends_training_by_changing_train_state(config: ConfigContainer) -> None:
     class Target(Callback):
         def on_eval_end(self, context: CallbackContext) -> None:
             state = context.state.train_state
             state.step = context.state.cfg.train.train_iters + 1
             state.do_valid = state.do_test = False
 
-    manager, recorded = noting()
+    manager, recorded = recording_manager()
     manager.add(Target())
     pretrain(config, forward_step, callbacks=manager)
     assert recorded[-3:] == [("eval_end", 3), ("checkpoint_save", 3), ("train_end", 3)]
 
 
-def test_the_state_is_filled(config: ConfigContainer, tmp_path: Path) -> None:
+def test_the_fields_of_state_have_values_during_training(config: ConfigContainer, tmp_path: Path) -> None:
     config.logger.tensorboard_dir = str(tmp_path / "tensorboard")
     seen: list[Any] = []
 
@@ -485,10 +487,12 @@ def test_the_state_is_filled(config: ConfigContainer, tmp_path: Path) -> None:
     assert [event.step for event in written.Scalars("lm loss")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_mlflow_is_available(config: ConfigContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_callback_can_log_to_mlflow_through_state(
+    config: ConfigContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import mlflow
 
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database takes its seconds to be made
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # creating a database takes seconds
     config.logger.mlflow_experiment, config.logger.mlflow_run_name = "small", "one"
     config.logger.mlflow_tracking_uri = (tmp_path / "mlruns").as_uri()
     config.train.eval_iters = 0
@@ -503,7 +507,7 @@ def test_mlflow_is_available(config: ConfigContainer, tmp_path: Path, monkeypatc
     assert run.data.params["model.num_layers"] == "1"
 
 
-def test_wandb_is_available(config: ConfigContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_callback_can_use_wandb_through_state(config: ConfigContainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     config.logger.wandb_project, config.logger.wandb_exp_name = "small", "one"
@@ -519,10 +523,10 @@ def test_wandb_is_available(config: ConfigContainer, tmp_path: Path, monkeypatch
     assert list((tmp_path / "tracked").rglob("*.wandb"))
 
 
-def test_losses_are_those_of_the_recipe(config: ConfigContainer) -> None:
+def test_losses_and_weights_equal_those_of_the_pretrain_recipe(config: ConfigContainer) -> None:
     losses: list[float] = []
     manager = CallbackManager()
-    manager.register("on_train_step_end", lambda context: losses.append(context.loss_dict["lm loss"].item()))  # type: ignore[index]  # it is there
+    manager.register("on_train_step_end", lambda context: losses.append(context.loss_dict["lm loss"].item()))  # type: ignore[index]  # not None at this event
     mine = pretrain(config, forward_step, callbacks=manager)
     job = job_of(config)
     job.run_name = "again"
@@ -536,11 +540,11 @@ def test_losses_are_those_of_the_recipe(config: ConfigContainer) -> None:
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
-def test_another_forward_step_is_taken(config: ConfigContainer) -> None:
-    """Without a state, and with a loss of its own beside the mean."""
+def test_a_custom_forward_step_is_used_and_an_invalid_one_is_rejected(config: ConfigContainer) -> None:
+    """This forward step takes no state, and reports a second value."""
     seen: list[set[str]] = []
 
-    def mine(data_iterator: Iterator[dict[str, Tensor]], model: Any) -> Any:
+    def custom_step(data_iterator: Iterator[dict[str, Tensor]], model: Any) -> Any:
         batch = next(data_iterator)
         logits = model(batch["tokens"], batch["position_ids"], batch["attention_mask"])
 
@@ -552,7 +556,7 @@ def test_another_forward_step_is_taken(config: ConfigContainer) -> None:
 
     manager = CallbackManager()
     manager.register("on_train_step_end", lambda context: seen.append(set(context.loss_dict or {})))
-    pretrain(config, mine, callbacks=manager)
+    pretrain(config, custom_step, callbacks=manager)
     assert seen == [{"lm loss", "z"}] * 6
     config.checkpoint.load = None
     for wrong, message in [
@@ -561,13 +565,13 @@ def test_another_forward_step_is_taken(config: ConfigContainer) -> None:
         (lambda data_iterator, model: (model(next(data_iterator)["tokens"]), lambda outputs: (outputs.mean(), {"l": torch.ones(3)})), "3 numbers"),
     ]:  # fmt: skip
         with pytest.raises(ConfigError, match=message):
-            pretrain(config, wrong)  # type: ignore[arg-type]  # that is the test
+            pretrain(config, wrong)  # type: ignore[arg-type]  # the mistake that is tested
     with pytest.raises(NotSupported, match="schedule plan"):
-        forward_step(None, iter([]), None, return_schedule_plan=True)  # type: ignore[arg-type]  # it looks at neither
+        forward_step(None, iter([]), None, return_schedule_plan=True)  # type: ignore[arg-type]  # both are ignored
 
 
-def test_an_error_comes_out_and_leaves_nothing_behind(config: ConfigContainer) -> None:
-    manager, recorded = noting()
+def test_an_error_in_a_callback_is_raised_and_the_process_group_is_destroyed(config: ConfigContainer) -> None:
+    manager, recorded = recording_manager()
     manager.register("on_train_step_end", lambda context: 1 // 0)
     manager.register("on_train_step_end", lambda context: recorded.append(("after", 0)))
     with pytest.raises(ZeroDivisionError):
@@ -575,8 +579,8 @@ def test_an_error_comes_out_and_leaves_nothing_behind(config: ConfigContainer) -
     assert recorded[-1] == ("train_step_end", 0)
 
 
-def test_a_group_that_is_there_stays(config: ConfigContainer) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # it is there
+def test_an_existing_process_group_is_not_destroyed(config: ConfigContainer) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # missing in the stubs
     try:
         config.train.eval_iters = 0
         pretrain(config, forward_step)
@@ -587,9 +591,9 @@ def test_a_group_that_is_there_stays(config: ConfigContainer) -> None:
 
 def test_settings_that_are_not_supported_are_rejected_by_name(config: ConfigContainer) -> None:
     with pytest.raises(NotSupported, match=r"TrainingConfig\.manual_gc is not supported"):
-        config.train.manual_gc = True  # type: ignore[attr-defined]  # that is the test
+        config.train.manual_gc = True  # type: ignore[attr-defined]  # the mistake that is tested
     with pytest.raises(NotSupported, match=r"ConfigContainer\.ddp is not supported"):
-        _ = config.ddp  # type: ignore[attr-defined]  # that is the test
+        _ = config.ddp  # type: ignore[attr-defined]  # the mistake that is tested
     assert not hasattr(config.model, "fp8")
     for section, name, value in [
         ("model", "tensor_model_parallel_size", 2),
@@ -614,7 +618,7 @@ def test_settings_that_are_not_supported_are_rejected_by_name(config: ConfigCont
         job_of(config)
 
 
-def test_the_whole_configuration_is_qwen_s() -> None:
+def test_the_full_configuration_describes_qwen_2_5_500m() -> None:
     config = qwen25_500m_pretrain_config()
     config.dataset.folder = None
     job = job_of(config)
@@ -642,18 +646,20 @@ def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 def on_ranks(folder: str, texts: str) -> tuple[int, int, list[tuple[str, int]], list[float]]:
     config = shrunk(Path(folder), Path(texts))
-    manager, recorded = noting()
+    manager, recorded = recording_manager()
     ranks: list[int] = []
     manager.register("on_train_start", lambda context: ranks.append(dist.get_world_size()))
     recipe = pretrain(config, forward_step, callbacks=manager)
     return ranks[0], recipe.trainer.state.timestamp.batch, recorded, [recipe.evaluated["test"]["lm loss"]]
 
 
-def test_two_ranks_receive_the_same(tmp_path: Path, texts: Path, config: ConfigContainer) -> None:
+def test_two_ranks_receive_the_same_events_and_losses(tmp_path: Path, texts: Path, config: ConfigContainer) -> None:
     one, other = run_ranks(on_ranks, 2, str(tmp_path / "two"), str(texts))
     assert one == other
     assert one[:2] == (2, 6)
-    manager, recorded = noting()
+    manager, recorded = recording_manager()
     alone = pretrain(config, forward_step, callbacks=manager)
     assert one[2] == recorded
-    assert one[3] == pytest.approx([alone.evaluated["test"]["lm loss"]], rel=0.02)  # in another order; it began at 5.7
+    assert one[3] == pytest.approx(
+        [alone.evaluated["test"]["lm loss"]], rel=0.02
+    )  # the data order differs; the loss starts at 5.7

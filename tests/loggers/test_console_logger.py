@@ -66,7 +66,7 @@ def test_records_evaluations_and_the_outcome_are_lines(tmp_path: Path, capsys: p
     assert "time/" not in out
 
 
-def test_the_metrics_can_be_selected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_selected_metrics_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logger = ConsoleLogger(stream="stderr", metrics=["*/*rate", "odd/*"], leave_out=["odd/not"])
     fit(tmp_path, logger, Acts(at_1=lambda ctx: ctx.log({"odd/one": 1 / 3, "odd/not": 1.0}, across="same")))
     out, err = capsys.readouterr()
@@ -79,7 +79,9 @@ def test_the_metrics_can_be_selected(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(("interval", "recorded"), [(3, [3, 6, 8]), ("1ep", [5, 8]), ("0.5dur", [5, 8]), ("100ba", [8])])
-def test_an_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str], interval: str | int, recorded: list[int]) -> None:
+def test_records_are_printed_at_the_interval_and_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], interval: str | int, recorded: list[int]
+) -> None:
     fit(tmp_path, ConsoleLogger(interval=interval))
     lines = capsys.readouterr().out.splitlines()
     assert steps(lines) == recorded
@@ -87,11 +89,11 @@ def test_an_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str], interva
 
 
 def test_other_metrics_of_an_evaluation_are_printed_at_any_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    class Judges(Callback):
+    class LogsScore(Callback):
         def on_eval_end(self, ctx: Context) -> None:
             ctx.log({"judge/score": 0.25}, across="same")
 
-    fit(tmp_path, ConsoleLogger(interval="100ba"), Judges())
+    fit(tmp_path, ConsoleLogger(interval="100ba"), LogsScore())
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if "judge" in line] == [
         f"epoch {epoch}  step {4 * epoch}  judge/score 0.25" for epoch in (1, 2)

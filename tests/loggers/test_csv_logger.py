@@ -28,7 +28,7 @@ class Acts(Callback):
             act(ctx)
 
 
-class Keeps(Callback):
+class KeepsRecords(Callback):
     phase = "report"
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ def curve(folder: Path) -> list[dict[str, str]]:
 
 
 def test_every_record_is_a_row_that_reads_back(tmp_path: Path) -> None:
-    keeps = Keeps()
+    keeps = KeepsRecords()
     fit(tmp_path, keeps)
     rows = table(tmp_path / "run")
     assert list(rows[0])[:3] == ["step", "time", "elapsed_seconds"]
@@ -115,7 +115,7 @@ def test_a_resume_drops_the_rows_after_its_checkpoint(tmp_path: Path, step: int)
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
 
 
-def test_a_restarted_run_and_a_fork(tmp_path: Path) -> None:
+def test_a_restarted_run_and_a_fork_each_have_all_their_rows(tmp_path: Path) -> None:
     logger = CSVLogger()
     with pytest.raises(ValueError, match="a bad step"):
         fit(tmp_path, Acts(at_5=fail), logger=logger)
@@ -151,13 +151,13 @@ def in_a_small_disk(folder: str) -> None:
     fit(Path(folder), Acts(at_3=fill, at_5=free), eval_interval=None)
 
 
-def test_a_row_that_could_not_be_written_leaves_no_part(tmp_path: Path) -> None:
+def test_a_row_that_could_not_be_written_leaves_no_partial_row(tmp_path: Path) -> None:
     pytest.importorskip("resource")
     run_ranks(in_a_small_disk, 1, str(tmp_path))
     assert [row["step"] for row in table(tmp_path / "run")] == ["1", "2", "5", "6", "7", "8", "9"]
 
 
-def test_another_name_is_another_folder_and_ending_twice_is_allowed(tmp_path: Path) -> None:
+def test_a_named_logger_writes_to_its_own_folder_and_may_end_twice(tmp_path: Path) -> None:
     logger = CSVLogger()
     logger.name = "again"
     fit(tmp_path, logger=logger)

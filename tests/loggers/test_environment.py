@@ -17,7 +17,7 @@ from callsheet.loggers import JSONLLogger
 from callsheet.loggers.support import environment
 
 
-def recorded(monkeypatch: pytest.MonkeyPatch, folder: Path, *command: str) -> dict[str, Any]:
+def recorded_environment(monkeypatch: pytest.MonkeyPatch, folder: Path, *command: str) -> dict[str, Any]:
     monkeypatch.chdir(folder)
     monkeypatch.setattr("sys.orig_argv", ["python", "train.py", *command])
     found: list[dict[str, Any]] = []
@@ -41,8 +41,8 @@ def repository(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_clean_repository(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = recorded(monkeypatch, repository)
+def test_the_commit_of_a_clean_repository_is_recorded(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = recorded_environment(monkeypatch, repository)
     assert len(found["git"]["commit"]) == 40
     assert (found["git"]["is_dirty"], found["git"]["diff"], found["git"]["untracked"]) == (False, "", [])
     assert found["packages"]["torch"].startswith("2.")
@@ -58,7 +58,7 @@ def test_changes_are_recorded_without_secrets(repository: Path, monkeypatch: pyt
     )
     (repository / ".env").write_text("WORD=two\n")
     (repository / "new.py").write_text("new = 1\n")
-    found = recorded(monkeypatch, repository / "inner")["git"]
+    found = recorded_environment(monkeypatch, repository / "inner")["git"]
     assert "+rate = 0.2" in found["diff"]
     assert "+after = 1" in found["diff"]
     assert "WORD" not in found["diff"]
@@ -69,7 +69,7 @@ def test_changes_are_recorded_without_secrets(repository: Path, monkeypatch: pyt
 
 def test_a_large_diff_is_cut(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (repository / "train.py").write_text("x = 1\n" * 100_000)
-    found = recorded(monkeypatch, repository)["git"]
+    found = recorded_environment(monkeypatch, repository)["git"]
     assert found["is_diff_cut"]
     assert len(found["diff"]) <= environment._MAX_DIFF_CHARACTERS
 
@@ -86,17 +86,17 @@ def test_a_large_diff_is_cut(repository: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_the_command_has_no_secrets(
     command: list[str], shown: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert recorded(monkeypatch, tmp_path, *command)["command"][2:] == shown
+    assert recorded_environment(monkeypatch, tmp_path, *command)["command"][2:] == shown
 
 
 def test_without_git_or_a_repository_the_rest_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert recorded(monkeypatch, tmp_path)["git"] == {}
+    assert recorded_environment(monkeypatch, tmp_path)["git"] == {}
     monkeypatch.setenv("PATH", "")
-    assert recorded(monkeypatch, tmp_path)["git"] == {}
+    assert recorded_environment(monkeypatch, tmp_path)["git"] == {}
 
 
-def test_a_run_writes_it_without_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_writes_its_environment_without_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, may_continue = threading.Event(), threading.Event()
 
     def slow(folder: Path) -> dict[str, Any]:

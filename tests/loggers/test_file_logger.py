@@ -120,7 +120,7 @@ def test_a_resume_appends_to_the_file(tmp_path: Path, capsys: pytest.CaptureFixt
     fit(tmp_path, PrintsAtEvents(), Acts(at_2=leave), loggers=[logger])
     fit(tmp_path, PrintsAtEvents(), resume="auto", loggers=[logger])
     recorded = lines(tmp_path / "run")
-    starts = [place for place, line in enumerate(recorded) if line.startswith("---")]
+    starts = [index for index, line in enumerate(recorded) if line.startswith("---")]
     assert len(starts) == 2
     assert recorded[: starts[1]][1:] == ["on_run_start 0", "on_train_step_end 1", "on_train_step_end 2", "on_run_end 2"]
     assert re.fullmatch(START + "  resumed from step 2 ---", recorded[starts[1]])
@@ -154,7 +154,7 @@ def test_two_loggers_need_two_names(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert sys.stdout is stdout
 
 
-def test_two_runs_at_once_end_in_any_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_concurrent_runs_may_end_in_any_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stdout, stderr = sys.stdout, sys.stderr
     first, second = FileLogger(), FileLogger()
     contexts = [Context(RunInfo(name, tmp_path / name)) for name in ("one", "two")]
@@ -229,17 +229,17 @@ assert type(sys.stderr).__name__ == "TextIOWrapper"
 @pytest.mark.slow
 def test_a_bar_on_a_terminal_is_one_line_of_the_file(tmp_path: Path) -> None:
     pty = pytest.importorskip("pty")
-    ours, theirs = pty.openpty()
+    parent_end, child_end = pty.openpty()
     env = {**os.environ, "PYTHONPATH": str(Path(callsheet.__file__).parents[1]), "TERM": "xterm", "COLUMNS": "120"}
-    process = subprocess.Popen([sys.executable, "-c", BAR, str(tmp_path)], env=env, stdout=subprocess.DEVNULL, stderr=theirs)
-    os.close(theirs)
+    process = subprocess.Popen([sys.executable, "-c", BAR, str(tmp_path)], env=env, stdout=subprocess.DEVNULL, stderr=child_end)
+    os.close(child_end)
     seen = b""
     try:
-        while part := os.read(ours, 4096):
+        while part := os.read(parent_end, 4096):
             seen += part
     except OSError:  # raised on Linux when the other end is closed
         pass
-    os.close(ours)
+    os.close(parent_end)
     assert process.wait() == 0, seen.decode()
     assert seen.decode().count("━") > 24  # it was drawn several times
     _, printed, *others = lines(tmp_path / "run")
@@ -307,7 +307,7 @@ print("after")
 """
 
 
-def ran(how: str, folder: Path) -> tuple[str, int]:
+def run_script(how: str, folder: Path) -> tuple[str, int]:
     """Run the script, and return its standard output and error in one text, and its exit status."""
     env = {**os.environ, "PYTHONPATH": str(Path(callsheet.__file__).parents[1])}
     with open(folder / "seen", "wb") as seen:
@@ -319,8 +319,8 @@ PRINTED = {"early", "python", "from höher up", "from a child", "from c", "from 
 
 
 @pytest.mark.test_all
-def test_descriptors_capture_what_c_and_children_print(tmp_path: Path) -> None:
-    seen, code = ran("plainly", tmp_path)
+def test_descriptors_capture_the_output_of_c_code_and_child_processes(tmp_path: Path) -> None:
+    seen, code = run_script("plainly", tmp_path)
     assert code == 0, seen
     for name in ("run", "again"):
         start, *recorded = lines(tmp_path / name)
@@ -332,7 +332,7 @@ def test_descriptors_capture_what_c_and_children_print(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_descriptors_of_two_loggers_are_restored(tmp_path: Path) -> None:
-    seen, code = ran("nested", tmp_path)
+    seen, code = run_script("nested", tmp_path)
     assert code == 0, seen
     assert set(lines(tmp_path / "run")[1:]) == PRINTED
     assert set(lines(tmp_path / "run" / "outer")[1:]) <= PRINTED  # it ends first, while the other may still forward output
@@ -341,7 +341,7 @@ def test_descriptors_of_two_loggers_are_restored(tmp_path: Path) -> None:
 
 @pytest.mark.test_all
 def test_descriptors_capture_the_last_output_of_a_crash(tmp_path: Path) -> None:
-    seen, code = ran("crash", tmp_path)
+    seen, code = run_script("crash", tmp_path)
     assert code == -signal.SIGSEGV
     recorded = lines(tmp_path / "run")
     assert "last words" in recorded
@@ -351,7 +351,7 @@ def test_descriptors_capture_the_last_output_of_a_crash(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_descriptors_lose_nothing_of_a_large_output(tmp_path: Path) -> None:
-    seen, code = ran("many", tmp_path)
+    seen, code = run_script("many", tmp_path)
     assert code == 0
     many = [f"line {number} {'x' * 50}" for number in range(20000)]
     for text, times in ((lines(tmp_path / "run"), 1), (lines(tmp_path / "again"), 1), (seen.splitlines(), 2)):

@@ -24,7 +24,7 @@ def values(path: Path) -> list[int]:
     return sorted(set(numpy.asarray(Image.open(path)).flatten().tolist()))
 
 
-def test_images_are_written_on_another_thread_in_order_as_they_were(writer: ImageWriter, tmp_path: Path) -> None:
+def test_images_are_written_on_another_thread_in_order_and_unchanged(writer: ImageWriter, tmp_path: Path) -> None:
     recorded: list[tuple[str, list[int], str]] = []
 
     def record(name: str) -> None:

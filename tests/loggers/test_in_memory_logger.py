@@ -77,7 +77,7 @@ def test_images_are_kept_only_on_request(tmp_path: Path) -> None:
     assert logger.images == {}
 
 
-def test_the_newest_are_kept(tmp_path: Path) -> None:
+def test_only_the_newest_values_are_kept(tmp_path: Path) -> None:
     logger = InMemoryLogger(most=2, images=True)
     fit(tmp_path, logger, LogsAllKinds())
     assert logger.history("shows/added")[0] == [6, 6]

@@ -95,13 +95,13 @@ def events(folder: Path) -> list[tuple[str, int]]:
 def test_every_record_is_a_line_that_reads_back(tmp_path: Path) -> None:
     kept: list[MetricsRecord] = []
 
-    class Keep(Callback):
+    class KeepsRecords(Callback):
         phase = "report"
 
         def on_log(self, ctx: Context) -> None:
             kept.append(ctx.record)
 
-    fit(tmp_path, Keep())
+    fit(tmp_path, KeepsRecords())
     assert len(kept) == 9 + 3  # each epoch is evaluated
     assert read_metrics(tmp_path / "run") == kept
 
@@ -140,7 +140,7 @@ def test_everything_is_on_disk_at_an_evaluation_s_end_and_at_a_checkpoint(tmp_pa
     assert seen["on_run_end 5"][1][-1] == "run_end"
 
 
-def test_lines_are_written_together(tmp_path: Path) -> None:
+def test_many_lines_are_written_with_few_system_calls(tmp_path: Path) -> None:
     counts = Path("/proc/self/io")
     if not counts.exists():
         pytest.skip("this system does not count a process's writes")
@@ -203,7 +203,7 @@ def test_a_killed_process_loses_only_the_last_moment(tmp_path: Path) -> None:
     process.kill()
     process.communicate()
     kept = [record.step for record in read_metrics(tmp_path / "run")]
-    assert kept == list(range(1, len(kept) + 1))  # from the first on, without gaps
+    assert kept == list(range(1, len(kept) + 1))  # all lines from the first on
     assert all(moment > killed_at - LOST_SECONDS for step, moment in recorded if step > len(kept))
     assert len(kept) > 10
     assert [name for name, _ in events(tmp_path / "run")] == ["run_start"]
@@ -265,7 +265,7 @@ def test_the_curve_continues_without_duplicates(tmp_path: Path, step: int) -> No
     assert {line["resumed_from_step"] for line in resumed} == {step}
 
 
-def test_several_resumes_also_from_an_earlier_checkpoint(tmp_path: Path) -> None:
+def test_the_curve_continues_after_several_resumes_also_from_an_earlier_checkpoint(tmp_path: Path) -> None:
     fit(tmp_path, run_name="whole")
     with pytest.raises(ValueError, match="a bad step"):
         fit(tmp_path, Acts(at_2=save, at_5=save, at_8=fail))
@@ -276,7 +276,7 @@ def test_several_resumes_also_from_an_earlier_checkpoint(tmp_path: Path) -> None
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
 
 
-def test_a_run_that_starts_again_without_a_checkpoint(tmp_path: Path) -> None:
+def test_a_run_that_restarts_without_a_checkpoint_has_no_duplicate_records(tmp_path: Path) -> None:
     fit(tmp_path, run_name="whole")
     with pytest.raises(ValueError, match="a bad step"):
         fit(tmp_path, Acts(at_5=fail))
@@ -284,7 +284,7 @@ def test_a_run_that_starts_again_without_a_checkpoint(tmp_path: Path) -> None:
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
 
 
-def test_a_run_that_was_not_logged_before(tmp_path: Path) -> None:
+def test_a_resumed_run_that_was_not_logged_before_has_no_duplicate_records(tmp_path: Path) -> None:
     fit(tmp_path, Acts(at_4=save, at_5=stop), is_logged=False)
     fit(tmp_path, Acts(at_8=stop), resume=tmp_path / "run" / "checkpoints" / "ep1-ba4")
     fit(tmp_path, resume=tmp_path / "run" / "checkpoints" / "ep1-ba4")  # it has no line counts, so steps decide
@@ -338,7 +338,7 @@ def test_lines_in_another_format_are_skipped(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "run") == kept
 
 
-def test_lines_that_a_crash_lost_are_handled(tmp_path: Path) -> None:
+def test_the_curve_continues_after_a_crash_that_lost_lines(tmp_path: Path) -> None:
     fit(tmp_path, Acts(at_5=save, at_6=stop))
     metrics = tmp_path / "run" / "metrics.jsonl"
     metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:2]))  # the rest never reached the disk
@@ -347,14 +347,14 @@ def test_lines_that_a_crash_lost_are_handled(tmp_path: Path) -> None:
     assert [step for step, _ in curve(tmp_path / "run")] == [1, 2, 6, 6, 7, 8, 9, 9]
 
 
-def test_a_folder_without_metrics_has_none(tmp_path: Path) -> None:
+def test_a_folder_without_metrics_has_no_records(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == []
 
 
 # --- events ---
 
 
-def test_writes_what_happened(tmp_path: Path) -> None:
+def test_the_events_of_a_run_are_written_in_order(tmp_path: Path) -> None:
     fit(tmp_path, Acts(at_2=save), max_duration="1ep")
     assert events(tmp_path / "run") == [("run_start", 0), ("checkpoint", 2), ("evaluation", 3), ("run_end", 3)]
     start, checkpoint, evaluation, end = lines(tmp_path / "run" / "events.jsonl")
@@ -397,7 +397,7 @@ def test_a_run_without_a_folder_is_an_error(tmp_path: Path) -> None:
 # --- settings and tables ---
 
 
-def test_settings_are_gathered_in_one_file(tmp_path: Path) -> None:
+def test_settings_are_collected_in_one_file(tmp_path: Path) -> None:
     more = {"lr": 0.1, "path": Path("x"), "limit": math.inf, "nested": {"scale": torch.tensor([1.0, 2.0])}}
     fit(tmp_path, Acts(at_1=lambda ctx: ctx.log_hyperparameters(more)), config={"lr": 0.5, "depth": 2}, max_duration="1ep")
     assert json.loads((tmp_path / "run" / "hyperparameters.json").read_text()) == {
@@ -445,7 +445,7 @@ def test_images_are_in_files_that_a_line_names(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
-def test_files_are_events(tmp_path: Path) -> None:
+def test_a_logged_file_is_written_as_an_event(tmp_path: Path) -> None:
     fit(tmp_path, Acts(at_1=lambda ctx: ctx.log_file("export", tmp_path / "model.onnx")), max_duration="1ep")
     line = next(line for line in lines(tmp_path / "run" / "events.jsonl") if line["event"] == "file")
     assert (line["name"], line["path"], line["step"]) == ("export", str(tmp_path / "model.onnx"), 1)
@@ -468,7 +468,7 @@ def test_costs_and_timeline_name_the_process(tmp_path: Path) -> None:
 # --- several ---
 
 
-def test_another_name_is_another_folder(tmp_path: Path) -> None:
+def test_a_named_logger_writes_to_its_own_folder(tmp_path: Path) -> None:
     other = JSONLLogger()
     other.name = "../again"
     fit(tmp_path, loggers=[JSONLLogger(), other])
@@ -488,7 +488,7 @@ def test_only_one_of_two_ranks_writes(tmp_path: Path) -> None:
     assert [line["event"] for line in lines(tmp_path / "run" / "events.jsonl")].count("run_start") == 2
 
 
-def test_ending_twice_is_allowed(tmp_path: Path) -> None:
+def test_a_second_end_writes_nothing(tmp_path: Path) -> None:
     logger = JSONLLogger()
     fit(tmp_path, loggers=[logger])
     before = (tmp_path / "run" / "events.jsonl").read_bytes()
@@ -507,7 +507,7 @@ class Unprintable(Exception):
         raise RuntimeError("no text")
 
 
-def test_an_exception_without_a_text_is_an_event(tmp_path: Path) -> None:
+def test_an_exception_that_cannot_be_printed_is_written_as_an_event(tmp_path: Path) -> None:
     def fails(ctx: Context) -> None:
         raise Unprintable
 

@@ -29,7 +29,7 @@ def test_lines_are_written_without_a_flush(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_appending_writes_nothing(tmp_path: Path) -> None:
+def test_append_does_not_write_until_flush_or_close(tmp_path: Path) -> None:
     writer = LineWriter(tmp_path, NEVER)
     writer.append("a", b"1")
     assert not (tmp_path / "a").exists()

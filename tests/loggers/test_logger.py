@@ -47,7 +47,7 @@ def test_a_logger_receives_everything_that_is_logged() -> None:
     assert keeps.given == [(7, {"lr": 0.1}), (7, "t", ["a"], [[1]]), (7, "i", ["image"]), (7, "f", Path("x.txt"))]
 
 
-def test_a_logger_need_not_store_anything(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_base_class_ignores_everything_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     log_everything(Logger())
     assert not caplog.records
 

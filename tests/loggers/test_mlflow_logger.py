@@ -131,14 +131,14 @@ def test_every_record_is_in_the_history(tmp_path: Path) -> None:
 
     kept: list[tuple[int, float]] = []
 
-    class Keep(Callback):
+    class KeepsRecords(Callback):
         phase = "report"
 
         def on_log(self, ctx: Context) -> None:
             if "train/loss" in ctx.record.values:
                 kept.append((ctx.record.step, ctx.record.values["train/loss"]))
 
-    logger = fit(tmp_path, Acts(at_2=odd), Keep())
+    logger = fit(tmp_path, Acts(at_2=odd), KeepsRecords())
     assert curve(tmp_path, logger, "train/loss") == kept
     assert len(kept) == 6
     assert [step for step, _ in curve(tmp_path, logger, "validation/loss")] == [3, 6]
@@ -153,7 +153,7 @@ def test_every_record_is_in_the_history(tmp_path: Path) -> None:
     assert Path.cwd().joinpath("mlruns").exists() is False
 
 
-def test_more_metrics_than_one_request_takes(tmp_path: Path) -> None:
+def test_more_metrics_than_fit_into_one_request_are_logged(tmp_path: Path) -> None:
     many = {f"many/{i}": float(i) for i in range(2100)}
     logger = fit(tmp_path, Acts(at_1=lambda ctx: ctx.log(many, across="same")), max_duration="1ep")
     found = run_of(tmp_path, logger).data.metrics
@@ -197,7 +197,7 @@ def test_a_deleted_run_is_created_again(tmp_path: Path, caplog: pytest.LogCaptur
     assert fit(tmp_path, resume="auto").run_id == second.run_id
 
 
-# --- how it ended ---
+# --- the outcome ---
 
 
 @pytest.mark.parametrize(
@@ -218,15 +218,15 @@ def test_the_outcome_is_reported(tmp_path: Path, act: Callable[[Context], None],
     assert (run.data.tags["callsheet.outcome"], run.info.status) == (outcome, status)
 
 
-# --- whose run it is ---
+# --- runs that the user opened, and several loggers ---
 
 
 def test_a_run_that_was_active_is_used_and_left_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
-    with mlflow.start_run(run_name="theirs") as theirs:
+    with mlflow.start_run(run_name="theirs") as user_run:
         mlflow.log_param("lr", 1)
         logger = fit(tmp_path, config={"lr": 2})
-        assert logger.run_id == theirs.info.run_id
+        assert logger.run_id == user_run.info.run_id
         run = run_of(tmp_path, logger)
         assert run.info.status == "RUNNING"
         assert "callsheet.outcome" not in run.data.tags
@@ -271,7 +271,7 @@ def test_the_global_state_of_mlflow_is_not_touched(tmp_path: Path) -> None:
     assert not mlflow.is_tracking_uri_set()
 
 
-def test_mlflow_writes_to_the_given_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_writes_to_the_given_store_and_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     shutil.copy(tmp_path / "mlflow.db", tmp_path / "elsewhere")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'elsewhere' / 'mlflow.db'}")
@@ -302,7 +302,7 @@ def artifacts(folder: Path, logger: MLflowLogger) -> Path:
     return Path(uri.removeprefix("file://"))
 
 
-def test_settings_images_tables_and_files(tmp_path: Path) -> None:
+def test_settings_images_tables_and_files_are_logged(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     trace.write_text("{}")
 
@@ -491,7 +491,7 @@ def test_the_last_of_two_patience_blocks_restores_the_setting() -> None:
     assert waits() == usual
 
 
-def test_failures_are_isolated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_image_that_cannot_be_logged_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logger = fit(tmp_path, Acts(at_1=lambda ctx: ctx.log_images("bad", [torch.zeros(7)])))
     assert "an image has the shape (7,)" in caplog.text
     assert len(curve(tmp_path, logger, "train/loss")) == 6
@@ -529,7 +529,7 @@ def rank_fits(folder: str) -> str | None:
 
 
 @pytest.mark.slow
-def test_two_ranks_have_one_run(tmp_path: Path) -> None:
+def test_two_ranks_log_to_one_run(tmp_path: Path) -> None:
     first, second = run_ranks(rank_fits, 2, str(tmp_path))
     assert [run.info.run_id for run in runs(tmp_path)] == [first]
     assert second is None

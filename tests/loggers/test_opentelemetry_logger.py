@@ -46,7 +46,7 @@ class Acts(Callback):
             act(ctx)
 
 
-class Keeps(Callback):
+class KeepsLosses(Callback):
     """Records the metrics records."""
 
     phase = "report"
@@ -116,8 +116,8 @@ class Collector:
                 collector.paths.add(self.path)
                 collector.keys.add(self.headers["x-key"])
                 for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-                    facts = {each.key: each.value.string_value for each in resource.resource.attributes}
-                    collector.services.add(facts["service.name"])
+                    attributes = {each.key: each.value.string_value for each in resource.resource.attributes}
+                    collector.services.add(attributes["service.name"])
                     for scope in resource.scope_spans:
                         collector.spans += scope.spans
                 self.send_response(200)
@@ -167,15 +167,15 @@ def application(monkeypatch: pytest.MonkeyPatch) -> tuple[TracerProvider, InMemo
     return provider, kept
 
 
-def facts(span: Any) -> dict[str, Any]:
+def attributes_of(span: Any) -> dict[str, Any]:
     return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes}
 
 
 # --- the trace ---
 
 
-def test_a_run_is_a_trace(tmp_path: Path, collector: Collector) -> None:
-    keeps = Keeps()
+def test_a_run_is_exported_as_one_trace(tmp_path: Path, collector: Collector) -> None:
+    keeps = KeepsLosses()
     odd = Acts(at_2=lambda ctx: ctx.log({"odd/nan": math.nan}, across="same"), at_4=save)
     config = {"lr": 0.1, "model": {"sizes": [1, 2], "seed": 2**70}}
     fit(tmp_path, OpenTelemetryLogger(endpoint=collector.url), odd, keeps, config=config)
@@ -185,31 +185,31 @@ def test_a_run_is_a_trace(tmp_path: Path, collector: Collector) -> None:
     (run,), (train,) = collector.named("run"), collector.named("train")
     assert run.parent_span_id == b""
     assert collector.parent(train) is run
-    assert [facts(span)["callsheet.epoch"] for span in collector.named("epoch")] == [1, 2]
+    assert [attributes_of(span)["callsheet.epoch"] for span in collector.named("epoch")] == [1, 2]
     assert all(collector.parent(span) is train for span in collector.named("epoch"))
-    recorded = facts(run)
+    recorded = attributes_of(run)
     assert (recorded["callsheet.run"], recorded["callsheet.outcome"], recorded["callsheet.step"]) == ("run", "finished", 6)
     assert (recorded["callsheet.config.lr"], recorded["callsheet.config.model.sizes"]) == (0.1, "[1, 2]")
     assert recorded["callsheet.config.model.seed"] == str(2**70)
     assert run.status.code == run.status.STATUS_CODE_OK
     evaluations = collector.named("eval_all")
     assert len(evaluations) == 2
-    assert all("validation/loss" in facts(span) for span in evaluations)
-    assert [facts(span)["callsheet.dataset"] for span in collector.named("eval")] == ["validation", "validation"]
-    saves = [facts(span) for span in collector.named("checkpoint_save")]
+    assert all("validation/loss" in attributes_of(span) for span in evaluations)
+    assert [attributes_of(span)["callsheet.dataset"] for span in collector.named("eval")] == ["validation", "validation"]
+    saves = [attributes_of(span) for span in collector.named("checkpoint_save")]
     assert (saves[0]["callsheet.step"], saves[0]["callsheet.kind"]) == (4, "requested")
     assert str(saves[0]["callsheet.checkpoint"]).endswith("ba4")
     (load,) = collector.named("checkpoint_load")
     assert collector.parent(load) is run
-    records = [facts(span) for span in collector.named("log")]
+    records = [attributes_of(span) for span in collector.named("log")]
     assert [(each["callsheet.step"], each["train/loss"]) for each in records if "train/loss" in each] == keeps.losses
     assert len(keeps.losses) == 6
     assert math.isnan(next(each["odd/nan"] for each in records if "odd/nan" in each))
     for span in collector.spans:  # a nested span ends before its parent
         if span is not run and span.name != "log":
-            around = collector.parent(span)
-            assert around.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano
-            assert span.end_time_unix_nano <= around.end_time_unix_nano or around.name == "steps"
+            parent = collector.parent(span)
+            assert parent.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano
+            assert span.end_time_unix_nano <= parent.end_time_unix_nano or parent.name == "steps"
 
 
 def test_a_resume_continues_the_trace(tmp_path: Path, collector: Collector) -> None:
@@ -221,7 +221,7 @@ def test_a_resume_continues_the_trace(tmp_path: Path, collector: Collector) -> N
             Acts(at_2=save, at_5=raises(ValueError("a bad step"))),
         )
     (first,) = collector.named("run")
-    assert (first.status.code, facts(first)["callsheet.outcome"]) == (first.status.STATUS_CODE_ERROR, "failed")
+    assert (first.status.code, attributes_of(first)["callsheet.outcome"]) == (first.status.STATUS_CODE_ERROR, "failed")
     random.seed(1)  # identifiers must not repeat with the seed
     second = OpenTelemetryLogger(endpoint=collector.url)
     fit(tmp_path, second, resume="auto")
@@ -229,7 +229,7 @@ def test_a_resume_continues_the_trace(tmp_path: Path, collector: Collector) -> N
     assert again.trace_id == first.trace_id
     assert collector.parent(again) is first
     assert len({span.span_id for span in collector.spans}) == len(collector.spans)
-    assert facts(again)["callsheet.outcome"] == "finished"
+    assert attributes_of(again)["callsheet.outcome"] == "finished"
     assert again.status.code == again.status.STATUS_CODE_OK
     fit(tmp_path, OpenTelemetryLogger(endpoint=collector.url), Acts(at_7=stop), resume="auto", max_duration="3ep")
     assert collector.parent(collector.named("run")[2]) is first
@@ -267,7 +267,7 @@ def test_the_outcome_is_reported(tmp_path: Path, collector: Collector, act: Call
     except KeyboardInterrupt:
         pass
     (run,) = collector.named("run")
-    assert facts(run)["callsheet.outcome"] == outcome
+    assert attributes_of(run)["callsheet.outcome"] == outcome
     assert len(collector.named("preempt")) == (outcome == "preempted")
 
 
@@ -295,7 +295,7 @@ def test_steps_are_not_listened_to_unless_requested() -> None:
 def test_a_few_steps_are_sampled(tmp_path: Path, collector: Collector) -> None:
     fit(tmp_path, OpenTelemetryLogger(endpoint=collector.url), Acts(), max_duration="20ep")
     window = collector.named("steps")[0]
-    recorded = facts(window)
+    recorded = attributes_of(window)
     count = recorded["callsheet.last_step"] - recorded["callsheet.first_step"] + 1
     inside = [span for span in collector.named("train_step") if collector.parent(span) is window]
     assert 1 <= len(inside) == count <= 8
@@ -304,13 +304,13 @@ def test_a_few_steps_are_sampled(tmp_path: Path, collector: Collector) -> None:
     )
     assert collector.parent(collector.parent(collector.parent(forward))) in inside
     ours = collector.named("Acts.on_train_step_end")
-    assert {facts(span)["callsheet.step"] for span in ours} <= set(range(1, 61))
+    assert {attributes_of(span)["callsheet.step"] for span in ours} <= set(range(1, 61))
     assert len(ours) >= count
     for span in inside:
         assert window.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano <= window.end_time_unix_nano
 
 
-# --- whose provider it is ---
+# --- the tracer provider ---
 
 
 def test_the_applications_provider_is_used_and_left_open(
@@ -354,7 +354,7 @@ def test_the_endpoint_is_an_argument_or_an_environment_variable(
     monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
     fit(tmp_path, OpenTelemetryLogger(), run_name="other")
     fit(tmp_path, OpenTelemetryLogger(service_name="mine"), run_name="third")
-    assert [facts(span)["callsheet.run"] for span in collector.named("run")] == ["run", "other", "third"]
+    assert [attributes_of(span)["callsheet.run"] for span in collector.named("run")] == ["run", "other", "third"]
     assert (collector.paths, collector.keys) == ({"/v1/traces"}, {"hunter2"})
     assert collector.services == {"callsheet", "ours", "mine"}
     for path in tmp_path.rglob("*"):
@@ -391,13 +391,13 @@ def test_an_unreachable_collector_does_not_end_or_delay_the_run(tmp_path: Path, 
     assert collector.received.is_set() == (state == "silent")
 
 
-def test_nothing_is_left_running(tmp_path: Path, collector: Collector) -> None:
+def test_no_thread_is_left_running(tmp_path: Path, collector: Collector) -> None:
     before = set(threading.enumerate())
     fit(tmp_path, OpenTelemetryLogger(endpoint=collector.url))
-    ours = [each for each in set(threading.enumerate()) - before if "OtelBatch" in each.name or "callsheet" in each.name]
-    for thread in ours:
+    threads = [each for each in set(threading.enumerate()) - before if "OtelBatch" in each.name or "callsheet" in each.name]
+    for thread in threads:
         thread.join(10)
-    assert not any(thread.is_alive() for thread in ours)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 @pytest.mark.parametrize("missing", ["opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter"])
@@ -445,7 +445,7 @@ def rank_fits(folder: str, url: str) -> None:
 def test_two_ranks_make_one_trace(tmp_path: Path, collector: Collector) -> None:
     run_ranks(rank_fits, 2, str(tmp_path), collector.url)
     (run,) = collector.named("run")
-    assert facts(run)["callsheet.world_size"] == 2
+    assert attributes_of(run)["callsheet.world_size"] == 2
 
 
 @pytest.mark.parametrize("owner", ["own", "silent", "application"])

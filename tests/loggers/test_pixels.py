@@ -16,7 +16,7 @@ from callsheet.loggers.support.pixels import as_pixels, png
 
 @pytest.mark.parametrize("shape", [(5, 7), (5, 7, 1), (1, 5, 7), (5, 7, 3), (3, 5, 7)])
 @pytest.mark.parametrize("kind", [numpy.zeros, torch.zeros])
-def test_shapes(kind: Any, shape: tuple[int, ...]) -> None:
+def test_images_of_all_shapes_become_height_width_and_three_channels(kind: Any, shape: tuple[int, ...]) -> None:
     assert as_pixels(kind(shape)).shape == (5, 7, 3)
 
 
@@ -24,7 +24,7 @@ def test_three_by_three_images_are_taken_as_height_width_channels() -> None:
     assert as_pixels(numpy.arange(27).reshape(3, 3, 3))[0, 1].tolist() == [3, 4, 5]
 
 
-def test_values() -> None:
+def test_values_are_scaled_to_0_to_255() -> None:
     assert as_pixels(torch.tensor([[0.0, 0.5, 1.0]]))[0, :, 0].tolist() == [0, 128, 255]
     assert as_pixels(torch.tensor([[-1.0, 0.0, 1.0]], dtype=torch.bfloat16))[0, :, 0].tolist() == [0, 128, 255]
     assert as_pixels(torch.tensor([[3, 200, 300]]))[0, :, 1].tolist() == [3, 200, 255]
@@ -39,6 +39,6 @@ def test_other_shapes_are_rejected(shape: tuple[int, ...]) -> None:
         as_pixels(torch.zeros(shape))
 
 
-def test_png_round_trip() -> None:
+def test_a_png_image_is_read_back_unchanged() -> None:
     pixels = numpy.random.default_rng(0).integers(0, 256, (9, 4, 3), dtype=numpy.uint8)
     assert numpy.array_equal(numpy.asarray(Image.open(BytesIO(png(pixels)))), pixels)

@@ -79,21 +79,21 @@ def fit(folder: Path, *callbacks: Callback, **options: Any) -> None:
 def on_a_terminal(how: str, folder: Path) -> str:
     """Return what a script writes to its standard error, a terminal, while its standard output is a file."""
     pty = pytest.importorskip("pty")
-    ours, theirs = pty.openpty()
+    parent_end, child_end = pty.openpty()
     env = {**os.environ, "PYTHONPATH": str(Path(callsheet.__file__).parents[1]), "TERM": "xterm", "COLUMNS": "120"}
     with open(folder / "stdout", "wb") as stdout:
-        process = subprocess.Popen([sys.executable, "-c", FITS, how, str(folder)], env=env, stdout=stdout, stderr=theirs)
-    os.close(theirs)
+        process = subprocess.Popen([sys.executable, "-c", FITS, how, str(folder)], env=env, stdout=stdout, stderr=child_end)
+    os.close(child_end)
     seen = b""
     while True:
         try:
-            part = os.read(ours, 4096)
+            part = os.read(parent_end, 4096)
         except OSError:  # raised on Linux when the other end is closed
             part = b""
         if not part:
             break
         seen += part
-    os.close(ours)
+    os.close(parent_end)
     process.wait()
     return seen.decode()
 
@@ -158,22 +158,22 @@ def test_a_bar_that_cannot_be_drawn_is_removed(tmp_path: Path, monkeypatch: pyte
         def isatty(self) -> bool:
             return True
 
-    def go(ctx: Context) -> None:
+    def disconnect(ctx: Context) -> None:
         terminal.is_gone = True
 
-    def come_back(ctx: Context) -> None:
+    def reconnect(ctx: Context) -> None:
         terminal.is_gone = False
         assert sys.stderr is terminal  # the bar's wrapper was removed
 
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(callsheet.loggers.progress_bar_logger, "_REFRESH_SECONDS", 0.0)  # every step
-    fit(tmp_path, ProgressBarLogger(bar=True), Acts(5, go), Acts(10, come_back))
+    fit(tmp_path, ProgressBarLogger(bar=True), Acts(5, disconnect), Acts(10, reconnect))
     assert "━" in terminal.getvalue()
     assert "run finished" in terminal.getvalue()
 
 
-def test_many_records_make_few_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_records_print_few_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, ProgressBarLogger(bar=False), log_interval="1ba", eval_interval=None)
     assert len(capsys.readouterr().err.splitlines()) == 2
 

@@ -15,7 +15,7 @@ from callsheet.loggers import CSVLogger, JSONLLogger, read_metrics
 from callsheet.report import RunFolder
 
 
-def attached(folder: Path, *, until: int = 4) -> None:
+def train_attached(folder: Path, *, until: int = 4) -> None:
     """Train in a hand-written loop that saves and then evaluates after each epoch, and crashes in epoch `until`."""
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
@@ -48,20 +48,20 @@ def records(folder: Path) -> list[tuple[int, float | None]]:
     return found
 
 
-def test_an_evaluation_after_the_checkpoint_of_its_step_stays(tmp_path: Path) -> None:
-    attached(tmp_path / "whole")
+def test_an_evaluation_after_the_checkpoint_of_its_step_is_kept(tmp_path: Path) -> None:
+    train_attached(tmp_path / "whole")
     try:
-        attached(tmp_path / "resumed", until=2)
+        train_attached(tmp_path / "resumed", until=2)
     except RuntimeError:
-        attached(tmp_path / "resumed")
+        train_attached(tmp_path / "resumed")
     assert records(tmp_path / "resumed") == records(tmp_path / "whole")
     assert [step for step, loss in records(tmp_path / "whole") if loss is not None] == [4, 8, 12, 16]
 
 
 def test_a_finished_run_that_is_started_again_changes_nothing(tmp_path: Path) -> None:
-    attached(tmp_path)
+    train_attached(tmp_path)
     before = records(tmp_path)
-    attached(tmp_path)
+    train_attached(tmp_path)
     assert records(tmp_path) == before
 
 

@@ -86,7 +86,7 @@ def test_handlers_of_logging_are_captured_and_restored() -> None:
 
 
 @pytest.mark.parametrize("order", ["inner first", "outer first"])
-def test_two_end_in_any_order(order: str) -> None:
+def test_two_tees_may_end_in_any_order(order: str) -> None:
     with replaced_stderr() as stream:
         logger = logging.getLogger("another of its own")
         handler = logging.StreamHandler()
@@ -105,7 +105,7 @@ def test_two_end_in_any_order(order: str) -> None:
         assert stream.getvalue() == "both\none\n"
 
 
-def test_another_wrapper_around_it_stays() -> None:
+def test_a_wrapper_that_was_added_later_is_left_in_place() -> None:
     with replaced_stderr() as stream:
         received = Received()
         tee = StreamTee("stderr", received.take)

@@ -40,7 +40,7 @@ class Acts(Callback):
             act(ctx)
 
 
-class Keeps(Callback):
+class KeepsRecords(Callback):
     """Records the metrics records."""
 
     phase = "report"
@@ -110,7 +110,7 @@ def test_every_record_can_be_read_back(tmp_path: Path) -> None:
     def odd(ctx: Context) -> None:
         ctx.log({"odd/nan": math.nan, "odd/inf": -math.inf}, across="same")
 
-    keeps = Keeps()
+    keeps = KeepsRecords()
     fit(tmp_path, Acts(at_2=odd), keeps)
     folder = tmp_path / "run" / "tensorboard"
     losses = curve(folder, "train/loss")
@@ -125,7 +125,7 @@ def test_every_record_can_be_read_back(tmp_path: Path) -> None:
 
 
 def test_a_resume_hides_the_records_after_its_checkpoint(tmp_path: Path) -> None:
-    keeps = Keeps()
+    keeps = KeepsRecords()
     odd = Acts(at_2=save, at_4=lambda ctx: ctx.log({"odd/once": 1.0}, across="same"), at_5=raises(ValueError("a bad step")))
     with pytest.raises(ValueError, match="a bad step"):
         fit(tmp_path, odd)
@@ -195,7 +195,7 @@ def test_records_before_a_checkpoint_are_on_disk(tmp_path: Path) -> None:
 # --- what is logged ---
 
 
-def test_settings_are_text_and_compared(tmp_path: Path) -> None:
+def test_settings_are_logged_as_text_and_as_hparams(tmp_path: Path) -> None:
     config = {"lr": 0.1, "model": {"depth": 2, "sizes": [1, 2], "name": None}, "flag": True}
     fit(tmp_path, Acts(at_2=lambda ctx: ctx.log_hyperparameters({"late": "a|b\nc"})), config=config)
     folder = tmp_path / "run" / "tensorboard"
@@ -211,7 +211,7 @@ def test_settings_are_text_and_compared(tmp_path: Path) -> None:
     assert (recorded["model.sizes"].string_value, recorded["model.name"].string_value) == ("[1, 2]", "None")
 
 
-def test_images_and_tables(tmp_path: Path) -> None:
+def test_images_and_tables_are_logged(tmp_path: Path) -> None:
     def log_everything(ctx: Context) -> None:
         ctx.log_images("eval/two", [torch.zeros(3, 4, 5), numpy.full((4, 5), 255, dtype=numpy.uint8)])
         ctx.log_images("eval/one", [torch.ones(3, 4, 5)])
@@ -231,7 +231,7 @@ def test_images_and_tables(tmp_path: Path) -> None:
 # --- failures ---
 
 
-def test_failures_are_isolated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_image_that_cannot_be_logged_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(tmp_path, Acts(at_1=lambda ctx: ctx.log_images("bad", [torch.zeros(7)])))
     assert "an image has the shape (7,)" in caplog.text
     assert len(curve(tmp_path / "run" / "tensorboard", "train/loss")) == 6

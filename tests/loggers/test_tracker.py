@@ -32,13 +32,13 @@ class HangingTracker(Tracker):
     def __init__(self, hangs_in: str = "") -> None:
         super().__init__()
         self.hangs_in = hangs_in
-        self.lets_go = threading.Event()
+        self.is_released = threading.Event()
         self.calls: list[tuple[str, str, Any]] = []
 
     def _call(self, what: str, value: Any = None) -> None:
         self.calls.append((what, threading.current_thread().name, value))
         if what == self.hangs_in:
-            self.lets_go.wait(60)
+            self.is_released.wait(60)
 
     def _open(self, ctx: Context, run_id: str | None) -> Opened:
         self._call("open")
@@ -72,10 +72,10 @@ def trainer(folder: Path, **options: Any) -> Trainer:
 
 
 @pytest.fixture
-def stuck(request: pytest.FixtureRequest) -> Iterator[HangingTracker]:
+def hanging_tracker(request: pytest.FixtureRequest) -> Iterator[HangingTracker]:
     made = HangingTracker(request.param)
     yield made
-    made.lets_go.set()
+    made.is_released.set()
 
 
 # --- in a lane ---
@@ -105,11 +105,11 @@ def test_it_receives_all_events_in_its_lane(tmp_path: Path) -> None:
 
 
 @pytest.mark.test_all
-@pytest.mark.parametrize("stuck", HANGS, indirect=True)
+@pytest.mark.parametrize("hanging_tracker", HANGS, indirect=True)
 def test_a_hanging_tracker_delays_only_the_end_by_its_deadline(
-    stuck: HangingTracker, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    hanging_tracker: HangingTracker, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.ERROR, "callsheet"), trainer(tmp_path, loggers=[stuck]) as training:
+    with caplog.at_level(logging.ERROR, "callsheet"), trainer(tmp_path, loggers=[hanging_tracker]) as training:
         start = time.monotonic()
         training.fit()
         trained = time.monotonic()
@@ -153,7 +153,7 @@ def test_it_can_run_inline_or_in_a_lane_with_other_options(tmp_path: Path) -> No
 # --- settings, and secrets ---
 
 
-def test_settings_by_dotted_name() -> None:
+def test_flat_returns_settings_by_dotted_name() -> None:
     values = {
         "optimizer": {"lr": 0.1, "betas": (0.9, 0.95)},
         "callbacks": [{"class_path": "a.B", "init_args": {"keep": 3}}, {"class_path": "a.C", "init_args": {}}],
@@ -181,7 +181,7 @@ def test_settings_by_dotted_name() -> None:
     }
 
 
-def test_dots_become_dictionaries_again() -> None:
+def test_nested_restores_dictionaries_from_dotted_names() -> None:
     values = {"optimizer": {"lr": 0.1, "more": {"eps": 1}}, "seed": 3}
     assert nested(flat(values)) == values
     assert nested({"a": 1, "a.b": 2}) == {"a": {"b": 2}}
@@ -191,12 +191,12 @@ def test_dots_become_dictionaries_again() -> None:
     ("value", "expected"),
     [(1, 1), (None, None), ("a", "a"), (True, True), (numpy.float32(0.5), 0.5), (torch.tensor([1]), 1), (Path("x"), "x")],
 )
-def test_cells_are_plain(value: Any, expected: Any) -> None:
+def test_the_cells_of_a_table_become_plain_values(value: Any, expected: Any) -> None:
     assert plain(value) == expected
     assert type(plain(value)) is type(expected)
 
 
-def test_arrays_in_a_cell_are_text() -> None:
+def test_an_array_in_a_cell_becomes_text() -> None:
     assert plain(numpy.arange(2)) == "[0 1]"
 
 
@@ -226,19 +226,19 @@ def test_other_urls_are_accepted(url: str | None) -> None:
 # --- checkpoints ---
 
 
-@pytest.mark.parametrize("stuck", ["write"], indirect=True)
+@pytest.mark.parametrize("hanging_tracker", ["write"], indirect=True)
 def test_a_hanging_tracker_does_not_block_checkpoints_that_have_its_run(
-    stuck: HangingTracker, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    hanging_tracker: HangingTracker, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stuck.lane_options = LaneOptions(deadline=40.0)
-    with trainer(tmp_path, loggers=[stuck]) as training:
+    hanging_tracker.lane_options = LaneOptions(deadline=40.0)
+    with trainer(tmp_path, loggers=[hanging_tracker]) as training:
         training.fit()
-        while ("write", "callsheet-lane-HangingTracker", 1) not in stuck.calls:
+        while ("write", "callsheet-lane-HangingTracker", 1) not in hanging_tracker.calls:
             time.sleep(0.01)
         began = time.monotonic()
         state = training.callbacks.state_dict()
         seconds = time.monotonic() - began
-        stuck.lets_go.set()
+        hanging_tracker.is_released.set()
     assert seconds < 20
     assert state["callbacks"]["HangingTracker"] == {"run": training.run.name, "run_id": "an id"}
     assert "is out of date" not in caplog.text

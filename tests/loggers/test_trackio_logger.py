@@ -78,18 +78,18 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     for name in [name for name in os.environ if name.startswith("TRACKIO_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    move(tmp_path / "trackio", monkeypatch.setattr)
+    set_trackio_folder(tmp_path / "trackio", monkeypatch.setattr)
     yield
     if trackio.context_vars.current_run.get() is not None:
         trackio.finish()
 
 
-def move(folder: Path, put: Callable[[Any, str, Any], None]) -> None:
+def set_trackio_folder(folder: Path, put: Callable[[Any, str, Any], None]) -> None:
     """Set Trackio's folder in all modules that have read `TRACKIO_DIR` at import."""
     for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "trackio"]:
-        for place, inside in {"TRACKIO_DIR": "", "MEDIA_DIR": "media", "ARTIFACTS_DIR": "artifacts"}.items():
-            if isinstance(vars(module).get(place), Path):
-                put(module, place, folder / inside)
+        for variable, subfolder in {"TRACKIO_DIR": "", "MEDIA_DIR": "media", "ARTIFACTS_DIR": "artifacts"}.items():
+            if isinstance(vars(module).get(variable), Path):
+                put(module, variable, folder / subfolder)
 
 
 def rows(logger: TrackioLogger, project: str = "tests") -> list[dict[str, Any]]:
@@ -120,14 +120,14 @@ def test_every_record_is_a_row_at_its_step(tmp_path: Path) -> None:
 
     kept: list[tuple[int, float]] = []
 
-    class Keep(Callback):
+    class KeepsRecords(Callback):
         phase = "report"
 
         def on_log(self, ctx: Context) -> None:
             if "train/loss" in ctx.record.values:
                 kept.append((ctx.record.step, ctx.record.values["train/loss"]))
 
-    logger = fit(tmp_path, Acts(at_2=odd), Keep())
+    logger = fit(tmp_path, Acts(at_2=odd), KeepsRecords())
     assert curve(logger, "train/loss") == kept
     assert len(kept) == 6
     assert [step for step, _ in curve(logger, "validation/loss")] == [3, 6]
@@ -171,7 +171,7 @@ def test_another_run_of_the_same_name_is_warned_about(tmp_path: Path, caplog: py
     assert f"does not have the id {first.run_id}" in caplog.text
 
 
-# --- how it ended ---
+# --- the outcome ---
 
 
 @pytest.mark.parametrize(
@@ -191,14 +191,14 @@ def test_the_outcome_is_reported(tmp_path: Path, act: Callable[[Context], None],
     assert alerts(logger)[-1] == recorded
 
 
-# --- whose run it is ---
+# --- runs that the user opened, and several loggers ---
 
 
 def test_a_run_that_was_open_is_used_and_left_open(tmp_path: Path) -> None:
-    theirs = trackio.init("tests", name="theirs", auto_log_cpu=False, auto_log_gpu=False)
+    user_run = trackio.init("tests", name="theirs", auto_log_cpu=False, auto_log_gpu=False)
     logger = fit(tmp_path)
-    assert logger.run_id == theirs.id
-    assert trackio.context_vars.current_run.get() is theirs
+    assert logger.run_id == user_run.id
+    assert trackio.context_vars.current_run.get() is user_run
     trackio.log({"their/own": 1})
     trackio.finish()
     assert len(curve(logger, "train/loss")) == 6
@@ -221,7 +221,7 @@ def test_two_loggers_have_a_run_each(tmp_path: Path) -> None:
 # --- what is logged ---
 
 
-def test_settings_images_tables_and_files(tmp_path: Path) -> None:
+def test_settings_images_tables_and_files_are_logged(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     trace.write_text("{}")
 
@@ -276,7 +276,7 @@ def test_a_run_that_cannot_be_opened_does_not_end_training(tmp_path: Path, caplo
     assert logger.state_dict() == {}
 
 
-def test_failures_are_isolated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_image_that_cannot_be_logged_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logger = fit(tmp_path, Acts(at_1=lambda ctx: ctx.log_images("bad", [torch.zeros(7)])))
     assert "an image has the shape (7,)" in caplog.text
     assert len(curve(logger, "train/loss")) == 6
@@ -311,12 +311,12 @@ def test_bad_options_are_rejected(options: dict[str, Any], match: str) -> None:
 
 def rank_fits(folder: str) -> str | None:
     os.environ["HF_HUB_OFFLINE"] = "1"
-    move(Path(folder) / "trackio", setattr)
+    set_trackio_folder(Path(folder) / "trackio", setattr)
     return fit(Path(folder), Acts(at_2=save), max_duration="1ep").run_id
 
 
 @pytest.mark.test_all
-def test_two_ranks_have_one_run(tmp_path: Path) -> None:
+def test_two_ranks_log_to_one_run(tmp_path: Path) -> None:
     first, second = run_ranks(rank_fits, 2, str(tmp_path))
     assert [run.id for run in runs()] == [first]
     assert second is None

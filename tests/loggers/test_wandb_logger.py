@@ -171,14 +171,14 @@ def test_every_record_is_a_row_over_the_step(tmp_path: Path) -> None:
 
     kept: list[tuple[int, float]] = []
 
-    class Keep(Callback):
+    class KeepsRecords(Callback):
         phase = "report"
 
         def on_log(self, ctx: Context) -> None:
             if "train/loss" in ctx.record.values:
                 kept.append((ctx.record.step, ctx.record.values["train/loss"]))
 
-    logger = fit(tmp_path, Acts(at_2=odd), Keep())
+    logger = fit(tmp_path, Acts(at_2=odd), KeepsRecords())
     (run,) = written(tmp_path / "run")
     assert run.curve("train/loss") == kept
     assert len(kept) == 6
@@ -214,7 +214,7 @@ def test_a_fork_has_its_own_run(tmp_path: Path) -> None:
     assert run.run.run_id != fork.run.run_id
 
 
-# --- how it ended ---
+# --- the outcome ---
 
 
 @pytest.mark.test_all
@@ -239,16 +239,16 @@ def test_preemption_is_reported_at_once(tmp_path: Path) -> None:
     assert len(run.of("preempting")) == 1
 
 
-# --- whose run it is ---
+# --- runs that the user opened, and several loggers ---
 
 
 def test_a_run_that_was_open_is_used_and_left_open(tmp_path: Path) -> None:
-    theirs: Any = wandb.init(project="theirs", mode="offline", dir=tmp_path, settings=wandb.Settings(**QUIET))
+    user_run: Any = wandb.init(project="theirs", mode="offline", dir=tmp_path, settings=wandb.Settings(**QUIET))
     logger = fit(tmp_path)
-    assert getattr(wandb.run, "id", None) == theirs.id
-    assert logger.run_id == theirs.id
-    theirs.log({"their/own": 1})
-    theirs.finish()
+    assert getattr(wandb.run, "id", None) == user_run.id
+    assert logger.run_id == user_run.id
+    user_run.log({"their/own": 1})
+    user_run.finish()
     (run,) = written(tmp_path)
     assert [step for step, _ in run.curve("train/loss")] == [1, 2, 3, 4, 5, 6]
     assert "outcome" not in run.summary
@@ -270,7 +270,7 @@ def test_two_loggers_have_a_run_each(tmp_path: Path) -> None:
 # --- what is logged ---
 
 
-def test_settings_images_tables_and_files(tmp_path: Path) -> None:
+def test_settings_images_tables_and_files_are_logged(tmp_path: Path) -> None:
     note = tmp_path / "notes" / "note[1].txt"
 
     def log_everything(ctx: Context) -> None:
@@ -313,7 +313,7 @@ def test_nothing_of_the_environment_is_written(tmp_path: Path, monkeypatch: pyte
 # --- failures ---
 
 
-def test_disabled_logs_nothing(tmp_path: Path) -> None:
+def test_in_mode_disabled_nothing_is_logged(tmp_path: Path) -> None:
     fit(tmp_path, logger=WandBLogger(mode="disabled", settings=QUIET), max_duration="1ep", config={"lr": 1})
     assert not list(tmp_path.rglob("*.wandb"))
 
@@ -342,7 +342,7 @@ def test_a_run_that_could_not_be_opened_keeps_its_id(tmp_path: Path, monkeypatch
     assert fit(tmp_path, resume="auto").run_id == run_id
 
 
-def test_failures_are_isolated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_image_that_cannot_be_logged_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(tmp_path, Acts(at_1=lambda ctx: ctx.log_images("bad", [torch.zeros(7)])))
     assert "an image has the shape (7,)" in caplog.text
     (run,) = written(tmp_path)
@@ -382,7 +382,7 @@ def rank_fits(folder: str) -> str | None:
 
 
 @pytest.mark.test_all
-def test_two_ranks_have_one_run(tmp_path: Path) -> None:
+def test_two_ranks_log_to_one_run(tmp_path: Path) -> None:
     first, second = run_ranks(rank_fits, 2, str(tmp_path))
     (run,) = written(tmp_path)
     assert (first, second) == (run.run.run_id, None)

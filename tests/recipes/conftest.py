@@ -1,4 +1,4 @@
-"""What several tests of recipes look at."""
+"""Fixtures for several tests of recipes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .tiny import tiny_pretrain
 
 @pytest.fixture(scope="session")
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Pretrain, Recorder]:
-    """The recipe with a recorder, run to its end."""
+    """Return a finished pretraining recipe, and the recorder of its events."""
     recorder = Recorder()
     recipe = Pretrain(tiny_pretrain(tmp_path_factory.mktemp("pretrained")), callbacks=[recorder])
     recipe.setup()

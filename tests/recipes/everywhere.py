@@ -9,8 +9,8 @@ from callsheet import Callback, Context
 from callsheet.core.lifecycle import ALWAYS_AVAILABLE, FIELDS
 
 
-class Story(Callback):
-    """Every event as it was fired: its step and epoch, and the fields that could be read."""
+class RecordsEvents(Callback):
+    """Records every event with its step, its epoch and the available fields."""
 
     phase = "report"
 
@@ -23,7 +23,7 @@ class Story(Callback):
 
 
 class Report(Callback):
-    """What an outside report is made of: losses, records, evaluations and checkpoints. Logs `everywhere/steps`, how many it has seen."""
+    """Collects what a report needs: losses, records, evaluations and checkpoints. Logs the number of its steps as `everywhere/steps`."""
 
     def __init__(self) -> None:
         self.steps = 0

@@ -1,4 +1,4 @@
-"""Files as bytes, and the baselines."""
+"""Files as bytes, and their baselines."""
 
 import math
 from pathlib import Path
@@ -17,7 +17,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_file_is_for_training_or_for_validation_and_stays_there(folder: Path) -> None:
+def test_each_file_is_in_one_split_and_stays_there_when_a_file_is_added(folder: Path) -> None:
     train, validation, test = ByteFiles(str(folder)).files
     assert not set(train) & set(validation)
     assert not set(test) & {*train, *validation}
@@ -29,7 +29,7 @@ def test_a_file_is_for_training_or_for_validation_and_stays_there(folder: Path) 
     assert set(test) <= set(again[2])
 
 
-def test_the_standard_library_comes_without_its_tests() -> None:
+def test_the_standard_library_is_read_without_its_tests() -> None:
     files = [path for part in ByteFiles().files for path in part]
     assert any(path.name == "argparse.py" for path in files)
     assert not any({"test", "tests", "site-packages"} & set(path.parts) for path in files)
@@ -37,11 +37,11 @@ def test_the_standard_library_comes_without_its_tests() -> None:
 
 def test_baselines_are_cross_entropies_in_nats(folder: Path) -> None:
     unigram, bigram = ByteFiles(str(folder)).baselines()
-    assert unigram == pytest.approx(math.log(2), abs=0.2)  # a or b, and now and then a newline or a byte never seen
-    assert bigram < 0.2  # after an a there is a b
+    assert unigram == pytest.approx(math.log(2), abs=0.2)  # a or b, and rarely a newline or an unseen byte
+    assert bigram < 0.2  # a b follows each a
 
 
-def test_windows_are_stretches_of_the_bytes(folder: Path) -> None:
+def test_windows_are_slices_of_the_training_bytes(folder: Path) -> None:
     data = ByteFiles(str(folder), sequence_length=16, validation_windows=7)
     text, windows = data.train_bytes.tobytes(), data.train()
     for window in (windows[0], windows[len(windows) - 1]):
@@ -60,6 +60,6 @@ def test_windows_are_stretches_of_the_bytes(folder: Path) -> None:
         ({"sequence_length": 1}, "sequence_length"),
     ],
 )
-def test_what_cannot_work_is_named(arguments: dict[str, object], message: str) -> None:
+def test_invalid_arguments_are_rejected(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        _ = ByteFiles(**arguments).files  # type: ignore[arg-type]  # wrong on purpose
+        _ = ByteFiles(**arguments).files  # type: ignore[arg-type]  # the mistake that is tested

@@ -1,4 +1,4 @@
-"""Classification: accuracy and F1 beside baselines, weights of classes, on one and on two ranks, and what is rejected."""
+"""Classification: accuracy, F1 and baselines, class weights, one and two ranks, and rejected input."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ WORDS = {"fruit": "apple", "metal": "zinc", "river": "Oder"}
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-2)
 
 
-def written(path: Path, rows: list[Any]) -> Path:
+def write_rows(path: Path, rows: list[Any]) -> Path:
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return path
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts of one word; of the first class half of all there are."""
+    """Write texts of one repeated word. Half of them have the first class."""
     folder = tmp_path_factory.mktemp("data")
     names = ["fruit", "fruit", "metal", "river"]
     rows = [{"text": WORDS[names[i % 4]] * (1 + i % 5), "label": names[i % 4]} for i in range(61)]
-    written(folder / "train.jsonl", rows[:32])
-    written(folder / "near.jsonl", rows[32:43])
-    written(folder / "far.jsonl", rows[43:50])
-    written(folder / "test.jsonl", rows[50:])
-    written(folder / "wrong.jsonl", [*rows[50:], *({**row, "label": "metal"} for row in rows[52:57])])
+    write_rows(folder / "train.jsonl", rows[:32])
+    write_rows(folder / "near.jsonl", rows[32:43])
+    write_rows(folder / "far.jsonl", rows[43:50])
+    write_rows(folder / "test.jsonl", rows[50:])
+    write_rows(folder / "wrong.jsonl", [*rows[50:], *({**row, "label": "metal"} for row in rows[52:57])])
     return folder
 
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of an encoder without a classifying head, with its tokenizer."""
+    """Return a folder with an encoder without a classification head, and its tokenizer."""
     from transformers import BertConfig, BertModel
 
     folder = tmp_path_factory.mktemp("encoder")
@@ -104,7 +104,7 @@ class Logged(Callback):
 
 
 @pytest.mark.parametrize("weights", ["none", [0.5, 1.0, 2.0]], ids=["equal", "weighted"])
-def test_it_is_the_plain_loop(data: Path, tmp_path: Path, weights: Any) -> None:
+def test_losses_equal_those_of_a_plain_loop(data: Path, tmp_path: Path, weights: Any) -> None:
     config = config_of(data, tmp_path, max_duration="50ba", class_weights=weights, clip_grad_norm=None, test=None)
     losses = Losses()
     classify(config, callbacks=[losses])
@@ -130,7 +130,7 @@ def test_it_is_the_plain_loop(data: Path, tmp_path: Path, weights: Any) -> None:
     assert losses.found[-1] < 0.3 * losses.found[0]
 
 
-def test_an_encoder_learns_and_its_results_answers_and_export_agree(data: Path, encoder: Path, tmp_path: Path) -> None:
+def test_a_trained_encoder_s_results_answers_and_export_agree(data: Path, encoder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     config = config_of(
@@ -139,7 +139,7 @@ def test_an_encoder_learns_and_its_results_answers_and_export_agree(data: Path, 
     recipe = classify(config, callbacks=[CheckpointSaver()], loggers=[JSONLLogger()])
     for name in ("near", "far", "test"):
         assert recipe.results[f"{name}/accuracy"] == recipe.results[f"{name}/f1"] == 1.0
-    assert recipe.results["majority class/accuracy"] == pytest.approx(5 / 11)  # test.jsonl, counted by hand
+    assert recipe.results["majority class/accuracy"] == pytest.approx(5 / 11)  # as counted in test.jsonl
     assert recipe.results["majority class/f1"] == pytest.approx(2 * 5 / 11 / (5 / 11 + 1) / 3)
     assert recipe.results["naive Bayes of bytes/accuracy"] == 1.0
     records = [json.loads(line) for line in (recipe.folder / "metrics.jsonl").read_text().splitlines()]
@@ -170,13 +170,13 @@ def test_a_resumed_run_ends_with_the_same_weights(data: Path, tmp_path: Path) ->
             recipe = classify(config, callbacks=[CheckpointSaver(save_interval="3ba")])
         return {name: tensor.detach().clone() for name, tensor in recipe.trainer.model.named_parameters()}
 
-    unbroken, resumed = weights("unbroken", "9ba"), weights("resumed", "5ba", "9ba")
-    assert unbroken.keys() == resumed.keys()
-    assert all(torch.equal(unbroken[name], tensor) for name, tensor in resumed.items())
+    uninterrupted, resumed = weights("uninterrupted", "9ba"), weights("resumed", "5ba", "9ba")
+    assert uninterrupted.keys() == resumed.keys()
+    assert all(torch.equal(uninterrupted[name], tensor) for name, tensor in resumed.items())
 
 
 def on_a_rank(data: Path, runs: Path, parallel: str, ranks: int) -> Any:
-    """Every step is an epoch, so that it does not matter who has what."""
+    """Train on this rank. Every step is an epoch, so it does not matter which rank has which rows."""
     logged = Logged()
     values: dict[str, Any] = {
         "class_weights": [0.5, 1.0, 2.0],
@@ -196,11 +196,11 @@ def on_a_rank(data: Path, runs: Path, parallel: str, ranks: int) -> Any:
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
-def test_two_ranks_train_as_one_with_the_whole_batch(data: Path, tmp_path: Path, parallel: str) -> None:
+def test_two_ranks_train_like_one_with_the_whole_batch(data: Path, tmp_path: Path, parallel: str) -> None:
     from transformers import AutoModelForSequenceClassification
 
     expected, evaluated, probabilities = on_a_rank(data, tmp_path / "one", "single", 1)
-    assert evaluated["test"]["accuracy"] < 0.9  # or the ranks' sums would not be seen to be right
+    assert evaluated["test"]["accuracy"] < 0.9  # with 1.0, an error in the reduction over the ranks could stay unnoticed
     assert len(probabilities) == 7
     both = run_ranks(on_a_rank, 2, data, tmp_path / "two", parallel, 2)
     assert [answers for _, _, answers in both] == [pytest.approx(probabilities, abs=1e-5), []]
@@ -215,7 +215,7 @@ def test_two_ranks_train_as_one_with_the_whole_batch(data: Path, tmp_path: Path,
         torch.testing.assert_close(two(ids).logits, one(ids).logits, atol=1e-4, rtol=0)
 
 
-def test_numbers_as_labels_parquet_and_streams(data: Path, tmp_path: Path) -> None:
+def test_labels_may_be_numbers_and_a_stream_needs_named_labels(data: Path, tmp_path: Path) -> None:
     from datasets import Dataset
 
     rows = [{"text": "ab" * (1 + i % 3), "label": i % 2} for i in range(16)]
@@ -264,7 +264,7 @@ REJECTED: dict[str, tuple[list[Any] | str, list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", REJECTED)
-def test_bad_input_is_rejected_by_its_place_before_anything_runs(
+def test_invalid_input_is_rejected_with_its_line_before_the_run_starts(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content, options, message = REJECTED[case]
@@ -272,7 +272,7 @@ def test_bad_input_is_rejected_by_its_place_before_anything_runs(
     if isinstance(content, str):
         path.write_text(content)
     else:
-        written(path, content)
+        write_rows(path, content)
     (tmp_path / "runs").mkdir()
     arguments = ["train", "classify", "--train.path", str(path), "--runs_folder", str(tmp_path / "runs"), *options]
     assert main(arguments) == 2
@@ -283,7 +283,7 @@ def test_bad_input_is_rejected_by_its_place_before_anything_runs(
 
 
 @pytest.mark.test_all
-def test_the_shipped_file_runs_and_its_run_can_be_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_shipped_recipe_runs_and_writes_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--pieces.most_pieces", "8", "--pieces.packages", "[email, json, logging]", "--batch_size", "4", "--threads", "1"]
     assert main(["train", "classify", "--runs_folder", str(tmp_path), "--max_duration", "3ba", *small]) == 0
     output = capsys.readouterr().out
@@ -292,8 +292,8 @@ def test_the_shipped_file_runs_and_its_run_can_be_opened(tmp_path: Path, capsys:
     assert (tmp_path / "stdlib-packages" / "metrics.jsonl").exists()
 
 
-def head_of(folder: Path, *names: str) -> LanguageModel:
-    """A model that distinguishes these classes."""
+def model_with_classes(folder: Path, *names: str) -> LanguageModel:
+    """Return a model whose head has these classes."""
     from transformers import BertConfig, BertForSequenceClassification
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -302,40 +302,40 @@ def head_of(folder: Path, *names: str) -> LanguageModel:
     return LanguageModel(str(folder / "model"), tokenizer="bytes")
 
 
-def test_a_head_that_is_there_keeps_its_classes_and_their_order(data: Path, tmp_path: Path) -> None:
-    def heads(*names: str, **values: Any) -> Classify:
-        recipe = Classify(config_of(data, tmp_path, model=head_of(tmp_path, *names), **values))
+def test_an_existing_head_keeps_its_classes_and_their_order(data: Path, tmp_path: Path) -> None:
+    def recipe_with_classes(*names: str, **values: Any) -> Classify:
+        recipe = Classify(config_of(data, tmp_path, model=model_with_classes(tmp_path, *names), **values))
         recipe.read_data()
         return recipe
 
-    recipe = heads("river", "fruit", "metal")
+    recipe = recipe_with_classes("river", "fruit", "metal")
     assert recipe.labels.names == ["river", "fruit", "metal"]
     assert recipe.counts.rows.tolist() == [8, 16, 8]
     with pytest.raises(ConfigError, match=r"has 2 classes \(river, fruit\), and the data has 3"):
-        heads("river", "fruit")
+        recipe_with_classes("river", "fruit")
 
-    assert heads("x", "y", "z").labels.names == ["fruit", "metal", "river"]  # they are other classes
+    assert recipe_with_classes("x", "y", "z").labels.names == ["fruit", "metal", "river"]  # the head has other classes
     given = ["fruit", "metal", "river"]
-    assert heads(*given, labels=given).labels.names == given
+    assert recipe_with_classes(*given, labels=given).labels.names == given
     message = r"the class fruit is number 0 of fruit, metal, river, but in the model .* it is number 2 of river, metal, fruit"
     with pytest.raises(ConfigError, match=message):
-        heads("river", "metal", "fruit", labels=given)
+        recipe_with_classes("river", "metal", "fruit", labels=given)
     with pytest.raises(ConfigError, match=r"the class metal is number 1 of .* it is number 0 of METAL, FRUIT, x"):
-        heads("METAL", "FRUIT", "x", labels=["y", "metal", "river"])
+        recipe_with_classes("METAL", "FRUIT", "x", labels=["y", "metal", "river"])
 
 
-def test_numbers_as_labels_keep_the_head_s_names_also_in_the_export(tmp_path: Path) -> None:
+def test_with_numbers_as_labels_the_head_s_names_are_kept_and_exported(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
-    rows = Rows(str(written(tmp_path / "rows.jsonl", [{"text": "ab" * (1 + i % 3), "label": i % 3} for i in range(16)])))
+    rows = Rows(str(write_rows(tmp_path / "rows.jsonl", [{"text": "ab" * (1 + i % 3), "label": i % 3} for i in range(16)])))
     given = {"train": rows, "validation": {}, "test": None, "max_duration": "1ba", "export": True}
-    recipe = classify(config_of(tmp_path, tmp_path, model=head_of(tmp_path, "neg", "neu", "pos"), **given))
+    recipe = classify(config_of(tmp_path, tmp_path, model=model_with_classes(tmp_path, "neg", "neu", "pos"), **given))
     assert recipe.labels.names == ["neg", "neu", "pos"]
     assert recipe.counts.rows.tolist() == [6, 5, 5]
     assert AutoConfig.from_pretrained(recipe.folder / "export").id2label == {0: "neg", 1: "neu", 2: "pos"}
 
 
-def test_labels_weights_and_counts() -> None:
+def test_class_labels_class_weights_and_byte_counts() -> None:
     labels = ClassLabels.of([("1", "b"), ("2", "a"), ("3", "b")])
     assert labels.names == ["a", "b"]
     assert (labels.number("b", ""), labels.number(0, "")) == (1, 0)
@@ -351,7 +351,7 @@ def test_labels_weights_and_counts() -> None:
     assert counts.naive_bayes(["aaaa", "bbbb"]).tolist() == [0, 1]
 
 
-def test_pieces_of_a_package_come_from_files_of_their_own(tmp_path: Path) -> None:
+def test_pieces_of_each_split_come_from_different_files(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         for number in range(5):

@@ -1,4 +1,4 @@
-"""Rows become tokens, and exactly what the assistant says is learnt."""
+"""Rows become tokens, and exactly the assistant's messages are targets."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ CHATML = (
     "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""Without `{% generation %}`, as most are."""
+"""A template without `{% generation %}`, as most are."""
 
 FORGETFUL = (
     "{% for message in messages %}{% if message.role == 'user' or loop.last %}"
     "{{ message.role + ': ' + message.content + ';' }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
-"""Earlier answers are left out, as thoughts are in some."""
+"""A template that leaves out earlier answers, as some leave out thoughts."""
 
 TALK = [
     {"role": "system", "content": "Be short."},
@@ -34,8 +34,8 @@ TALK = [
 ]
 
 
-def learnt(tokenizer: Any, conversations: Conversations, row: dict[str, Any]) -> list[str]:
-    """What is learnt of the row, as texts: one for each stretch of tokens."""
+def target_texts(tokenizer: Any, conversations: Conversations, row: dict[str, Any]) -> list[str]:
+    """Return the targets of the row as texts: one for each sequence of adjacent tokens."""
     example = conversations.example(row, "here:1")
     parts: list[list[int]] = []
     for i, (token, is_target) in enumerate(zip(example.ids, example.is_target, strict=True)):
@@ -46,31 +46,31 @@ def learnt(tokenizer: Any, conversations: Conversations, row: dict[str, Any]) ->
     return [tokenizer.decode(part) for part in parts]
 
 
-def test_what_the_template_marks_is_target_in_every_turn_to_the_byte() -> None:
+def test_exactly_the_tokens_that_the_template_marks_are_targets() -> None:
     tokenizer = byte_tokenizer()
-    assert learnt(tokenizer, Conversations(tokenizer), {"messages": TALK}) == ["Zoë, 你好<|end|>", "That is all.<|end|>"]
+    assert target_texts(tokenizer, Conversations(tokenizer), {"messages": TALK}) == ["Zoë, 你好<|end|>", "That is all.<|end|>"]
 
 
-def test_without_a_mark_it_is_what_each_answer_adds_to_the_template(tmp_path: Path) -> None:
+def test_without_marks_the_tokens_that_each_answer_adds_are_targets(tmp_path: Path) -> None:
     (tmp_path / "chatml.jinja").write_text(CHATML)
     tokenizer = byte_tokenizer()
     conversations = Conversations(tokenizer, template=str(tmp_path / "chatml.jinja"))
-    assert learnt(tokenizer, conversations, {"messages": TALK}) == ["Zoë, 你好<|im_end|>\n", "That is all.<|im_end|>\n"]
+    assert target_texts(tokenizer, conversations, {"messages": TALK}) == ["Zoë, 你好<|im_end|>\n", "That is all.<|im_end|>\n"]
     prompt = tokenizer.decode(conversations.prompt({"messages": TALK}, "here:1"))
     assert prompt.endswith("And?<|im_end|>\n<|im_start|>assistant\n")
     assert tokenizer.decode(conversations.example({"messages": TALK}, "here:1").ids).startswith(prompt)
 
 
-def test_a_template_that_changes_earlier_messages_is_rejected_where_it_matters(tmp_path: Path) -> None:
+def test_a_template_that_changes_earlier_messages_is_rejected_if_targets_depend_on_them(tmp_path: Path) -> None:
     (tmp_path / "forgetful.jinja").write_text(FORGETFUL)
     tokenizer = byte_tokenizer()
     conversations = Conversations(tokenizer, template=str(tmp_path / "forgetful.jinja"))
-    assert learnt(tokenizer, conversations, {"messages": TALK[:3]}) == ["Zoë, 你好;"]
+    assert target_texts(tokenizer, conversations, {"messages": TALK[:3]}) == ["Zoë, 你好;"]
     with pytest.raises(ConfigError, match=r"here:1: the chat template renders .* differently .* generation"):
         conversations.example({"messages": TALK}, "here:1")
 
 
-def test_prompt_and_completion_are_a_chat_where_there_is_a_template() -> None:
+def test_prompt_and_completion_become_a_chat_if_there_is_a_template() -> None:
     tokenizer = byte_tokenizer()
     conversations = Conversations(tokenizer)
     question, answer = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}
@@ -80,19 +80,19 @@ def test_prompt_and_completion_are_a_chat_where_there_is_a_template() -> None:
     assert conversations.prompt({"prompt": "2+2"}, "here:1") == conversations.prompt({"prompt": [question]}, "here:1")
 
 
-def test_prompt_and_completion_follow_one_another_where_there_is_none() -> None:
+def test_prompt_and_completion_are_concatenated_without_a_template() -> None:
     tokenizer = byte_tokenizer()
     conversations = Conversations(tokenizer, template="plain")
     row = {"prompt": "2+2=", "completion": "4"}
     assert tokenizer.decode(conversations.example(row, "here:1").ids) == "2+2=4<|end|>"
-    assert learnt(tokenizer, conversations, row) == ["4<|end|>"]
+    assert target_texts(tokenizer, conversations, row) == ["4<|end|>"]
     assert tokenizer.decode(conversations.prompt(row, "here:1")) == "2+2="
 
 
-def test_all_of_a_text_is_target_and_all_of_a_chat_where_it_is_asked_for() -> None:
+def test_all_tokens_of_a_text_and_of_a_chat_without_completion_only_are_targets() -> None:
     tokenizer = byte_tokenizer()
-    assert learnt(tokenizer, Conversations(tokenizer), {"text": "abc"}) == ["abc<|end|>"]
-    assert learnt(tokenizer, Conversations(tokenizer, completion_only=False), {"messages": TALK[1:3]}) == [
+    assert target_texts(tokenizer, Conversations(tokenizer), {"text": "abc"}) == ["abc<|end|>"]
+    assert target_texts(tokenizer, Conversations(tokenizer, completion_only=False), {"messages": TALK[1:3]}) == [
         "<|user|>Wie heißt du?<|assistant|>Zoë, 你好<|end|>"
     ]
 
@@ -115,13 +115,13 @@ def test_all_of_a_text_is_target_and_all_of_a_chat_where_it_is_asked_for() -> No
         ({"text": None}, "columns (none); give `messages`"),
     ],
 )
-def test_a_row_that_cannot_be_used_is_named_by_its_place(row: dict[str, Any], message: str) -> None:
+def test_an_invalid_row_is_rejected_with_its_file_and_line(row: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=r"^data\.jsonl:7: ") as caught:
         Conversations(byte_tokenizer()).example(row, "data.jsonl:7")
     assert message in str(caught.value)
 
 
-def test_messages_without_a_template_and_a_template_that_is_not_there_are_rejected() -> None:
+def test_messages_without_a_template_and_a_missing_template_are_rejected() -> None:
     with pytest.raises(ConfigError, match="no chat template"):
         Conversations(byte_tokenizer(), template="plain").example({"messages": TALK}, "here:1")
     with pytest.raises(ConfigError, match=r"chat_template='nowhere\.jinja'"):

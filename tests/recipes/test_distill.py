@@ -1,4 +1,4 @@
-"""Distillation: what the loss is, where the teacher is and where it is not, alone and on two ranks."""
+"""Distillation: the loss, training and reusing the teacher, one and two ranks, and rejected configurations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ IDS = torch.arange(97, 117)[None]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Answers of different lengths: 32 to learn and 8 to be asked."""
+    """Write rows with answers of different lengths: 32 for training and 8 for validation."""
     folder = tmp_path_factory.mktemp("data")
     rows = [{"prompt": "a" * (1 + i % 7), "completion": "b" * (3 + i % 5) + "c"} for i in range(40)]
     (folder / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows[8:]))
@@ -47,7 +47,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of a model that is sure of what it says, though it has learnt nothing."""
+    """Return a folder with an untrained model whose predictions are confident."""
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path_factory.mktemp("teacher")
@@ -103,7 +103,7 @@ class Logged(Callback):
         self.found += [values] if values else []
 
 
-def test_it_is_the_plain_loop(data: Path, teacher: Path, tmp_path: Path) -> None:
+def test_losses_equal_those_of_a_plain_loop(data: Path, teacher: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     config = config_of(
@@ -116,7 +116,7 @@ def test_it_is_the_plain_loop(data: Path, teacher: Path, tmp_path: Path) -> None
     plain.read_data()
     seed_all(config.seed)
     student: Any = plain.make_model().train()
-    teaching = AutoModelForCausalLM.from_pretrained(teacher).eval()
+    teacher_model = AutoModelForCausalLM.from_pretrained(teacher).eval()
     optimizer = OPTIMIZER(student.parameters())
     seed_all(config.seed)
     loader = plain.train_data()
@@ -127,7 +127,7 @@ def test_it_is_the_plain_loop(data: Path, teacher: Path, tmp_path: Path) -> None
             counts = batch["labels"][:, 1:] != -100
             logits = student(**inputs).logits[:, :-1][counts]
             with torch.no_grad():
-                teacher_probabilities = (teaching(**inputs).logits[:, :-1][counts] / 1.5).softmax(-1)
+                teacher_probabilities = (teacher_model(**inputs).logits[:, :-1][counts] / 1.5).softmax(-1)
             hard = -logits.log_softmax(-1).gather(-1, batch["labels"][:, 1:][counts][:, None]).mean()
             soft = (
                 1.5**2 * (teacher_probabilities * (teacher_probabilities.log() - (logits / 1.5).log_softmax(-1))).sum(-1).mean()
@@ -137,8 +137,8 @@ def test_it_is_the_plain_loop(data: Path, teacher: Path, tmp_path: Path) -> None
             optimizer.step()
             optimizer.zero_grad()
             expected.append({"loss": float(loss.detach()), "ce_loss": float(hard.detach()), "kd_loss": float(soft.detach())})
-    for found, by_hand in zip(losses.found, expected[:50], strict=True):
-        assert found == pytest.approx(by_hand, abs=1e-6, rel=1e-6)
+    for found, expected_losses in zip(losses.found, expected[:50], strict=True):
+        assert found == pytest.approx(expected_losses, abs=1e-6, rel=1e-6)
     assert losses.found[-1]["kd_loss"] < 0.8 * losses.found[0]["kd_loss"]
 
 
@@ -189,13 +189,13 @@ def test_a_resumed_run_ends_with_the_same_weights(data: Path, teacher: Path, tmp
             recipe = distill(config, callbacks=[CheckpointSaver(save_interval="3ba")])
         return {name: tensor.detach().clone() for name, tensor in recipe.trainer.model.named_parameters()}
 
-    unbroken, resumed = weights("unbroken", "9ba"), weights("resumed", "5ba", "9ba")
-    assert unbroken.keys() == resumed.keys()
-    assert all(torch.equal(unbroken[name], tensor) for name, tensor in resumed.items())
+    uninterrupted, resumed = weights("uninterrupted", "9ba"), weights("resumed", "5ba", "9ba")
+    assert uninterrupted.keys() == resumed.keys()
+    assert all(torch.equal(uninterrupted[name], tensor) for name, tensor in resumed.items())
 
 
 @pytest.mark.test_all
-def test_a_teacher_is_trained_first_and_found_again(data: Path, tmp_path: Path) -> None:
+def test_the_teacher_is_trained_first_and_reused_by_a_longer_run(data: Path, tmp_path: Path) -> None:
     def run(**values: Any) -> tuple[Distill, int]:
         given = {"max_duration": "4ba", "teacher_duration": "5ba", "packing": True, "batch_size": 2, **values}
         recipe = distill(config_of(data, tmp_path, TEACHER, **given), callbacks=[CheckpointSaver()])
@@ -209,7 +209,7 @@ def test_a_teacher_is_trained_first_and_found_again(data: Path, tmp_path: Path) 
     assert again.trainer.state.timestamp.batch == 6
     assert when == made
 
-    for name in ("teacher", "hard_labels"):  # are runs like others
+    for name in ("teacher", "hard_labels"):  # both are ordinary runs
         assert yaml.safe_load((again.folder / name / "config.yaml").read_text())["recipe"] == "finetune"
         assert main(["evaluate", str(again.folder / name)]) == 0
 
@@ -229,12 +229,12 @@ def test_a_teacher_is_trained_first_and_found_again(data: Path, tmp_path: Path) 
         ("2ep", "7ba", "7ba"),
     ],
 )
-def test_a_short_run_has_a_short_teacher(max_duration: str, teacher_duration: str, length: str) -> None:
+def test_the_teacher_s_duration_may_be_relative_to_the_run_s(max_duration: str, teacher_duration: str, length: str) -> None:
     config = DistillConfig(model=STUDENT, teacher=TEACHER, max_duration=max_duration, teacher_duration=teacher_duration)
     assert config.teacher_length() == length
 
 
-def test_the_interval_of_evaluations_is_the_student_s(data: Path, tmp_path: Path) -> None:
+def test_eval_interval_applies_only_to_the_student(data: Path, tmp_path: Path) -> None:
     config = config_of(data, tmp_path, TEACHER, max_duration="4ba", eval_interval="1ba", batch_size=2)
     recipe = distill(config, loggers=[JSONLLogger()])
 
@@ -247,7 +247,7 @@ def test_the_interval_of_evaluations_is_the_student_s(data: Path, tmp_path: Path
 
 
 @pytest.mark.test_all
-def test_a_run_that_had_got_no_further_than_its_teacher_keeps_it(data: Path, tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_reuses_its_trained_teacher(data: Path, tmp_path: Path) -> None:
     def run(**values: Any) -> Distill:
         given = {"teacher_duration": "2ba", "batch_size": 2, "max_duration": "1ba", **values}
         return distill(config_of(data, tmp_path, TEACHER, **given))
@@ -257,15 +257,15 @@ def test_a_run_that_had_got_no_further_than_its_teacher_keeps_it(data: Path, tmp
     made = exported.stat().st_mtime_ns
     assert run().folder == first.folder
     assert exported.stat().st_mtime_ns == made
-    run(teacher_duration="3ba")  # which is another
+    run(teacher_duration="3ba")  # another teacher
     assert exported.stat().st_mtime_ns != made
     made = exported.stat().st_mtime_ns
     run(teacher_duration="3ba", resume="new")
     assert exported.stat().st_mtime_ns != made
 
 
-def test_half_a_teacher_is_not_taken(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk is full when all but the last file is written."""
+def test_an_incompletely_exported_teacher_is_not_used(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk becomes full while the last file is written."""
     from transformers import PreTrainedTokenizerBase
 
     config = config_of(data, tmp_path, TEACHER, teacher_duration="2ba", batch_size=2, max_duration="1ba")
@@ -290,7 +290,7 @@ def test_half_a_teacher_is_not_taken(data: Path, tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.test_all
-def test_a_signal_in_the_teacher_s_training_preempts_it_and_it_resumes(data: Path, tmp_path: Path) -> None:
+def test_a_signal_during_the_teacher_s_training_preempts_it_and_it_resumes(data: Path, tmp_path: Path) -> None:
     def config() -> DistillConfig:
         return config_of(data, tmp_path, TEACHER, teacher_duration="90ba", batch_size=2, max_duration="1ba", log_interval=1)
 
@@ -321,7 +321,7 @@ def test_a_signal_in_the_teacher_s_training_preempts_it_and_it_resumes(data: Pat
 
 
 def on_a_rank(data: Path, runs: Path, teacher: Path | None, parallel: str, ranks: int) -> Any:
-    """Every step is an epoch, so that it does not matter who has what."""
+    """Train on this rank. Every step is an epoch, so it does not matter which rank has which rows."""
     logged = Logged()
     which = LanguageModel(str(teacher)) if teacher is not None else TEACHER
     values = {
@@ -341,7 +341,7 @@ def on_a_rank(data: Path, runs: Path, teacher: Path | None, parallel: str, ranks
 
 @pytest.mark.test_all
 @pytest.mark.parametrize(("parallel", "has_teacher"), [pytest.param("ddp", True, marks=pytest.mark.slow), ("fsdp", False)])
-def test_two_ranks_learn_what_one_process_does(
+def test_two_ranks_train_the_same_model_as_one_process(
     data: Path, teacher: Path, tmp_path: Path, parallel: str, has_teacher: bool
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -350,8 +350,8 @@ def test_two_ranks_learn_what_one_process_does(
     expected, evaluated, _, _ = on_a_rank(data, tmp_path / "one", given, "single", 1)
     assert [set(step) for step in expected] == [{"train/loss", "train/ce_loss", "train/kd_loss"}] * 3
     for losses, found, sharded, share in run_ranks(on_a_rank, 2, data, tmp_path / "two", given, parallel, 2):
-        for step, by_one in zip(losses, expected, strict=True):
-            assert step == pytest.approx(by_one, abs=1e-4)
+        for step, expected_step in zip(losses, expected, strict=True):
+            assert step == pytest.approx(expected_step, abs=1e-4)
         assert found["held_out"] == pytest.approx(evaluated["held_out"], abs=1e-4)
         assert sharded == [parallel == "fsdp"] * 2
         assert share == pytest.approx(0.5 if parallel == "fsdp" else 1.0, abs=0.05)
@@ -371,7 +371,7 @@ def job_file(folder: Path, **values: Any) -> str:
     return str(path)
 
 
-def test_what_cannot_work_is_named_before_anything_runs(
+def test_invalid_configurations_are_rejected_before_the_run_starts(
     data: Path, teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = tmp_path / "other"

@@ -1,4 +1,4 @@
-"""The programs in docs/recipes.md run, with tiny models and a few rows in the place of the user's own."""
+"""The programs in docs/recipes.md run, with tiny models and a few rows in place of the user's."""
 
 import json
 import re
@@ -56,8 +56,8 @@ def save_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 @pytest.fixture
-def folder_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The models and data that the programs name, in the working directory."""
+def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Create the models and data that the programs name, in a new working directory."""
     torch.manual_seed(0)
     monkeypatch.chdir(tmp_path)
     for path in ("models/llama-3.2-1b-instruct", "large", "small"):
@@ -88,7 +88,7 @@ def test_there_is_a_program_for_each_recipe_with_rows() -> None:
 
 
 @pytest.mark.parametrize("text", PROGRAMS, ids=["finetune", "finetune_vlm", "classify", "distill"])
-def test_the_program_trains_and_has_results(text: str, folder_of_a_user: Path) -> None:
+def test_the_program_trains_and_has_results(text: str, user_folder: Path) -> None:
     names: dict[str, Any] = {"__name__": "page"}
     exec(compile(text, str(PAGE), "exec"), names)
     recipe = names["recipe"]

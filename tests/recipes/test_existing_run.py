@@ -1,4 +1,4 @@
-"""What rank 0 decides before there is a process group, where no launcher keeps the store."""
+"""All ranks receive a decision of rank 0 before there is a process group, also if no launcher provides a store."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ except Exception as error:
 
 @pytest.mark.parametrize("how", ["decides", pytest.param("fails", marks=pytest.mark.slow)])
 @pytest.mark.slow
-def test_ranks_that_were_started_by_hand_receive_the_decision(how: str) -> None:
+def test_ranks_that_no_launcher_started_receive_the_decision_of_rank_0(how: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -62,7 +62,7 @@ def test_ranks_that_were_started_by_hand_receive_the_decision(how: str) -> None:
         assert printed == ["OSError: the folder is read-only", "ConfigError: the folder is read-only"]
 
 
-def test_a_run_from_before_the_names_of_its_keys_changed_is_resumed(tmp_path: Path) -> None:
+def test_a_run_with_old_key_names_is_accepted_and_another_value_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("accumulate: 2\ntoo_long: refuse\n")
     reject_another_job(tmp_path / "config.yaml", "gradient_accumulation_steps: 2\ntoo_long: reject\n", ())
     with pytest.raises(ConfigError, match="gradient_accumulation_steps: 2 in the run, 4 now"):

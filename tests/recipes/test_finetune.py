@@ -1,4 +1,4 @@
-"""Fine-tuning: what is learnt, from which rows, alone and on two ranks, in full and with adapters."""
+"""Fine-tuning: losses, rows, one and two ranks, full training and adapters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SMALL = LanguageModel(hidden_size=16, layers=2, heads=2, intermediate_size=32)
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sums, in words of one letter: 32 to learn and 8 to be asked."""
+    """Write conversations of repeated letters: 32 for training and 8 for validation."""
     folder = tmp_path_factory.mktemp("data")
     rows = [
         {"messages": [{"role": "user", "content": "a" * i}, {"role": "assistant", "content": "b" * (40 - i) + "c"}]}
@@ -44,7 +44,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model and its tokenizer."""
+    """Return a folder with a model and its tokenizer."""
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path_factory.mktemp("base")
@@ -76,7 +76,7 @@ def config_of(data: Path, runs: Path, **values: Any) -> FinetuneConfig:
 
 
 class Losses(Callback):
-    """Of every record, and with log_interval=1 of every step, over all ranks."""
+    """Records the loss of every metrics record, reduced over all ranks. With `log_interval=1`, this is every step."""
 
     def __init__(self) -> None:
         self.found: list[float] = []
@@ -96,7 +96,7 @@ IDS = torch.arange(97, 117)[None]
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("packing", [False, True])
-def test_it_is_the_plain_loop(data: Path, tmp_path: Path, packing: bool) -> None:
+def test_losses_equal_those_of_a_plain_loop(data: Path, tmp_path: Path, packing: bool) -> None:
     config = config_of(data, tmp_path, max_duration="50ba", packing=packing, clip_grad_norm=None)
     losses = Losses()
     finetune(config, callbacks=[losses])
@@ -150,11 +150,11 @@ def test_a_resumed_run_ends_with_the_same_weights(data: Path, base: Path, tmp_pa
             assert set(recipe.trainer.ctx.user_state["finetune/before"]) == {"easy", "hard"}
         return {name: tensor.detach().clone() for name, tensor in recipe.trainer.model.named_parameters()}
 
-    unbroken, resumed = weights("unbroken", "12ba"), weights("resumed", "5ba", "12ba")
-    assert all(torch.equal(unbroken[name], tensor) for name, tensor in resumed.items())
+    uninterrupted, resumed = weights("uninterrupted", "12ba"), weights("resumed", "5ba", "12ba")
+    assert all(torch.equal(uninterrupted[name], tensor) for name, tensor in resumed.items())
 
 
-def test_the_exported_folder_is_the_model_and_ends_where_the_tokenizer_says(data: Path, base: Path, tmp_path: Path) -> None:
+def test_the_exported_folder_has_the_model_and_the_tokenizer_s_end_token(data: Path, base: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     config = config_of(data, tmp_path, model=LanguageModel(path=str(base)), export=True)
@@ -175,7 +175,7 @@ def test_the_exported_folder_is_the_model_and_ends_where_the_tokenizer_says(data
 
 
 @pytest.mark.parametrize("merge", [True, False])
-def test_adapters_alone_are_trained_and_exported_merged_or_by_themselves(
+def test_only_adapters_are_trained_and_they_are_exported_merged_or_separately(
     data: Path, base: Path, tmp_path: Path, merge: bool
 ) -> None:
     from peft import PeftModel
@@ -202,7 +202,7 @@ def test_adapters_alone_are_trained_and_exported_merged_or_by_themselves(
     assert not torch.allclose(expected, logits_of(AutoModelForCausalLM.from_pretrained(base), IDS), atol=1e-4)
 
 
-def test_what_is_too_long_is_cut_or_left_out_and_counted(data: Path, tmp_path: Path) -> None:
+def test_examples_that_are_too_long_are_dropped_truncated_or_rejected(data: Path, tmp_path: Path) -> None:
     with (tmp_path / "train.jsonl").open("w") as file:
         for length in (10, 20, 30):
             file.write(json.dumps({"prompt": "a" * length, "completion": "b"}) + "\n")
@@ -213,13 +213,13 @@ def test_what_is_too_long_is_cut_or_left_out_and_counted(data: Path, tmp_path: P
         recipe.read_data()
         return [len(sample["input_ids"]) for sample in recipe.sets.examples["train"]], recipe.about_data()
 
-    # with two tokens for the roles and one for the end
+    # the lengths include two tokens for the roles and one for the end
     assert found(too_long="drop") == ([14, 24], "train: 2 examples, 1 longer than 25 tokens left out")
     assert found(too_long="truncate", completion_only=False) == (
         [14, 24, 25],
         "train: 3 examples, 1 longer than 25 tokens truncated",
     )
-    # If they are truncated, no answer is left in one of them.
+    # Truncation removes the whole answer of one example, so that example is left out.
     assert found(too_long="truncate") == (
         [14, 24],
         "train: 2 examples, 1 longer than 25 tokens left out",
@@ -228,11 +228,11 @@ def test_what_is_too_long_is_cut_or_left_out_and_counted(data: Path, tmp_path: P
         found()
 
 
-def test_parquet_rows_are_the_same_examples(data: Path, tmp_path: Path) -> None:
+def test_parquet_rows_give_the_same_examples(data: Path, tmp_path: Path) -> None:
     import datasets
 
     rows = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()]
-    rows[0]["messages"][0]["name"] = "only here"  # and so None in all the others
+    rows[0]["messages"][0]["name"] = "only here"  # it is None in all other rows of the parquet file
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "train.parquet")
     found = []
     for path in (data / "train.jsonl", tmp_path / "train.parquet"):
@@ -242,7 +242,7 @@ def test_parquet_rows_are_the_same_examples(data: Path, tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_a_stream_is_target_from_as_it_comes(data: Path, tmp_path: Path) -> None:
+def test_a_stream_can_be_trained_on_with_and_without_packing(data: Path, tmp_path: Path) -> None:
     stream = Rows(str(data / "train.jsonl"), streaming=True)
     losses = [Losses(), Losses()]
     for packing, found in zip((False, True), losses, strict=True):
@@ -256,7 +256,7 @@ def test_a_stream_is_target_from_as_it_comes(data: Path, tmp_path: Path) -> None
 # --- several ranks ---
 
 WHOLE = {"evaluate_first": False, "samples": 1}
-"""Every step is an epoch, so that it does not matter who has what."""
+"""Settings of all cases."""
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -268,7 +268,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def on_a_rank(data: Path, runs: Path, base: Path, ranks: int) -> list[Any]:
-    """What each case finds, learning in so many shares of one global batch."""
+    """Train each case with the global batch divided over this many ranks. Every step is an epoch, so the order of rows does not matter."""
     found = []
     for name, case in CASES.items():
         values: dict[str, Any] = {
@@ -280,7 +280,7 @@ def on_a_rank(data: Path, runs: Path, base: Path, ranks: int) -> list[Any]:
         }
         values |= {"parallel": "single"} if ranks == 1 else {}
         losses = Losses()
-        for duration in ("2ba", "4ba") if "lora" in case else ("4ba",):  # a run and its resumption
+        for duration in ("2ba", "4ba") if "lora" in case else ("4ba",):  # a run, and then its resumption
             config = config_of(data, runs / str(ranks), run_name=name, model=LanguageModel(path=str(base)), **values)
             config.max_duration = duration
             recipe = finetune(config, callbacks=[losses, CheckpointSaver()])
@@ -289,7 +289,7 @@ def on_a_rank(data: Path, runs: Path, base: Path, ranks: int) -> list[Any]:
 
 
 @pytest.mark.test_all
-def test_two_ranks_learn_and_export_what_one_process_does(data: Path, base: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_and_export_the_same_model_as_one_process(data: Path, base: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -366,7 +366,7 @@ GOOD = '{"prompt": "a", "completion": "b"}\n'
         (GOOD, {"prompts": ["a" * 600]}, "prompts: 'aaa"),
     ],
 )  # fmt: skip
-def test_what_cannot_work_is_named_before_anything_runs(
+def test_invalid_rows_and_configurations_are_rejected_before_the_run_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, values: dict[str, Any], message: str
 ) -> None:
     path = tmp_path / "data.jsonl"

@@ -30,13 +30,13 @@ from callsheet.trainer.tasks import IGNORED_LABEL
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
 
 
-def tiny(**values: Any) -> VisionLanguageModel:
+def tiny_model(**values: Any) -> VisionLanguageModel:
     shape: dict[str, Any] = {"vision_hidden_size": 16, "vision_layers": 1, "hidden_size": 16, "layers": 1, "heads": 2}
     return VisionLanguageModel(**{**shape, "intermediate_size": 32, **values})
 
 
 def make_rows(folder: Path, count: int = 12) -> Path:
-    """Squares of a colour to be named; every third row has two of them, and two turns."""
+    """Write rows with squares whose colour is to be named. Every third row has two images and two turns."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     for name, colour in COLOURS.items():
         Image.new("RGB", (12, 9), colour).save(folder / "images" / f"{name}.png")
@@ -62,10 +62,10 @@ def turns(one: str, other: str) -> list[dict[str, Any]]:
     ]
 
 
-def small(folder: Path, **values: Any) -> FinetuneVLMConfig:
+def small_config(folder: Path, **values: Any) -> FinetuneVLMConfig:
     rows = Rows(str(folder / "rows.jsonl" if (folder / "rows.jsonl").exists() else make_rows(folder)))
     defaults: dict[str, Any] = {
-        "model": tiny(), "train": rows, "validation": {"seen": rows}, "runs_folder": str(folder / "runs"), "batch_size": 4, "threads": 1,
+        "model": tiny_model(), "train": rows, "validation": {"seen": rows}, "runs_folder": str(folder / "runs"), "batch_size": 4, "threads": 1,
         "max_duration": "4ba", "eval_interval": None, "log_interval": 1, "sequence_length": 128, "answer_tokens": 6, "answered_rows": 3,
     }  # fmt: skip
     return FinetuneVLMConfig(**{**defaults, **values})
@@ -75,8 +75,8 @@ def weights(recipe: FinetuneVLM) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in recipe.trainer.model.state_dict().items()}
 
 
-class Kept(Callback):
-    """The batches and the losses of all steps."""
+class KeepsBatches(Callback):
+    """Keeps the batches and the losses of all steps."""
 
     def __init__(self) -> None:
         self.batches: list[dict[str, torch.Tensor]] = []
@@ -91,7 +91,7 @@ class Kept(Callback):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_what_assistants_say_is_target_and_nothing_else(tmp_path: Path, side: str) -> None:
+def test_exactly_the_assistant_s_messages_are_targets(tmp_path: Path, side: str) -> None:
     processor = byte_processor(8, 2)
     processor.tokenizer.padding_side = side
     rows = Rows(str(make_rows(tmp_path)))
@@ -100,13 +100,13 @@ def test_what_assistants_say_is_target_and_nothing_else(tmp_path: Path, side: st
     targets = [processor.tokenizer.decode([token for token in row if token != IGNORED_LABEL]) for row in batch["labels"].tolist()]
     assert targets == ["red<|end|>green<|end|>", "green<|end|>", "blue<|end|>"]
     assert batch["pixel_values"].shape == (4, 3, 8, 8)  # two images of the first row
-    learnt = batch["labels"] != IGNORED_LABEL
-    assert torch.equal(batch["labels"][learnt], batch["input_ids"][learnt])
+    is_target = batch["labels"] != IGNORED_LABEL
+    assert torch.equal(batch["labels"][is_target], batch["input_ids"][is_target])
     assert processor.tokenizer.padding_side == side
 
 
-def test_a_token_across_the_border_belongs_to_what_is_target(tmp_path: Path) -> None:
-    """A tokenizer that makes one token of the end of a prompt and the beginning of its answer, and a processor without a template."""
+def test_a_token_across_the_end_of_the_prompt_is_a_target(tmp_path: Path) -> None:
+    """The tokenizer merges the end of the prompt and the start of its answer into one token. The processor has no template."""
     from tokenizers import AddedToken, Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -122,8 +122,8 @@ def test_a_token_across_the_border_belongs_to_what_is_target(tmp_path: Path) -> 
     assert batch["labels"].tolist() == [[-100] * 5 + [3, 2, 0, 5]]
 
 
-def test_images_of_different_lengths_between_turns(tmp_path: Path) -> None:
-    """An Idefics, which cuts an image into tiles and writes tokens around them: how many depends on the image."""
+def test_images_with_different_numbers_of_tokens_may_be_between_turns(tmp_path: Path) -> None:
+    """Idefics cuts an image into tiles and writes tokens around them, so the number of tokens depends on the image."""
     from transformers import Idefics3ImageProcessorPil, Idefics3Processor
 
     tokenizer = byte_processor(8, 2).tokenizer
@@ -153,7 +153,7 @@ def test_images_of_different_lengths_between_turns(tmp_path: Path) -> None:
     assert trained == {"text_model", "weight"}
 
 
-def test_a_longer_row_is_cut_behind_its_images_where_that_is_wanted() -> None:
+def test_a_row_that_is_too_long_is_truncated_after_its_images_or_rejected() -> None:
     processor = byte_processor(8, 2)
     form = ImageText(processor, None)
     example = form({"image": Image.new("RGB", (8, 8)), "prompt": "p", "completion": "c" * 50}, "row 7")
@@ -166,7 +166,7 @@ def test_a_longer_row_is_cut_behind_its_images_where_that_is_wanted() -> None:
         ImageBatches(processor, 10, "truncate")([example])
 
 
-def test_images_of_columns_are_taken_as_they_come(tmp_path: Path) -> None:
+def test_images_are_read_from_paths_bytes_and_dictionaries(tmp_path: Path) -> None:
     path = tmp_path / "one.png"
     Image.new("RGBA", (3, 2), (255, 0, 0, 255)).save(path)
     for value in ("one.png", path.read_bytes(), {"bytes": path.read_bytes(), "path": None}, {"bytes": None, "path": "one.png"}):
@@ -175,7 +175,7 @@ def test_images_of_columns_are_taken_as_they_come(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_parquet_with_a_column_of_images(tmp_path: Path, streaming: bool) -> None:
+def test_parquet_rows_with_a_column_of_images_can_be_trained_on(tmp_path: Path, streaming: bool) -> None:
     import datasets
 
     columns = {"image": [Image.new("RGB", (4, 4), colour) for colour in COLOURS.values()] * 4, "prompt": ["Which?"] * 12}
@@ -186,7 +186,7 @@ def test_parquet_with_a_column_of_images(tmp_path: Path, streaming: bool) -> Non
         tmp_path / "rows.parquet"
     )
     rows = Rows(str(tmp_path / "rows.parquet"), streaming=streaming)
-    recipe = finetune_vlm(small(tmp_path, train=rows, validation={"seen": rows}, max_duration="2ba"))
+    recipe = finetune_vlm(small_config(tmp_path, train=rows, validation={"seen": rows}, max_duration="2ba"))
     assert recipe.trainer.state.timestamp.batch == 2
     assert recipe.evaluated["seen"]["loss"] > 0
     assert ("seen, always the commonest completion" in recipe.results) is not streaming
@@ -196,9 +196,11 @@ def test_parquet_with_a_column_of_images(tmp_path: Path, streaming: bool) -> Non
 
 
 @pytest.mark.test_all
-def test_losses_and_answers_are_those_of_a_plain_loop(tmp_path: Path) -> None:
-    kept = Kept()
-    config = small(tmp_path, max_duration="50ba", answered_rows=12, optimizer=lambda some: torch.optim.AdamW(some, lr=0.02))
+def test_losses_and_answers_equal_those_of_a_plain_loop(tmp_path: Path) -> None:
+    kept = KeepsBatches()
+    config = small_config(
+        tmp_path, max_duration="50ba", answered_rows=12, optimizer=lambda some: torch.optim.AdamW(some, lr=0.02)
+    )
     recipe = finetune_vlm(config, callbacks=[kept])
     again = FinetuneVLM(config)
     again.read_data()
@@ -215,72 +217,74 @@ def test_losses_and_answers_are_those_of_a_plain_loop(tmp_path: Path) -> None:
         losses.append(loss.item())
     assert len(losses) == 50
     assert kept.losses == pytest.approx(losses, abs=1e-6)
-    assert recipe.results["seen/exact_match"] == pytest.approx(answered_alone(again, model.eval()))
+    assert recipe.results["seen/exact_match"] == pytest.approx(exact_match_without_padding(again, model.eval()))
     assert recipe.results["seen/exact_match"] > recipe.results["seen, always the commonest completion"] == pytest.approx(2 / 3)
 
 
-def answered_alone(recipe: FinetuneVLM, model: Any) -> float:
-    """How many rows a model answers rightly, one at a time, with nothing padded."""
-    right = 0
+def exact_match_without_padding(recipe: FinetuneVLM, model: Any) -> float:
+    """Return the share of rows that the model answers correctly, one at a time and without padding."""
+    correct = 0
     for example in recipe._examples("seen", 12):
         inputs = recipe.batches.encoded([example.question()], side="right")
         made = model.generate(
             **inputs, max_new_tokens=6, do_sample=False, eos_token_id=recipe.vlm_processor.tokenizer.eos_token_id
         )
         text = recipe.vlm_processor.tokenizer.decode(made[0, inputs["input_ids"].shape[1] :])
-        right += text == f"{example.completion}<|end|>"
-    return right / 12
+        correct += text == f"{example.completion}<|end|>"
+    return correct / 12
 
 
-def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(tmp_path: Path) -> None:
-    whole = finetune_vlm(small(tmp_path, run_name="whole", max_duration="5ba"))
-    finetune_vlm(small(tmp_path, run_name="broken", max_duration="2ba"), callbacks=[CheckpointSaver(save_interval="2ba")])
-    resumed = finetune_vlm(small(tmp_path, run_name="broken", max_duration="5ba"))
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    whole = finetune_vlm(small_config(tmp_path, run_name="whole", max_duration="5ba"))
+    finetune_vlm(small_config(tmp_path, run_name="broken", max_duration="2ba"), callbacks=[CheckpointSaver(save_interval="2ba")])
+    resumed = finetune_vlm(small_config(tmp_path, run_name="broken", max_duration="5ba"))
     assert resumed.found().startswith("0.0")
     for name, value in weights(whole).items():
         assert torch.equal(value, weights(resumed)[name]), name
 
 
 def train_on_ranks(folder: str) -> dict[str, Any]:
-    """One of the ranks' part, with each way to share the work."""
+    """Train on this rank in each parallel mode, and return the losses and results."""
     ends = {}
     for parallel in ("ddp", "fsdp"):
-        config = small(Path(folder), parallel=parallel, batch_size=6, run_name=parallel, export=True)
-        recipe = finetune_vlm(config, callbacks=[kept := Kept()])
+        config = small_config(Path(folder), parallel=parallel, batch_size=6, run_name=parallel, export=True)
+        recipe = finetune_vlm(config, callbacks=[kept := KeepsBatches()])
         weights = [int((batch["labels"][:, 1:] != IGNORED_LABEL).sum()) for batch in kept.batches]
         ends[parallel] = {"losses": kept.losses, "weights": weights, "results": recipe.results}
     return ends
 
 
 @pytest.mark.test_all
-def test_two_ranks_train_evaluate_answer_and_export_as_one_process(tmp_path: Path) -> None:
+def test_two_ranks_train_evaluate_answer_and_export_like_one_process(tmp_path: Path) -> None:
     make_rows(tmp_path)
     ranks = run_ranks(train_on_ranks, 2, str(tmp_path))
-    alone = finetune_vlm(small(tmp_path, batch_size=12), callbacks=[kept := Kept()])  # a batch is all of the rows
+    alone = finetune_vlm(small_config(tmp_path, batch_size=12), callbacks=[kept := KeepsBatches()])  # a batch has all rows
     batch = alone.batches(alone._examples("seen", 12))
     for parallel in ("ddp", "fsdp"):
         results = ranks[0][parallel]["results"]
         assert [rank[parallel]["results"] for rank in ranks] == [results] * 2
-        losses = torch.tensor([rank[parallel]["losses"] for rank in ranks], dtype=torch.float64)  # of each rank's rows
+        losses = torch.tensor(
+            [rank[parallel]["losses"] for rank in ranks], dtype=torch.float64
+        )  # each rank has the loss of its own rows
         labels = torch.tensor([rank[parallel]["weights"] for rank in ranks])
         assert ((losses * labels).sum(dim=0) / labels.sum(dim=0)).tolist() == pytest.approx(kept.losses, abs=1e-5)
         assert results == pytest.approx(alone.results, abs=1e-5)
         with torch.no_grad():
-            assert float(loads(tmp_path / "runs" / parallel / "export")(**batch).loss) == pytest.approx(
+            assert float(loaded_model(tmp_path / "runs" / parallel / "export")(**batch).loss) == pytest.approx(
                 results["seen/loss"], abs=1e-5
             )
 
 
-def loads(folder: Path) -> Any:
+def loaded_model(folder: Path) -> Any:
     from transformers import AutoModelForImageTextToText
 
     return AutoModelForImageTextToText.from_pretrained(folder).eval()
 
 
-def test_what_is_exported_gives_the_same_logits_and_is_trained_on_from_its_folder(tmp_path: Path) -> None:
+def test_the_exported_model_gives_the_same_logits_and_can_be_trained_further(tmp_path: Path) -> None:
     from transformers import AutoProcessor
 
-    recipe = finetune_vlm(small(tmp_path, export=True))
+    recipe = finetune_vlm(small_config(tmp_path, export=True))
     folder = recipe.folder / "export"
     batch = recipe.batches(recipe._examples("train", 4))
     processor = AutoProcessor.from_pretrained(folder)
@@ -288,10 +292,14 @@ def test_what_is_exported_gives_the_same_logits_and_is_trained_on_from_its_folde
     examples = [form(recipe.rows["train"][i], f"{recipe.config.train.path}:{i + 1}") for i in (0, 3, 6, 9)]  # type: ignore[union-attr]
     assert all(torch.equal(batch[name], value) for name, value in ImageBatches(processor, 128, "reject")(examples).items())
     with torch.no_grad():
-        torch.testing.assert_close(loads(folder)(**batch).logits, recipe.trainer.model.eval()(**batch).logits, atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            loaded_model(folder)(**batch).logits, recipe.trainer.model.eval()(**batch).logits, atol=1e-6, rtol=0
+        )
     before = weights(recipe)
     model = VisionLanguageModel(path=str(folder), freeze=["vision_tower", "language_model"])
-    again = finetune_vlm(small(tmp_path, model=model, run_name="again", optimizer=lambda some: torch.optim.SGD(some, lr=0.5)))
+    again = finetune_vlm(
+        small_config(tmp_path, model=model, run_name="again", optimizer=lambda some: torch.optim.SGD(some, lr=0.5))
+    )
     changed = {name for name, value in weights(again).items() if not torch.equal(value, before[name])}
     assert changed
     assert all("multi_modal_projector" in name for name in changed)
@@ -307,8 +315,8 @@ def test_what_is_exported_gives_the_same_logits_and_is_trained_on_from_its_folde
     [("vision_tower", ("model.vision_tower.",)), ("projector", ("model.multi_modal_projector.",)),
      ("language_model", ("model.language_model.", "lm_head.")), ("*.layers.0.mlp.*", ("model.language_model.layers.0.mlp.",))],
 )  # fmt: skip
-def test_freezing_by_word_or_pattern(word: str, prefixes: tuple[str, ...]) -> None:
-    model = tiny(freeze=[word] if "*" not in word else ["model.language_model.layers.0.mlp.*"]).make_model(
+def test_freeze_accepts_names_of_parts_and_patterns_of_parameters(word: str, prefixes: tuple[str, ...]) -> None:
+    model = tiny_model(freeze=[word] if "*" not in word else ["model.language_model.layers.0.mlp.*"]).make_model(
         byte_processor(8, 2), 64
     )
     assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == {
@@ -376,7 +384,7 @@ BAD: dict[str, tuple[Callable[[Path], None], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_row_that_cannot_be_used_is_named(
+def test_an_invalid_row_is_rejected_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -402,7 +410,7 @@ def test_a_row_that_cannot_be_used_is_named(
     ],
 )
 def test_a_processor_that_does_not_fit_the_model_is_rejected(change: dict[str, Any], message: str) -> None:
-    model = tiny().make_model(byte_processor(8, 2), 64)
+    model = tiny_model().make_model(byte_processor(8, 2), 64)
     processor = byte_processor(change.pop("size", 8), 2)
     for name, value in change.items():
         setattr(processor, name, value)
@@ -413,7 +421,7 @@ def test_a_processor_that_does_not_fit_the_model_is_rejected(change: dict[str, A
 
 
 def test_a_processor_with_another_image_token_is_rejected() -> None:
-    config = tiny().make_model(byte_processor(8, 2), 64).config.to_dict()  # type: ignore[operator, union-attr]
+    config = tiny_model().make_model(byte_processor(8, 2), 64).config.to_dict()  # type: ignore[operator, union-attr]
     processor = byte_processor(8, 2)
     processor.image_token_id = 7
     with pytest.raises(ConfigError, match=r"has 7 as its image token, but the model of model\.config 261"):
@@ -421,7 +429,7 @@ def test_a_processor_with_another_image_token_is_rejected() -> None:
 
 
 def test_a_vocabulary_that_is_too_small_and_a_model_of_another_kind_are_rejected() -> None:
-    llava = tiny().make_model(byte_processor(8, 2), 64).config.to_dict()  # type: ignore[operator, union-attr]
+    llava = tiny_model().make_model(byte_processor(8, 2), 64).config.to_dict()  # type: ignore[operator, union-attr]
     llava["text_config"]["vocab_size"] = 100
     with pytest.raises(ConfigError, match=r"262 tokens, and the model of model\.config knows 100"):
         VisionLanguageModel(config=llava).make_model(byte_processor(8, 2), 64)
@@ -438,12 +446,12 @@ def test_a_vocabulary_that_is_too_small_and_a_model_of_another_kind_are_rejected
         ({"validation": {"seen": Rows("x")}}, "without train"),
     ],
 )
-def test_configurations_that_cannot_work(values: dict[str, Any], message: str) -> None:
+def test_invalid_configurations_are_rejected(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         FinetuneVLMConfig(**values)
 
 
-def test_a_word_for_what_the_model_does_not_have() -> None:
-    model = tiny(freeze=["lm_heads.*"])
+def test_a_freeze_pattern_that_matches_no_parameter_is_rejected() -> None:
+    model = tiny_model(freeze=["lm_heads.*"])
     with pytest.raises(ConfigError, match="no parameter matches lm_heads"):
         model.make_model(byte_processor(8, 2), 64)

@@ -1,4 +1,4 @@
-"""Adapters: which warnings are hidden; and on several ranks, one writes the merged model, and all know what came of it."""
+"""Adapters: the export of a merged model on several ranks, and the hidden warnings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHARDED = ["--parallel", "fsdp"]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of one process, with its checkpoint and what it exported."""
+    """Return the folder of a run of one process, with its checkpoint and its export."""
     folder = tmp_path_factory.mktemp("run")
     rows = sums(folder)
     job: dict[str, Any] = {
@@ -59,19 +59,21 @@ def exported_on_a_rank(run: Path, folder: Path, overrides: list[str]) -> str:
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("overrides", [pytest.param([], marks=pytest.mark.slow), SHARDED], ids=["ddp", "fsdp"])
-def test_two_ranks_export_what_one_process_did_and_rank_0_says_so(run: Path, tmp_path: Path, overrides: list[str]) -> None:
+def test_two_ranks_export_the_same_model_as_one_process_and_rank_0_reports_it(
+    run: Path, tmp_path: Path, overrides: list[str]
+) -> None:
     messages = run_ranks(exported_on_a_rank, 2, run, tmp_path / "out", overrides)
     assert messages[0].startswith(f"{run}, step 2: {tmp_path / 'out'} (")
     assert "model.safetensors, tokenizer.json" in messages[0]
     assert messages[1] == ""
-    ours, its = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", run / "export"))
-    assert ours.keys() == its.keys()
-    for name, tensor in its.items():
+    ours, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", run / "export"))
+    assert ours.keys() == expected.keys()
+    for name, tensor in expected.items():
         torch.testing.assert_close(ours[name], tensor, atol=1e-6, rtol=0)
 
 
 @pytest.mark.slow
-def test_what_rank_0_cannot_write_is_rejected_on_all(run: Path, tmp_path: Path) -> None:
+def test_a_failed_write_on_rank_0_is_an_error_on_all_ranks(run: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     messages = run_ranks(exported_on_a_rank, 2, run, tmp_path / "file" / "out", [])
     for text in messages:
@@ -79,7 +81,7 @@ def test_what_rank_0_cannot_write_is_rejected_on_all(run: Path, tmp_path: Path) 
 
 
 class Warns(GPT2LMHeadModel):  # type: ignore[misc]
-    """A model whose layers make peft adapt an option, and that warns of something else."""
+    """A model for whose layers peft warns that it adapts an option, and which gives another warning itself."""
 
     def add_adapter(self, *args: Any, **kwargs: Any) -> None:
         warnings.warn("the adapters are wrong", stacklevel=1)

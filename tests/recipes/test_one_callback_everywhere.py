@@ -1,4 +1,4 @@
-"""One file of callbacks, unchanged, in every recipe: the same events, fields and metric names in all of them."""
+"""The same callbacks work unchanged in every recipe, with the same events, fields and metric names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from callsheet.core.spec import import_path
 from callsheet.testing import check_events
 
 from . import tiny
-from .everywhere import Report, Story
+from .everywhere import RecordsEvents, Report
 
 COMMON = {
     *("train/loss", "train/grad_norm", "train/learning_rate", "train/tokens_per_second"),
@@ -34,7 +34,7 @@ MORE = {
         *(f"{dataset}/{loss}" for dataset in ("validation", "test") for loss in ("ce_loss", "kd_loss", "teacher_loss")),
     },
 }
-"""Those that some have besides."""
+"""The metrics that only some recipes have."""
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,25 +46,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def recorded(name: str, folder: Path) -> tuple[Story, Report]:
-    """The recipe's tiny job, run with both callbacks; once for all tests."""
-    story, report = Story(), Report()
+def recorded(name: str, folder: Path) -> tuple[RecordsEvents, Report]:
+    """Run the recipe's tiny job once for all tests, and return both callbacks."""
+    recorder, report = RecordsEvents(), Report()
     config = getattr(tiny, f"tiny_{name}")(folder / name)
-    recipe = import_path(RECIPES[name])(config, callbacks=[report, CheckpointSaver(save_interval="2ba"), story])
+    recipe = import_path(RECIPES[name])(config, callbacks=[report, CheckpointSaver(save_interval="2ba"), recorder])
     recipe.setup()
     recipe.run()
-    return story, report
+    return recorder, report
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_events_and_the_fields_are_those_of_pretraining(name: str, folder: Path) -> None:
+def test_events_and_fields_are_the_same_as_in_pretraining(name: str, folder: Path) -> None:
     events = [event for event, *_ in recorded(name, folder)[0].recorded]
     check_events(events)
     assert recorded(name, folder)[0].recorded == recorded("pretrain", folder)[0].recorded
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_metrics_have_the_same_names(name: str, folder: Path) -> None:
+def test_metrics_have_the_same_names_in_every_recipe(name: str, folder: Path) -> None:
     _, report = recorded(name, folder)
     names = {metric for _, values in report.records for metric in values}
     assert names == COMMON | MORE.get(name, set())
@@ -73,7 +73,7 @@ def test_metrics_have_the_same_names(name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_metrics_are_those_in_the_docs(name: str) -> None:
+def test_the_docs_list_exactly_the_metrics_of_each_recipe(name: str) -> None:
     page = (ROOT / "docs" / "reference" / "recipe_keys.md").read_text(encoding="utf-8")
     rows = [line.split(" | ") for line in page.partition("## Metrics\n")[2].splitlines() if line.startswith("| `")]
     documented = {
@@ -87,7 +87,7 @@ def test_the_metrics_are_those_in_the_docs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_report_can_be_made_of_it(name: str, folder: Path) -> None:
+def test_a_callback_can_collect_a_report_of_each_recipe(name: str, folder: Path) -> None:
     _, report = recorded(name, folder)
     assert (report.steps, report.outcome) == (4, "finished")
     assert len(report.losses) == len(report.norms) == 4

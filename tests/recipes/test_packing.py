@@ -1,4 +1,4 @@
-"""Packed examples: nothing is lost, little is padding, and each is to the model what it is alone."""
+"""Packed examples: none is lost, little is padding, and the model's outputs are those of single examples."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def samples(*lengths: int) -> list[dict[str, torch.Tensor]]:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=200))
-def test_a_plan_holds_every_example_once_and_no_row_too_many_tokens(lengths: list[int]) -> None:
+def test_a_plan_has_every_example_once_and_no_row_is_too_long(lengths: list[int]) -> None:
     rows = plan(lengths, 40)
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
     filled = [sum(lengths[i] for i in row) for row in rows]
     assert max(filled) <= 40
-    assert sum(fill <= 20 for fill in filled) <= 1  # two half empty ones would have been one
+    assert sum(fill <= 20 for fill in filled) <= 1  # two rows that are at most half full would be one
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("is_flat", [False, True])
-def test_a_packed_row_says_of_each_example_what_the_model_says_of_it_alone(attention: str, is_flat: bool) -> None:
+def test_logits_of_packed_examples_equal_those_of_single_examples(attention: str, is_flat: bool) -> None:
     model = model_of("llama", attn_implementation=attention)
     of_rows = [samples(9, 5, 12), samples(4, 11)]
     batch = Pack(0, flat=is_flat)([packed(row) for row in of_rows])
@@ -70,7 +70,7 @@ def test_a_packed_row_says_of_each_example_what_the_model_says_of_it_alone(atten
                 start = end
 
 
-def test_the_loss_of_packed_rows_is_that_of_padded_ones() -> None:
+def test_packed_and_padded_rows_have_the_same_loss() -> None:
     model, some = model_of("llama"), samples(9, 5, 12, 4, 11)
     with torch.no_grad():
         alone = model(**Padding(0)(some), use_cache=False).loss
@@ -81,7 +81,7 @@ def test_the_loss_of_packed_rows_is_that_of_padded_ones() -> None:
 @pytest.mark.parametrize(
     ("kind", "values"), [("llama", {}), ("mistral", {"sliding_window": 4}), ("gpt2", {"n_embd": 16, "n_layer": 1, "n_head": 2})]
 )
-def test_models_that_keep_examples_apart_are_taken_and_left_as_they_were(kind: str, values: dict[str, Any]) -> None:
+def test_models_that_separate_examples_are_accepted_and_stay_in_training_mode(kind: str, values: dict[str, Any]) -> None:
     model = model_of(kind, **values).train()
     check_kept_apart(model)
     assert all(module.training for module in model.modules())
@@ -89,6 +89,6 @@ def test_models_that_keep_examples_apart_are_taken_and_left_as_they_were(kind: s
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("kind", "values"), [("bloom", {"n_layer": 2, "n_head": 2}), ("mamba", {"state_size": 4})])
-def test_models_that_do_not_are_rejected(kind: str, values: dict[str, Any], dtype: torch.dtype) -> None:
+def test_models_that_do_not_separate_examples_are_rejected(kind: str, values: dict[str, Any], dtype: torch.dtype) -> None:
     with pytest.raises(ConfigError, match=r"packing: true does not work with .* give packing: false"):
         check_kept_apart(model_of(kind, **values).to(dtype))

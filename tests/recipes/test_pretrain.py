@@ -1,4 +1,4 @@
-"""Pretraining on rows of text, held against a plain loop, on ranks, and exported."""
+"""Pretraining on rows of text: compared with a plain loop, on two ranks, and exported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LENGTH = 16
 SHAPE: dict[str, Any] = {"hidden_size": 16, "layers": 1, "heads": 2, "intermediate_size": 16}
 
 
-def texts(folder: Path, name: str = "train", rows: int = 60) -> Path:
+def write_texts(folder: Path, name: str = "train", rows: int = 60) -> Path:
     path = folder / f"{name}.jsonl"
     lines = [json.dumps({"text": f"{name} has a row {number} of few words, and so on."}) for number in range(rows)]
     path.write_text("\n".join(lines) + "\n")
@@ -34,7 +34,7 @@ def texts(folder: Path, name: str = "train", rows: int = 60) -> Path:
 
 def config(folder: Path, **options: Any) -> PretrainConfig:
     rows = TextRows(
-        Rows(str(texts(folder))), {"held_out": Rows(str(texts(folder, "held_out", 8)))}, Rows(str(texts(folder, "test", 8))),
+        Rows(str(write_texts(folder))), {"held_out": Rows(str(write_texts(folder, "held_out", 8)))}, Rows(str(write_texts(folder, "test", 8))),
         sequence_length=LENGTH,
     )  # fmt: skip
     return PretrainConfig(
@@ -55,7 +55,7 @@ def config(folder: Path, **options: Any) -> PretrainConfig:
     )
 
 
-def test_rows_are_learnt_and_compared_with_counts(tmp_path: Path) -> None:
+def test_training_on_rows_reaches_a_lower_loss_than_the_unigram_baseline(tmp_path: Path) -> None:
     recipe = pretrain(config(tmp_path, max_duration="120ba", eval_interval="1ep"), callbacks=[history := History()])
     assert list(recipe.results) == ["held_out/loss", "test/loss", "held_out, unigram", "test, unigram"]
     assert recipe.results["test/loss"] < recipe.results["test, unigram"] < 5.6
@@ -86,9 +86,9 @@ class CountsEvaluations(Callback):
 
 
 @pytest.mark.parametrize(("max_duration", "is_trial"), [("20ba", True), ("21ba", False)])
-def test_a_short_run_is_short_in_all_its_parts(max_duration: str, is_trial: bool, tmp_path: Path) -> None:
-    held_out, test = (Rows(str(texts(tmp_path, name, rows))) for name, rows in (("held_out", 10), ("test", 8)))
-    rows = TextRows(Rows(str(texts(tmp_path))), {"held_out": held_out}, test, sequence_length=LENGTH)
+def test_a_short_run_shortens_evaluation_and_generation(max_duration: str, is_trial: bool, tmp_path: Path) -> None:
+    held_out, test = (Rows(str(write_texts(tmp_path, name, rows))) for name, rows in (("held_out", 10), ("test", 8)))
+    rows = TextRows(Rows(str(write_texts(tmp_path))), {"held_out": held_out}, test, sequence_length=LENGTH)
     job = config(tmp_path, rows=rows, max_duration=max_duration, eval_interval=None, eval_batch_size=1, generated_tokens=40)
     recipe = pretrain(job, callbacks=[counts := CountsEvaluations()])
     assert recipe.is_trial is is_trial
@@ -100,7 +100,7 @@ def test_a_short_run_is_short_in_all_its_parts(max_duration: str, is_trial: bool
 
 
 @pytest.mark.parametrize("source", ["stream", "parquet"])
-def test_a_stream_and_parquet_give_what_lines_give(source: str, tmp_path: Path) -> None:
+def test_a_stream_and_parquet_give_the_same_windows_as_json_lines(source: str, tmp_path: Path) -> None:
     lines = config(tmp_path)
     other = config(tmp_path)
     assert other.rows is not None
@@ -119,7 +119,7 @@ def test_a_stream_and_parquet_give_what_lines_give(source: str, tmp_path: Path) 
     assert len(windows[0]) > 100
 
 
-def test_a_stream_is_trained_on(tmp_path: Path) -> None:
+def test_a_stream_can_be_trained_on(tmp_path: Path) -> None:
     given = config(tmp_path)
     assert given.rows is not None
     given.rows.train.streaming = True
@@ -128,7 +128,7 @@ def test_a_stream_is_trained_on(tmp_path: Path) -> None:
     assert list(recipe.results) == ["held_out/loss", "test/loss"]
 
 
-def test_losses_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+def test_losses_equal_those_of_a_plain_loop(tmp_path: Path) -> None:
     """The same model, data and order, for 50 steps."""
     recipe = Pretrain(config(tmp_path, max_duration="50ba", clip_grad_norm=1.0, prompts=[]), callbacks=[history := History()])
     recipe.setup()
@@ -155,7 +155,7 @@ def test_losses_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     assert history["train/loss"] == pytest.approx(losses, abs=1e-6)
 
 
-def test_resumed_it_ends_with_the_same_weights(tmp_path: Path) -> None:
+def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     whole = pretrain(config(tmp_path, run_name="whole"))
     pretrain(config(tmp_path, run_name="parts", max_duration="4ba"), callbacks=[CheckpointSaver(save_interval="2ba")])
     parts = pretrain(config(tmp_path, run_name="parts"), callbacks=[CheckpointSaver(save_interval="2ba")])
@@ -164,7 +164,7 @@ def test_resumed_it_ends_with_the_same_weights(tmp_path: Path) -> None:
     assert whole.results == parts.results
 
 
-def test_the_exported_folder_says_the_same(tmp_path: Path) -> None:
+def test_the_exported_model_gives_the_same_logits(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     recipe = pretrain(config(tmp_path, export=True))
@@ -182,11 +182,11 @@ def on_ranks(folder: str, parallel: str) -> dict[str, float]:
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
-def test_two_ranks_learn_what_one_does(parallel: str, tmp_path: Path) -> None:
+def test_two_ranks_reach_about_the_same_loss_as_one(parallel: str, tmp_path: Path) -> None:
     alone = pretrain(config(tmp_path)).results
     one, other = run_ranks(on_ranks, 2, str(tmp_path), parallel)
     assert one == other
-    assert one["held_out/loss"] == pytest.approx(alone["held_out/loss"], rel=0.1)  # another order of the data
+    assert one["held_out/loss"] == pytest.approx(alone["held_out/loss"], rel=0.1)  # the data order differs
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_two_ranks_learn_what_one_does(parallel: str, tmp_path: Path) -> None:
         ('{"text": "short"}\n', "train has 6 tokens, and a window has 16: give more rows, or a shorter sequence_length"),
     ],
 )
-def test_bad_rows_are_named_before_anything_runs(content: str, message: str, tmp_path: Path) -> None:
+def test_invalid_rows_are_rejected_before_the_run_starts(content: str, message: str, tmp_path: Path) -> None:
     given = config(tmp_path)
     (tmp_path / "train.jsonl").write_text(content)
     with pytest.raises(ConfigError) as rejected:
@@ -208,9 +208,11 @@ def test_bad_rows_are_named_before_anything_runs(content: str, message: str, tmp
     assert not (tmp_path / "runs").exists()
 
 
-def test_it_runs_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_file_runs_with_a_value_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
-    texts(tmp_path), texts(tmp_path, "held_out", 8)
+    write_texts(tmp_path), write_texts(tmp_path, "held_out", 8)
     (tmp_path / "mine.yaml").write_text(
         "recipe: pretrain\nmax_duration: 4ba\nbatch_size: 2\nthreads: 1\ngenerated_tokens: 2\n"
         f"model: {json.dumps(SHAPE)}\n"
@@ -222,7 +224,9 @@ def test_it_runs_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert "held_out, unigram" in printed
 
 
-def test_a_run_that_python_made_is_opened_and_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_was_started_in_python_can_be_evaluated_and_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = pretrain(config(tmp_path), callbacks=[CheckpointSaver(save_interval="3ba")])
     assert main(["evaluate", str(tmp_path / "runs" / "pretrain")]) == 0
     assert f"{recipe.results['held_out/loss']:.5f}" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Rows of files and folders, by their places and splits, read by workers."""
+"""Rows of files and folders: their splits, their file and line, and reading by workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def texts_of(rows: Rows) -> list[str]:
     return [row["text"] for row in rows.read(["text"])]
 
 
-def test_a_folder_is_read_by_its_splits(tmp_path: Path) -> None:
+def test_a_folder_is_read_by_split(tmp_path: Path) -> None:
     for name in ("train-1", "train-2", "val", "test"):
         write(tmp_path / f"{name}.jsonl", [name])
     assert texts_of(Rows(str(tmp_path))) == ["train-1", "train-2"]
@@ -33,15 +33,15 @@ def test_a_folder_is_read_by_its_splits(tmp_path: Path) -> None:
     assert texts_of(Rows(str(tmp_path), split="test")) == ["test"]
 
 
-def test_a_split_that_is_not_there_is_not_another(tmp_path: Path) -> None:
+def test_a_missing_split_is_an_error_if_files_are_named_after_splits(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", ["train"])
     with pytest.raises(ConfigError, match=r"no file of the split 'validation', but has train.jsonl"):
         Rows(str(tmp_path), split="validation").read(["text"])
     (tmp_path / "train.jsonl").rename(tmp_path / "rows.jsonl")
-    assert texts_of(Rows(str(tmp_path), split="validation")) == ["train"]  # nothing is named after splits
+    assert texts_of(Rows(str(tmp_path), split="validation")) == ["train"]  # no file is named after a split
 
 
-def test_rows_know_their_places(tmp_path: Path) -> None:
+def test_each_row_has_its_file_and_line(tmp_path: Path) -> None:
     one, other = write(tmp_path / "a.jsonl", ["1", "2"]), write(tmp_path / "b.jsonl", ["3"])
     Path(one).write_text(Path(one).read_text().replace("\n", "\n\n", 1))
     table = Rows(str(tmp_path / "*.jsonl")).read(["text"])
@@ -59,14 +59,14 @@ def test_rows_know_their_places(tmp_path: Path) -> None:
         ({"path": "nothing"}, "no rows could be read from"),
     ],
 )
-def test_what_is_not_there_is_named(rows: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_missing_file_or_a_bad_limit_is_rejected(rows: dict[str, Any], message: str, tmp_path: Path) -> None:
     rows = {**rows, "path": str(tmp_path / rows["path"])}
     with pytest.raises(ConfigError, match=message):
         Rows(**rows).read(["text"])
 
 
 @pytest.mark.parametrize("files", [1, 2])
-def test_workers_share_a_stream_without_losing_any_of_it(files: int, tmp_path: Path) -> None:
+def test_workers_share_a_stream_without_losing_rows(files: int, tmp_path: Path) -> None:
     for number in range(files):
         write(tmp_path / f"train-{number}.jsonl", [f"{number} has the words of row {row} and more" for row in range(20)])
     rows = TextRows(Rows(str(tmp_path / "train-*.jsonl"), streaming=True), sequence_length=8)
@@ -74,4 +74,4 @@ def test_workers_share_a_stream_without_losing_any_of_it(files: int, tmp_path: P
     for workers in (0, 2):
         dataset = rows.sets(byte_tokenizer()).datasets["train"]
         counts.append(sum(1 for _ in DataLoader(dataset, batch_size=None, num_workers=workers)))
-    assert counts[0] - files <= counts[1] <= counts[0]  # what is left over of each worker's share is no window
+    assert counts[0] - files <= counts[1] <= counts[0]  # the incomplete last window of each worker is dropped

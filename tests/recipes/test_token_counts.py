@@ -1,4 +1,4 @@
-"""The baselines of counting, against counting by hand."""
+"""The unigram and bigram baselines, compared with an independent computation."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from callsheet.recipes.data.rows import Row, Table
 from callsheet.recipes.tasks.token_counts import TokenCounts
 
 
-class Given(Table):
-    """Tokens with whether they are learnt, as rows."""
+class GivenRows(Table):
+    """Rows of letters; capital letters are targets."""
 
     def __init__(self, *rows: str) -> None:
         self._rows = rows
@@ -31,15 +31,15 @@ class Given(Table):
 
 
 def encode(row: Row, _: str) -> Example:
-    """Capital letters are learnt."""
+    """Return the letters as tokens. Capital letters are targets."""
     return Example([ord(letter.lower()) - ord("a") for letter in row["row"]], [letter.isupper() for letter in row["row"]])
 
 
 def examples(*rows: str) -> Examples:
-    return Examples(Given(*rows), encode, Fit(100, "reject"))
+    return Examples(GivenRows(*rows), encode, Fit(100, "reject"))
 
 
-def test_cross_entropies_are_those_of_the_counts() -> None:
+def test_cross_entropies_equal_those_of_an_independent_computation() -> None:
     train, evaluated = ["abAB", "abBA", "cC", "Aab" + "A" * 3], ["bAC", "aBD"]
     follows = [(row[i - 1].lower(), row[i].lower()) for row in train for i in range(1, len(row)) if row[i].isupper()]
     single, pairs, before = Counter(b for _, b in follows), Counter(follows), Counter(a for a, _ in follows)
@@ -57,7 +57,7 @@ def test_cross_entropies_are_those_of_the_counts() -> None:
     assert found == pytest.approx((unigram, bigram))
 
 
-def test_the_standard_library_explains_its_functions() -> None:
+def test_rows_of_docstrings_come_from_their_source_and_no_file_is_in_two_sets() -> None:
     import argparse
 
     made = Docstrings(folder=str(argparse.__file__).rpartition("/")[0] + "/email", held_out_percent=40)

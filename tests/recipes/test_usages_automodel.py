@@ -1,4 +1,4 @@
-"""Usages of NeMo AutoModel's page "Custom Callbacks", on callsheet itself: one test a usage, in the order of the page; see `usages`."""
+"""Usages from NeMo AutoModel's page "Custom Callbacks", written for callsheet: one test per usage, in the order of the page. See `usages`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from callsheet.testing import Recorder
 from .usages import DATA, train
 
 
-def test_metrics_reporter_reads_a_step_a_validation_and_a_checkpoint(tmp_path: Path) -> None:
+def test_a_metrics_reporter_receives_steps_validations_and_checkpoints(tmp_path: Path) -> None:
     lines: list[str] = []
 
     class MetricsReporter(Callback):
@@ -51,19 +51,19 @@ def test_metrics_reporter_reads_a_step_a_validation_and_a_checkpoint(tmp_path: P
     ]
 
 
-def test_callbacks_go_to_the_constructor_of_a_recipe(pretrained: tuple[Pretrain, Recorder]) -> None:
+def test_callbacks_are_passed_to_the_constructor_of_a_recipe(pretrained: tuple[Pretrain, Recorder]) -> None:
     recipe, recorder = pretrained
     assert recorder.events.count("on_train_step_end") == 4
     assert set(recipe.results) == {"validation/loss", "test/loss", "unigram", "bigram"}
 
 
-def test_validation_results_are_data_that_can_be_posted() -> None:
+def test_validation_results_can_be_serialized_as_json() -> None:
     posted: list[str] = []
     train(callsheet.callbacks.Lambda(on_eval_all_end=lambda ctx: posted.append(json.dumps(ctx.eval_results))))
     assert [sorted(json.loads(body)["validation"]) for body in posted] == [["loss"], ["loss"]]
 
 
-def test_a_train_step_s_data_has_step_epoch_metrics_and_time() -> None:
+def test_the_record_of_a_step_has_step_epoch_metrics_and_time() -> None:
     class Reader(Callback):
         def __init__(self) -> None:
             self.seen: list[tuple[Any, ...]] = []
@@ -79,7 +79,7 @@ def test_a_train_step_s_data_has_step_epoch_metrics_and_time() -> None:
         assert has_time
 
 
-def test_several_validation_sets_come_by_name() -> None:
+def test_results_of_several_validation_sets_are_available_by_name() -> None:
     found: list[dict[str, dict[str, float]]] = []
     names: list[str] = []
     manager = CallbackManager()
@@ -100,7 +100,7 @@ def test_checkpoint_information_is_complete(tmp_path: Path) -> None:
     (info,) = infos
     assert (info.epoch, info.step, info.best_metric_key) == (1, 3, "squad/loss")
     assert info.train_loss is not None
-    assert info.val_losses == {name: trainer.eval_results[name]["loss"] for name in sets}  # of all sets, and not emptied
+    assert info.val_losses == {name: trainer.eval_results[name]["loss"] for name in sets}  # the results of all validation sets
     assert Path(info.path).parent == tmp_path / "run" / "checkpoints"
     assert info.size_bytes > 0
 
@@ -124,7 +124,7 @@ def test_no_checkpoint_is_reported_if_none_was_saved() -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
-def test_an_exception_is_reported_without_calling_a_runner(error: BaseException) -> None:
+def test_on_exception_is_fired_without_calling_a_runner(error: BaseException) -> None:
     recorded: list[tuple[Any, str, int]] = []
 
     def fail(ctx: Context) -> None:
@@ -148,4 +148,4 @@ def test_train_end_is_fired_only_if_training_succeeded() -> None:
     with pytest.raises(ZeroDivisionError):
         train(manager)
     assert "on_train_end" not in failed.events
-    assert failed.events[-2:] == ["on_exception", "on_run_end"]  # the end is fired however the run ends
+    assert failed.events[-2:] == ["on_exception", "on_run_end"]  # `on_run_end` is fired however the run ends

@@ -1,4 +1,4 @@
-"""Usages of Composer's page "Callbacks", on callsheet itself: one test a usage, in the order of the page; see `usages`."""
+"""Usages from Composer's page "Callbacks", written for callsheet: one test per usage, in the order of the page. See `usages`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from callsheet.testing import Recorder
 from .usages import DATA, train
 
 
-def test_built_ins_measure_and_a_logger_says_where_to() -> None:
+def test_built_in_monitors_write_to_the_given_logger() -> None:
     logger = InMemoryLogger()
     train([SpeedMonitor(window_size=2), LRMonitor()], loggers=[logger])
     assert logger.history("lr/SGD/0") == ([1, 2, 3, 4, 5, 6], [0.01] * 6)
@@ -39,11 +39,11 @@ PAGE = {
 }
 
 
-def test_all_callbacks_of_the_page_s_table_are_there() -> None:
+def test_all_callbacks_in_the_page_s_table_exist() -> None:
     assert set(callsheet.callbacks.__all__) >= PAGE
 
 
-def test_an_epoch_monitor_by_method_and_by_catch_all() -> None:
+def test_an_event_method_and_on_event_receive_the_same_epochs() -> None:
     class EpochMonitor(Callback):
         def __init__(self) -> None:
             self.epochs: list[int] = []
@@ -60,10 +60,10 @@ def test_an_epoch_monitor_by_method_and_by_catch_all() -> None:
                 self.epochs.append(ctx.state.timestamp.epoch)
 
     train([one := EpochMonitor(), other := CatchAll()])
-    assert one.epochs == other.epochs == [0, 1]  # what is completed; `ctx.epoch` is the one in hand, from 1
+    assert one.epochs == other.epochs == [0, 1]  # completed epochs; `ctx.epoch` is the current one, from 1
 
 
-def test_a_catch_all_beside_methods_of_events_is_rejected() -> None:
+def test_overriding_both_on_event_and_an_event_method_is_rejected() -> None:
     class Both(Callback):
         def on_event(self, ctx: Context) -> None: ...
 
@@ -107,11 +107,11 @@ COMPOSER = {
 }
 
 
-def test_the_events_come_in_the_order_of_the_pseudocode(tmp_path: Path) -> None:
-    """One epoch of two batches of two microbatches, evaluated after the second."""
+def test_events_are_fired_in_the_order_of_the_page_s_pseudocode(tmp_path: Path) -> None:
+    """One epoch of two batches of two microbatches, with an evaluation after the second batch."""
     recorded: list[str] = []
 
-    class Names(Callback):
+    class RecordsEvents(Callback):
         def on_event(self, ctx: Context) -> None:
             if ctx.event == "on_checkpoint_due" and ctx.boundary != "before_eval":
                 recorded.append({"step": "batch", "epoch": "epoch", "round": "iteration"}[ctx.boundary] + "_checkpoint")
@@ -129,8 +129,8 @@ def test_the_events_come_in_the_order_of_the_pseudocode(tmp_path: Path) -> None:
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
         microbatch_size=2,
         eval_interval="2ba",
-        epochs_per_round=1,  # without it no round is complete, and no event is fired after one
-        callbacks=Names(),
+        epochs_per_round=1,  # otherwise no round is completed, and its end is not fired
+        callbacks=RecordsEvents(),
         runs_folder=tmp_path,
         run_name="run",
         resume="auto",
@@ -140,18 +140,18 @@ def test_the_events_come_in_the_order_of_the_pseudocode(tmp_path: Path) -> None:
     microbatch = ["before_forward", "after_forward", "before_loss", "after_loss", "before_backward", "after_backward"]
     fetch = ["before_dataloader", "after_dataloader"]
     batch = [*fetch, "batch_start", "before_train_batch", *microbatch * 2, "after_train_batch", "batch_end"]
-    judged = ["eval_batch_start", "eval_before_forward", "eval_after_forward", "eval_batch_end"]
-    evaluation = ["eval_before_all", "eval_start", *judged, "eval_end", "eval_after_all"]
+    evaluation_batch = ["eval_batch_start", "eval_before_forward", "eval_after_forward", "eval_batch_end"]
+    evaluation = ["eval_before_all", "eval_start", *evaluation_batch, "eval_end", "eval_after_all"]
     assert recorded == [
         *["init", "before_load", "after_load", "fit_start", "iteration_start", "epoch_start"],
         *[*batch, "batch_checkpoint"],
         *[*batch, *evaluation, "batch_checkpoint"],
-        "before_dataloader",  # and there is no batch
+        "before_dataloader",  # this fetch finds the end of the data
         *["epoch_end", "epoch_checkpoint", "iteration_end", "iteration_checkpoint", "fit_end"],
     ]
 
 
-def test_a_standalone_evaluation_says_so() -> None:
+def test_ctx_standalone_is_true_only_in_an_evaluation_outside_training() -> None:
     recorded: list[bool] = []
     manager = CallbackManager()
     manager.register("on_eval_all_start", lambda ctx: recorded.append(ctx.standalone))
@@ -161,7 +161,7 @@ def test_a_standalone_evaluation_says_so() -> None:
     assert recorded == [True, False]
 
 
-def test_model_surgery_at_the_start_is_trained() -> None:
+def test_a_parameter_that_is_added_in_on_run_start_is_trained() -> None:
     class Surgery(Callback):
         phase = "change"
 
@@ -169,10 +169,10 @@ def test_model_surgery_at_the_start_is_trained() -> None:
             ctx.model.register_parameter("bias", nn.Parameter(torch.full((1,), 7.0)))
 
     trainer = train(Surgery())
-    assert trainer.model.get_parameter("bias").item() != 7.0  # the optimizer knows it
+    assert trainer.model.get_parameter("bias").item() != 7.0  # it is in the optimizer
 
 
-def test_a_batch_is_transformed_when_it_was_fetched() -> None:
+def test_a_batch_can_be_transformed_in_on_fetch_end() -> None:
     seen: list[float] = []
 
     class Transform(Callback):
@@ -188,15 +188,15 @@ def test_a_batch_is_transformed_when_it_was_fetched() -> None:
     assert seen == [0.0, 0.0, 0.0]
 
 
-def test_the_saver_knows_the_evaluation_of_the_same_boundary(tmp_path: Path) -> None:
+def test_the_saver_uses_the_evaluation_of_the_same_boundary(tmp_path: Path) -> None:
     kinds: list[tuple[int, str]] = []
     manager = CallbackManager([CheckpointSaver(save_interval=None, save_at_end=False, monitor="validation/loss")])
     manager.register("on_checkpoint_published", lambda ctx: kinds.append((ctx.checkpoint.step, ctx.checkpoint.kind)))
     train(manager, eval_interval="2ba", runs_folder=tmp_path, run_name="run")
-    assert kinds == [(2, "best"), (4, "best"), (6, "best")]  # the loss falls at each of them
+    assert kinds == [(2, "best"), (4, "best"), (6, "best")]  # the loss decreases at each evaluation
 
 
-def test_each_call_of_fit_fires_its_events() -> None:
+def test_each_fit_fires_its_events_and_the_run_ends_once() -> None:
     recorder = Recorder()
     with Trainer(
         nn.Linear(2, 1),

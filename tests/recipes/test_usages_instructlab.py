@@ -1,4 +1,4 @@
-"""Usages of InstructLab Training's class-based callbacks, and the reviews of them, on callsheet itself: one test a usage, in the order of the page; see `usages`."""
+"""Usages from InstructLab Training's page on class-based callbacks, and from the reviews of them, written for callsheet: one test per usage, in the order of the page. See `usages`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from callsheet.testing import Recorder
 from .usages import Threshold, train
 
 
-def test_the_names_that_users_need_are_in_the_package() -> None:
+def test_the_package_exports_callback_and_context() -> None:
     assert callsheet.Callback is Callback
     assert callsheet.Context is Context
 
 
-def test_all_of_its_hooks_have_an_event(tmp_path: Path) -> None:
+def test_each_hook_of_instructlab_has_an_event_in_the_same_order(tmp_path: Path) -> None:
     hooks = {
         "on_train_begin": "on_train_start",
         "on_epoch_begin": "on_epoch_start",
@@ -43,14 +43,14 @@ def test_all_of_its_hooks_have_an_event(tmp_path: Path) -> None:
     saver = CheckpointSaver(save_interval="3ba")
     train([recorder := Recorder(), saver], max_duration="1ep", eval_interval="3ba", runs_folder=tmp_path, run_name="run")
     order = list(hooks.values())
-    # It is fired when the step is over; here the events of the step's boundary come after it, and in InstructLab before it.
+    # callsheet fires `on_train_step_end` before the events of the step's boundary, and InstructLab fires its `on_step_end` after them.
     order.remove("on_train_step_end")
     order.insert(order.index("on_log"), "on_train_step_end")
     first = [event for event in dict.fromkeys(recorder.events) if event in order]
     assert first == order
 
 
-def test_callbacks_off_the_thread_never_stop_training(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_callback_in_the_background_does_not_stop_training(caplog: pytest.LogCaptureFixture) -> None:
     class Failing(Callback):
         def on_train_step_end(self, ctx: Context) -> None:
             raise RuntimeError("of the callback alone")
@@ -61,25 +61,25 @@ def test_callbacks_off_the_thread_never_stop_training(caplog: pytest.LogCaptureF
     assert "of the callback alone" in caplog.text
 
 
-def test_callbacks_off_the_thread_are_not_waited_for() -> None:
-    here = threading.Event()
+def test_training_does_not_wait_for_a_callback_in_the_background() -> None:
+    training_ended = threading.Event()
     order: list[str] = []
 
     class Slow(Callback):
         lane = "background"
 
         def on_train_start(self, ctx: Context) -> None:
-            here.wait(60)
+            training_ended.wait(60)
             order.append("slow")
 
     manager = CallbackManager([Slow()])
     manager.register("on_train_end", lambda ctx: order.append("trained"))
-    manager.register("on_train_end", lambda ctx: here.set())
+    manager.register("on_train_end", lambda ctx: training_ended.set())
     train(manager)
     assert order == ["trained", "slow"]
 
 
-def test_every_event_of_a_lane_is_delivered_before_the_end_in_order() -> None:  # there 0 to 1 of 50
+def test_a_lane_delivers_every_event_in_order_before_the_run_ends() -> None:  # InstructLab delivers at most 1 of 50
     class Recorded(Callback):
         lane = "background"
 
@@ -93,29 +93,31 @@ def test_every_event_of_a_lane_is_delivered_before_the_end_in_order() -> None:  
             self.recorded.append(("end", ctx.step))
 
         def on_train_end(self, ctx: Context) -> None:
-            time.sleep(0.2)  # the end waits for what a callback has to do
+            time.sleep(0.2)  # the end of the run waits for this
             self.recorded.append(("over", ctx.step))
 
     train(callback := Recorded(), max_duration="25ba", eval_dataloader=None)
-    steps = [(what, step) for step in range(1, 26) for what in ("start", "end")]  # a step has one number at its start and its end
+    steps = [
+        (what, step) for step in range(1, 26) for what in ("start", "end")
+    ]  # the step has the same number at its start and end
     assert callback.recorded == [*steps, ("over", 25)]
 
 
-def test_what_a_lane_reads_is_its_own() -> None:
-    class Vandal(Callback):
+def test_a_callback_in_a_lane_receives_copies_of_fields() -> None:
+    class ModifiesSnapshot(Callback):
         lane = "background"
         snapshot_fields = ("user_state", "eval_results")
-        has_come = 0
+        calls = 0
 
         def on_eval_all_end(self, ctx: Context) -> None:
-            ctx.user_state["nested"].append("spoilt")
+            ctx.user_state["nested"].append("changed")
             ctx.eval_results["validation"]["loss"] = -1.0
-            self.has_come += 1
+            self.calls += 1
 
-    manager = CallbackManager([vandal := Vandal()])
+    manager = CallbackManager([callback := ModifiesSnapshot()])
     manager.user_state["nested"] = []
     trainer = train(manager)
-    assert vandal.has_come == 2
+    assert callback.calls == 2
     assert manager.user_state["nested"] == []
     assert trainer.eval_results["validation"]["loss"] > 0
 
@@ -128,35 +130,35 @@ def test_callbacks_are_added_and_removed_by_instance_and_by_class() -> None:
 
 
 @pytest.mark.parametrize("thing", ["a string", 42, object(), Recorder])
-def test_what_is_no_callback_is_a_type_error(thing: Any) -> None:
+def test_adding_an_object_that_is_not_a_callback_is_a_type_error(thing: Any) -> None:
     with pytest.raises(NotACallbackError) as caught:
         CallbackManager().add(thing)
     assert isinstance(caught.value, TypeError)
 
 
-def test_closing_twice_does_nothing_and_a_finished_run_fires_nothing() -> None:
+def test_a_closed_run_can_be_closed_again_and_fires_no_events() -> None:
     trainer = train(recorder := Recorder())
     before = list(recorder.events)
     trainer.close()
     trainer.close()
-    with pytest.raises(RunEndedError):  # there `fire` is silent
+    with pytest.raises(RunEndedError):  # InstructLab's `fire` does nothing
         trainer.fit()
     assert recorder.events == before
 
 
-def test_callbacks_are_configured_as_data() -> None:  # there, as objects in the arguments alone
-    carried = Threshold(0.5, words=["a"])
-    carried.seen = 3
-    again = CallbackSpec.from_dict(json.loads(json.dumps(CallbackSpec.of(carried).to_dict()))).build()
+def test_a_callback_is_restored_from_json_with_arguments_and_state() -> None:  # InstructLab accepts only objects
+    original = Threshold(0.5, words=["a"])
+    original.seen = 3
+    again = CallbackSpec.from_dict(json.loads(json.dumps(CallbackSpec.of(original).to_dict()))).build()
     assert isinstance(again, Threshold)
     assert (again.threshold, again.words, again.seen) == (0.5, ["a"], 3)
 
 
-def test_a_log_has_loss_and_learning_rate() -> None:
+def test_a_record_has_loss_learning_rate_and_sample_count() -> None:
     records: list[dict[str, float]] = []
     manager = CallbackManager()
     manager.register("on_log", lambda ctx: records.append(dict(ctx.record.values)))
     train(manager, max_duration="1ba", eval_dataloader=None)
     assert records[0]["train/learning_rate"] == 0.01
     assert records[0]["train/loss"] > 0
-    assert records[0]["time/sample"] == 4  # cumulative
+    assert records[0]["time/sample"] == 4  # the total of the run

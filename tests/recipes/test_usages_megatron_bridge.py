@@ -1,4 +1,4 @@
-"""Usages of Megatron Bridge's page "Callbacks", and the reference of its module, on callsheet itself: one test a usage, in the order of the page; see `usages`."""
+"""Usages from Megatron Bridge's page "Callbacks", and from the reference of its module, written for callsheet: one test per usage, in the order of the page. See `usages`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .tiny import tiny_pretrain
 from .usages import DATA, train
 
 
-def test_a_class_keeps_time_in_user_state() -> None:
+def test_a_callback_keeps_its_start_time_in_user_state() -> None:
     lines: list[str] = []
 
     class MyCallback(Callback):
@@ -38,7 +38,7 @@ def test_a_class_keeps_time_in_user_state() -> None:
             lines.append("completed")
 
     train(MyCallback(), max_duration="2ba")
-    assert lines == ["started at step 0", "step 1: loss", "step 2: loss", "completed"]  # a step is the one in hand, from 1
+    assert lines == ["started at step 0", "step 1: loss", "step 2: loss", "completed"]  # `ctx.step` is the current step, from 1
 
 
 def test_a_function_is_registered_for_an_event() -> None:
@@ -55,7 +55,7 @@ def test_a_function_is_registered_for_an_event() -> None:
 
 
 class Named(Callback):
-    """Writes its name down."""
+    """Records its name after each evaluation."""
 
     def __init__(self, name: str, recorded: list[str]) -> None:
         self.name, self.recorded = name, recorded
@@ -64,7 +64,7 @@ class Named(Callback):
         self.recorded.append(self.name)
 
 
-def test_classes_lists_and_functions_mix_and_are_called_in_the_order_of_registration() -> None:
+def test_classes_lists_and_functions_are_called_in_the_order_of_registration() -> None:
     recorded: list[str] = []
     manager = CallbackManager()
     manager.add(Named("one", recorded))
@@ -91,11 +91,11 @@ LISTED = {
     "on_test_step_end": ALWAYS,
     "on_test_end": ALWAYS | {"eval_losses"},
 }
-"""The events that the page lists, with the fields that it lists for them (`skipped_iter` is `step_skipped`, `total_loss_dict` `eval_losses`)."""
+"""The events that the page lists, with the fields that it lists for them (`skipped_iter` is called `step_skipped`, and `total_loss_dict` is called `eval_losses`)."""
 
 
 @pytest.fixture(scope="module")
-def listed() -> dict[str, Context]:
+def listed() -> dict[str, set[str]]:
     """Return the fields that could be read at each event when it was first fired."""
     read: dict[str, Any] = {}
     manager = CallbackManager()
@@ -128,14 +128,14 @@ def test_a_step_s_fields_are_available_only_at_its_end(event: str, listed: Mappi
     assert not listed[event] & {"loss_dict", "grad_norm", "step_skipped"}
 
 
-def test_a_field_outside_its_window_is_an_error_and_not_none() -> None:
+def test_reading_a_field_outside_its_window_is_an_error() -> None:
     manager = CallbackManager()
     manager.register("on_train_start", lambda ctx: ctx.loss_dict)
-    with pytest.raises(FieldNotAvailable, match="on_train_step_end"):  # there it is None; here it says where it can be read
+    with pytest.raises(FieldNotAvailable, match="on_train_step_end"):  # Megatron Bridge returns None
         train(manager)
 
 
-def test_the_gradient_norm_is_there_if_it_was_computed() -> None:
+def test_the_gradient_norm_is_none_unless_gradients_are_clipped() -> None:
     norms: dict[float | None, Any] = {}
     for clip in (None, 1.0):
         manager = CallbackManager()
@@ -145,7 +145,7 @@ def test_the_gradient_norm_is_there_if_it_was_computed() -> None:
     assert norms[1.0].item() > 0
 
 
-def test_the_model_is_in_the_mode_that_the_table_says() -> None:
+def test_the_model_is_in_evaluation_mode_only_during_evaluations() -> None:
     modes: dict[str, bool] = {}
     manager = CallbackManager()
     for event in ("on_train_start", "on_eval_start", "on_eval_end", "on_train_end"):
@@ -154,7 +154,7 @@ def test_the_model_is_in_the_mode_that_the_table_says() -> None:
     assert modes == {"on_train_start": True, "on_eval_start": False, "on_eval_end": False, "on_train_end": True}
 
 
-def test_a_step_counter_in_user_state_is_the_manager_s_and_shared() -> None:
+def test_user_state_is_shared_by_the_callbacks_and_the_manager() -> None:
     class StepCounter(Callback):
         def on_train_start(self, ctx: Context) -> None:
             ctx.user_state["callback_step_count"] = 0
@@ -170,18 +170,18 @@ def test_a_step_counter_in_user_state_is_the_manager_s_and_shared() -> None:
     assert manager.user_state["callback_step_count"] == 6
 
 
-def test_user_state_is_in_checkpoints(tmp_path: Path) -> None:  # there it is lost
-    class Best(Callback):
+def test_user_state_is_restored_from_a_checkpoint(tmp_path: Path) -> None:  # Megatron Bridge loses it
+    class RecordsStart(Callback):
         def on_train_start(self, ctx: Context) -> None:
             ctx.user_state.setdefault("began_at", ctx.step)
 
-    train([Best(), CheckpointSaver()], runs_folder=tmp_path, run_name="run", max_duration="1ep")
-    manager = CallbackManager([Best(), CheckpointSaver()])
+    train([RecordsStart(), CheckpointSaver()], runs_folder=tmp_path, run_name="run", max_duration="1ep")
+    manager = CallbackManager([RecordsStart(), CheckpointSaver()])
     train(manager, runs_folder=tmp_path, run_name="run", resume="auto")
     assert manager.user_state["began_at"] == 0
 
 
-def test_an_exception_of_a_callback_comes_out_and_stops_training() -> None:
+def test_an_exception_in_a_callback_is_raised_and_stops_training() -> None:
     steps: list[int] = []
     manager = CallbackManager()
     manager.register("on_train_step_end", lambda ctx: steps.append(ctx.step))
@@ -189,10 +189,10 @@ def test_an_exception_of_a_callback_comes_out_and_stops_training() -> None:
     with pytest.raises(KeyError, match="missing") as caught:
         train(manager)
     assert steps == [1, 2]
-    assert "on_train_step_end" in "".join(caught.value.__notes__)  # and says who it was, where
+    assert "on_train_step_end" in "".join(caught.value.__notes__)  # a note names the handler and the event
 
 
-def test_a_callback_that_catches_its_own_exception_continues() -> None:
+def test_training_continues_if_a_callback_catches_its_own_exception() -> None:
     failures: list[str] = []
 
     def safe_callback(ctx: Context) -> None:
@@ -207,13 +207,13 @@ def test_a_callback_that_catches_its_own_exception_continues() -> None:
     assert len(failures) == 6
 
 
-def test_a_callback_whose_failures_are_isolated_needs_no_try() -> None:
+def test_training_continues_after_an_isolated_failure_of_a_callback() -> None:
     manager = CallbackManager()
     manager.register("on_eval_end", lambda ctx: 1 / 0, on_error="isolate")
     assert train(manager).run.outcome == "finished"
 
 
-def test_introspection() -> None:
+def test_a_manager_lists_its_events_and_callbacks() -> None:
     manager = CallbackManager()
     assert not manager.has_callbacks("on_train_start")
 
@@ -228,21 +228,21 @@ def test_introspection() -> None:
     assert set(LISTED) <= manager.events
 
 
-def test_a_class_receives_the_events_that_it_overrides() -> None:
+def test_a_callback_listens_only_to_the_events_that_it_overrides() -> None:
     manager = CallbackManager([Named("one", [])])
     assert [event for event in manager.events if manager.has_callbacks(event)] == ["on_eval_end"]
 
 
-@pytest.mark.parametrize("ask", ["register", "list_callbacks", "has_callbacks", "fire"])
-def test_an_unknown_event_is_a_value_error(ask: str) -> None:
+@pytest.mark.parametrize("method", ["register", "list_callbacks", "has_callbacks", "fire"])
+def test_an_unknown_event_is_a_value_error(method: str) -> None:
     manager = CallbackManager()
-    words = {"register": (print,), "fire": (Context(RunInfo("none")),)}.get(ask, ())
+    arguments = {"register": (print,), "fire": (Context(RunInfo("none")),)}.get(method, ())
     # In Megatron Bridge, `has_callbacks` returns False, and `fire` raises KeyError.
     with pytest.raises(ValueError, match="did you mean 'on_train_step_end'"):
-        getattr(manager, ask)("on_train_step_ended", *words)
+        getattr(manager, method)("on_train_step_ended", *arguments)
 
 
-def test_callbacks_are_normalized() -> None:
+def test_normalize_callbacks_returns_none_or_a_manager() -> None:
     manager = CallbackManager()
     assert normalize_callbacks(None) is None
     assert normalize_callbacks(manager) is manager
@@ -251,7 +251,7 @@ def test_callbacks_are_normalized() -> None:
     assert made.callbacks == [one]
 
 
-def test_should_fire_asks_for_a_manager_and_a_listener() -> None:
+def test_should_fire_is_true_only_with_a_manager_and_a_listener() -> None:
     manager = CallbackManager()
     assert not should_fire(None, "on_train_start")
     assert not should_fire(manager, "on_train_start")
@@ -259,13 +259,13 @@ def test_should_fire_asks_for_a_manager_and_a_listener() -> None:
     assert should_fire(manager, "on_train_start")
 
 
-def test_nothing_of_callsheet_s_own_is_a_callback() -> None:
+def test_a_run_without_callbacks_registers_none_of_its_own() -> None:
     trainer = train()
     assert trainer.callbacks.callbacks == []
     assert not any(trainer.callbacks.has_callbacks(event) for event in trainer.callbacks.events)
 
 
-def test_pretrain_takes_a_forward_step_and_a_list_or_a_manager(tmp_path: Path) -> None:
+def test_pretrain_accepts_a_forward_step_and_a_manager(tmp_path: Path) -> None:
     shapes: list[torch.Size] = []
 
     def forward_step(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
@@ -282,19 +282,19 @@ def test_pretrain_takes_a_forward_step_and_a_list_or_a_manager(tmp_path: Path) -
     assert recipe.results["test/loss"] > 0
 
 
-def test_the_state_has_the_configuration(pretrained: tuple[Pretrain, Recorder]) -> None:
+def test_the_run_has_the_configuration_of_the_recipe(pretrained: tuple[Pretrain, Recorder]) -> None:
     recipe, _ = pretrained
     assert recipe.trainer.run.config["model"]["hidden_size"] == 16
 
 
-def test_pretrain_validates_and_tests_when_training_is_over(pretrained: tuple[Pretrain, Recorder]) -> None:
+def test_pretrain_validates_during_training_and_tests_after_it(pretrained: tuple[Pretrain, Recorder]) -> None:
     _, recorder = pretrained
     events = [event for event in recorder.events if event in LISTED and "step" not in event]
     evaluation, test = ["on_eval_start", "on_eval_end"], ["on_test_start", "on_test_end"]
     assert events == ["on_train_start", *evaluation, *evaluation, "on_train_end", *test]
 
 
-def test_proprietary_metrics_with_an_endpoint_and_a_cluster_id(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_callback_can_send_metrics_with_a_cluster_id_to_an_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLUSTER_ID", "blue")
 
     class Client:

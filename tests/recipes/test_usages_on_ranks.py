@@ -1,4 +1,4 @@
-"""Usages of what the pages of all of them say of distributed training, on callsheet itself: one test a usage, in the order of the page; see `usages`."""
+"""Usages from the pages of these systems on distributed training, written for callsheet: one test per usage, in the order of the page. See `usages`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .usages import Threshold, train
 pytestmark = pytest.mark.test_all
 
 
-class OnRanks(Callback):
-    """Each way to have something happen on some ranks only."""
+class CountsCallsOnThisRank(Callback):
+    """Uses each way to run code on some ranks only, and counts how often it ran."""
 
     def __init__(self) -> None:
         self.recorded: dict[str, int] = {}
@@ -57,15 +57,15 @@ def on_a_rank(callbacks: list[Callback]) -> dict[str, Any]:
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]  # a handler of the user's own
     logging.getLogger("a.user").addHandler(handler)
     logging.getLogger("a.user").setLevel(logging.INFO)
-    on_ranks, recorder = OnRanks(), Recorder()
-    trainer = train([*callbacks, on_ranks, recorder], eval_interval="2ba", max_duration="2ba")
+    counts, recorder = CountsCallsOnThisRank(), Recorder()
+    trainer = train([*callbacks, counts, recorder], eval_interval="2ba", max_duration="2ba")
     (threshold,) = (callback for callback in callbacks if isinstance(callback, Threshold))
     return {
-        "recorded": on_ranks.recorded,
-        "records": on_ranks.records,
+        "recorded": counts.recorded,
+        "records": counts.records,
         "events": recorder.events,
         "logged": logged,
-        "carried": [threshold.threshold, threshold.words, threshold.seen],
+        "threshold": [threshold.threshold, threshold.words, threshold.seen],
         "loss": trainer.eval_results["validation"]["loss"],
     }
 
@@ -77,12 +77,12 @@ def ranks() -> list[dict[str, Any]]:
     return launch(on_a_rank, callbacks=[threshold], nproc_per_node=2)
 
 
-def test_rank_zero_only_is_called_only_on_the_first_rank(ranks: list[dict[str, Any]]) -> None:
+def test_a_rank_zero_only_handler_is_called_only_on_the_first_rank(ranks: list[dict[str, Any]]) -> None:
     assert [rank["recorded"].get("rank_zero_only") for rank in ranks] == [1, None]
 
 
 @pytest.mark.parametrize("way", ["is_world_process_zero", "is_local_process_zero", "get_rank"])
-def test_a_rank_is_checked_by_hand(way: str, ranks: list[dict[str, Any]]) -> None:
+def test_a_handler_can_check_its_rank(way: str, ranks: list[dict[str, Any]]) -> None:
     assert [rank["recorded"].get(way) for rank in ranks] == [2, None]
 
 
@@ -93,18 +93,18 @@ def test_callbacks_are_called_on_all_ranks_with_the_same_events(ranks: list[dict
     assert (events[0], events[-1]) == ("on_run_start", "on_run_end")
 
 
-def test_a_record_is_the_same_on_all_ranks(ranks: list[dict[str, Any]]) -> None:  # there, None on some
+def test_a_record_is_the_same_on_all_ranks(ranks: list[dict[str, Any]]) -> None:  # in other systems, None on some ranks
     assert ranks[0]["records"] == ranks[1]["records"]
     assert ranks[0]["records"][0].keys() == {"train/loss", "train/learning_rate"}
     assert ranks[0]["loss"] == ranks[1]["loss"]
 
 
-def test_python_s_logging_is_kept_to_the_first_rank(ranks: list[dict[str, Any]]) -> None:
+def test_python_s_logging_is_shown_only_on_the_first_rank(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["logged"]
     assert ranks[1]["logged"] == []
 
 
-def test_callbacks_arrive_on_the_ranks_with_arguments_and_state(
+def test_callbacks_are_sent_to_the_ranks_with_arguments_and_state(
     ranks: list[dict[str, Any]],
-) -> None:  # there, made without either
-    assert [rank["carried"] for rank in ranks] == [[0.5, ["a", "b"], 42]] * 2
+) -> None:  # other systems send neither
+    assert [rank["threshold"] for rank in ranks] == [[0.5, ["a", "b"], 42]] * 2

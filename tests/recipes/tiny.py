@@ -1,4 +1,4 @@
-"""The smallest job of each recipe: six steps an epoch, of which four are trained; two evaluations of two batches, and a test of two.
+"""The smallest job of each recipe: four steps of an epoch of six, two evaluations of two batches, and a test of two batches.
 
 `tiny_<recipe>(folder)` gives its configuration; its inputs and its run are created in the folder.
 """
@@ -49,20 +49,20 @@ def model(**values: Any) -> LanguageModel:
 def rows(folder: Path, each: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Write the rows to JSON Lines files, and return the arguments `train`, `validation` and `test`."""
     folder.mkdir(parents=True, exist_ok=True)
-    left = iter(each)
+    remaining = iter(each)
     for name, size in SIZES.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(next(left)) + "\n" for _ in range(size)))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(next(remaining)) + "\n" for _ in range(size)))
     train, validation, test = (Rows(str(folder / f"{name}.jsonl")) for name in SIZES)
     return {"train": train, "validation": {"validation": validation}, "test": test}
 
 
 def sums(folder: Path) -> dict[str, Any]:
-    """Prompts and completions."""
+    """Write sums as prompts and completions."""
     return rows(folder / "rows", [{"prompt": f"{i} + {i} =", "completion": str(2 * i)} for i in range(sum(SIZES.values()))])
 
 
 def tiny_pretrain(folder: Path) -> PretrainConfig:
-    """Forty files of a few sentences."""
+    """Pretrain on forty files of a few sentences."""
     text = folder / "text"
     text.mkdir(parents=True, exist_ok=True)
     for number in range(40):
@@ -72,18 +72,18 @@ def tiny_pretrain(folder: Path) -> PretrainConfig:
 
 
 def tiny_finetune(folder: Path) -> FinetuneConfig:
-    """Sums to be answered."""
+    """Fine-tune on sums."""
     return FinetuneConfig(**job(folder), **sums(folder), model=model(), sequence_length=32, evaluate_first=False, samples=0)
 
 
 def tiny_classify(folder: Path) -> ClassifyConfig:
-    """Which of two words it is."""
+    """Classify texts of one of two words."""
     words = [{"text": "apple" if i % 2 else "zinc", "label": "fruit" if i % 2 else "metal"} for i in range(sum(SIZES.values()))]
     return ClassifyConfig(**job(folder), **rows(folder / "rows", words), model=model(), sequence_length=32)
 
 
 def tiny_distill(folder: Path) -> DistillConfig:
-    """Sums to be answered as a teacher does, who knows nothing."""
+    """Distill sums from a teacher with random weights."""
     from transformers import AutoModelForCausalLM
 
     tokenizer = byte_tokenizer()
@@ -91,14 +91,14 @@ def tiny_distill(folder: Path) -> DistillConfig:
     teacher: Any = model().build(AutoModelForCausalLM, vocabulary=len(tokenizer), longest=128)
     teacher.save_pretrained(folder / "teacher")
     tokenizer.save_pretrained(folder / "teacher")
-    taught = LanguageModel(path=str(folder / "teacher"))
+    teacher_model = LanguageModel(path=str(folder / "teacher"))
     return DistillConfig(
-        **job(folder), **sums(folder), model=model(), teacher=taught, sequence_length=32, evaluate_first=False, samples=0
+        **job(folder), **sums(folder), model=model(), teacher=teacher_model, sequence_length=32, evaluate_first=False, samples=0
     )
 
 
 def tiny_finetune_vlm(folder: Path) -> FinetuneVLMConfig:
-    """Squares of two colours to be named."""
+    """Fine-tune on squares whose colour is to be named."""
     images = folder / "rows" / "images"
     images.mkdir(parents=True, exist_ok=True)
     for colour in ("red", "blue"):
@@ -106,5 +106,5 @@ def tiny_finetune_vlm(folder: Path) -> FinetuneVLMConfig:
     names = ["red" if i % 2 else "blue" for i in range(sum(SIZES.values()))]
     named = rows(folder / "rows", [{"image": f"images/{n}.png", "prompt": "Which?", "completion": n} for n in names])
     shape: dict[str, Any] = {"vision_hidden_size": 16, "vision_layers": 1, "hidden_size": 16, "layers": 1, "heads": 2}
-    seeing = VisionLanguageModel(**shape, intermediate_size=32)
-    return FinetuneVLMConfig(**job(folder), **named, model=seeing, sequence_length=128, answered_rows=0)
+    vision_model = VisionLanguageModel(**shape, intermediate_size=32)
+    return FinetuneVLMConfig(**job(folder), **named, model=vision_model, sequence_length=128, answered_rows=0)

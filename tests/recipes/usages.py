@@ -1,6 +1,6 @@
-"""Every usage that the documentation of other systems shows, as tests: the smallest job that they are shown on.
+"""The small job that the tests of usages train. Each test is one usage that the documentation of another system shows.
 
-What a page says comes out, unless a comment says what callsheet does otherwise, and why.
+A test expects what the page describes, unless a comment says what callsheet does differently, and why.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DATA = [(torch.full((4, 2), 0.5 + step), torch.ones(4, 1)) for step in range(3)]
 
 
 def train(callbacks: Any = None, **changes: Any) -> Trainer:
-    """Two epochs of three steps, a record each step, an evaluation each epoch."""
+    """Train for two epochs of three steps, with a record per step and an evaluation per epoch."""
     torch.manual_seed(0)
     arguments: dict[str, Any] = {
         "eval_dataloader": DATA[:2],
