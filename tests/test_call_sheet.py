@@ -619,7 +619,6 @@ def test_a_callback_that_draws_random_numbers_leaves_the_random_states_as_they_w
     drawn: list[float] = []
     manager = CallbackManager([DrawsRandom()], checking=True)
     ctx = context()
-    expected = DRAWS[name]()
     torch.manual_seed(1)
     np.random.seed(1)
     random.seed(1)

@@ -287,5 +287,5 @@ def test_the_page_for_composer_users_names_existing_options() -> None:
 def test_every_heading_that_names_a_class_is_a_built_in() -> None:
     for folder, names in (("builtins", callbacks.__all__), ("loggers", loggers.__all__)):
         headings = [heading for page in (DOCS / folder).glob("*.md") for heading, _ in sections(page)]
-        unknown = [name for name in headings if re.fullmatch(r"[A-Z]\w*[A-Z]\w*", name) and name not in names]
+        unknown = [name for name in headings if re.fullmatch(r"[A-Z]\w*", name) and name not in (*names, "Overview")]
         assert unknown == []

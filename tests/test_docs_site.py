@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from callsheet import Event
+from callsheet.core.lifecycle import SPANS
 from forked import on_path  # type: ignore[import-not-found]  # pytest has its folder on the path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,6 +51,15 @@ def pages_in(nav: object) -> list[str]:
         return [nav]
     entries = nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ()
     return [page for entry in entries for page in pages_in(entry)]
+
+
+def test_the_tests_that_pages_name_exist() -> None:
+    files = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")]
+    known = {name for text in files for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE)} | set(SPANS)
+    for page in DOCS.rglob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        assert sorted(set(re.findall(r"`(test_\w+)`", text)) - known) == [], page
+        assert [path for path in re.findall(r"`(tests/[\w/]+\.py)`", text) if not (ROOT / path).exists()] == [], page
 
 
 def test_every_page_is_in_the_navigation_once() -> None:

@@ -202,9 +202,7 @@ def exceptions() -> list[BaseException]:
 
 @pytest.mark.test_all
 @pytest.mark.parametrize("place", range(4), ids=["of a function", "of the script", "not from its text", "of Python"])
-def test_an_exception_of_any_class_reaches_the_process_which_keeps_its_state(
-    place: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_exception_of_any_class_reaches_the_process_which_keeps_its_state(place: int) -> None:
     manager, ctx = opened(Process(FarWitness(), deadline=60))
     fire_steps(manager, ctx, range(1, 4))
     before = manager.state_dict()["callbacks"]["FarWitness"]

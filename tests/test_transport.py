@@ -727,24 +727,25 @@ def test_a_changed_or_cut_payload_is_rejected_before_it_is_decoded(posted: tuple
 
 
 class Bomb:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
     def __reduce__(self) -> Any:
-        return (Path.touch, (Path(tempfile.gettempdir()) / "callsheet-bomb",))
+        return (Path.touch, (self._path,))
 
 
-def test_no_code_of_a_payload_with_a_wrong_signature_is_executed(posted: tuple[dict[str, str], Path]) -> None:
+def test_no_code_of_a_payload_with_a_wrong_signature_is_executed(posted: tuple[dict[str, str], Path], tmp_path: Path) -> None:
     variables, path = posted
-    pickled = pickle.dumps([Bomb()])
+    touched = tmp_path / "touched"
+    pickled = pickle.dumps([Bomb(touched)])
     parts = (b'{"value": {"@pickle": 0}, "script": ""}', b"\x02\0\0\0\0\0\0\0{}", pickled)
     content = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
-    bomb = Path(tempfile.gettempdir()) / "callsheet-bomb"
-    bomb.unlink(missing_ok=True)
     key = Key.read(variables[KEY_VARIABLE])
     path.write_bytes(seal(Key(key.launch, b"\0" * 32), "payload", content))  # the launch's number is not secret
     assert "was changed" in rejection(variables)
-    assert not bomb.exists()
+    assert not touched.exists()
     decode(content)  # decoding the content would execute the code
-    assert bomb.exists()
-    bomb.unlink()
+    assert touched.exists()
 
 
 def test_a_payload_of_another_launch_is_rejected(posted: tuple[dict[str, str], Path], tmp_path: Path) -> None:

@@ -230,7 +230,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, dtype: torch.
 def test_a_checkpoint_s_model_is_the_one_that_was_evaluated(tmp_path: Path) -> None:
     sees = RecordsWeights("on_eval_all_end", "on_train_step_end")
     fit(tmp_path, sees, EMA(decay=0.9), CheckpointSaver(save_interval="4ba", keep=None))
-    for found in find_checkpoints(tmp_path / "run" / "checkpoints").checkpoints:
+    checkpoints = find_checkpoints(tmp_path / "run" / "checkpoints").checkpoints
+    assert checkpoints
+    for found in checkpoints:
         model = read_checkpoint(found.path).shared["model"]
         mean = sees.at("on_eval_all_end", found.step)
         assert same({name: model[name] for name in mean}, mean)
@@ -239,12 +241,11 @@ def test_a_checkpoint_s_model_is_the_one_that_was_evaluated(tmp_path: Path) -> N
 
 
 def test_a_checkpoint_without_an_average_starts_a_new_average(tmp_path: Path) -> None:
+    not_averaged = fit(tmp_path, CheckpointSaver(), run_name="plain", max_duration="2ep")
     fit(tmp_path, CheckpointSaver())
-    ema = EMA(decay=0.9)
-    with trainer(tmp_path, ema, resume="auto", max_duration="2ep") as trained:
-        before = whole(trained.model)
-        trained.fit("2ep")
-    assert not same(whole(trained.model), before)
+    with trainer(tmp_path, EMA(decay=0.9), resume="auto", max_duration="2ep") as resumed:
+        resumed.fit("2ep")
+        assert not same(whole(resumed.model), not_averaged)
 
 
 class MakesWeightsNaN(Callback):

@@ -116,10 +116,12 @@ def test_nothing_is_collected_in_a_manual_evaluation(tmp_path: Path) -> None:
     collection = GarbageCollection(interval=1)
     with Trainer(nn.Linear(2, 1), nn.functional.mse_loss, callbacks=collection, runs_folder=tmp_path, device="cpu") as trained:
         gc.disable()  # so that Python does not collect either
-        before = gc.get_stats()[2]["collections"]
-        trained.evaluate(DATA[:3])
-        after = gc.get_stats()[2]["collections"]
-        gc.enable()
+        try:
+            before = gc.get_stats()[2]["collections"]
+            trained.evaluate(DATA[:3])
+            after = gc.get_stats()[2]["collections"]
+        finally:
+            gc.enable()
     assert after == before
 
 

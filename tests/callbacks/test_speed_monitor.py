@@ -343,7 +343,9 @@ def test_a_model_that_reports_text_is_rejected(tmp_path: Path) -> None:
 
 
 def test_utilization_is_relative_to_the_given_peak(tmp_path: Path) -> None:
-    for _, _, speeds in train(tmp_path, SpeedMonitor(peak_flops=2e9), model=FlopsAsNumber())[0].records:
+    records = train(tmp_path, SpeedMonitor(peak_flops=2e9), model=FlopsAsNumber())[0].records
+    assert records
+    for _, _, speeds in records:
         assert speeds["throughput/device/mfu"] == pytest.approx(speeds["throughput/device/flops_per_second"] / 2e9)
 
 

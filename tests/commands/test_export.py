@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from callsheet.checkpoint import find_checkpoints, read_checkpoint
 from callsheet.cli.main import main
 
 from .sample import contents
@@ -32,6 +33,9 @@ def test_an_earlier_checkpoint_is_exported(trained: Path) -> None:
     assert main(["export", "tiny", "early", "--checkpoint", "ep0-ba3"]) == 0
     last, early = (load_file(f"{folder}/model.safetensors") for folder in ("last", "early"))
     assert not any(last[name].equal(early[name]) for name in last)
+    (checkpoint,) = [each for each in find_checkpoints(Path("runs/tiny/checkpoints")).checkpoints if each.step == 3]
+    saved = read_checkpoint(checkpoint.path).shared["model"]
+    assert all(early[name].equal(saved[name]) for name in early)
 
 
 @pytest.mark.parametrize(

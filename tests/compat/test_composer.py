@@ -312,7 +312,11 @@ def test_training_metrics_are_computed_and_logged() -> None:
     assert trainer.state.train_metrics["MeanSquaredError"].compute() == pytest.approx(memory.data["loss/train/total"][-1][1])
 
 
-def test_a_torch_scheduler_steps_per_epoch_and_a_function_receives_the_state() -> None:
+def rates(memory: InMemoryLogger) -> list[float]:
+    return [value for _, value in memory.data["lr-SGD/group0"]]
+
+
+def test_a_torch_scheduler_steps_per_epoch() -> None:
     model = LinearModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     memory = InMemoryLogger()
@@ -320,15 +324,26 @@ def test_a_torch_scheduler_steps_per_epoch_and_a_function_receives_the_state() -
         model=model, optimizers=optimizer, schedulers=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), max_duration="2ep",
         callbacks=[LRMonitor()], loggers=[memory],
     )  # fmt: skip
-    assert [value for _, value in memory.data["lr-SGD/group0"]] == [0.1, 0.1, 0.05, 0.05]
-    seen: list[float] = []
+    assert rates(memory) == [0.1, 0.1, 0.05, 0.05]
 
-    def halves(state: State) -> float:
-        seen.append(float(state.timestamp.batch))
-        return 0.5
 
-    trained(schedulers=halves)
-    assert seen
+def fourths(state: State) -> float:
+    """Return the factor 1/4 before the first batch ends, and 1/16 before the second batch ends."""
+    return 0.25 ** (1 + int(state.timestamp.batch))
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_function_as_scheduler_receives_the_state_and_sets_the_first_learning_rate(resumes: bool, tmp_path: Path) -> None:
+    memory = InMemoryLogger()
+    options = {"schedulers": fourths, "callbacks": [LRMonitor()], "run_name": "run", "save_folder": str(tmp_path)}
+    options |= {"save_interval": "1ep", "autoresume": True}
+    if resumes:
+        trained(**options)
+        options["callbacks"] = [LRMonitor()]
+    trained(**options, loggers=[memory], max_duration="2ep")
+    # As in Composer 0.32, the function is called when the timestamp does not count the batch that has just ended.
+    expected = [0.1 * 0.25**power for power in (1, 1, 2, 3)]
+    assert rates(memory) == pytest.approx(expected[2:] if resumes else expected)
 
 
 def test_a_second_fit_continues() -> None:

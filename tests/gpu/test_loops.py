@@ -392,7 +392,6 @@ def test_a_run_whose_device_became_unusable_ends_with_that_error(loop: str, tmp_
         [sys.executable, str(script), str(tmp_path / "runs"), loop], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 1, done.stderr
-    print(done.stderr)
     assert "device-side assert triggered" in done.stderr
     checkpoints = tmp_path / "runs" / "broken" / "checkpoints"
     assert any((path / "manifest.json").exists() for path in checkpoints.iterdir())

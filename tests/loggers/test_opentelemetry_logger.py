@@ -392,12 +392,12 @@ def test_an_unreachable_collector_does_not_end_or_delay_the_run(tmp_path: Path, 
 
 
 def test_no_thread_is_left_running(tmp_path: Path, collector: Collector) -> None:
-    before = set(threading.enumerate())
-    fit(tmp_path, OpenTelemetryLogger(endpoint=collector.url))
-    threads = [each for each in set(threading.enumerate()) - before if "OtelBatch" in each.name or "callsheet" in each.name]
-    for thread in threads:
+    before, during = set(threading.enumerate()), set()
+    fit(tmp_path, OpenTelemetryLogger(endpoint=collector.url), Acts(at_6=lambda ctx: during.update(threading.enumerate())))
+    for thread in during - before:
         thread.join(10)
-    assert not any(thread.is_alive() for thread in threads)
+    assert any("Otel" in thread.name for thread in during - before)
+    assert not any(thread.is_alive() for thread in during - before)
 
 
 @pytest.mark.parametrize("missing", ["opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter"])

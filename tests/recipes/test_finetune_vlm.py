@@ -313,12 +313,12 @@ def test_the_exported_model_gives_the_same_logits_and_can_be_trained_further(tmp
 @pytest.mark.parametrize(
     ("word", "prefixes"),
     [("vision_tower", ("model.vision_tower.",)), ("projector", ("model.multi_modal_projector.",)),
-     ("language_model", ("model.language_model.", "lm_head.")), ("*.layers.0.mlp.*", ("model.language_model.layers.0.mlp.",))],
+     ("language_model", ("model.language_model.", "lm_head.")),
+     ("model.language_model.layers.0.mlp.*", ("model.language_model.layers.0.mlp.",)),
+     ("*.layers.0.mlp.*", ("model.language_model.layers.0.mlp.", "model.vision_tower.encoder.layers.0.mlp."))],
 )  # fmt: skip
 def test_freeze_accepts_names_of_parts_and_patterns_of_parameters(word: str, prefixes: tuple[str, ...]) -> None:
-    model = tiny_model(freeze=[word] if "*" not in word else ["model.language_model.layers.0.mlp.*"]).make_model(
-        byte_processor(8, 2), 64
-    )
+    model = tiny_model(freeze=[word]).make_model(byte_processor(8, 2), 64)
     assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == {
         name for name, _ in model.named_parameters() if name.startswith(prefixes)
     }

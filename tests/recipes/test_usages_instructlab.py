@@ -10,18 +10,12 @@ from typing import Any
 
 import pytest
 
-import callsheet.callbacks
 from callsheet import Background, Callback, CallbackManager, CallbackSpec, Context
 from callsheet.callbacks import CheckpointSaver, LRMonitor
 from callsheet.errors import NotACallbackError, RunEndedError
 from callsheet.testing import Recorder
 
 from .usages import Threshold, train
-
-
-def test_the_package_exports_callback_and_context() -> None:
-    assert callsheet.Callback is Callback
-    assert callsheet.Context is Context
 
 
 def test_each_hook_of_instructlab_has_an_event_in_the_same_order(tmp_path: Path) -> None:

@@ -293,6 +293,8 @@ def test_an_empty_or_truncated_run_can_be_compared(name: str, tmp_path: Path, ru
     (folder / "metrics.jsonl").write_text('{"step": 1, "values": {"train/loss": "NaN"}}\n{"st' if name == "torn" else "")
     (folder / "environment.json").write_text('{"git": [], "packages": 3, "hardware": null, "command": "x"}')
     text = written(Comparison([RunFolder.read(folder), RunFolder.read(runs / "lr0.05-0")]), "text")
+    assert name in text
+    assert "lr0.05-0" in text
     assert "Runs" in text
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from callsheet.compat.composer.submodules import offer
 from callsheet.compat.not_offered import not_offered
@@ -172,6 +172,19 @@ class TrainMetrics(Callback):
         ctx.log({f"train/{name}": metric.compute() for name, metric in self.metrics.items()})
 
 
+class StateScheduler(LambdaLR):
+    """A learning-rate scheduler whose factor is a function of the trainer's state.
+
+    The state is not available when the scheduler is made. So `start` must be called when training begins.
+    """
+
+    def start(self) -> None:
+        """Set the learning rates of the first step."""
+        for group, rate, factor in zip(self.optimizer.param_groups, self.base_lrs, self.lr_lambdas, strict=True):
+            group["lr"] = rate * factor(0)
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+
 class EpochScheduler(LRScheduler):
     """A learning-rate scheduler that combines several schedulers, and steps all of them after each batch or after each epoch.
 
@@ -182,6 +195,12 @@ class EpochScheduler(LRScheduler):
         self.optimizer = optimizer  # do not call the base class's constructor, which would also step the scheduler
         self.schedulers = list(schedulers)
         self.every_batch = every_batch
+
+    def start(self) -> None:
+        """Let the schedulers that depend on the trainer's state set the learning rates of the first step."""
+        for scheduler in self.schedulers:
+            if isinstance(scheduler, StateScheduler):
+                scheduler.start()
 
     def step(self, epoch: int | None = None) -> None:
         """Step the schedulers after a batch, unless they are stepped once an epoch."""
@@ -208,16 +227,24 @@ class EpochScheduler(LRScheduler):
 
 
 class StepsSchedulers(Callback):
-    """A callback that steps the learning-rate schedulers at the end of every complete epoch, before other callbacks are called."""
+    """A callback that starts the learning-rate schedulers, and steps those that are stepped at the end of every complete epoch.
+
+    Its handlers are called before those of other callbacks.
+    """
 
     phase = "change"
 
     def __init__(self, scheduler: EpochScheduler) -> None:
         self._scheduler = scheduler
 
+    def on_train_start(self, ctx: Context) -> None:
+        """In a new run, set the learning rates of the first step."""
+        if not ctx.state.timestamp.batch:
+            self._scheduler.start()
+
     def on_epoch_end(self, ctx: Context) -> None:
-        """Call `step` of the schedulers if the epoch is complete."""
-        if ctx.state.timestamp.epoch >= ctx.epoch:
+        """Call `step` of the schedulers if they are stepped once an epoch and the epoch is complete."""
+        if not self._scheduler.every_batch and ctx.state.timestamp.epoch >= ctx.epoch:
             self._scheduler.step_all()
 
 

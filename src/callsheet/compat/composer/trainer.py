@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 from callsheet import trainer as callsheet_trainer
 from callsheet.bridges.composer.guests import ComposerGuest, guest
@@ -22,7 +22,7 @@ from callsheet.callbacks import CheckpointSaver, LoadCheckpoint
 from callsheet.compat.composer.arguments import interval_of, microbatch_size_of, one, precision_of, several
 from callsheet.compat.composer.data import loader_of
 from callsheet.compat.composer.evaluators import evaluators_of
-from callsheet.compat.composer.models import EpochScheduler, ModelTask, StepsSchedulers, TrainMetrics
+from callsheet.compat.composer.models import EpochScheduler, ModelTask, StateScheduler, StepsSchedulers, TrainMetrics
 from callsheet.compat.composer.rejections import reject_all, reject_others
 from callsheet.compat.composer.submodules import offer
 from callsheet.core.callback import Callback
@@ -124,7 +124,7 @@ class Trainer:
         own: list[Callback] = [
             # Keep Composer's counts of samples and tokens up to date, even if the user gives no Composer callback.
             ComposerGuest(ComposerCallback(), name="composer", phase="change", run=run),
-            *([StepsSchedulers(scheduler)] if scheduler is not None and not scheduler.every_batch else []),
+            *([StepsSchedulers(scheduler)] if scheduler is not None else []),
             *self._measured_in_training(model),
             *map(self._ours, several(callbacks)),
         ]
@@ -263,10 +263,10 @@ class Trainer:
 
         def factor(_: int) -> float:
             if self._shared.ctx is None:
-                return 1.0  # the Trainer is still being constructed, and it computes the real factor when training begins
+                return 1.0  # the scheduler is being made; `StepsSchedulers` sets the first learning rate when training begins
             return scheduler(self.state, 1.0) if takes_ratio else scheduler(self.state)
 
-        return LambdaLR(optimizer, factor)
+        return StateScheduler(optimizer, factor)
 
 
 def _to_cpu(value: Any) -> Any:
