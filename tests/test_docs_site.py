@@ -58,7 +58,8 @@ def test_the_tests_that_pages_name_exist() -> None:
     known = {name for text in files for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE)} | set(SPANS)
     for page in DOCS.rglob("*.md"):
         text = page.read_text(encoding="utf-8")
-        assert sorted(set(re.findall(r"`(test_\w+)`", text)) - known) == [], page
+        if "`tests/" in text:  # a page about callsheet's own tests
+            assert sorted(set(re.findall(r"`(test_\w+)`", text)) - known) == [], page
         assert [path for path in re.findall(r"`(tests/[\w/]+\.py)`", text) if not (ROOT / path).exists()] == [], page
 
 
