@@ -203,15 +203,36 @@ def test_records_have_the_last_loss_without_listeners_to_steps(where: str, tmp_p
     assert history["train/loss"] == pytest.approx([each[-1] for each in case.losses])
 
 
+class RecordsCheckpointLosses(Callback):
+    def __init__(self) -> None:
+        self.losses: list[Any] = []
+
+    def on_checkpoint_save_end(self, ctx: Context) -> None:
+        assert ctx.checkpoint is not None
+        self.losses.append(ctx.checkpoint.train_loss)
+
+
 def test_the_last_loss_is_in_a_checkpoint_without_listeners_to_steps(tmp_path: Path) -> None:
-    class RecordsCheckpointLosses(Callback):
-        def __init__(self) -> None:
-            self.losses: list[Any] = []
-
-        def on_checkpoint_save_end(self, ctx: Context) -> None:
-            assert ctx.checkpoint is not None
-            self.losses.append(ctx.checkpoint.train_loss)
-
     case, recorded = ClosureTraining("LBFGS"), RecordsCheckpointLosses()
     by_hand(case, [CheckpointSaver(save_interval="2ba"), recorded], tmp_path)
     assert recorded.losses == pytest.approx([each[-1] for each in case.losses][1::2])
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_loss_that_the_loop_changes_in_place_is_recorded_as_it_was_trained_on(listens: bool, tmp_path: Path) -> None:
+    recorded, history = RecordsCheckpointLosses(), History()
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trained = []
+    callbacks = [CheckpointSaver(save_interval="1ba"), recorded, *([history] if listens else [])]
+    with attach(model=model, optimizer=optimizer, callbacks=callbacks, runs_folder=tmp_path, log_interval="1ba") as run:
+        for batch in run.steps([torch.ones(2, 2)] * 3):
+            loss = model(batch).square().mean()
+            trained.append(float(loss))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss.detach().mul_(3)
+    assert recorded.losses == pytest.approx(trained)
+    if listens:
+        assert history["train/loss"] == pytest.approx(trained)
