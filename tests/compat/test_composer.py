@@ -85,14 +85,15 @@ def _new_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
 
 
-def trained(**given: Any) -> Trainer:
+def trained(*, closes: bool = True, **given: Any) -> Trainer:
     options: dict[str, Any] = {"model": LinearModel(), "train_dataloader": data(), "max_duration": "1ep", "progress_bar": False}
     if "optimizers" not in given:
         model = given.get("model") or options["model"]
         given["optimizers"] = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = Trainer(**(options | given))
     trainer.fit()
-    trainer.close()
+    if closes:
+        trainer.close()
     return trainer
 
 
@@ -306,7 +307,7 @@ def test_training_metrics_are_computed_and_logged() -> None:
 
     memory = InMemoryLogger()
     trainer = trained(model=Measured(), loggers=[memory])
-    assert [value for _, value in memory.data["train/MeanSquaredError"]] == pytest.approx(
+    assert [value for _, value in memory.data["metrics/train/MeanSquaredError"]] == pytest.approx(
         [value for _, value in memory.data["loss/train/total"]]
     )
     assert trainer.state.train_metrics["MeanSquaredError"].compute() == pytest.approx(memory.data["loss/train/total"][-1][1])
@@ -344,6 +345,118 @@ def test_a_function_as_scheduler_receives_the_state_and_sets_the_first_learning_
     # As in Composer 0.32, the function is called when the timestamp does not count the batch that has just ended.
     expected = [0.1 * 0.25**power for power in (1, 1, 2, 3)]
     assert rates(memory) == pytest.approx(expected[2:] if resumes else expected)
+
+
+class SchedulesByEpoch:
+    """A scheduler of one argument that is neither a function nor a method."""
+
+    def __call__(self, state: State) -> float:
+        return 1 / (1 + int(state.timestamp.epoch))
+
+
+def test_a_function_as_scheduler_that_is_stepped_per_epoch_is_called_before_the_epoch_is_counted() -> None:
+    memory = InMemoryLogger()
+    options = {"schedulers": SchedulesByEpoch(), "step_schedulers_every_batch": False, "max_duration": "3ep"}
+    trained(**options, callbacks=[LRMonitor()], loggers=[memory])
+    assert rates(memory) == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.05, 0.05])  # as in Composer 0.32
+
+
+def test_a_duration_after_a_stop_counts_from_the_stop() -> None:
+    class StopsOnce(Callback):
+        def __init__(self) -> None:
+            self.durations: list[str] = []
+
+        def batch_end(self, state: State, logger: Logger) -> None:
+            self.durations.append(str(state.max_duration))
+            if state.timestamp.batch == 1:
+                state.stop_training()
+
+    stops = StopsOnce()
+    with trained(callbacks=[stops], closes=False) as trainer:
+        trainer.fit(duration="2ba")
+    assert stops.durations == ["1ep", "3ba", "3ba"]
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_a_batch_that_is_replaced_in_batch_start_is_trained_on(size: int | None) -> None:
+    class Replaces(Callback):
+        def batch_start(self, state: State, logger: Logger) -> None:
+            state.batch = tuple(2 * each for each in state.batch)
+
+    class ReplacesEarlier(Callback):
+        def after_dataloader(self, state: State, logger: Logger) -> None:
+            state.batch = tuple(2 * each for each in state.batch)
+
+    models = []
+    for callback in (Replaces(), ReplacesEarlier(), None):
+        torch.manual_seed(0)
+        models.append(LinearModel())
+        trained(model=models[-1], callbacks=callback, device_train_microbatch_size=size)
+    replaced, earlier, plain = (list(model.parameters()) for model in models)
+    assert all(torch.equal(one, other) for one, other in zip(replaced, earlier, strict=True))
+    assert not any(torch.equal(one, other) for one, other in zip(replaced, plain, strict=True))
+
+
+def test_outputs_can_be_read_until_the_end_of_the_batch() -> None:
+    class ReadsOutputs(Callback):
+        shapes: list[Any] = []
+
+        def batch_end(self, state: State, logger: Logger) -> None:
+            self.shapes.append(tuple(state.outputs.shape))
+
+    trained(callbacks=[ReadsOutputs()])
+    assert ReadsOutputs.shapes == [(4, 1), (4, 1)]
+
+
+def test_a_prediction_calls_the_model_and_an_evaluation_can_use_a_part_of_the_data() -> None:
+    class Doubles(LinearModel):
+        calls = 0
+
+        def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+            self.calls += 1
+            return 2 * self(batch)
+
+    model = Doubles()
+    with trained(model=model, eval_dataloader=data(), eval_interval="0ba", closes=False) as trainer:
+        assert model.calls == 0
+        (outputs, *_) = trainer.predict(data())
+        assert torch.equal(outputs, model(next(iter(data()))).detach())
+        trainer.eval(subset_num_batches=1)
+        assert model.calls == 1
+
+
+def test_a_model_logs_with_the_logger_of_its_trainer() -> None:
+    class Logs(LinearModel):
+        def loss(self, outputs: Any, batch: Any) -> Any:
+            self.logger.log_metrics({"mine/mean": float(outputs.mean())})
+            loss = super().loss(outputs, batch)
+            return {"part": loss, "other": 0 * loss}
+
+        def get_metrics(self, is_train: bool = False) -> dict[str, Any]:
+            return {"MeanSquaredError": MeanSquaredError()}
+
+    memory = InMemoryLogger()
+    trained(model=Logs(), loggers=[memory])
+    assert {"mine/mean", "metrics/train/MeanSquaredError", "loss/train/part", "loss/train/other", "loss/train/total"} <= set(
+        memory.data
+    )
+
+
+def test_the_previous_timestamp_at_the_end_of_an_epoch_is_that_before_the_epoch_was_counted() -> None:
+    class Reads(Callback):
+        counts: tuple[int, ...] = ()
+
+        def epoch_end(self, state: State, logger: Logger) -> None:
+            before = state.previous_timestamp
+            Reads.counts = before.epoch.value, before.batch.value, before.sample.value, before.batch_in_epoch.value
+
+    trained(callbacks=[Reads()])
+    assert Reads.counts == (0, 2, 8, 2)
+
+
+def test_an_early_stopper_of_training_metrics_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="can monitor only metrics of evaluations"):
+        EarlyStopper("MeanSquaredError", "train")
 
 
 def test_a_second_fit_continues() -> None:

@@ -127,3 +127,45 @@ def test_on_two_ranks_with_a_signal_to_one_the_resumed_run_equals_the_uninterrup
         for (straight, first, second), case in zip(rank, cases, strict=True):
             assert first["outcome"] == "preempted", case
             assert second == straight, case
+
+
+class RequestsEvaluation(Callback):
+    """Requests an evaluation at a step, and records the steps of all evaluations."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.steps: list[int] = []
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == self.step:
+            ctx.control.evaluate("the test requests it")
+
+    def on_eval_all_end(self, ctx: Context) -> None:
+        self.steps.append(ctx.step)
+
+
+class SavesAndStops(Callback):
+    """At a step, requests a checkpoint and a stop."""
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == 6:
+            ctx.control.save("the test requests it")
+            ctx.control.stop("the test requests it")
+
+
+@pytest.mark.parametrize("interval", ["1ep", "3ba"])
+@pytest.mark.parametrize("stops", [False, True])
+def test_an_evaluation_at_the_last_step_of_an_epoch_is_that_of_the_epoch(interval: str, stops: bool, tmp_path: Path) -> None:
+    data = [(torch.ones(2, 2), torch.zeros(2, 1))] * 3
+    found = []
+    for callbacks in [[SavesAndStops()], []] if stops else [[]]:
+        requests = RequestsEvaluation(6)
+        with Trainer(
+            nn.Linear(2, 1), nn.functional.mse_loss, data, data, max_duration="4ep", eval_interval=interval, run_name="run",
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01), runs_folder=tmp_path, resume="auto" if stops else None,
+            callbacks=[requests, *callbacks],
+        ) as trainer:  # fmt: skip
+            trainer.fit()
+        found += requests.steps
+    # The checkpoint was saved before the evaluation at step 6, so the resumed run repeats this evaluation.
+    assert found == ([3, 6, 6, 9, 12] if stops else [3, 6, 9, 12])

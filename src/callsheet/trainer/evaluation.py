@@ -68,7 +68,12 @@ class Schedule:
 
     def is_due(self, step: int, state: TrainState, is_over: bool) -> bool:
         """Return whether the evaluation is due after `step`."""
-        return self.every is not None and self._last_step != step and (is_over or self._index(state) > self._passed)
+        if self.every is None:
+            return False
+        if self._last_step == step:
+            self._passed = self._index(state)  # an epoch that has ended after the evaluation at this step counts as evaluated
+            return False
+        return is_over or self._index(state) > self._passed
 
     def done(self, step: int, state: TrainState) -> None:
         """Record that the evaluation at `step` was done."""

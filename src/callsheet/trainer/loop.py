@@ -124,12 +124,17 @@ class TrainLoop:
                 if not fetched:
                     del ctx.batch
                     return False  # the run is preempted: drop these batches, which a resumed run fetches again
-                plan = MicrobatchPlan(fetched, size, task, self._groups, self._compute, same_number=self._model.forward_meets)
-                parts, taken = plan.parts, len(fetched)
-            else:  # with one batch, one microbatch and one rank, the loss needs no weight
-                plan, parts, taken = None, [(ctx.batch, ctx.batch, None)], 1
+                taken = len(fetched)
+            else:
+                fetched, taken = [], 1
             ctx.step += 1
             with spans.train_step:
+                if fetched:
+                    fetched[-1].batch = ctx.batch  # a handler may have replaced the batch
+                    plan = MicrobatchPlan(fetched, size, task, self._groups, self._compute, same_number=self._model.forward_meets)
+                    parts = plan.parts
+                else:  # with one batch, one microbatch and one rank, the loss needs no weight
+                    plan, parts = None, [(ctx.batch, ctx.batch, None)]
                 with spans.forward_backward:
                     means: dict[str, Tensor] = {}
                     left = len(parts)

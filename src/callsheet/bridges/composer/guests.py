@@ -198,6 +198,7 @@ class ComposerGuest(Guest):
 
     def _start_clock(self, ctx: Context) -> None:
         if run := self._counts():
+            run.state.restart()
             run.start_clock()
 
     def _count_fetch(self, ctx: Context) -> None:
@@ -210,11 +211,11 @@ class ComposerGuest(Guest):
 
     def _count_epoch(self, ctx: Context) -> None:
         if (run := self._counts()) and EVENT_CONDITIONS["epoch_end"](ctx):
-            run.counted_before, run.counted = run.counted, run.counted.next_epoch()
+            run.count_end(ctx.state.timestamp, run.counted.next_epoch())
 
     def _count_round(self, ctx: Context) -> None:
         if (run := self._counts()) and EVENT_CONDITIONS["iteration_end"](ctx):
-            run.counted_before, run.counted = run.counted, run.counted.next_iteration()
+            run.count_end(ctx.state.timestamp, run.counted.next_iteration())
 
     def _pause_clock(self, ctx: Context) -> None:
         if run := self._counts():
@@ -247,7 +248,7 @@ class ComposerGuest(Guest):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state.get("foreign", {}))
         if self._run is not None and "counted" in state:
-            self._run.counted = self._run.counted_before = Counted(*state["counted"])
+            self._run.counted = Counted(*state["counted"])
 
 
 class ComposerLoggerGuest(ComposerGuest):
@@ -270,7 +271,9 @@ class ComposerLoggerGuest(ComposerGuest):
     def _record(self, ctx: Context) -> None:
         run = self._run or self._joined(ctx)
         run.ctx = ctx
-        self.foreign.log_metrics(to_their_names(ctx.record.values, list(run.evaluated)), step=ctx.record.step)
+        self.foreign.log_metrics(
+            to_their_names(ctx.record.values, list(run.evaluated), run.train_metrics, run.loss_names), step=ctx.record.step
+        )
 
     def log_hyperparameters(self, ctx: Context, values: Mapping[str, Any]) -> None:
         """Pass the run's settings to the wrapped logger."""

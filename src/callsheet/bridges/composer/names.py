@@ -5,7 +5,7 @@ The members of `Event` are in the order in which a run of Composer fires them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -228,13 +228,26 @@ class LoggerDestination(Callback):
         return False
 
 
-def to_their_names(values: Mapping[str, float], evaluated: Sequence[str]) -> dict[str, float]:
-    """Return the values of a metrics record under Composer's names. `evaluated` are the names of the evaluated datasets."""
+def to_their_names(
+    values: Mapping[str, float], evaluated: Sequence[str], train_metrics: Collection[str], losses: Collection[str]
+) -> dict[str, float]:
+    """Return the values of a metrics record under Composer's names.
+
+    Args:
+        values: the values by callsheet's names.
+        evaluated: the names of the evaluated datasets.
+        train_metrics: the names of the model's training metrics.
+        losses: the names of the losses of a step, if there are several.
+    """
     found = {}
     for name, value in values.items():
         family, _, rest = name.partition("/")
         if name == "train/loss":
             name = "loss/train/total"
+        elif family == "train" and rest in train_metrics:
+            name = f"metrics/{name}"
+        elif family == "train" and rest in losses:
+            name = f"loss/{name}"
         elif family in evaluated:
             name = f"metrics/{label_of_dataset(family)}/{rest}"
         elif family == "lr":

@@ -9,7 +9,8 @@ from __future__ import annotations
 import datetime
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from callsheet.bridges.composer import names
@@ -88,7 +89,13 @@ class ComposerRun:
         self.guests: list[Any] = []
         """The guests (Composer's callbacks) that have joined the run. The first guest counts steps and samples for all guests."""
         self.closed: list[Any] = []
-        self.counted = self.counted_before = Counted()
+        self.counted = Counted()
+        self.previous: tuple[Timestamp, Counted] | None = None
+        """callsheet's timestamp and Composer's counters before the last step, epoch or iteration was counted; None at first."""
+        self.looks_back = False
+        """Whether `state.timestamp` is the previous timestamp."""
+        self.loss_names: frozenset[str] = frozenset()
+        """The names of the losses of a step, if there are several."""
         self.eval_counted = Counted()
         """The counters of the current evaluation or prediction, except the number of batches, which is in `eval_batches`."""
         self.eval_batches = 0
@@ -98,6 +105,7 @@ class ComposerRun:
         """The model's own training metrics, if a Trainer computes them."""
         self.loss: Any = None
         """The loss of the last step, detached."""
+        self._now: Timestamp | None = None  # callsheet's timestamp when Composer's counters were last changed
         self._fetched = (0, 0)
         self._since = time.perf_counter()
         self._made: tuple[Any, Any, Any] = (None, None, None)
@@ -112,10 +120,35 @@ class ComposerRun:
         """Count a training step in Composer's counters."""
         samples, tokens = self._fetched
         now, world_size = time.perf_counter(), ctx.run.world_size
-        self.counted_before = self.counted
-        self.counted = self.counted.next_batch(samples * world_size, tokens * world_size, now - self._since)
+        self.count(
+            ctx.state.previous_timestamp,
+            ctx.state.timestamp,
+            self.counted.next_batch(samples * world_size, tokens * world_size, now - self._since),
+        )
+        if ctx.has("loss_dict") and len(ctx.loss_dict) > 1:
+            self.loss_names = frozenset(ctx.loss_dict)
         self._fetched, self._since = (0, 0), now
         self.loss = ctx.loss if ctx.has("loss") else None
+
+    def count(self, before: Timestamp, now: Timestamp, counted: Counted) -> None:
+        """Set the counters to `counted`, and remember those before this change.
+
+        `before` and `now` are callsheet's timestamps before and after it.
+        """
+        self.previous, self._now, self.counted = (before, self.counted), now, counted
+
+    def count_end(self, now: Timestamp, counted: Counted) -> None:
+        """Count the end of an epoch or iteration. `now` is callsheet's timestamp after it."""
+        self.count(self._now or now, now, counted)
+
+    @contextmanager
+    def before_last_change(self) -> Iterator[None]:
+        """While the `with` block runs, let `state.timestamp` be the timestamp before the last step, epoch or iteration was counted."""
+        self.looks_back = True
+        try:
+            yield
+        finally:
+            self.looks_back = False
 
     def resume_clock(self) -> None:
         """Resume the training clock after an evaluation."""

@@ -54,13 +54,14 @@ class State(Facade):
     @property
     def timestamp(self) -> Any:
         """The progress of training as a Composer `Timestamp`."""
-        return self._run.timestamp(self._run.ctx.state.timestamp, self._run.counted)
+        run = self._run
+        return self.previous_timestamp if run.looks_back else run.timestamp(run.ctx.state.timestamp, run.counted)
 
     @property
     def previous_timestamp(self) -> Any:
-        """The timestamp before the last step."""
+        """The timestamp before the last step or, at the end of an epoch or iteration, before that was counted."""
         run = self._run
-        return run.timestamp_of(run.ctx.state.previous_timestamp, run.counted_before)
+        return run.timestamp_of(*(run.previous or (run.ctx.state.previous_timestamp, run.counted)))
 
     @property
     def eval_timestamp(self) -> Any:
@@ -80,6 +81,10 @@ class State(Facade):
         """Return the completed fraction of `max_duration`; None if there is no limit."""
         longest = self.max_duration
         return None if longest is None else self.timestamp.get(longest.unit) / longest
+
+    def restart(self) -> None:
+        """Forget that a callback has stopped training earlier, because training begins again."""
+        self._stopped = None
 
     def stop_training(self) -> None:
         """Request a stop of training after this step. An evaluation that is due after the step is still carried out."""
@@ -173,7 +178,7 @@ class State(Facade):
 
     @property
     def loss(self) -> Any:
-        """The microbatch's loss, a scalar tensor. Between two steps, this is the loss of the last step, as in Composer."""
+        """The microbatch's loss, a scalar tensor. Between two steps, this is the loss of the last step, the mean of its microbatches."""
         run = self._run
         return run.loss if run.loss is not None and not run.ctx.has("loss") else run.ctx.loss
 

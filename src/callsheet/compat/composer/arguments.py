@@ -26,6 +26,11 @@ def one(what: str, given: Any) -> Any:
     return found[0] if found else None
 
 
+def is_never(interval: Any) -> bool:
+    """Return whether the interval is 0, such as `0` or `"0ba"`. In Composer, this means never."""
+    return not callable(interval) and Time.from_input(interval, "ep").value == 0
+
+
 def interval_of(what: str, given: Any) -> str:
     """Convert an interval to callsheet's format. In Composer, a whole number means epochs."""
     if callable(given):

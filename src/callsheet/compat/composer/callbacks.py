@@ -284,6 +284,11 @@ class EarlyStopper(callbacks.EarlyStopper):
         min_delta: float = 0.0,
         patience: Any = 1,
     ) -> None:
+        if dataloader_label == "train":
+            raise ConfigError(
+                f"EarlyStopper({monitor!r}, 'train') can monitor only metrics of evaluations, unlike in Composer: "
+                "evaluate on an Evaluator with training data and give its label"
+            )
         time = Time.from_input(patience, "ep")
         if time.unit.value not in ("ep", "ba"):
             raise ValueError(f"EarlyStopper(patience={patience!r}): give epochs or batches")

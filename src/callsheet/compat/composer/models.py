@@ -22,6 +22,7 @@ from callsheet.core.optional import needed_by
 from callsheet.trainer import Task
 
 if TYPE_CHECKING:
+    from callsheet.bridges.composer.run import ComposerRun
     from callsheet.compat.composer.classifier import ComposerClassifier
     from callsheet.compat.composer.huggingface import HuggingFaceModel
 
@@ -41,6 +42,9 @@ _LAZY_MODULES = {"ComposerClassifier": "classifier", "HuggingFaceModel": "huggin
 
 class ComposerModel(nn.Module):
     """A model that takes a whole batch and defines its own loss and metrics. Override `forward`, `loss` and other methods."""
+
+    logger: Any = None
+    """The Logger of the Trainer, with which the model may log metrics; None before there is a Trainer."""
 
     def loss(self, outputs: Any, batch: Any) -> Any:
         """Return one loss, or a sequence or dict of losses. Of several losses, training uses the one named `total`, else the sum.
@@ -87,13 +91,15 @@ class ModelTask(Task):
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self.is_predicting = False
+        """Whether `Trainer.predict` calls the model."""
         metrics = model.get_metrics(is_train=False) if hasattr(model, "get_metrics") else {}
         wrapped: dict[str, Any] = {name: ModelMetric(model, metric) for name, metric in metrics.items()}
         self.metrics = wrapped
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         """Return `model(batch)`, or in evaluation the result of `eval_forward`."""
-        if self._model.training or not hasattr(self._model, "eval_forward"):
+        if self._model.training or self.is_predicting or not hasattr(self._model, "eval_forward"):
             return model(batch)
         return self._model.eval_forward(batch)
 
@@ -234,8 +240,8 @@ class StepsSchedulers(Callback):
 
     phase = "change"
 
-    def __init__(self, scheduler: EpochScheduler) -> None:
-        self._scheduler = scheduler
+    def __init__(self, scheduler: EpochScheduler, run: ComposerRun) -> None:
+        self._scheduler, self._run = scheduler, run
 
     def on_train_start(self, ctx: Context) -> None:
         """In a new run, set the learning rates of the first step."""
@@ -245,7 +251,8 @@ class StepsSchedulers(Callback):
     def on_epoch_end(self, ctx: Context) -> None:
         """Call `step` of the schedulers if they are stepped once an epoch and the epoch is complete."""
         if not self._scheduler.every_batch and ctx.state.timestamp.epoch >= ctx.epoch:
-            self._scheduler.step_all()
+            with self._run.before_last_change():  # Composer steps the schedulers before it counts the epoch
+                self._scheduler.step_all()
 
 
 offer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -19,16 +20,26 @@ from callsheet.bridges.composer.run import ComposerRun, Kinds
 from callsheet.bridges.composer.state import Logger, State
 from callsheet.bridges.composer.time import Time
 from callsheet.callbacks import CheckpointSaver, LoadCheckpoint
-from callsheet.compat.composer.arguments import interval_of, microbatch_size_of, one, precision_of, several
+from callsheet.compat.composer.arguments import interval_of, is_never, microbatch_size_of, one, precision_of, several
 from callsheet.compat.composer.data import loader_of
 from callsheet.compat.composer.evaluators import evaluators_of
-from callsheet.compat.composer.models import EpochScheduler, ModelTask, StateScheduler, StepsSchedulers, TrainMetrics
+from callsheet.compat.composer.models import (
+    ComposerModel,
+    EpochScheduler,
+    ModelTask,
+    StateScheduler,
+    StepsSchedulers,
+    TrainMetrics,
+)
 from callsheet.compat.composer.rejections import reject_all, reject_others
 from callsheet.compat.composer.submodules import offer
 from callsheet.core.callback import Callback
 from callsheet.loggers import ConsoleLogger, ProgressBarLogger
 
 logger = logging.getLogger("callsheet")
+
+_EVENTS_AFTER_OUTPUTS = ("before_backward", "after_backward", "after_train_batch", "batch_end")
+"""Events of a step at which callbacks may read the outputs, although training does not need them any more."""
 
 
 class Trainer:
@@ -61,7 +72,7 @@ class Trainer:
         load_weights_only: whether only the model's weights are loaded from `load_path`, into a new run.
         load_strict_model_weights: with `load_weights_only`, whether the names of all weights must match.
         save_folder: the folder for checkpoints; None: none are saved at an interval.
-        save_interval: how often to save.
+        save_interval: how often to save; 0 means never.
         save_num_checkpoints_to_keep: how many checkpoints to keep; -1: all.
         autoresume: whether to resume from the newest valid checkpoint of this run, if there is one.
         device: `cpu` or `gpu`; None: a GPU if there is one.
@@ -124,11 +135,11 @@ class Trainer:
         own: list[Callback] = [
             # Keep Composer's counts of samples and tokens up to date, even if the user gives no Composer callback.
             ComposerGuest(ComposerCallback(), name="composer", phase="change", run=run),
-            *([StepsSchedulers(scheduler)] if scheduler is not None else []),
+            *([StepsSchedulers(scheduler, run)] if scheduler is not None else []),
             *self._measured_in_training(model),
             *map(self._ours, several(callbacks)),
         ]
-        if save_folder is not None:
+        if save_folder is not None and not is_never(save_interval):
             keep = None if save_num_checkpoints_to_keep < 0 else save_num_checkpoints_to_keep
             own.append(CheckpointSaver(save_interval=interval_of("save_interval", save_interval), keep=keep))
         if load_path is not None and load_weights_only:
@@ -138,9 +149,13 @@ class Trainer:
             all_loggers.append(ConsoleLogger(stream="stderr", interval=interval_of("console_log_interval", console_log_interval)))
         elif progress_bar:
             all_loggers.append(ProgressBarLogger())
+        self._task = ModelTask(model)
+        self._eval_dataloader = eval_dataloader
+        if isinstance(model, ComposerModel):
+            model.logger = run.logger
         self._trainer = callsheet_trainer.Trainer(
             model,
-            ModelTask(model),
+            self._task,
             loader_of(train_dataloader, train_subset_num_batches),
             evaluators_of(eval_dataloader, eval_subset_num_batches) or None,
             optimizer=optimizer,
@@ -148,7 +163,7 @@ class Trainer:
             max_duration=interval_of("max_duration", max_duration) if max_duration is not None else "1ep",
             microbatch_size=microbatch_size_of(device_train_microbatch_size),
             precision=precision_of(precision),
-            eval_interval=None if eval_interval == 0 else interval_of("eval_interval", eval_interval),
+            eval_interval=None if is_never(eval_interval) else interval_of("eval_interval", eval_interval),
             log_interval=1,  # Composer's loggers receive a record of every batch
             compile=dict(compile_config) if compile_config is not None else False,
             callbacks=own,
@@ -188,6 +203,8 @@ class Trainer:
             eval_dataloader: what to evaluate; see the constructor. None: the data of the constructor.
             subset_num_batches: how many batches are used; -1: all.
         """
+        if eval_dataloader is None and subset_num_batches >= 0:
+            eval_dataloader = self._eval_dataloader
         given = evaluators_of(eval_dataloader, subset_num_batches) if eval_dataloader is not None else None
         self._trainer.evaluate({name: evaluator.dataloader for name, evaluator in given.items()} if given else None)
 
@@ -199,7 +216,11 @@ class Trainer:
             subset_num_batches: how many batches are used; -1: all.
             return_outputs: whether to return the outputs. If not, the list is empty: callbacks receive the outputs.
         """
-        outputs = self._trainer.predict(loader_of(dataloader, subset_num_batches))
+        self._task.is_predicting = True
+        try:
+            outputs = self._trainer.predict(loader_of(dataloader, subset_num_batches))
+        finally:
+            self._task.is_predicting = False
         return [_to_cpu(each) for each in outputs] if return_outputs else []
 
     def save_checkpoint(self, name: str | None = None) -> str:
@@ -231,7 +252,10 @@ class Trainer:
         # Number the names, so that several callbacks of one class each keep their own state.
         self._of_kind[kind] = self._of_kind.get(kind, 0) + 1
         name = kind if self._of_kind[kind] == 1 else f"{kind}-{self._of_kind[kind]}"
-        return guest(given, name=name, run=None if Kinds.of(given).is_theirs else self._shared)
+        wrapped = guest(given, name=name, run=None if Kinds.of(given).is_theirs else self._shared)
+        if any(wrapped.listens_to(event) for event in _EVENTS_AFTER_OUTPUTS):
+            wrapped.keep_fields = ("outputs",)  # Composer keeps the outputs until the next forward pass
+        return wrapped
 
     def _measured_in_training(self, model: Any) -> list[Callback]:
         """Return a list with the callback that updates the model's training metrics, or an empty list if the model has none."""
@@ -259,7 +283,7 @@ class Trainer:
 
         If the function takes a second argument, Composer's scale ratio, it gets 1.0.
         """
-        takes_ratio = getattr(getattr(scheduler, "__code__", None), "co_argcount", 2) > 1
+        takes_ratio = len(inspect.signature(scheduler).parameters) > 1
 
         def factor(_: int) -> float:
             if self._shared.ctx is None:
