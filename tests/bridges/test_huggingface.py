@@ -172,15 +172,31 @@ def test_the_trainer_carries_out_requests(tmp_path: Path) -> None:
     check_events(recorder.events)
 
 
-def test_a_resume_from_the_trainer_s_checkpoint_restores_the_callback_states(tmp_path: Path) -> None:
+class RecordsLoadedSteps(Callback):
+    """Records the steps of the checkpoints from which the run resumes."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_checkpoint_load_end(self, ctx: Context) -> None:
+        if ctx.checkpoint is not None:
+            self.steps.append(ctx.checkpoint.step)
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_a_resume_from_the_trainer_s_checkpoint_restores_the_callback_states(averages: bool, tmp_path: Path) -> None:
+    def more() -> list[Callback]:
+        return [EMA(half_life=3)] if averages else []
+
     whole = History()
-    uninterrupted = trainer(tmp_path / "whole", [host([whole])])
+    uninterrupted = trainer(tmp_path / "whole", [host([whole, *more()])])
     uninterrupted.train()
     with pytest.raises(ZeroDivisionError):
-        trainer(tmp_path, [host([History(), Fails(8)])], save_strategy="steps", save_steps=7).train()
-    history, recorder = History(), Recorder()
-    again = trainer(tmp_path, [host([history, recorder])])
+        trainer(tmp_path, [host([History(), Fails(8), *more()])], save_strategy="steps", save_steps=7).train()
+    history, recorder, loads = History(), Recorder(), RecordsLoadedSteps()
+    again = trainer(tmp_path, [host([history, recorder, loads, *more()])])
     again.train(resume_from_checkpoint=True)
+    assert loads.steps == [7]
     assert recorder.recorded[-1].batch == again.state.global_step == 12
     assert history["train/loss"] == pytest.approx(whole["train/loss"])
     assert all(torch.equal(a, b) for a, b in zip(weights(again), weights(uninterrupted), strict=True))

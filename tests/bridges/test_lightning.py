@@ -238,17 +238,32 @@ def test_a_callback_can_change_the_gradient_accumulation_between_epochs(tmp_path
     check_events(recorder.events)
 
 
+class RecordsLoadedSteps(Callback):
+    """Records the steps of the checkpoints from which the run resumes."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_checkpoint_load_end(self, ctx: Context) -> None:
+        if ctx.checkpoint is not None:
+            self.steps.append(ctx.checkpoint.step)
+
+
+@pytest.mark.parametrize("averages", [False, True])
 @pytest.mark.parametrize("saver", ["ModelCheckpoint", "CheckpointSaver"])
-def test_a_resume_from_a_lightning_checkpoint_restores_the_callback_states(saver: str, tmp_path: Path) -> None:
+def test_a_resume_from_a_lightning_checkpoint_restores_the_callback_states(saver: str, averages: bool, tmp_path: Path) -> None:
+    def more() -> list[Callback]:
+        return [EMA(half_life=3)] if averages else []
+
     whole = History()
-    _, uninterrupted = fitted(tmp_path / "whole", [host([whole])], module=Plain(), max_epochs=3)
+    _, uninterrupted = fitted(tmp_path / "whole", [host([whole, *more()])], module=Plain(), max_epochs=3)
     model_checkpoints = [ModelCheckpoint(dirpath=tmp_path / "theirs", filename="last")] if saver == "ModelCheckpoint" else []
     savers: list[Callback] = [CheckpointSaver(save_interval="1ep")] if saver == "CheckpointSaver" else []
     recorder = Recorder()
     with pytest.raises(ZeroDivisionError):
         fitted(
             tmp_path,
-            [host([History(), *savers, Fails(8), recorder]), *model_checkpoints],
+            [host([History(), *savers, Fails(8), recorder, *more()]), *model_checkpoints],
             module=Plain(),
             max_epochs=3,
             enable_checkpointing=bool(model_checkpoints),
@@ -258,10 +273,12 @@ def test_a_resume_from_a_lightning_checkpoint_restores_the_callback_states(saver
     path = tmp_path / "theirs" / "last.ckpt" if model_checkpoints else tmp_path / "small" / "checkpoints" / "step=6.ckpt"
     state = torch.load(path, weights_only=True)["callbacks"]["LightningHost"]
     assert state["state"]["timestamp"]["batch"] == 6
-    history, recorder = History(), Recorder()
+    history, recorder, loads = History(), Recorder(), RecordsLoadedSteps()
     again, module = fitted(
-        tmp_path, [host([history, *savers, recorder])], module=Plain(), max_epochs=3, ckpt_path=path, num_sanity_val_steps=0
-    )
+        tmp_path, [host([history, *savers, recorder, loads, *more()])], module=Plain(), max_epochs=3, ckpt_path=path,
+        num_sanity_val_steps=0,
+    )  # fmt: skip
+    assert loads.steps == [6]
     assert recorder.recorded[-1].batch == again.global_step == 18
     assert history["train/loss"] == pytest.approx(whole["train/loss"])
     assert history["validation/loss"] == pytest.approx(whole["validation/loss"])

@@ -336,7 +336,7 @@ def fourths(state: State) -> float:
 @pytest.mark.parametrize("resumes", [False, True])
 def test_a_function_as_scheduler_receives_the_state_and_sets_the_first_learning_rate(resumes: bool, tmp_path: Path) -> None:
     memory = InMemoryLogger()
-    options = {"schedulers": fourths, "callbacks": [LRMonitor()], "run_name": "run", "save_folder": str(tmp_path)}
+    options: dict[str, Any] = {"schedulers": fourths, "callbacks": [LRMonitor()], "run_name": "run", "save_folder": str(tmp_path)}
     options |= {"save_interval": "1ep", "autoresume": True}
     if resumes:
         trained(**options)
@@ -356,7 +356,7 @@ class SchedulesByEpoch:
 
 def test_a_function_as_scheduler_that_is_stepped_per_epoch_is_called_before_the_epoch_is_counted() -> None:
     memory = InMemoryLogger()
-    options = {"schedulers": SchedulesByEpoch(), "step_schedulers_every_batch": False, "max_duration": "3ep"}
+    options: dict[str, Any] = {"schedulers": SchedulesByEpoch(), "step_schedulers_every_batch": False, "max_duration": "3ep"}
     trained(**options, callbacks=[LRMonitor()], loggers=[memory])
     assert rates(memory) == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.05, 0.05])  # as in Composer 0.32
 

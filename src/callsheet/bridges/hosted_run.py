@@ -368,7 +368,13 @@ class HostedRun(Run):
     # --- checkpoints that the framework writes ---
 
     def fire_checkpoint(
-        self, path: str, write: Callable[[CheckpointInfo], Any], *, is_durable: bool = True, step: int | None = None
+        self,
+        path: str,
+        write: Callable[[CheckpointInfo], Any],
+        *,
+        is_durable: bool = True,
+        step: int | None = None,
+        has_trained_weights: bool = False,
     ) -> CheckpointInfo:
         """Add the callbacks' states to a checkpoint that the framework has just written, and fire the checkpoint's events.
 
@@ -377,6 +383,8 @@ class HostedRun(Run):
             write: adds the callbacks' states to the checkpoint.
             is_durable: whether the whole checkpoint is on the disk. If not, `publish` must be called as soon as it is.
             step: the step of the checkpoint. None: the last step.
+            has_trained_weights: whether the framework has already written the model's trained weights. Then the callbacks' states are
+                written before callbacks handle the save, because a callback such as `EMA` changes the weights for the save.
         """
         if not self.driver.is_open("train_step"):
             self.counts.check(epochs=False)
@@ -401,8 +409,11 @@ class HostedRun(Run):
             ctx.close("on_checkpoint_published")
             write(info)
             return info
-        with self.spans.checkpoint_save:
+        if has_trained_weights:
             write(info)
+        with self.spans.checkpoint_save:
+            if not has_trained_weights:
+                write(info)
         ctx.close("on_checkpoint_save_end")
         if is_durable:
             self.publish(info)

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain, count
@@ -133,6 +133,8 @@ class Checkpoints:
         """The parts of a checkpoint that belong to one rank, such as its random states. They are loaded after the shared parts."""
         self.optional: set[str] = set()
         """The names of parts that a checkpoint of an earlier version may lack. Such a part then keeps its state."""
+        self.loads: Callable[[], CheckpointInfo | None] | None = None
+        """A function that `load` calls instead of loading a checkpoint, because another framework has loaded it."""
         self.begun = 0
         """How many background saves this rank has begun."""
         self.stopped_by: Request | None = None
@@ -374,6 +376,8 @@ class Checkpoints:
     def load(self, resume: str | os.PathLike[str] | None) -> None:
         """Restore the checkpoint that a callback requests, or otherwise the one that `resume` names.
 
+        If `loads` is set, call it instead.
+
         Raises:
             ConfigError: `resume` is None, and another run has written to the folder.
             CheckpointError: the checkpoint is not valid, or does not fit this run's parts.
@@ -382,7 +386,10 @@ class Checkpoints:
         ctx.control.able.add("load")
         with self._spans.checkpoint_load:
             ctx.control.able.discard("load")
-            ctx.checkpoint = self._restore_newest(self._candidates(ctx.control.load_path or resume))
+            if self.loads is not None:
+                ctx.checkpoint = self.loads()
+            else:
+                ctx.checkpoint = self._restore_newest(self._candidates(ctx.control.load_path or resume))
         ctx.close("on_checkpoint_load_end")
 
     def _restore_newest(self, candidates: list[str]) -> CheckpointInfo | None:

@@ -318,7 +318,9 @@ class AutoModelHost(HostBase, AutoModelCallback):
             run.records.last_loss = _scalar(loss)
         path = Path(checkpoint_info["checkpoint_path"])
         in_background = bool(getattr(recipe.checkpointer.config, "is_async", False))
-        info = run.fire_checkpoint(str(path), lambda info: write_states(run, path, info), is_durable=not in_background)
+        info = run.fire_checkpoint(
+            str(path), lambda info: write_states(run, path, info), is_durable=not in_background, has_trained_weights=True
+        )
         self._being_written = info if in_background else None
         self._stop_if_asked(run)
 

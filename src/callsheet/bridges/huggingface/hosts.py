@@ -27,6 +27,7 @@ from callsheet.bridges.wrapped_methods import WrappedMethods
 from callsheet.core.callback import Callback
 from callsheet.core.control import Request
 from callsheet.core.manager import CallbackManager
+from callsheet.core.run_state import CheckpointInfo
 from callsheet.errors import NotSupported
 from callsheet.run.copies import replace
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
@@ -209,9 +210,9 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         self._has_engine = engine is not None
         if self._has_engine:
             wrapped.append(watch_step(engine, functools.partial(_begin_engine_step, weakref.ref(self))))
-        self._begin_run(run, [hooks, watch, *wrapped], NOT_FIRED)
         if state.global_step:
-            self._resume(args, state)
+            run.checkpoints.loads = lambda: _load_states(run, args, state)
+        self._begin_run(run, [hooks, watch, *wrapped], NOT_FIRED)
         # If the data's length is not known, the Trainer's `epoch` is not the number of epochs, so do not compare it.
         run.counts.follow(lambda: Counts(state.global_step, int(state.epoch or 0) if length is not None else None))
         self._requests.control = control
@@ -519,23 +520,24 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
     def _fire_checkpoint(self, run: HostedRun) -> None:
         path = self._path
         if run.eval.order.allows("S"):
-            run.fire_checkpoint(str(path), lambda info: None if self.only_observes else write_states(run, path, info))
+            run.fire_checkpoint(
+                str(path),
+                lambda info: None if self.only_observes else write_states(run, path, info),
+                has_trained_weights=True,
+            )
 
-    def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
-        """Load the callbacks' states from the checkpoint from which the Trainer resumes."""
-        run = self._run
-        assert run is not None
-        given = args.resume_from_checkpoint
-        paths = [Path(given)] if isinstance(given, str) else []
-        paths.append(_checkpoint(args, state))
-        found = next((path for path in paths if (path / STATE).is_dir()), None)
-        if found is not None:
-            read_states(run, found, state.global_step)
-            return
-        logger.warning(
-            "%s resumes from step %d, and no callbacks' states were found in %s", run.host, state.global_step, paths[-1]
-        )
-        resume_without_states(run, state.global_step, int(state.epoch or 0))
+
+def _load_states(run: HostedRun, args: TrainingArguments, state: TrainerState) -> CheckpointInfo:
+    """Load the callbacks' states from the checkpoint from which the Trainer resumes. Return the checkpoint's description."""
+    given = args.resume_from_checkpoint
+    paths = [Path(given)] if isinstance(given, str) else []
+    paths.append(_checkpoint(args, state))
+    found = next((path for path in paths if (path / STATE).is_dir()), None)
+    if found is not None:
+        return read_states(run, found, state.global_step)
+    logger.warning("%s resumes from step %d, and no callbacks' states were found in %s", run.host, state.global_step, paths[-1])
+    resume_without_states(run, state.global_step, int(state.epoch or 0))
+    return CheckpointInfo(str(paths[0]), state.global_step, int(state.epoch or 0), "periodic")
 
 
 def _run_of(reference: weakref.ref[HuggingFaceHost]) -> HostedRun | None:

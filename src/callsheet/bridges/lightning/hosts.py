@@ -34,7 +34,7 @@ from callsheet.core import ranks as distributed
 from callsheet.core.callback import Callback
 from callsheet.core.control import Request
 from callsheet.core.manager import CallbackManager
-from callsheet.core.run_state import Outcome
+from callsheet.core.run_state import CheckpointInfo, Outcome
 from callsheet.errors import mark_as_users
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.trainer.tasks import counts_of
@@ -102,8 +102,16 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
 
     # --- a run ---
 
-    def _begin(self, trainer: Any, module: Any, mode: Mode = "eval", **options: Any) -> HostedRun:
-        """Begin a run of callsheet's callbacks. `mode` is the kind of evaluation to observe: `eval`, `test` or `predict`."""
+    def _begin(self, trainer: Any, module: Any, mode: Mode = "eval", *, fits: bool = False, **options: Any) -> HostedRun:
+        """Begin a run of callsheet's callbacks.
+
+        Args:
+            trainer: Lightning's Trainer.
+            module: the LightningModule.
+            mode: the kind of evaluation to observe.
+            fits: whether the Trainer trains; then the run resumes if the Trainer does.
+            options: further arguments of `HostedRun`.
+        """
         self._forget_earlier_run()
         folder = Path(trainer.log_dir or trainer.default_root_dir).absolute()
         self._run = run = HostedRun(
@@ -122,6 +130,8 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         self._is_first_eval_step = True
         self._names: list[str] = []  # the names of the datasets of the current evaluation; empty between evaluations
         self._known: dict[str, Any] = dict(trainer.callback_metrics)
+        if fits:
+            run.checkpoints.loads = lambda: self._load(trainer, run)
         self._begin_run(run, [self._steps], NOT_FIRED)
         return run
 
@@ -172,6 +182,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         run = self._trained = self._begin(
             trainer,
             pl_module,
+            fits=True,
             optimizer=optimizers[0] if optimizers else None,
             scheduler=schedulers[0].scheduler if schedulers else None,
             max_duration=duration_of(trainer),
@@ -196,7 +207,6 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         self._stepped.has_begun = False
         self._stepped.listen(True)
         self._hooks += [watch, self._forward, self._clip, cadence, Saves(trainer, self._save_and_report), self._stepped]
-        self._resume(trainer, run)
         # A checkpoint that was saved at an epoch's last step does not count this epoch, so count the epoch now.
         while run.state.timestamp.epoch < trainer.current_epoch:
             run.state.timestamp = run.state.timestamp.next_epoch()
@@ -535,7 +545,8 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         """Store the callbacks' states. They are restored when training begins."""
         self._loaded = state_dict or None
 
-    def _resume(self, trainer: Any, run: HostedRun) -> None:
+    def _load(self, trainer: Any, run: HostedRun) -> CheckpointInfo | None:
+        """Load the callbacks' states from the checkpoint that the Trainer has loaded. Return its description; None for a new run."""
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             ranks = loaded["ranks"]
@@ -545,3 +556,6 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             if trainer.ckpt_path is not None and not self.only_observes:
                 logger.warning("%s resumes from %s, in which no callbacks' states were found", run.host, trainer.ckpt_path)
             resume_without_states(run, trainer.global_step, trainer.current_epoch)
+        if loaded is None and not trainer.global_step:
+            return None
+        return CheckpointInfo(str(trainer.ckpt_path or ""), trainer.global_step, trainer.current_epoch, "periodic")

@@ -29,6 +29,7 @@ from callsheet.bridges.torchtnt.unit import Fetches, MeanLosses, duration_of, on
 from callsheet.bridges.training_hooks import TrainingHooks
 from callsheet.core.callback import Callback
 from callsheet.core.manager import CallbackManager
+from callsheet.core.run_state import CheckpointInfo
 from callsheet.core.time import Time
 from callsheet.errors import CheckpointError, FieldNotAvailable, NotSupported
 from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
@@ -156,9 +157,9 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         self._batch: Any = None
         self._progress: Any = getattr(unit, "train_progress", None)  # stored, because reading an attribute of a unit is slow
         self._evaluates_every = state.eval_state.evaluate_every_n_steps if state.eval_state is not None else None
-        self._begin_run(run, hooks, NOT_FIRED, resume=self._resume_path if self._restored is None else None)
         if self._restored is not None:
-            self._load_restored(run, unit)
+            run.checkpoints.loads = lambda: self._load_restored(run, unit)
+        self._begin_run(run, hooks, NOT_FIRED, resume=self._resume_path)
         if is_training and self._progress is not None:
             run.counts.follow(lambda: me()._counted())  # type: ignore[union-attr]
         return run
@@ -463,7 +464,8 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         """Store the callbacks' states. The next run restores them."""
         self._restored = torch.load(io.BytesIO(state["states"]), weights_only=True) if state["states"] else None
 
-    def _load_restored(self, run: HostedRun, unit: Any) -> None:
+    def _load_restored(self, run: HostedRun, unit: Any) -> CheckpointInfo:
+        """Restore the callbacks' states from the checkpoint that torchtnt has loaded. Return its description."""
         restored, self._restored = self._restored, None
         assert restored is not None
         if (progress := getattr(unit, "train_progress", None)) is not None and progress.num_steps_completed != restored["steps"]:
@@ -473,3 +475,4 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             )
         restore_states(run, restored)
         self._steps_fired = restored["steps"]
+        return CheckpointInfo("", run.state.timestamp.batch, run.state.timestamp.epoch, "periodic")
