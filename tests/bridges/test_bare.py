@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from callsheet import Callback, CallbackManager, Context, Trainer, attach, every
 from callsheet.bridges.attached_run import AttachedRun
 from callsheet.callbacks import (
+    EMA,
     CheckpointSaver,
     EarlyStopper,
     GradientAccumulationScheduler,
@@ -1267,3 +1268,40 @@ def test_a_read_only_checkpoint_folder_is_rejected_before_the_first_step(
     )
     assert "on_train_step_start" not in recorder.events
     assert not caplog.messages
+
+
+def test_the_averaged_weights_are_in_the_model_while_the_function_evaluates_it(tmp_path: Path) -> None:
+    """`on_eval_all_start` is fired before the function `evaluate` is called."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weights: list[torch.Tensor] = []
+
+    def evaluate() -> dict[str, dict[str, float]]:
+        weights.append(model.weight.detach().clone())
+        return {"validation": {"loss": 1.0}}
+
+    recorder, average = Recorder(), model.weight.detach().clone()
+    callbacks = [EMA(half_life=1), RequestsEvaluation(step=2), recorder]
+    with attach(model=model, optimizer=optimizer, callbacks=callbacks, evaluate=evaluate, runs_folder=tmp_path) as run:
+        for batch in run.steps([torch.ones(2, 2)] * 3):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if not weights:
+                average.lerp_(model.weight.detach(), 0.5)
+                trained = model.weight.detach().clone()
+    check_events(recorder.events)
+    assert torch.allclose(weights[0], average)
+    assert not torch.allclose(weights[0], trained)
+
+
+class RequestsEvaluation(Callback):
+    """Requests an evaluation at a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == self.step:
+            ctx.control.evaluate("the test requests it")

@@ -397,3 +397,31 @@ def test_waits_for_a_monitored_evaluator_that_was_not_due(tmp_path: Path) -> Non
         trainer.fit()
     [best] = find_checkpoints(tmp_path / "run" / "checkpoints").checkpoints
     assert (best.step, best.seal.info["kind"]) == (4, "best")
+
+
+class GivesScores(Callback):
+    """Gives the evaluation after each step a score. The training loss of step 2 is NaN, but the gradients are finite."""
+
+    phase = "change"
+
+    def __init__(self, scores: list[float]) -> None:
+        self.scores = scores
+
+    def on_loss_end(self, ctx: Context) -> None:
+        if ctx.step == 2:
+            ctx.loss = ctx.loss - ctx.loss.detach() + float("nan")
+
+    def on_eval_end(self, ctx: Context) -> None:
+        ctx.log({"validation/score": self.scores[ctx.step - 1]}, across="same")
+
+
+@pytest.mark.parametrize(("scores", "best"), [([5.0, 1.0, 4.0, 3.0, 2.0], 5), ([5.0, 1.0, 6.0, 4.0, 4.5], 4)])
+def test_a_best_checkpoint_that_is_not_finite_does_not_count(scores: list[float], best: int, tmp_path: Path) -> None:
+    data = [(torch.ones(2, 2), torch.zeros(2, 1))] * 5
+    saver = CheckpointSaver(save_interval=None, save_at_end=False, monitor="validation/score")
+    with Trainer(
+        torch.nn.Linear(2, 1), torch.nn.functional.mse_loss, data, data[:1], max_duration="5ba", eval_interval="1ba", run_name="run",
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3), runs_folder=tmp_path, callbacks=[GivesScores(scores), saver],
+    ) as trainer:  # fmt: skip
+        trainer.fit()
+    assert [each.step for each in find_checkpoints(tmp_path / "run" / "checkpoints").checkpoints] == [best]

@@ -148,3 +148,35 @@ def test_an_optimizer_without_a_learning_rate_logs_nothing(groups: int, loop: st
                 loss(model(inputs), targets).backward()
                 optimizer.step()
     assert seen.records == [{}, {}, {}]
+
+
+class SavesAndFails(Callback):
+    """Saves a checkpoint at the last step of the first epoch, and fails before the record of this epoch is made."""
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == 3:
+            ctx.control.save("the test requests it")
+
+    def on_epoch_end(self, ctx: Context) -> None:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_record_that_was_due_at_a_checkpoint_has_the_rates_after_a_resume(groups: int, tmp_path: Path) -> None:
+    def trained(*callbacks: Callback, resume: str | None = None) -> list[dict[str, float]]:
+        seen = Rates()
+        layers = [nn.Linear(2, 2) for _ in range(groups)]
+        model = nn.Sequential(*layers)
+        optimizer = torch.optim.SGD([{"params": layer.parameters(), "lr": 0.1 / (1 + i)} for i, layer in enumerate(layers)])
+        with Trainer(
+            model, nn.functional.mse_loss, [(torch.ones(2, 2), torch.ones(2, 2))] * 3, optimizer=optimizer, max_duration="2ep",
+            callbacks=[LRMonitor(), seen, *callbacks], log_interval="1ep", run_name="run", runs_folder=tmp_path, resume=resume,
+            device="cpu",
+        ) as trainer:  # fmt: skip
+            trainer.fit()
+        return seen.records
+
+    with pytest.raises(ZeroDivisionError):
+        trained(SavesAndFails())
+    found = trained(resume="auto")
+    assert found == [{f"lr/SGD/{i}": 0.1 / (1 + i) for i in range(groups)}] * 2

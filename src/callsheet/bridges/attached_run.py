@@ -52,6 +52,7 @@ class AttachedRun:
         strict: bool,
     ) -> None:
         self._run = run
+        run.evaluation.before = run.eval.begin_all
         self._observe = partial(TrainingHooks, run, model, optimizer, scaler)
         self._hooks: Any = None  # set to the `TrainingHooks` when the `with` block starts
         self._batches_per_step = gradient_accumulation_steps

@@ -101,14 +101,14 @@ class EvalEvents:
         self._tally.start()
 
     def fire(self, results: Mapping[str, Mapping[str, Any]], *, standalone: bool = False) -> None:
-        """Fire all start and end events of an evaluation that the framework has already carried out.
+        """Fire the events of an evaluation that the framework has already carried out. The evaluation may have begun already.
 
         `results` are by dataset name, then by metric name.
         """
         for name, found in results.items():
             self.begin(name, standalone=standalone)
             self.end_dataset(name, found)
-        if results:
+        if results or self.driver.is_open("eval_all"):
             self.end()
 
     # The driver calls the `_prepare` methods even if the framework has not reported an evaluation's start.

@@ -48,6 +48,8 @@ class HostEvaluation:
 
         None: `evaluates` carries it out at once.
         """
+        self.before: Callable[[], None] = lambda: None
+        """A function that is called before `evaluates`: it fires the start of the evaluation, if `evaluates` does not report it."""
 
     def due(self, ctx: Context, is_over: bool) -> list[str]:
         """Return the names of the datasets to evaluate now: `[""]`, a single dataset without a name, or an empty list.
@@ -66,6 +68,7 @@ class HostEvaluation:
     def evaluate(self, loaders: Any, *, standalone: bool) -> dict[str, dict[str, float]]:
         """Make the framework evaluate, and fire the events of the evaluation with the results."""
         assert self._evaluates is not None  # without this function, the request would have been rejected
+        self.before()
         try:
             found = self._evaluates()
         except BaseException as error:

@@ -74,6 +74,7 @@ class CheckpointSaver(Callback):
         self._saved_stop = False  # whether a stop was already requested when the last checkpoint was saved
         self._is_warned = False
         self._best_score = math.inf  # best value of `monitor` so far, multiplied by `_sign` so that lower is better
+        self._before_best = (-1, math.inf)  # the step of the evaluation with this value, and the best value before it
 
     def on_train_start(self, ctx: Context) -> None:
         """Skip the save intervals that have already passed, so that a resumed run does not save a checkpoint at its start."""
@@ -93,6 +94,7 @@ class CheckpointSaver(Callback):
         scores = {f"{name}/{metric}": value for name, result in ctx.eval_results.items() for metric, value in result.items()}
         score = self._sign * scores[one_of("monitor", self._monitor, tuple(scores))]
         if score < self._best_score and math.isfinite(score):
+            self._before_best = ctx.step, self._best_score
             self._best_score, self._best_at = score, ctx.step
 
     def on_checkpoint_due(self, ctx: Context) -> None:
@@ -131,6 +133,13 @@ class CheckpointSaver(Callback):
         Checkpoints that another framework's loop wrote are not deleted here; that framework deletes them.
         """
         info = ctx.checkpoint
+        if (
+            info is not None
+            and not info.is_finite
+            and self._best_label in info.requested_by
+            and info.step == self._before_best[0]
+        ):
+            self._best_score = self._before_best[1]  # the checkpoint cannot be used, so the one before it is still the best
         if info is None or is_of_run(ctx, info.path):
             self._take(ctx)
         elif self._keep is not None and label_of(self) in info.requested_by and not self._is_warned:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from callsheet.core.callback import Callback
@@ -22,10 +23,13 @@ class LRMonitor(Callback):
     def __init__(self) -> None:
         self._rates: list[Any] = []
         self._last_step = 0  # the step of the last record to which rates were added
+        self._is_resumed = False
 
     def on_train_start(self, ctx: Context) -> None:
         """Store the step at which training starts. Learning rates are added only to metrics records of later steps."""
-        self._last_step = ctx.step
+        if not self._is_resumed:
+            self._last_step = ctx.step
+        self._is_resumed = False
 
     def on_optimizer_step_end(self, ctx: Context) -> None:
         """Store the learning rates of this step. A rate that is a tensor is copied, because the scheduler changes it in place."""
@@ -50,3 +54,10 @@ class LRMonitor(Callback):
             self._last_step = ctx.step
         names = (f"lr/{type(ctx.optimizer).__name__}/{group.get('name', i)}" for i, group in enumerate(groups))
         ctx.log({name: rate for name, rate in zip(names, rates, strict=False) if rate is not None}, across="same")
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the rates of the last step, and the step of the last record with rates, so that a resumed run makes the same records."""
+        return {"rates": [None if rate is None else float(rate) for rate in self._rates], "last_step": self._last_step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._rates, self._last_step, self._is_resumed = list(state["rates"]), state["last_step"], True

@@ -318,9 +318,7 @@ class UltralyticsHost(HostBase):
             is_saved = True
         self._after_epoch = _AfterEpoch()
         if is_saved:
-            run.fire_checkpoint(
-                str(trainer.last), lambda info: self._write_states(run, trainer, info), has_trained_weights=True
-            )
+            run.fire_checkpoint(str(trainer.last), lambda info: self._write_states(run, trainer, info), has_trained_weights=True)
         self._stop_if_asked(run, trainer)
 
     @in_a_run
