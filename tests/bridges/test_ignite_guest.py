@@ -26,6 +26,7 @@ from ignite.handlers import (
     TerminateOnNan,
     TimeLimit,
     Timer,
+    global_step_from_engine,
 )
 from ignite.metrics import Loss, MeanAbsoluteError, RunningAverage
 from torch import nn
@@ -443,3 +444,25 @@ def test_an_exception_is_reported_to_handlers_and_raised_once(tmp_path: Path) ->
         run_here(tmp_path, [guest(engine)], model, optimizer)
     assert recorded == [raised.value]
     assert not any("another error" in note for note in raised.value.__notes__)
+
+
+def test_a_handler_of_an_evaluator_reads_the_trainer_s_progress(tmp_path: Path) -> None:
+    model, optimizer = made(0.1)
+    engine, steps = GuestEngine(), []
+    global_step = global_step_from_engine(engine)
+    engine.evaluator().add_event_handler(
+        Events.COMPLETED, lambda evaluator: steps.append((global_step(evaluator, Events.COMPLETED), engine.state.iteration))
+    )
+    run_here(tmp_path, [guest(engine)], model, optimizer, max_duration="3ep")
+    assert [epoch for epoch, _ in steps] == [1, 2, 3]
+    assert [iteration for _, iteration in steps] == [steps[0][1] * number for number in (1, 2, 3)]
+
+
+def test_evaluators_do_not_run_after_a_termination(tmp_path: Path) -> None:
+    model, optimizer = made(0.1)
+    engine, evaluated = GuestEngine(), []
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda engine: engine.terminate())
+    for event in (Events.STARTED, Events.ITERATION_COMPLETED, Events.COMPLETED):
+        engine.evaluator().add_event_handler(event, lambda evaluator: evaluated.append(1))
+    run_here(tmp_path, [guest(engine)], model, optimizer)
+    assert evaluated == []

@@ -492,3 +492,22 @@ def test_a_resume_within_an_epoch_restores_a_guest_s_epoch_mean(tmp_path: Path) 
         run(tmp_path, [guest(keras.callbacks.History()), CheckpointSaver(save_interval="4ba"), Fails(5)])
     run(tmp_path, [guest(again), CheckpointSaver(save_interval="50ba")], resume="auto")
     assert again.history["loss"] == pytest.approx(whole.history["loss"])
+
+
+@pytest.mark.parametrize("interval", ["1ep", "2ba", "2ep"])
+def test_a_guest_s_logs_of_an_epoch_have_the_results_of_its_last_evaluation(interval: str, tmp_path: Path) -> None:
+    history, recorder = keras.callbacks.History(), Recorder()
+    evaluated: list[tuple[int, float]] = []
+
+    class RecordsLosses(Callback):
+        def on_eval_all_end(self, ctx: Context) -> None:
+            evaluated.append((ctx.epoch, ctx.eval_results["validation"]["loss"]))
+
+    with Trainer(
+        LINE.made_model(), LINE.loss, LINE.batches(), LINE.validation_batches(), device="cpu", runs_folder=tmp_path,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05), max_duration="4ep", eval_interval=interval,
+        callbacks=[guest(history), RecordsLosses(), recorder],
+    ) as trainer:  # fmt: skip
+        trainer.fit()
+    assert history.history["val_loss"] == pytest.approx(list(dict(evaluated).values()))
+    assert len(history.history["val_loss"]) == (2 if interval == "2ep" else 4)

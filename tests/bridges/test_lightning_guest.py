@@ -484,3 +484,38 @@ def test_a_guest_without_batch_hooks_has_no_handlers_for_steps() -> None:
 def test_an_error_says_how_to_wrap_a_callback() -> None:
     with pytest.raises(NotACallbackError, match=r"wrap it: callsheet\.bridges\.lightning\.guest"):
         CallbackManager([lightning_callbacks.EarlyStopping("val_loss")])  # type: ignore[list-item, unused-ignore]
+
+
+@pytest.mark.parametrize(("interval", "evaluations"), [("1ep", 4), ("2ep", 2), ("2ba", 12)])
+def test_early_stopping_and_checkpoints_follow_the_interval_of_evaluations(
+    interval: str, evaluations: int, tmp_path: Path
+) -> None:
+    class CountsChecks(lightning_callbacks.EarlyStopping):  # type: ignore[misc]  # Lightning's types are not read
+        checks = 0
+
+        def _run_early_stopping_check(self, trainer: Any) -> None:
+            CountsChecks.checks += 1
+            super()._run_early_stopping_check(trainer)
+
+    class RecordsStages(lightning_callbacks.Callback):  # type: ignore[misc]  # Lightning's types are not read
+        stages: set[tuple[bool, bool]] = set()
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            self.stages.add((trainer.training, trainer.validating))
+
+    checkpoints = lightning_callbacks.ModelCheckpoint(
+        monitor="val_loss", save_top_k=-1, filename="{step}", dirpath=tmp_path / "saved"
+    )
+    theirs = [CountsChecks("val_loss", patience=100), checkpoints, RecordsStages()]
+    with Trainer(
+        POINTS.made_model(), POINTS.loss, POINTS.batches(), POINTS.validation_batches(), device="cpu", runs_folder=tmp_path,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05), max_duration="4ep", eval_interval=interval,
+        callbacks=[guest(each) for each in theirs],
+    ) as trainer:  # fmt: skip
+        trainer.fit()
+    steps = trainer.state.timestamp.batch
+    assert steps == 24
+    assert CountsChecks.checks == evaluations
+    assert RecordsStages.stages == {(True, False)}
+    found = {int(path.stem.removeprefix("step=")) for path in (tmp_path / "saved").iterdir()}
+    assert found == set(range(steps // evaluations, steps + 1, steps // evaluations))

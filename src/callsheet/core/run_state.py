@@ -45,6 +45,8 @@ class RunInfo:
         failures: the callbacks of this process that failed or whose lanes lost events; set at the run's end.
         inexact_counts: one line that says so if the framework in whose loop callsheet runs counts steps or epochs differently, or
             has left out, repeated or reordered events; otherwise empty.
+        eval_interval: how often all datasets are evaluated, such as `1ep` or `100ba`; empty if this is not known, or if they have
+            different intervals.
     """
 
     name: str
@@ -58,6 +60,7 @@ class RunInfo:
     checkpoints: str = ""
     failures: tuple[Failures, ...] = ()
     inexact_counts: str = ""
+    eval_interval: str = ""
     # This is a list with one element, because the copies of this object for callbacks in other threads must share the value.
     _lost: list[bool] = field(default_factory=lambda: [False], repr=False, compare=False)
 

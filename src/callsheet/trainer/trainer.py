@@ -297,6 +297,8 @@ class Trainer:
         for name, evaluator in evaluators.items():
             self._evaluation.add(name, evaluator)
         self.state.evaluators = tuple(self._evaluation.loaders)
+        intervals = {schedule.every and str(schedule.every.every) for schedule in self._evaluation.schedules.values()}
+        self.ctx.run.eval_interval = (intervals.pop() or "") if len(intervals) == 1 else ""
 
     @property
     def signal(self) -> signal.Signals | None:

@@ -230,10 +230,23 @@ class IgniteGuest(Guest):
 
     # --- the evaluators' events ---
 
+    def _evaluator(self, ctx: Context, name: str) -> GuestEngine | None:
+        """Return the evaluator of a dataset; None if there is none, or if a handler has terminated the trainer's engine.
+
+        Before that, update the trainer's engine, because handlers of an evaluator may read it. In Ignite, an evaluator runs in a
+        handler of the trainer, so the trainer's last event is the end of an epoch or of an iteration.
+        """
+        engine = self.foreign.evaluators.get(name)
+        if engine is None or self._update(ctx) is None:
+            return None
+        self.foreign.last_event_name = (
+            Events.ITERATION_COMPLETED if ctx.state.timestamp.batch_in_epoch else Events.EPOCH_COMPLETED
+        )
+        return engine
+
     def _evaluator_started(self, ctx: Context) -> None:
-        engine = self.foreign.evaluators.get(ctx.eval_name)
+        engine = self._evaluator(ctx, ctx.eval_name)
         if engine is not None:
-            self.foreign.ctx = ctx
             state = engine.state
             state.iteration, state.epoch, state.max_epochs = 0, 0, 1
             engine._fire_event(Events.STARTED)
@@ -242,7 +255,7 @@ class IgniteGuest(Guest):
 
     def _evaluator_iteration_started(self, ctx: Context) -> None:
         engine = self.foreign.evaluators.get(ctx.eval_name)
-        if engine is not None:
+        if engine is not None and not self.foreign.should_terminate:
             state = engine.state
             state.batch = None
             engine._fire_event(Events.GET_BATCH_STARTED)
@@ -253,14 +266,13 @@ class IgniteGuest(Guest):
 
     def _evaluator_iteration_completed(self, ctx: Context) -> None:
         engine = self.foreign.evaluators.get(ctx.eval_name)
-        if engine is not None:
+        if engine is not None and not self.foreign.should_terminate:
             engine.state.output = engine.output(ctx)
             engine._fire_event(Events.ITERATION_COMPLETED)
 
     def _evaluators_completed(self, ctx: Context) -> None:
-        self.foreign.ctx = ctx
         for name, results in ctx.eval_results.items():
-            engine = self.foreign.evaluators.get(name)
+            engine = self._evaluator(ctx, name)
             if engine is not None:
                 engine.state.metrics.update(results)
                 engine._fire_event(Events.EPOCH_COMPLETED)

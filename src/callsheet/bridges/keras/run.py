@@ -29,13 +29,15 @@ class KerasRun(Common):
         self._open: int | None = None  # the index of an epoch that has ended, but for which `on_epoch_end` was not called yet
         self._total: Any = 0.0
         self._samples = 0
+        self._val_logs: dict[str, float] = {}  # the results of the last evaluation in this epoch, by their names in Keras's logs
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sum of the losses of the epoch so far, and the number of samples."""
-        return {"total": float(self._total), "samples": self._samples}
+        """Return the sum of the losses of the epoch so far, the number of samples, and the results of the epoch's last evaluation."""
+        return {"total": float(self._total), "samples": self._samples, "val_logs": dict(self._val_logs)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._total, self._samples = state["total"], state["samples"]
+        self._val_logs = dict(state.get("val_logs", {}))  # a checkpoint of an earlier version has none
 
     def on_train_start(self, ctx: Context) -> None:
         """Store the run's context, which later calls of Keras's callbacks use."""
@@ -44,7 +46,7 @@ class KerasRun(Common):
     def on_epoch_start(self, ctx: Context) -> None:
         """Reset the mean loss of the epoch, unless a resumed run continues in the middle of the epoch."""
         if not ctx.state.timestamp.batch_in_epoch:
-            self._total, self._samples = 0.0, 0
+            self._total, self._samples, self._val_logs = 0.0, 0, {}
         self.logs = {}
 
     def on_train_step_start(self, ctx: Context) -> None:
@@ -61,12 +63,12 @@ class KerasRun(Common):
                 self.logs = {"loss": float(self._total) / self._samples}
 
     def on_epoch_end(self, ctx: Context) -> None:
-        """Put the epoch's mean loss into the logs.
+        """Put the epoch's mean loss, and the results of the last evaluation within the epoch, into the logs.
 
         Guests are called later: Keras calls `on_epoch_end` after the epoch's evaluation.
         """
         self._open = ctx.epoch - 1
-        self.logs = {"loss": float(self._total) / self._samples} if self._samples else {}
+        self.logs = ({"loss": float(self._total) / self._samples} if self._samples else {}) | self._val_logs
         self._end(is_known=not ctx.state.evaluators)
 
     def on_checkpoint_due(self, ctx: Context) -> None:
@@ -94,8 +96,10 @@ class KerasRun(Common):
             for name, found in ctx.eval_results.items()
             for metric, value in found.items()
         }
+        if not ctx.standalone:
+            self._val_logs = {f"val_{name}": value for name, value in self.found.items()}
         if self._open is not None:
-            self.logs |= {f"val_{name}": value for name, value in self.found.items()}
+            self.logs |= self._val_logs
         self._end(is_known=True)
 
     def on_predict_start(self, ctx: Context) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from callsheet.bridges.guest_base import Facade
 from callsheet.core.context import Context
-from callsheet.core.time import TimeUnit
+from callsheet.core.time import Time, TimeUnit
 from callsheet.errors import NotSupported
 
 if TYPE_CHECKING:
@@ -149,7 +149,11 @@ class _ProgressFacade(OfGuest):
         """This object itself, which takes the place of the fit loop and also of the epoch loop."""
         return self
 
-    batch_progress = total = current = epoch_loop
+    batch_progress = total = current = val_loop = epoch_loop
+
+    @property
+    def _has_run(self) -> bool:
+        return self._guest.has_evaluated
 
     @property
     def is_last_batch(self) -> bool:
@@ -185,7 +189,7 @@ class _ProgressFacade(OfGuest):
 class TrainerFacade(OfGuest):
     """Takes the place of Lightning's Trainer in callsheet's loop. It has the attributes that Lightning callbacks may use.
 
-    Some attributes have fixed values, which say that there is no sanity check and that every epoch is followed by an evaluation.
+    Some attributes have fixed values, such as those of the sanity check, which callsheet's loop does not have.
     """
 
     REPLACED_OBJECT = "Lightning's Trainer"
@@ -196,8 +200,6 @@ class TrainerFacade(OfGuest):
     num_sanity_val_steps = 0
     num_sanity_val_batches: list[float] = []
     limit_train_batches = limit_val_batches = limit_test_batches = limit_predict_batches = 1.0
-    val_check_interval = 1.0
-    check_val_every_n_epoch = 1
     min_epochs = min_steps = ckpt_path = datamodule = None
     precision = "32-true"
 
@@ -299,6 +301,27 @@ class TrainerFacade(OfGuest):
         """The number of optimizer steps of the whole training, or infinity if it is not known."""
         steps, epochs = self._ctx.state.epoch_batches, self.max_epochs
         return self.max_steps if self.max_steps >= 0 else math.inf if steps is None or epochs < 0 else steps * epochs
+
+    @property
+    def _eval_interval(self) -> Time | None:
+        interval = self._ctx.run.eval_interval
+        return Time.parse(interval) if interval else None
+
+    @property
+    def val_check_interval(self) -> int | float:
+        """How often an evaluation is made: the number of steps, or 1.0 if evaluations are made at the ends of epochs."""
+        interval = self._eval_interval
+        if interval is None or interval.unit is TimeUnit.EPOCH:
+            return 1.0
+        return int(interval.value) if interval.unit is TimeUnit.BATCH else 0.5  # other units are not known in Lightning
+
+    @property
+    def check_val_every_n_epoch(self) -> int | None:
+        """The number of epochs between two evaluations; None if evaluations are not made at the ends of epochs."""
+        interval = self._eval_interval
+        if interval is None:
+            return 1
+        return int(interval.value) if interval.unit is TimeUnit.EPOCH else None
 
     @property
     def enable_validation(self) -> bool:

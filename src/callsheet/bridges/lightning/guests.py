@@ -137,6 +137,9 @@ class LightningGuest(Guest):
         self.is_step_over = True
         self._batch, self._loss, self._batches = _NO_BATCH, None, 0
         self._dataset = -1
+        self.has_evaluated = False
+        """Whether an evaluation has ended."""
+        self._is_evaluating = False  # whether the last evaluation within training has begun after the last training batch
         self._is_epoch_end_due = False  # whether an epoch has ended for which on_train_epoch_end was not called yet
         self._metrics: dict[str, Tensor] = {}
         self._loaded: Mapping[str, Any] | None = None
@@ -242,6 +245,9 @@ class LightningGuest(Guest):
         if batch is self._batch:
             return  # this batch has begun already, with an earlier microbatch
         self.ctx = ctx
+        if self._is_evaluating:
+            self._is_evaluating = False
+            self.trainer._set_state("fit", "train")
         if self._batch is not _NO_BATCH:
             self.is_step_over = False
             self._end_batch(self._loss)
@@ -277,6 +283,7 @@ class LightningGuest(Guest):
     def _start_evaluation(self, ctx: Context) -> None:
         self.ctx, self._dataset = ctx, -1
         self.trainer._set_state("validate" if ctx.standalone else "fit", "validate")
+        self._is_evaluating = not ctx.standalone
         if ctx.standalone:
             self._call("setup", stage=self.trainer.state.fn)
 
@@ -297,7 +304,7 @@ class LightningGuest(Guest):
         )
 
     def _end_evaluation(self, ctx: Context) -> None:
-        self.ctx = ctx
+        self.ctx, self.has_evaluated = ctx, True
         for name, found in ctx.eval_results.items():
             for metric, value in found.items():
                 self._put(f"{name}/{metric}", value)
