@@ -240,6 +240,17 @@ def test_one_run_is_compared_with_several_by_their_spread() -> None:
         ("accuracy/validation", False),
         ("l2_norm/grad/global", None),
         ("train/capacity", None),
+        ("validation/answer_accuracy", False),
+        ("validation/cancer_recall", False),
+        ("tower_iou", False),
+        ("error_free_accuracy", False),
+        ("memory/accuracy", False),
+        ("score_error", True),
+        ("validation/valloss", True),
+        ("validation/MeanSquaredError", True),
+        ("validation/MulticlassF1Score", False),
+        ("test/bce_loss2", True),
+        ("wer", True),
     ],
 )
 def test_the_direction_in_which_a_metric_is_better(metric: str, lower: bool | None) -> None:
@@ -356,6 +367,12 @@ def test_a_run_that_ends_in_nan_does_not_pass_the_gate(tmp_path: Path, called: C
     status, out, _ = called(good, bad, "--fail-if", "validation/loss > +0.01")
     assert (status, out.split(";")[0]) == (1, "FAIL: bad: validation/loss ended as NaN or infinity, and the baseline's did not")
     assert called(good, bad, "--fail-if", "best(validation/loss) > +0.01")[0] == 0
+    never = folder_of(tmp_path, "never", [math.nan, math.inf, math.nan])
+    for condition in ("validation/loss > +0.01", "best(validation/loss) > +0.01"):
+        status, out, _ = called(good, never, "--fail-if", condition)
+        assert (status, out.startswith("FAIL: never: ")) == (1, True)
+    status, out, _ = called(good, never)
+    assert "not finite" in out
     status, _, err = called(bad, good, "--fail-if", "validation/loss > +0.01")  # a baseline without a valid value
     assert (status, "of the baseline ended as NaN or infinity" in err) == (2, True)
 
@@ -529,3 +546,39 @@ def test_the_fetch_of_a_batch_belongs_to_the_step_that_follows(tmp_path: Path) -
     assert found.steps == 4
     assert found.parts["span", "fetch"].extremes == (0.5, 0.5)
     assert found.parts["span", "fetch"].step == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "condition", "fails"),
+    [
+        (1.0, 1.05, "m > +5%", False),
+        (0.3, 0.31, "m > +0.01", False),
+        (0.8, 0.792, "m < -1%", False),
+        (2.0, 2.01, "m >= +0.01", True),
+        (1.0, 1.0500001, "m > +5%", True),
+        (2.0, 2.0099999, "m >= +0.01", False),
+    ],
+)
+def test_a_difference_that_equals_the_limit_is_not_beyond_it(before: float, after: float, condition: str, fails: bool) -> None:
+    sides = ({"m": Value(each, each)} for each in (before, after))
+    baseline, other = ([side] for side in sides)
+    assert judge(Condition.parse(condition), baseline, other, "other").fails == fails
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [
+        ([math.inf, -math.inf], "not finite"),
+        ([1e80, 3e80], "2e+80 ± 1.4142e+80 (2 runs)"),
+        ([1e308, 1.5e308], "1.25e+308 ± "),
+        ([1e-15, 2e-15], "1.5e-15 ± 7.0711e-16 (2 runs)"),
+    ],
+)
+def test_groups_with_extreme_values_are_compared(values: list[float], shown: str, tmp_path: Path, called: Call) -> None:
+    for seed, value in enumerate(values):
+        for name in ("a", "b"):
+            folder = folder_of(tmp_path, f"{name}{seed}", [value, value])
+            Path(folder, "config.yaml").write_text(f"seed: {seed}\nkind: {name}\n")
+    status, out, err = called(*(str(each) for each in sorted(tmp_path.iterdir())), "--group-by", "kind")
+    assert (status, err) == (0, "")
+    assert shown in out

@@ -181,8 +181,8 @@ function showValue(name, value) {
 function valueOf({ metric: name, mean, deviation }) {
   if (!isNumber(mean)) return "not finite";
   if (!isNumber(deviation)) return showValue(name, mean);
-  const isPlain = showValue(name, mean) === number(mean) && deviation > 0 && Math.abs(mean) < 100000;
-  const places = isPlain ? Math.min(12, Math.max(0, 1 - Math.floor(Math.log10(deviation)))) : 0;
+  const places = deviation > 0 ? Math.max(0, 1 - Math.floor(Math.log10(deviation))) : 0;
+  const isPlain = showValue(name, mean) === number(mean) && deviation > 0 && Math.abs(mean) < 100000 && places <= 12;
   const [shown, spread] = isPlain ? [mean.toFixed(places), deviation.toFixed(places)] : [showValue(name, mean), showValue(name, deviation)];
   return [shown, el("span", { class: "soft" }, ` ± ${spread}`)];
 }

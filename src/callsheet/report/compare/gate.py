@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from callsheet.errors import ConfigError, did_you_mean
-from callsheet.report.compare.values import Difference, Value, difference
+from callsheet.report.compare.values import Difference, Value, better, difference
 
 _CONDITION_PATTERN = re.compile(
     r"\s*(?:(best)\(([^()]+)\)|([^\s<>()]+))\s*([<>]=?)\s*([+-]?)(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)\s*(%?)\s*"
@@ -86,6 +86,12 @@ def judge(
                 f"{did_you_mean(condition.metric, lacking) or '; callsheet compare --json lists the metrics'}"
             )
         sides.append([each[condition.metric] for each in values])
+    if condition.of_best and better(condition.metric) is not None:
+        if any(value.best is None for value in sides[0]):
+            raise ConfigError(f"--fail-if {condition.text!r}: {condition.metric} of the baseline was never finite")
+        if any(value.best is None for value in sides[1]):
+            line = f"FAIL: {name}: {condition.metric} was never finite; limit {condition.text}"
+            return Verdict(condition, fails=True, line=line)
     if condition.of_best and any(value.best is None for side in sides for value in side):
         raise ConfigError(
             f"--fail-if {condition.text!r}: the name {condition.metric!r} does not show whether lower or higher is better; write "
@@ -104,6 +110,9 @@ def judge(
     amount, scale = (found.relative, abs(found.baseline)) if condition.is_relative else (found.absolute, 1.0)
     margin = 0.0 if math.isnan(found.margin) else found.margin / scale
     nearest = amount - margin if ">" in condition.compare else amount + margin
+    rounding = 1e-12 * (max(abs(found.baseline), abs(found.baseline + found.absolute)) / scale + abs(condition.limit))
+    if abs(nearest - condition.limit) <= rounding:  # equal, but for the rounding of the subtraction
+        nearest = condition.limit
     fails = _COMPARISONS[condition.compare](nearest, condition.limit)
     return Verdict(condition, fails, _line(condition, fails, amount, margin, found, name))
 

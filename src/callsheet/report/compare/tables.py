@@ -140,7 +140,9 @@ def _with_deviation(mean: float, deviation: float) -> str:
     if not deviation or not math.isfinite(deviation) or abs(mean) >= 100_000:
         return f"{_number(mean)} ± {_number(deviation)}"
     # Show two significant digits of the deviation, but all digits before the decimal point. Show the mean with as many decimals.
-    places = min(12, max(0, 1 - math.floor(math.log10(deviation))))
+    places = max(0, 1 - math.floor(math.log10(deviation)))
+    if places > 12:
+        return f"{_number(mean)} ± {_number(deviation)}"
     return f"{mean:.{places}f} ± {deviation:.{places}f}"
 
 
@@ -175,7 +177,7 @@ def _part(cell: Mapping[str, Any] | None) -> str:
 def _number(value: float) -> str:
     if not math.isfinite(value):
         return "-"
-    return f"{value:,.0f}" if abs(value) >= 100_000 else f"{value:.5g}"
+    return f"{value:,.0f}" if 100_000 <= abs(value) < 1e15 else f"{value:.5g}"
 
 
 def _cell(value: str) -> str:
@@ -246,4 +248,5 @@ def _csv_cell(value: Any) -> Any:
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return ""
     # A spreadsheet would evaluate a text that begins like a formula. A quote before the text prevents this.
-    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA_STARTS) else value
+    is_formula = isinstance(value, str) and value.startswith(_FORMULA_STARTS) and value != "-inf"
+    return f"'{value}" if is_formula else value

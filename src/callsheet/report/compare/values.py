@@ -86,14 +86,24 @@ class Difference:
 
 
 def better(metric: str) -> Literal["lower", "higher"] | None:
-    """Return whether `lower` or `higher` values of a metric are better, judging by its name; None if the name does not show it."""
-    first, _, last = metric.lower().rpartition("/")
+    """Return whether `lower` or `higher` values of a metric are better, judging by its name; None if the name does not show it.
+
+    Of several words in the name that show it, the last one decides, as in `error_free_accuracy`.
+    """
+    first, _, last = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", metric).lower().rpartition("/")
     if "per_second" in last:
         return "higher"
-    if first == "memory" or first in _LOWER_IS_BETTER or any(word in last for word in _LOWER_IS_BETTER):
-        return "lower"
-    words = re.split(r"[^a-z0-9]+", last)
-    return "higher" if first in _HIGHER_IS_BETTER or any(word in words or word == last for word in _HIGHER_IS_BETTER) else None
+    for part in (last, first):
+        words = "_".join(["", *re.findall(r"[a-z0-9]+", part), ""])
+        words = re.sub(r"(?<=[a-z0-9])(loss|error|accuracy)(?=[0-9]*_)", r"_\1", words)  # split `valloss`
+        ends: list[tuple[int, Literal["lower", "higher"]]] = []
+        for word in _LOWER_IS_BETTER:
+            ends += [(found.end(), "lower") for found in re.finditer(rf"_{word}[0-9]*(?=_)", words)]
+        for word in _HIGHER_IS_BETTER:
+            ends += [(found.end(), "higher") for found in re.finditer(rf"_{word}(?=_)", words)]
+        if ends:
+            return max(ends)[1]
+    return None
 
 
 def values_of(run: RunFolder) -> dict[str, Value]:
@@ -109,8 +119,8 @@ def values_of(run: RunFolder) -> dict[str, Value]:
     found = {}
     for name, each in series.items():
         finite = [pair for pair in each if math.isfinite(pair[1])]
-        if finite and not name.startswith(_FAMILIES_NOT_COMPARED):
-            found[name] = replace(_of_metric(name, finite), last=each[-1][1])
+        if not name.startswith(_FAMILIES_NOT_COMPARED):
+            found[name] = replace(_of_metric(name, finite) if finite else Value(math.nan), last=each[-1][1])
     for name, samples in _speeds(run):
         if samples:
             found[name] = Value(samples[-1], statistics.fmean(samples), samples=tuple(samples))
@@ -125,8 +135,8 @@ def values_of(run: RunFolder) -> dict[str, Value]:
 def summary(values: Sequence[float]) -> Summary:
     """Return the mean, the sample standard deviation and the number of these values."""
     is_spread = len(values) > 1 and all(map(math.isfinite, values))
-    deviation = statistics.stdev(values) if is_spread else math.nan
-    return Summary(statistics.fmean(values), deviation, len(values))
+    deviation = math.sqrt(_variance(values)) if is_spread else math.nan
+    return Summary(_mean(values), deviation, len(values))
 
 
 def difference(baseline: Sequence[Value], other: Sequence[Value], *, of_best: bool = False) -> Difference:
@@ -137,7 +147,7 @@ def difference(baseline: Sequence[Value], other: Sequence[Value], *, of_best: bo
     speeds and times have the spread of the measurements within the runs; for other metrics, the spread is unknown.
     """
     sides = [[_figure(value, of_best) for value in side] for side in (baseline, other)]
-    before, after = statistics.fmean(sides[0]), statistics.fmean(sides[1])
+    before, after = map(_mean, sides)
     absolute = after - before
     relative = absolute / abs(before) if before else math.nan
     if not math.isfinite(absolute):
@@ -205,12 +215,11 @@ def _welch(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
     """Return the margin of the 95 % confidence interval for the difference of two means, and the p-value, by Welch's t-test."""
     variances = [_variance(side) / len(side) for side in (one, other)]
     error = math.sqrt(sum(variances))
-    absolute = statistics.fmean(other) - statistics.fmean(one)
+    absolute = _mean(other) - _mean(one)
     if error == 0:
         return 0.0, 0.0 if absolute else 1.0
-    freedom = sum(variances) ** 2 / sum(
-        variance**2 / (len(side) - 1) for variance, side in zip(variances, (one, other), strict=True)
-    )
+    shares = [variance / sum(variances) for variance in variances]  # the squares of the variances themselves may overflow
+    freedom = 1 / sum(share**2 / (len(side) - 1) for share, side in zip(shares, (one, other), strict=True))
     student = load("scipy.stats", extra="report", wanted_by="a comparison with spread").t
     return float(student.ppf(0.975, freedom)) * error, float(2 * student.sf(abs(absolute) / error, freedom))
 
@@ -226,5 +235,13 @@ def _one_more(several: Sequence[float], absolute: float) -> tuple[float, float]:
 
 def _variance(values: Sequence[float]) -> float:
     """Return the sample variance. This function is ten times as fast as `statistics.variance`, which uses exact fractions."""
-    mean = statistics.fmean(values)
+    mean = _mean(values)
     return math.fsum((value - mean) * (value - mean) for value in values) / (len(values) - 1)
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Return the mean; NaN if there are infinite values of both signs."""
+    try:
+        return statistics.fmean(values)
+    except (OverflowError, ValueError):  # the sum of the values is too large, or undefined
+        return sum(value / len(values) for value in values)
