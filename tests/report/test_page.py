@@ -156,3 +156,17 @@ def test_reading_and_reporting_needs_no_torch(folder: Path) -> None:
     code = f"import sys; from callsheet.report import RunFolder, page; page(RunFolder.read({str(folder)!r})); print('torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ran.stdout == "False\n", ran.stderr
+
+
+def test_a_table_of_evaluations_that_is_cut_has_the_lowest_value_of_all_evaluations(tmp_path: Path) -> None:
+    results = {f"other{number}": {"loss": 2.0} for number in range(50)}
+    lines = [
+        {"time": 1e9 + step, "event": "evaluation", "step": step, "epoch": 0, "results": {"validation": {"loss": 0.1 if step == 50 else 1.0}, **results}}
+        for step in range(1, 601)
+    ]  # fmt: skip
+    (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 600, "elapsed_seconds": 1.0, "values": {"train/loss": 1.0}}\n')
+    table = data(RunFolder.read(tmp_path))["evaluations"]
+    assert (len(table["rows"]), table["rows_left_out"]) == (500, 100)
+    assert (len(table["columns"]), table["columns_left_out"]) == (40, 11)
+    assert table["lowest"][table["columns"].index("validation/loss")] == 0.1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -330,15 +331,19 @@ def test_a_model_without_a_loss_raises_an_error_that_says_what_the_batch_needs()
             trainer.fit()
 
 
-def label_tokens(kind: str, options: dict[str, Any]) -> list[float | None]:
-    """Return `train/label_tokens` of each record. Rank 0 has the first two of five rows, rank 1 the last three."""
+def label_tokens(kind: str, options: dict[str, Any], *, listens: bool = True) -> list[float | None]:
+    """Return `train/label_tokens` of each record. Rank 0 has the first two of five rows, rank 1 the last three.
+
+    Without `listens`, only rank 0 listens to the records.
+    """
     batch = labelled(kind, rows=5)
     ranks = read_ranks()
     mine = slice(None) if ranks.world_size == 1 else slice(2, 5) if ranks.rank else slice(0, 2)
     data = [{name: value[mine] for name, value in batch.items()}] * 3
     history = History()
+    callbacks = [history] if listens or not ranks.rank else []
     with Trainer(
-        hugging_face(kind), None, data, optimizer=sgd, log_interval=1, callbacks=[history], shard_data=False, **options
+        hugging_face(kind), None, data, optimizer=sgd, log_interval=1, callbacks=callbacks, shard_data=False, **options
     ) as trainer:
         trainer.fit("1ep")
     return [record.get("train/label_tokens") for _, record in history.records]
@@ -354,4 +359,5 @@ def test_labels_of_a_step_are_counted(options: dict[str, Any]) -> None:
 @pytest.mark.test_all
 def test_labels_of_all_ranks_are_counted() -> None:
     assert run_ranks(label_tokens, 2, "causal", {}) == [[10.0] * 3] * 2
+    assert run_ranks(partial(label_tokens, listens=False), 2, "causal", {}) == [[10.0] * 3, []]
     assert label_tokens("causal", {"gradient_accumulation_steps": 3}) == [30.0]

@@ -19,7 +19,7 @@ from callsheet.report.problems import problems
 from callsheet.report.run_folder import RunFolder
 
 _MAX_WINDOWS, _MAX_SLICES = 40, 80_000
-_MAX_MARKS, _MAX_EVENTS, _MAX_ROWS, _MAX_TABLE_ENTRIES = 10_000, 400, 500, 60
+_MAX_MARKS, _MAX_EVENTS, _MAX_ROWS, _MAX_COLUMNS, _MAX_TABLE_ENTRIES = 10_000, 400, 500, 40, 60
 _MAX_IMAGE_STEPS, _MAX_IMAGES_PER_STEP = 120, 64
 _MAX_SAMPLES = 40
 _MAX_CELL_CHARACTERS, _MAX_LOG_CHARACTERS, _MAX_TEXT_CHARACTERS = 4_000, 30_000, 200_000
@@ -42,6 +42,7 @@ def contents(run: RunFolder) -> dict[str, Any]:
         "results": _final_results(run.results),
         "evaluations": _evaluations(evaluations),
         "checkpoints": [checkpoint_row(run, each) for each in run.checkpoints[-_MAX_ROWS:]],
+        "checkpoints_left_out": max(0, len(run.checkpoints) - _MAX_ROWS),
         "images": images_by_name(run),
         "tables": {name: table_entries(entries) for name, entries in run.tables.items()},
         "call_sheet": run.call_sheet[:_MAX_TEXT_CHARACTERS],
@@ -197,14 +198,28 @@ def _window(window: Window) -> dict[str, Any]:
 
 
 def _evaluations(evaluations: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the table of evaluations, with one row for each evaluation and one column for each result."""
-    names = [f"{dataset}/{name}" for each in evaluations for dataset, values in each["results"].items() for name in values]
-    columns = list(dict.fromkeys(names))[:40]
-    rows = []
-    for each in evaluations[-_MAX_ROWS:]:
-        values = {f"{dataset}/{name}": value for dataset, found in each["results"].items() for name, value in found.items()}
-        rows.append({"step": each["step"], "time": each["time"], "values": [values.get(name, math.nan) for name in columns]})
-    return {"columns": columns, "rows": rows}
+    """Return the table of evaluations, with one row for each evaluation and one column for each result.
+
+    Only the last rows and the first columns are in the table. `lowest` has the lowest value of each column, over all evaluations.
+    """
+    results = [
+        {f"{dataset}/{name}": value for dataset, found in each["results"].items() for name, value in found.items()}
+        for each in evaluations
+    ]
+    names = list(dict.fromkeys(name for values in results for name in values))
+    columns = names[:_MAX_COLUMNS]
+    rows = [
+        {"step": each["step"], "time": each["time"], "values": [values.get(name, math.nan) for name in columns]}
+        for each, values in zip(evaluations[-_MAX_ROWS:], results[-_MAX_ROWS:], strict=True)
+    ]
+    finite = [[values[name] for values in results if math.isfinite(values.get(name, math.nan))] for name in columns]
+    return {
+        "columns": columns,
+        "rows": rows,
+        "lowest": [min(values, default=None) for values in finite],
+        "rows_left_out": len(evaluations) - len(rows),
+        "columns_left_out": len(names) - len(columns),
+    }
 
 
 def _final_results(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -186,7 +186,7 @@ class TrainLoop:
                     records.add(means, plan.scale, moved=not ctx.step_skipped)
                 state.previous_timestamp, state.timestamp = state.timestamp, state.timestamp.next_batch()
                 # The number of label tokens is needed only in a step after which a metrics record is made.
-                if ctx.step >= next_boundary and listens.on_log and records.are_due(ctx):
+                if ctx.step >= next_boundary and records.are_read and records.are_due(ctx):
                     labels = task.label_tokens(ctx.batch) if plan is None else plan.label_tokens(task)
                     if labels is not None:
                         records.metrics.log({"train/label_tokens": labels}, across="sum")

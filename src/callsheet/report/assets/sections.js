@@ -61,15 +61,19 @@ function costsSection() {
 }
 
 function evaluationsSection() {
-  const { columns: names, rows } = data.evaluations;
-  const best = names.map((name, index) => (name.split("/").at(-1).includes("loss") ? Math.min(...rows.map((row) => row.values[index] ?? Infinity)) : null));
+  const { columns: names, rows, lowest, rows_left_out: rowsLeftOut, columns_left_out: columnsLeftOut } = data.evaluations;
+  const best = names.map((name, index) => (name.split("/").at(-1).includes("loss") ? lowest[index] : null));
   const columns = [
     { title: "step", value: (row) => row.step, cell: (row) => number(row.step), numeric: true },
     ...names.map((name, index) => ({ title: name, numeric: true, value: (row) => row.values[index],
       cell: (row) => (isNumber(row.values[index]) && row.values[index] === best[index] ? el("b", { title: "the lowest" }, metric(name, row.values[index])) : metric(name, row.values[index])) })),
     { title: "time", value: (row) => row.time, cell: (row) => dateTime(row.time), numeric: true },
   ];
-  return el("div", { class: "card" }, table("evaluations", columns, rows, { tall: true, sort: [0, true], caption: "Results of evaluations" }));
+  const left = [rowsLeftOut && plural(rowsLeftOut, "earlier evaluation"), columnsLeftOut && plural(columnsLeftOut, "other result")].filter(Boolean);
+  return [
+    left.length ? el("p", { class: "about" }, `${left.join(" and ")} did not fit into this table.`) : null,
+    el("div", { class: "card" }, table("evaluations", columns, rows, { tall: true, sort: [0, true], caption: "Results of evaluations" })),
+  ];
 }
 
 function resultsSection() {
@@ -98,7 +102,9 @@ function checkpointsSection() {
     { title: "requested by", value: (row) => row.requested_by, cell: (row) => el("span", { class: "below wrap" }, row.requested_by) },
     column("time", (row) => row.time, (row) => dateTime(row.time)),
   ];
-  return el("div", { class: "card" }, table("checkpoints", columns, data.checkpoints, { tall: true, sort: [8, true], rowClass: (row) => (row.is_gone || row.is_undone ? "faded" : null), caption: "Checkpoints" }));
+  const left = data.checkpoints_left_out;
+  const about = left ? el("p", { class: "about" }, `${plural(left, "earlier checkpoint")} did not fit into this table.`) : null;
+  return [about, el("div", { class: "card" }, table("checkpoints", columns, data.checkpoints, { tall: true, sort: [8, true], rowClass: (row) => (row.is_gone || row.is_undone ? "faded" : null), caption: "Checkpoints" }))];
 }
 
 function imagesSection() {
