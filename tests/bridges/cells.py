@@ -45,6 +45,17 @@ WITH_CAUSE: dict[str, Callable[[], Callback]] = {
 """Built-ins that act only under some condition, with arguments that make the condition true."""
 
 
+class RecordsLoadedSteps(Callback):
+    """Records the steps of the checkpoints from which the run resumes."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_checkpoint_load_end(self, ctx: Context) -> None:
+        if ctx.checkpoint is not None:
+            self.steps.append(ctx.checkpoint.step)
+
+
 class Observer(Callback):
     """Records the observable effects of a run: metric names, checkpoints, evaluations, outcome and failures."""
 

@@ -24,6 +24,8 @@ from callsheet.errors import NotSupported
 from callsheet.loggers import JSONLLogger, read_metrics
 from callsheet.testing import Recorder, check_events, run_ranks
 
+from .cells import RecordsLoadedSteps
+
 ROWS = 24
 
 
@@ -170,17 +172,6 @@ def test_the_trainer_carries_out_requests(tmp_path: Path) -> None:
     assert ("on_checkpoint_published", 2, "requested") in recorded
     assert recorder.events.count("on_eval_all_end") == 1
     check_events(recorder.events)
-
-
-class RecordsLoadedSteps(Callback):
-    """Records the steps of the checkpoints from which the run resumes."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def on_checkpoint_load_end(self, ctx: Context) -> None:
-        if ctx.checkpoint is not None:
-            self.steps.append(ctx.checkpoint.step)
 
 
 @pytest.mark.parametrize("averages", [False, True])

@@ -39,6 +39,7 @@ from callsheet.errors import NotSupported
 from callsheet.loggers import JSONLLogger, read_metrics
 from callsheet.testing import Recorder, check_events, run_ranks
 
+from .cells import RecordsLoadedSteps
 from .loops.job import POINTS
 from .loops.lightning import Module, quiet_trainer
 from .test_lightning_fabric import trained as trained_with_fabric
@@ -236,17 +237,6 @@ def test_a_callback_can_change_the_gradient_accumulation_between_epochs(tmp_path
     assert trainer.global_step == 6 + 2
     assert recorder.events.count("on_train_step_end") == 8
     check_events(recorder.events)
-
-
-class RecordsLoadedSteps(Callback):
-    """Records the steps of the checkpoints from which the run resumes."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def on_checkpoint_load_end(self, ctx: Context) -> None:
-        if ctx.checkpoint is not None:
-            self.steps.append(ctx.checkpoint.step)
 
 
 @pytest.mark.parametrize("averages", [False, True])

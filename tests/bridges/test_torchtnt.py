@@ -49,6 +49,7 @@ from callsheet.callbacks import EMA, CheckpointSaver, History, LRMonitor, NaNMon
 from callsheet.errors import CheckpointError, NotSupported
 from callsheet.testing import Recorder, check_events, run_ranks
 
+from .cells import RecordsLoadedSteps
 from .loops import torchtnt as own_loop
 from .loops import trainer as our_loop
 from .loops.job import POINTS, Job
@@ -208,10 +209,11 @@ def test_the_callbacks_states_are_in_torchtnt_s_checkpoints(tmp_path: Path) -> N
     saver = DistributedCheckpointSaver(str(tmp_path / "dcp"), save_every_n_epochs=1)
     with pytest.raises(ZeroDivisionError):
         trained([unit.callsheet, saver], unit=unit, job=LINE)
-    history, recorder, again = History(), Recorder(), own_loop.Unit(LINE)
-    again.callsheet = hosted(tmp_path / "again", history, EMA(half_life=3), recorder)
+    history, recorder, loads, again = History(), Recorder(), RecordsLoadedSteps(), own_loop.Unit(LINE)
+    again.callsheet = hosted(tmp_path / "again", history, EMA(half_life=3), recorder, loads)
     assert DistributedCheckpointSaver.restore_from_latest(str(tmp_path / "dcp"), again)
     trained([again.callsheet], unit=again, job=LINE)
+    assert loads.steps == [6]
     assert same(again, uninterrupted)
     assert history["train/loss"] == whole["train/loss"]
     assert history["validation/loss"][-1] == whole["validation/loss"][-1]

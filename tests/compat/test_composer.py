@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import runpy
 import subprocess
 import sys
@@ -435,8 +436,9 @@ def test_a_model_logs_with_the_logger_of_its_trainer() -> None:
         def get_metrics(self, is_train: bool = False) -> dict[str, Any]:
             return {"MeanSquaredError": MeanSquaredError()}
 
-    memory = InMemoryLogger()
-    trained(model=Logs(), loggers=[memory])
+    memory, model = InMemoryLogger(), Logs()
+    trained(model=model, loggers=[memory])
+    assert copy.deepcopy(model).logger is None
     assert {"mine/mean", "metrics/train/MeanSquaredError", "loss/train/part", "loss/train/other", "loss/train/total"} <= set(
         memory.data
     )

@@ -111,10 +111,11 @@ class HostCheckpoints:
         self.stopped_by: Request | None = None
         self.requests: tuple[Request, ...] = ()
         """The callbacks' save requests that the framework's next checkpoint will satisfy."""
-        self.loads: Callable[[], CheckpointInfo | None] = lambda: None
-        """A function that loads the callbacks' states from the checkpoint from which the host resumes.
+        self.loads: Callable[[], CheckpointInfo | None] | None = None
+        """A function that loads the callbacks' states from the checkpoint from which the host resumes; None if it starts a new run.
 
-        The function returns the checkpoint's `CheckpointInfo`, or None if there is no such checkpoint.
+        The function returns the checkpoint's `CheckpointInfo`, or None if there is no such checkpoint. It is called once and then
+        forgotten, because it may hold a reference to the host, whose garbage collection ends the run.
         """
         self._ctx = ctx
         self._spans = spans
@@ -126,8 +127,9 @@ class HostCheckpoints:
 
     def load(self, resume: str | None) -> None:
         """Load the callbacks' states. The framework has already loaded the model and the optimizer."""
+        loads, self.loads = self.loads, None
         with self._spans.checkpoint_load:
-            self._ctx.checkpoint = self.loads()
+            self._ctx.checkpoint = loads() if loads is not None else None
         self._ctx.close("on_checkpoint_load_end")
 
     def save(self, requests: tuple[Request, ...], path: str | None, **_: Any) -> CheckpointInfo | None:

@@ -134,7 +134,10 @@ class Checkpoints:
         self.optional: set[str] = set()
         """The names of parts that a checkpoint of an earlier version may lack. Such a part then keeps its state."""
         self.loads: Callable[[], CheckpointInfo | None] | None = None
-        """A function that `load` calls instead of loading a checkpoint, because another framework has loaded it."""
+        """A function that `load` calls instead of loading a checkpoint, because another framework has loaded it.
+
+        It is called once and then forgotten, because it may hold a reference to the host, whose garbage collection ends the run.
+        """
         self.begun = 0
         """How many background saves this rank has begun."""
         self.stopped_by: Request | None = None
@@ -383,11 +386,12 @@ class Checkpoints:
             CheckpointError: the checkpoint is not valid, or does not fit this run's parts.
         """
         ctx = self._ctx
+        loads, self.loads = self.loads, None
         ctx.control.able.add("load")
         with self._spans.checkpoint_load:
             ctx.control.able.discard("load")
-            if self.loads is not None:
-                ctx.checkpoint = self.loads()
+            if loads is not None:
+                ctx.checkpoint = loads()
             else:
                 ctx.checkpoint = self._restore_newest(self._candidates(ctx.control.load_path or resume))
         ctx.close("on_checkpoint_load_end")

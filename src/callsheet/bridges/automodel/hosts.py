@@ -250,9 +250,8 @@ class AutoModelHost(HostBase, AutoModelCallback):
             if getattr(recipe.step_scheduler, "is_last_batch", False):
                 run.end_epoch(is_whole=True)
                 self._stop_if_asked(run)
-            if (
-                not called.is_wrapped
-            ):  # read only now, because AutoModel also validates if a callback has requested a save or a stop
+            # Read this only now, because AutoModel also validates if a callback has requested a save or a stop.
+            if not called.is_wrapped:
                 called.is_validating = bool(getattr(recipe.step_scheduler, "is_val_step", False))
             called.is_inert = False
         except BaseException as error:

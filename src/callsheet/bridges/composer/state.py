@@ -301,6 +301,9 @@ class Logger(Facade):
     def __init__(self, run: Any) -> None:
         self._run = run
 
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return type(None), ()  # copies and pickles of a model that has this object as its `logger` contain None instead
+
     @property
     def destinations(self) -> Sequence[Any]:
         """An empty tuple, because the run's loggers are callsheet's and not Composer's."""
