@@ -239,7 +239,9 @@ class AttachedRun:
             try:
                 ctx.batch = batch = next(batches, None)
             except Exception as error:
-                mark_as_users(error)  # so that the error is raised and not only logged: training cannot continue without data
+                mark_as_users(
+                    error
+                )  # end training instead of only logging the error, because training cannot continue without data
                 raise
             if batch is not None:
                 # Append the batch before `on_fetch_end`, so that the batch is not lost if a callback fails at that event.

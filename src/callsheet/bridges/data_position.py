@@ -51,13 +51,13 @@ class DataPosition:
         try:
             self._length = length_of(loader)
         except Exception as error:
-            mark_as_users(error)  # the error is raised and not only logged, because training cannot continue without data
+            mark_as_users(error)  # end training instead of only logging the error, because training cannot continue without data
             raise
         if restored is not None:
             try:
                 return self._restore(loader, restored, epoch)
             except Exception as error:
-                mark_as_users(error)  # the error is raised and not only logged, because the requested resume has failed
+                mark_as_users(error)  # end training instead of only logging the error, because the requested resume has failed
                 raise
         self._set(loader)
         self._is_inside = True
@@ -66,7 +66,7 @@ class DataPosition:
         try:
             return self._data.begin(epoch + 1)
         except Exception as error:
-            mark_as_users(error)  # the error is raised and not only logged, because training cannot continue without data
+            mark_as_users(error)  # end training instead of only logging the error, because training cannot continue without data
             raise
 
     def begin_unobserved(self, loader: Iterable[Any], epoch: int) -> Iterator[Any]:
@@ -209,5 +209,5 @@ def _iterator(loader: Iterable[Any]) -> Iterator[Any]:
     try:
         return iter(loader)
     except Exception as error:
-        mark_as_users(error)  # the error is raised and not only logged, because training cannot continue without data
+        mark_as_users(error)  # end training instead of only logging the error, because training cannot continue without data
         raise

@@ -579,7 +579,7 @@ def _is_good(parameters: frozenset[str], prefixes: tuple[str, ...], name: str, p
 
 
 def _sealed(info: CheckpointInfo, seal: Seal) -> CheckpointInfo:
-    """Return a copy of `info` with `size_bytes` and `is_finite` of the checkpoint that was written."""
+    """Return a copy of `info` with what is known once the checkpoint is written: its size, and whether its values are finite."""
     return replace(info, size_bytes=seal.size_bytes, is_finite=seal.info["is_finite"])
 
 

@@ -126,7 +126,7 @@ class ParallelModel:
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype is not None else None)
             options = {"mesh": mesh, "mp_policy": policy, **parallel.options}
             _shard(model, parallel.blocks, options)
-            # No backward pass needs the gathered weights of frozen modules, so free them after the forward pass.
+            # A frozen model, such as a teacher, normally runs without gradients, so free its gathered weights after the forward pass.
             for beside in frozen:
                 _shard(beside, None, {**options, "reshard_after_forward": True})
             _share_statistics(model)

@@ -139,9 +139,8 @@ class InstructLabHost(HostBase):
             self.manager, HOST, strict=strict, hint="leave the callback out, or pass strict=False to continue without that"
         )
         self._lock_timeout_seconds = checked_lock_timeout(lock_timeout_seconds)
-        self._saved: TrainingContext | None = (
-            None  # the context of a save at an epoch's last step; None before such a save, and after `on_epoch_end`
-        )
+        # The context of a save at an epoch's last step, whose events are fired after the epoch's end. None if there is none.
+        self._saved: TrainingContext | None = None
         self._is_between = False  # whether training is between two steps
         self._reject()
 

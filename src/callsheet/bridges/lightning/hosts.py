@@ -518,7 +518,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             try:
                 save(path, *args, **given)
             except BaseException as error:
-                mark_as_users(error)  # the error is raised and not only logged, because Lightning's own save has failed
+                mark_as_users(error)  # end training instead of only logging the error, because Lightning's own save has failed
                 raise
 
         try:

@@ -269,7 +269,8 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
                 run.counts.doubt()  # the end of the last batch was not reported
             try:
                 counted = counts_of(ctx.batch)
-            except FieldNotAvailable:  # torchtnt has reported the start of an earlier batch again
+            except FieldNotAvailable:
+                # `ctx.batch` is deleted when its step ends, so torchtnt has reported this step's start once more: fire nothing.
                 return
             if driver.spans["train_step"].is_open:
                 run.counted = run.counted[0] + counted[0], run.counted[1] + counted[1]
