@@ -22,6 +22,7 @@ from callsheet.callbacks import CheckpointSaver
 from callsheet.loggers import read_metrics
 from callsheet.report import RunFolder, RunReader, data, image_bytes
 from callsheet.report import records as records_module
+from callsheet.report.compare.values import values_of
 from callsheet.report.lines import _MAX_LINE_BYTES
 from callsheet.report.perfetto import trace_json
 from callsheet.run.run_lock import RunLock
@@ -268,10 +269,19 @@ def test_memory_is_bounded(crafted: Path, monkeypatch: pytest.MonkeyPatch) -> No
             line["values"]["validation/loss"] = 1.0
         if step == 4321:
             line["values"]["train/loss"] = "NaN"
+        if step in (777, 3333):  # the extremes of the norm, in records that are left out
+            line["values"]["train/norm"] = step
+        if step == 4555:  # a metric that appears after the first records were left out
+            line["values"]["test/accuracy"] = 0.5
         lines.append(line)
+    lines[1234]["values"]["train/norm"] = -3.0
+    lines[-1]["values"]["train/norm"] = 1.25
     write(crafted, "metrics.jsonl", *lines)
     run = RunFolder.read(crafted)
+    norms = [each.values["train/norm"] for each in run.records if "train/norm" in each.values]
     assert sum(len(each.values) for each in run.records) <= 3000
+    assert [each.step for each in run.records if "test/accuracy" in each.values] == [4555]
+    assert (min(norms), max(norms), norms[-1], values_of(run)["train/norm"].last) == (-3.0, 3333.0, 1.25, 1.25)
     assert len(run.records) + run.records_left_out == 5000
     assert [each.step for each in run.records if "validation/loss" in each.values] == list(range(0, 5000, 500))
     assert 4321 in [each.step for each in run.records]
@@ -389,3 +399,32 @@ def test_the_exception_of_a_failed_run_has_its_type_and_step(tmp_path: Path) -> 
     run = RunFolder.read(tmp_path / "sample")
     assert run.outcome == "failed"
     assert [(each["type"], each["step"]) for each in run.events if each["event"] == "exception"] == [("ValueError", 12)]
+
+
+@given(
+    st.lists(st.dictionaries(st.sampled_from("abcde"), st.floats(-3, 3, width=16) | st.just(math.nan), max_size=5), max_size=120),
+    st.integers(10, 60),
+)
+@settings(max_examples=60, deadline=None)
+def test_extremes_and_last_values_stay_when_records_are_left_out(logged: list[dict[str, float]], most: int) -> None:
+    """The least, the greatest and the last value of each metric are those of all records."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(records_module, "_MAX_VALUES", most)
+        patch.setattr(records_module, "_MAX_RARE_VALUES", 3)
+        lines = records_module.RecordLines()
+        lines._most_values = most
+        for step, values in enumerate(logged):
+            lines.add({"step": step, "values": values, "time": step})
+    records, times = lines.records()
+    assert times == [each.step for each in records] == sorted({each.step for each in records})
+    for name in "abcde":
+        every, kept = (
+            [values[name] for values in found if name in values] for found in (logged, [each.values for each in records])
+        )
+        finite, finite_kept = ([value for value in found if not math.isnan(value)] for found in (every, kept))
+        assert (min(finite, default=None), max(finite, default=None)) == (
+            min(finite_kept, default=None),
+            max(finite_kept, default=None),
+        )
+        assert repr(every[-1:]) == repr(kept[-1:])
+        assert len(every) - len(finite) == len(kept) - len(finite_kept)  # no NaN is left out

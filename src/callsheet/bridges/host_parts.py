@@ -72,7 +72,9 @@ class HostEvaluation:
         try:
             found = self._evaluates()
         except BaseException as error:
-            mark_as_users(error)  # the error is raised and not only logged, because the framework's own evaluation has failed
+            mark_as_users(
+                error
+            )  # end training instead of only logging the error, because the framework's own evaluation has failed
             raise
         self._fire(found)
         return self.results
@@ -138,7 +140,7 @@ class HostCheckpoints:
         try:
             self._saves(requests)
         except BaseException as error:
-            mark_as_users(error)  # so that the error is raised and not only logged: the framework's own save has failed
+            mark_as_users(error)  # end training instead of only logging the error, because the framework's own save has failed
             raise
         return None
 

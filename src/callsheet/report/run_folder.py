@@ -252,6 +252,7 @@ class RunReader:
 
     def _run(self, version: str) -> RunFolder:
         path, records, events = self._path, self._records, list(self._events)
+        kept, times = records.records()
         name = path.resolve().name  # the folder may have been renamed since training
         if not is_marked(path):  # a subfolder that a logger made has no marker: take the run's name from an event
             name = next((str(event["run"]) for event in events if event.get("run")), name)
@@ -266,9 +267,9 @@ class RunReader:
             settings=_json_object(text_of(path, "settings.json", at_most=_MAX_TEXT_BYTES)),
             environment=_json_object(text_of(path, "environment.json", at_most=_MAX_TEXT_BYTES)),
             call_sheet=text_of(path, "call_sheet.txt", at_most=_MAX_TEXT_BYTES),
-            records=list(records.kept),
-            times=list(records.times),
-            records_left_out=records.counted - len(records.kept),
+            records=kept,
+            times=times,
+            records_left_out=records.counted - len(kept),
             resumes=list(records.resumes),
             events=events,
             evaluations=[_step_and_time(event) | {"standalone": bool(event.get("standalone")), "results": _results(event)}
@@ -286,7 +287,7 @@ class RunReader:
             torn_lines=sum(lines.torn for lines in self._lines.values()),
             version=version,
         )  # fmt: skip
-        began = [moment_of(event.get("time")) for event in events[:1]] + records.times[:1]
+        began = [moment_of(event.get("time")) for event in events[:1]] + times[:1]
         run.started = min((moment for moment in began if math.isfinite(moment)), default=math.nan)
         run.outcome = self._outcome()
         if run.outcome != RUNNING:

@@ -242,7 +242,7 @@ class AcceleratedRun(AttachedRun):
         try:
             batch = next(batches, None)
         except Exception as error:
-            mark_as_users(error)  # the error is raised and not only logged, because training cannot continue without data
+            mark_as_users(error)  # end training instead of only logging the error, because training cannot continue without data
             raise
         if batch is None:
             self._position.is_exhausted = True

@@ -25,7 +25,7 @@ class AcceleratePosition(DataPosition):
         try:
             return iter(self._left_of(loader, epoch))
         except Exception as error:
-            mark_as_users(error)  # so that the error is raised and not only logged: training cannot continue without data
+            mark_as_users(error)  # end training instead of only logging the error, because training cannot continue without data
             raise
 
     def begin_unobserved(self, loader: Iterable[Any], epoch: int) -> Iterator[Any]:
