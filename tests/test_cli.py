@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -410,6 +411,11 @@ def test_runs_are_filtered(three_runs: Path, capsys: pytest.CaptureFixture[str])
     assert listed("optimizer.lr = 0.002") == ["long", "middle", "short"]
     assert listed("optimizer.lr = auto") == []
     assert listed("optimizer.lr != auto") == ["long", "middle", "short"]
+    assert listed(f"started ~ {date.today():%Y-}") == ["long", "middle", "short"]
+    with open(three_runs / "long" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 9, "values": {"test/a": 0.25, "test/b": "NaN"}}\n')
+    assert listed("test/a ~ a") == []  # the other runs have no value, so they do not contain "nan"
+    assert (listed("test/a ~ .25"), listed("test/b ~ NaN")) == (["long"], ["long"])
 
 
 def test_runs_have_the_requested_columns(three_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

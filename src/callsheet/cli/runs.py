@@ -205,11 +205,13 @@ def _condition(text: str) -> tuple[str, str, str]:
 def _fulfils(column: Column, row: RunRow, compared: str, wanted: str) -> bool:
     """Return whether the run fulfills a condition of `--where`.
 
-    A run whose value is unknown can fulfill only conditions on tags, and conditions with `~`, which searches the value's text.
+    A run whose value is unknown can fulfill only conditions on tags. `~` searches the text that the column shows, and the exact
+    number.
     """
     value = column.value(row)
     if compared == "~":
-        return wanted.lower() in str(value).lower()
+        texts = (column.text(row), str(value) if _is_known(value) else "")
+        return any(wanted.lower() in text.lower() for text in texts)
     if column is _COLUMNS["tags"] and compared in ("=", "!="):
         return (wanted in row.tags.split()) == (compared == "=")
     if column is _COLUMNS["archived"]:
