@@ -136,6 +136,21 @@ def test_a_group_is_its_mean_with_a_band(seen: OpenedPage, grouped: str) -> None
     assert page.locator("#runs").get_by_label("lr=1").evaluate("box => box.indeterminate")
 
 
+def test_the_band_of_a_group_with_many_points_contains_every_spike(seen: OpenedPage, tmp_path: Path) -> None:
+    losses = {step: 1 + 1 / step for step in range(1, 1801)}
+    runs = [
+        write_run(tmp_path, "spike", losses | {777: 90.0}, settings={"seed": 0}),
+        write_run(tmp_path, "dip", losses | {1234: -90.0}, settings={"seed": 1}),
+    ]
+    comparison = Comparison([RunFolder.read(run) for run in runs], group_by="seed")
+    seen.open(write_comparison(comparison, tmp_path / "compare.html").as_uri())
+    low, high, mean = seen.drawn("train/loss")
+    assert 300 <= len(mean["x"]) <= 500
+    assert (low["x"][0], low["x"][-1]) == (1, 1800)
+    assert (max(high["y"]), high["x"][high["y"].index(90)]) == (90, 777)
+    assert (min(low["y"]), low["x"][low["y"].index(-90)]) == (-90, 1234)
+
+
 def test_differing_settings_are_listed_and_long_values_are_collapsed(seen: OpenedPage, single: str) -> None:
     page = seen.open(single)
     settings = page.locator("#table-differences-settings")

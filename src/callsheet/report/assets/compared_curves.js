@@ -105,15 +105,27 @@ function meansOf(lines) {
     const indices = x.map((_, index) => index).filter((index) => y[index] !== null);
     return { x: indices.map((index) => x[index]), y: indices.map((index) => y[index]) };
   }).filter(({ x }) => x.length);
-  let grid = [...new Set(finite.flatMap(({ x }) => x))].sort((a, b) => a - b);
-  if (grid.length > GRID_POINTS) grid = Array.from({ length: GRID_POINTS }, (_, index) => grid[Math.round((index * (grid.length - 1)) / (GRID_POINTS - 1))]);
-  return grid.map((at) => {
+  return gridOf(finite).map((at) => {
     const values = finite.filter(({ x }) => x[0] <= at && at <= x.at(-1)).map(({ x, y }) => interpolated(x, y, at));
     const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
     const deviation = values.length > 1 ? Math.sqrt(values.reduce((sum, value) => sum + (value - mean) ** 2, 0) / (values.length - 1)) : 0;
     const [low, high] = view.spread === "range" ? [Math.min(...values), Math.max(...values)] : [mean - deviation, mean + deviation];
     return { at, mean, low, high, count: values.length };
   });
+}
+
+/** The positions of all points. If there are too many, only those of the lowest and the highest point in each of many equal parts, and the ends. */
+function gridOf(lines) {
+  const ascending = (positions) => [...new Set(positions)].sort((a, b) => a - b);
+  const all = ascending(lines.flatMap(({ x }) => x));
+  if (all.length <= GRID_POINTS) return all;
+  const points = lines.flatMap(({ x, y }) => x.map((at, index) => ({ at, value: y[index] }))).sort((a, b) => a.at - b.at);
+  const grid = [all[0], all.at(-1)], size = Math.ceil(points.length / (GRID_POINTS / 2 - 1));
+  for (let first = 0; first < points.length; first += size) {
+    const part = points.slice(first, first + size);
+    grid.push(part.reduce((low, point) => (point.value < low.value ? point : low)).at, part.reduce((high, point) => (point.value > high.value ? point : high)).at);
+  }
+  return ascending(grid);
 }
 
 function meanTraces(chart, group, lines, line, hovertemplate) {
