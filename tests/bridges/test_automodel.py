@@ -182,15 +182,18 @@ def test_a_save_requested_after_an_evaluation_is_written_at_that_step(tmp_path: 
     assert losses[12] == pytest.approx(recipe.losses[-1])
 
 
-def test_a_resume_from_an_automodel_checkpoint_restores_the_callback_states(tmp_path: Path) -> None:
+@pytest.mark.parametrize("averages", [False, True])
+def test_a_resume_from_an_automodel_checkpoint_restores_the_callback_states(averages: bool, tmp_path: Path) -> None:
+    def more() -> list[Callback]:
+        return [EMA(half_life=3)] if averages else []
+
     whole, part, rest = History(), History(), History()
-    uninterrupted = run_recipe(tmp_path / "whole", [whole])
-    run_recipe(tmp_path / "part", [part], max_steps=6)
+    uninterrupted = run_recipe(tmp_path / "whole", [whole, *more()])
+    run_recipe(tmp_path / "part", [part, *more()], max_steps=6)
     recorder = Recorder(fields=("checkpoint",))
     path = str(tmp_path / "part" / "epoch_0_step_5")
-    again = Recipe(
-        POINTS, tmp_path / "part", [host([rest, recorder], log_interval=1)], num_epochs=2, cfg={"checkpoint.restore_from": path}
-    )
+    hosted = host([rest, recorder, *more()], log_interval=1)
+    again = Recipe(POINTS, tmp_path / "part", [hosted], num_epochs=2, cfg={"checkpoint.restore_from": path})
     again.setup()
     again.step_scheduler.epoch = 1  # AutoModel's own sampler would restore this
     again.run_train_validation_loop()
