@@ -519,3 +519,36 @@ def test_early_stopping_and_checkpoints_follow_the_interval_of_evaluations(
     assert RecordsStages.stages == {(True, False)}
     found = {int(path.stem.removeprefix("step=")) for path in (tmp_path / "saved").iterdir()}
     assert found == set(range(steps // evaluations, steps + 1, steps // evaluations))
+
+
+def test_hooks_of_evaluations_run_without_gradients(tmp_path: Path) -> None:
+    """A hook that calls the model then keeps no graph in memory."""
+
+    class Checks(lightning_callbacks.Callback):  # type: ignore[misc]  # Lightning's types are not read
+        def __init__(self) -> None:
+            self.with_gradients: dict[str, bool] = {}
+
+        def check(self, hook: str) -> None:
+            self.with_gradients[hook] = torch.is_grad_enabled()
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.check("train batch")
+
+        def on_validation_start(self, *_: Any) -> None:
+            self.check("validation")
+
+        def on_validation_batch_end(self, *_: Any) -> None:
+            self.check("validation batch")
+
+        def on_validation_epoch_end(self, *_: Any) -> None:
+            self.check("validation epoch")
+
+        def on_train_epoch_end(self, *_: Any) -> None:
+            self.check("train epoch")
+
+    theirs, ours = Checks(), Checks()
+    in_framework(theirs, tmp_path / "theirs")
+    in_ours(ours, tmp_path / "ours")
+    assert ours.with_gradients == theirs.with_gradients
+    assert ours.with_gradients["validation batch"] is False
+    assert ours.with_gradients["train batch"] is True

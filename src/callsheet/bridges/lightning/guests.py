@@ -164,6 +164,8 @@ class LightningGuest(Guest):
 
     def handler(self, theirs: str, method: Callable[..., Any]) -> Handler:
         """Return a handler that calls the hook `method` with the arguments that Lightning would pass."""
+        if theirs.startswith(("on_validation_", "on_test_", "on_predict_")):
+            method = torch.no_grad()(method)  # as in Lightning, where the hooks of an evaluation run without gradients
         if theirs == "on_train_epoch_end":
             return self._epoch_end_handler(method)
         if theirs == "teardown":
