@@ -347,6 +347,28 @@ def test_a_run_that_a_callback_stopped_is_resumed(tmp_path: Path) -> None:
     assert stopped.losses + rest.losses == whole.losses
 
 
+@pytest.mark.parametrize(("how", "events"), [("max_steps", ["validation", "checkpoint 0"]), ("sigterm_flag", ["checkpoint 0"])])
+def test_a_stop_of_a_callback_saves_a_checkpoint(how: str, events: list[str], tmp_path: Path) -> None:
+    """As in AutoModel, where a step at which `max_steps` is reached is validated and saved, and one with `sigterm_flag` is saved."""
+    recorded = []
+
+    class Stops(Callback):
+        def on_train_batch_end(self, recipe: Any, **kwargs: Any) -> None:
+            scheduler = recipe.step_scheduler
+            setattr(scheduler, how, 1 if how == "max_steps" else True)
+            assert scheduler.is_ckpt_step
+            assert (scheduler.is_last_step, scheduler.max_steps) == ((True, 1) if how == "max_steps" else (False, 4))
+
+        def on_validation_end(self, recipe: Any, **kwargs: Any) -> None:
+            recorded.append("validation")
+
+        def on_save_checkpoint(self, recipe: Any, **kwargs: Any) -> None:
+            recorded.append(f"checkpoint {kwargs['checkpoint_info']['step']}")
+
+    run(llm(tmp_path), Stops())
+    assert recorded == events
+
+
 def test_num_epochs_ends_training_before_max_steps_is_reached(tmp_path: Path) -> None:
     cfg = llm(tmp_path)
     cfg["step_scheduler"] |= {"max_steps": 100, "num_epochs": 1, "ckpt_every_steps": None}

@@ -403,6 +403,58 @@ def test_pretrain_resumes_from_its_checkpoint(config: ConfigContainer) -> None:
     assert recorded == [("data_init_start", 6), *evaluation("eval", 6), *evaluation("test", 6)]
 
 
+@pytest.mark.parametrize(("save_interval", "saved"), [(None, [6]), (0, [])])
+def test_without_a_save_interval_only_a_final_checkpoint_is_written(
+    save_interval: int | None, saved: list[int], config: ConfigContainer
+) -> None:
+    config.checkpoint.save_interval = save_interval  # type: ignore[assignment]  # Megatron's own default is None
+    manager, recorded = recording_manager()
+    pretrain(config, forward_step, callbacks=manager)
+    assert [step for event, step in recorded if event == "checkpoint_save"] == saved
+
+
+def test_a_callback_can_turn_off_the_validations(config: ConfigContainer) -> None:
+    class TurnsOff(Callback):
+        def on_train_step_end(self, context: Any) -> None:
+            if context.state.train_state.step == 3:  # after the first of two validations
+                context.state.train_state.do_valid = False
+
+    manager, recorded = recording_manager()
+    manager.add(TurnsOff())
+    pretrain(config, forward_step, callbacks=manager)
+    assert [step for event, step in recorded if event == "eval_start"] == [3]
+
+
+def test_without_iterations_nothing_is_trained(config: ConfigContainer) -> None:
+    """As in Megatron, the model is validated and tested."""
+    config.train.train_iters = 0
+    manager, recorded = recording_manager()
+    pretrain(config, forward_step, callbacks=manager)
+    assert recorded == [("data_init_start", 0), *evaluation("eval", 0), *evaluation("test", 0)]
+
+
+def test_pretrain_saves_the_states_of_its_callbacks(config: ConfigContainer) -> None:
+    class Counts(Callback):
+        def __init__(self) -> None:
+            self.steps = 0
+
+        def on_train_step_end(self, context: Any) -> None:
+            self.steps += 1
+
+        def state_dict(self) -> dict[str, int]:
+            return {"steps": self.steps}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.steps = state["steps"]
+
+    config.train.train_iters, config.scheduler.lr_decay_iters = 4, 6
+    pretrain(config, forward_step, callbacks=[Counts(), Counts()])
+    config.train.train_iters = 6
+    first, second = Counts(), Counts()
+    pretrain(config, forward_step, callbacks=[first, second])
+    assert (first.steps, second.steps) == (6, 6)
+
+
 def test_pretrain_resumes_from_the_checkpoint_of_another_run(
     config: ConfigContainer, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

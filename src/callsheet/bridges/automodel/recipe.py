@@ -69,6 +69,7 @@ class StepScheduler(Facade):
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
         self._is_in_training = False  # False during on_train_start and on_train_end, True during AutoModel's other hooks
+        self._given_max_steps: int | None = None  # the value that a callback has assigned to `max_steps`
 
     @property
     def step(self) -> int:
@@ -98,6 +99,8 @@ class StepScheduler(Facade):
     @property
     def max_steps(self) -> int:
         """The number of steps after which training ends."""
+        if self._given_max_steps is not None:
+            return self._given_max_steps
         longest = self._ctx.state.max_duration
         if longest is not None and longest.unit is TimeUnit.BATCH:
             return int(longest.value)
@@ -112,6 +115,7 @@ class StepScheduler(Facade):
             raise NotSupported(
                 f"{self.REPLACED_OBJECT}: max_steps={steps} at step {self.step}: a guest can end training only with the current step, not later"
             )
+        self._given_max_steps = steps
         self._stop("max_steps")
 
     @property

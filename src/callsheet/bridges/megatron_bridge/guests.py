@@ -116,22 +116,43 @@ class MegatronBridgeGuest(Guest):
         return fire if self._sees_writes else fire_and_drive
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the number of evaluated samples, and those entries of `user_state` that a checkpoint can store.
+        """Return the number of evaluated samples, those entries of `user_state` that a checkpoint can store, and the callbacks' states.
 
-        If there is only one wrapped callback, and it has a `state_dict`, its state is included.
+        The states are those of the wrapped callbacks that have a `state_dict`.
         """
         saved: dict[str, Any] = {"consumed_valid_samples": self.common.steps["consumed_valid_samples"]}
         if user_state := {key: value for key, value in self.common.user_state.items() if _is_plain(key, value)}:
             saved["user_state"] = user_state
-        if hasattr(self._alone, "state_dict"):
-            saved["callback"] = self._alone.state_dict()
+        if states := {place: each.state_dict() for place, each in self._stateful().items()}:
+            saved["callbacks"] = states
         return saved
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.common.steps["consumed_valid_samples"] = state["consumed_valid_samples"]
         self.common.user_state.update(state.get("user_state", {}))
-        if "callback" in state:
-            self._alone.load_state_dict(state["callback"])
+        # Earlier versions saved only the state of a callback that was alone, under the key `callback`.
+        states = state.get("callbacks", {f"0.{type(self._alone).__name__}": state["callback"]} if "callback" in state else {})
+        for place, each in self._stateful().items():
+            if place in states:
+                each.load_state_dict(states[place])
+
+    def _stateful(self) -> dict[str, Any]:
+        """Return the wrapped callbacks that have a state, by index and class. Those of a manager have registered methods."""
+        if self._is_live:
+            owners = {
+                id(owner): owner
+                for event in sorted(self.manager.events)
+                for function in self.manager.list_callbacks(event)
+                if (owner := getattr(function, "__self__", None)) is not None and function.__name__ == event
+            }
+            several = list(owners.values())
+        else:
+            several = self.foreign if isinstance(self.foreign, list) else [self.foreign]
+        return {
+            f"{place}.{type(each).__name__}": each
+            for place, each in enumerate(several)
+            if hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
+        }
 
 
 def _manager(foreign: Any) -> Any:

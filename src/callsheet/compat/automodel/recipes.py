@@ -60,14 +60,24 @@ class StepScheduler(Scheduled):
     @property
     def is_ckpt_step(self) -> bool:
         """Whether a checkpoint is saved after the current step."""
+        return self._plans_ckpt or self.sigterm_flag
+
+    @property
+    def _plans_ckpt(self) -> bool:
         every = self.ckpt_every_steps
         return bool(every and (self.step + 1) % every == 0) or self.is_last_batch or self.is_last_step
 
     @property
     def is_val_step(self) -> bool:
-        """Whether a validation runs after the current step. A validation also runs before each checkpoint."""
+        """Whether a validation runs after the current step. A validation also runs before each checkpoint, except that of a preemption."""
         every = self.val_every_steps
-        return bool(every and (self.step + 1) % every == 0) or self.is_ckpt_step
+        return bool(every and (self.step + 1) % every == 0) or self._plans_ckpt
+
+    def _stop(self, how: str) -> None:
+        super()._stop(how)
+        # AutoModel validates after the last step. A flag that is set after the validation changes nothing of it.
+        if how == "max_steps" and self._ctx.event == "on_train_step_end":
+            self._ctx.control.evaluate("the step scheduler")
 
 
 class _AsScheduled(Callback):

@@ -86,7 +86,7 @@ def pretrain(
 
 def _run(recipe: Pretrain, config: ConfigContainer, state: GlobalState) -> None:
     trainer = recipe.trainer
-    if not config.train.skip_train and not trainer.state.is_complete:
+    if state.train_state.do_train and not trainer.state.is_complete:
         trainer.fit()
         if trainer.preempted:
             return
@@ -119,17 +119,19 @@ class _Plan(OwnCallback):
     def __init__(self, config: ConfigContainer, state: GlobalState) -> None:
         train, checkpoint = config.train, config.checkpoint
         self._eval_interval = train.eval_interval if train.eval_iters else None
-        self._save_interval = checkpoint.save_interval if checkpoint.save is not None else None
-        self._timers = state.timers
+        # As in Megatron, an interval of 0 means no checkpoints, and None only a final one.
+        self._saves = checkpoint.save is not None and checkpoint.save_interval != 0
+        self._save_interval = checkpoint.save_interval
+        self._timers, self._progress = state.timers, state.train_state
         state.train_state.__dict__.update(
-            do_train=not train.skip_train, do_valid=train.eval_iters > 0, do_test=train.eval_iters > 0
+            do_train=not train.skip_train and train.train_iters > 0, do_valid=train.eval_iters > 0, do_test=train.eval_iters > 0
         )
 
     def on_train_start(self, ctx: Context) -> None:
         self._timers("interval-time").start()
 
     def on_train_step_end(self, ctx: Context) -> None:
-        if self._eval_interval and ctx.step % self._eval_interval == 0:
+        if self._eval_interval and ctx.step % self._eval_interval == 0 and self._progress.do_valid:
             ctx.control.evaluate("eval_interval", replicated=True)
 
     def on_eval_all_start(self, ctx: Context) -> None:
@@ -142,11 +144,11 @@ class _Plan(OwnCallback):
             self._timers("interval-time").start()
 
     def on_checkpoint_due(self, ctx: Context) -> None:
-        if not self._save_interval or ctx.boundary != "step":
+        if not self._saves or ctx.boundary != "step":
             return
         if ctx.state.is_complete or ctx.control.stop_requested is not None:
             ctx.control.save("training is over", kind="final", replicated=True)
-        elif ctx.step % self._save_interval == 0:
+        elif self._save_interval and ctx.step % self._save_interval == 0:
             ctx.control.save("save_interval", kind="periodic", replicated=True)
 
     def on_train_end(self, ctx: Context) -> None:
@@ -181,7 +183,7 @@ def job_of(config: ConfigContainer) -> PretrainConfig:
         run_name=run_name,
         resume=_resume(config.checkpoint.load, Path(runs_folder) / run_name),
         seed=config.rng.seed,
-        max_duration=f"{train.train_iters}ba",
+        max_duration=f"{train.train_iters or 1}ba",  # with 0, nothing is trained; see `do_train`
         eval_interval=None,
         log_interval=config.logger.log_interval,
         stop_on_nan=False,  # leave out callsheet's NaNMonitor, because Megatron Bridge does not have it
@@ -232,7 +234,7 @@ def _architecture(config: ConfigContainer) -> dict[str, Any]:
 
 def _scheduler(config: ConfigContainer) -> Any:
     scheduler, optimizer = config.scheduler, config.optimizer
-    length = scheduler.lr_decay_iters or config.train.train_iters
+    length = scheduler.lr_decay_iters or config.train.train_iters or 1
     warmup = min(scheduler.lr_warmup_iters, length - 1)
     if warmup < scheduler.lr_warmup_iters:
         logger.warning("scheduler.lr_warmup_iters=%d in a run of %d: it is %d here", scheduler.lr_warmup_iters, length, warmup)
