@@ -164,13 +164,16 @@ class Counts(Callback):
         self.steps = state["steps"]
 
 
-def test_states_are_in_its_checkpoints_and_restored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("not_counted", [0, 3], ids=["continues to count", "counts from one again"])
+def test_states_are_in_its_checkpoints_and_restored(not_counted: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hosted(tmp_path, [Counts()], epochs=1, checkpoint_at_epoch=True).run()
     again, recorder = Counts(), Recorder()
     loop = hosted(tmp_path, [again, recorder])
-    loop.done, loop.first_epoch = 3, 1
+    loop.done, loop.first_epoch, loop.not_counted = 3, 1, not_counted
     loop.run()
     assert again.steps == 6
+    assert recorder.events.count("on_train_step_end") == 3
+    assert "repeated" not in caplog.text
     check_events(recorder.events)
     assert recorder.recorded[-1].batch == 6
     assert recorder.recorded[-1].epoch == 2

@@ -407,7 +407,7 @@ def test_pretrain_resumes_from_its_checkpoint(config: ConfigContainer) -> None:
 def test_without_a_save_interval_only_a_final_checkpoint_is_written(
     save_interval: int | None, saved: list[int], config: ConfigContainer
 ) -> None:
-    config.checkpoint.save_interval = save_interval  # type: ignore[assignment]  # Megatron's own default is None
+    config.checkpoint.save_interval = save_interval
     manager, recorded = recording_manager()
     pretrain(config, forward_step, callbacks=manager)
     assert [step for event, step in recorded if event == "checkpoint_save"] == saved

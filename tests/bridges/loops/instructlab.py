@@ -72,6 +72,8 @@ class Loop:
         self.microbatches, self.samples, self.validate_every = microbatches, samples, validate_every
         self.save_samples, self.checkpoint_at_epoch, self.save_last = save_samples, checkpoint_at_epoch, save_last
         self.done, self.first_epoch, self.interrupted_at = 0, 0, ("", 0)
+        self.not_counted = 0
+        """Steps before a resume that `context.step` does not count, as in InstructLab's resume at the start of an epoch."""
 
     def forward_backward(self) -> float:
         """Process a microbatch, and return its loss."""
@@ -105,7 +107,7 @@ class Loop:
             context.epoch = epoch
             manager.fire("on_epoch_begin")
             for _ in range(self.steps):
-                began, context.step, losses = time.time(), self.done + 1, []
+                began, context.step, losses = time.time(), self.done - self.not_counted + 1, []
                 manager.fire("on_step_begin")
                 for _ in range(self.microbatches):
                     manager.fire("on_before_forward")

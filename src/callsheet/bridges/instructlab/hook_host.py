@@ -220,10 +220,10 @@ class InstructLabHost(HostBase):
             run.counts.doubt()
             return
         run.context = context
-        is_in_step = run.driver.is_open("train_step") and run.ctx.step == context.step
+        is_in_step = run.driver.is_open("train_step") and run.ctx.step == run.step_of(context)
         if context.hook_name in _STEP_HOOKS and not is_in_step:
             run.counts.doubt()
-            if context.step <= run.state.timestamp.batch:
+            if run.step_of(context) <= run.state.timestamp.batch:
                 return  # the step has ended already
             self._begin_step(run, context)
         method(self, run, context)
@@ -245,7 +245,7 @@ class InstructLabHost(HostBase):
     @in_a_run
     def on_step_begin(self, run: HookedRun, context: TrainingContext) -> None:
         """Fire the start of a step."""
-        if context.step <= run.ctx.step:
+        if run.step_of(context) <= run.ctx.step:
             run.counts.doubt()  # this hook was called for this step before, so the counts may be wrong
         else:
             self._begin_step(run, context)

@@ -121,6 +121,7 @@ class HookedRun(Run):
         """Whether the optimizer has stepped in the current step."""
         self.began = 0.0
         """When the current step began, as measured on this thread."""
+        self._earlier_steps: int | None = None  # what `step_of` adds to InstructLab's step numbers; None before the first step
         self._totals = (context.total_samples, 0)
         self._since = (0, 0, 0.0)  # the total samples, tokens and seconds when the last step ended
         self._found: dict[str, float] = {}
@@ -173,7 +174,7 @@ class HookedRun(Run):
             self.manager.fire("on_exception", self.ctx)
         else:
             if not driver.is_open("epoch"):
-                self._check(context.step, context.epoch + 1)
+                self._check(context, context.epoch + 1)
             driver.end("train")
         self.lifetime.end()
 
@@ -182,13 +183,13 @@ class HookedRun(Run):
         self.driver.end("train_step")
         if self.driver.is_open("epoch"):
             self.state.timestamp = self.state.timestamp.next_epoch()
-        self._check(context.step, context.epoch + 1)
+        self._check(context, context.epoch + 1)
         self.driver.end("epoch")
 
-    def _check(self, steps: int, epochs: int | None = None) -> None:
+    def _check(self, context: TrainingContext, epochs: int | None = None, *, is_before_step: bool = False) -> None:
         """Compare callsheet's counts of steps and epochs with InstructLab's, if a step was trained."""
         if self.state.timestamp.batch != self.state.baseline.batch:
-            self._counted = Counts(steps, epochs)
+            self._counted = Counts(self.step_of(context) - is_before_step, epochs)
             self.counts.check()
 
     def fail(self, error: BaseException) -> None:
@@ -200,6 +201,16 @@ class HookedRun(Run):
 
     # --- the position in training ---
 
+    def step_of(self, context: TrainingContext) -> int:
+        """Return the number of the step in `context`, counted from the beginning of the run.
+
+        If InstructLab resumes at the start of an epoch, it counts its steps from 1 again. So if the first step after a resume has a
+        number that the run has already reached, this number and all later ones are increased.
+        """
+        if self._earlier_steps is None:
+            self._earlier_steps = max(0, self.state.timestamp.batch - (context.step - 1))
+        return context.step + self._earlier_steps
+
     def go_to(self, context: TrainingContext) -> None:
         """Set callsheet's current epoch and step to those of InstructLab's context.
 
@@ -208,17 +219,18 @@ class HookedRun(Run):
         self.guard.raise_if_lost()
         ctx, now = self.ctx, self.state.timestamp
         is_step = context.hook_name != "on_epoch_begin"
-        if context.epoch != now.epoch or (is_step and context.step != now.batch + 1):
+        step = self.step_of(context) if is_step else 0
+        if context.epoch != now.epoch or (is_step and step != now.batch + 1):
             self.driver.end("train_step")
-            self._check(context.step - is_step, context.epoch)
+            self._check(context, context.epoch, is_before_step=is_step)
             now = self.state.timestamp
         if context.epoch != now.epoch:
             self.state.timestamp = self.state.baseline = now = now._replace(epoch=context.epoch)
         ctx.epoch = context.epoch + 1
         if is_step:
-            if context.step != now.batch + 1:
-                self.state.timestamp = self.state.baseline = now._replace(batch=context.step - 1)
-            ctx.step = context.step
+            if step != now.batch + 1:
+                self.state.timestamp = self.state.baseline = now._replace(batch=step - 1)
+            ctx.step = step
             self.manager.process_lane_messages(ctx)
 
     def listen(self) -> None:
