@@ -530,10 +530,10 @@ def test_a_guest_is_called_in_instructlab_s_order(api: Any, interval: str, tmp_p
         expected.append(("on_epoch_begin", max(1, 3 * epoch), epoch))  # still the number of the last step
         for step in range(3 * epoch + 1, 3 * epoch + 4):
             is_last = step in (3, 6)
-            evaluated = ["on_evaluate"] if (step % 2 == 0 if interval == "2ba" else is_last) else []
-            saved = ["on_save"] if is_last else []
-            hooks = ["on_step_begin", *microbatch * 2, "on_pre_optimizer_step", "on_optimizer_step", "on_log", *evaluated, *saved]
-            expected += [(hook, step, epoch) for hook in [*hooks, "on_step_end"]]
+            evaluated = ["on_evaluate"] if interval == "2ba" and step % 2 == 0 else []
+            at_epoch_end = [*(["on_evaluate"] if interval == "1ep" else []), "on_save"] if is_last else []
+            hooks = ["on_step_begin", *microbatch * 2, "on_pre_optimizer_step", "on_optimizer_step", "on_log", *evaluated]
+            expected += [(hook, step, epoch) for hook in [*hooks, "on_step_end", *at_epoch_end]]
         expected.append(("on_epoch_end", 3 * epoch + 3, epoch))
     assert recorded == [*expected, ("on_train_end", 6, 1)]
 

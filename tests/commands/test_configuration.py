@@ -241,6 +241,16 @@ def test_an_invalid_value_is_reported_in_one_line(
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(("key", "expected"), [("batch_size", "int"), ("seed", "int"), ("prompts", "list of str")])
+def test_null_in_a_file_is_rejected_for_a_key_that_does_not_take_it(
+    key: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(f"recipe: finetune\neval_batch_size: null\n{key}: null\n")
+    assert main(["show", "mine.yaml"]) == 2
+    assert capsys.readouterr().err.startswith(f"callsheet: mine.yaml:3: {key}=null: give {expected}")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

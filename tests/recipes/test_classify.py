@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,15 @@ class Logged(Callback):
     def on_log(self, ctx: Context) -> None:
         if "train/loss" in ctx.record.values:
             self.found.append(ctx.record.values["train/loss"])
+
+
+@pytest.mark.parametrize("changes", [{"batch_size": 1}, {"batch_size": 4, "microbatch_size": 1}], ids=["batches", "microbatches"])
+def test_a_batch_whose_classes_all_have_weight_0_changes_nothing(changes: dict[str, int], data: Path, tmp_path: Path) -> None:
+    losses, weights = Losses(), [0.0, 1.0, 1.0]
+    classify(config_of(data, tmp_path, class_weights=weights, max_duration="12ba", test=None, **changes), callbacks=[losses])
+    assert len(losses.found) == 12
+    assert all(map(math.isfinite, losses.found))
+    assert (0.0 in losses.found) == (changes["batch_size"] == 1)
 
 
 @pytest.mark.parametrize("weights", ["none", [0.5, 1.0, 2.0]], ids=["equal", "weighted"])

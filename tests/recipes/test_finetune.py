@@ -91,6 +91,30 @@ def logits_of(model: Any, ids: Tensor) -> Tensor:
         return model.eval()(input_ids=ids).logits  # type: ignore[no-any-return]
 
 
+class RequestsEvaluation(Callback):
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == 2:
+            ctx.control.evaluate("a test")
+
+
+def test_results_are_those_of_the_last_step(data: Path, tmp_path: Path) -> None:
+    """An evaluation within the run, of an earlier run or of a trial is not reported as the final result."""
+
+    def loss_of_the_end(config: FinetuneConfig) -> float:
+        job = Finetune(config).open()
+        with job.trainer:
+            return job.evaluate()["easy"]["loss"]
+
+    requested = config_of(data, tmp_path, run_name="a", evaluate_first=False)
+    results = finetune(requested, callbacks=[RequestsEvaluation(), CheckpointSaver()]).results
+    assert results["easy/loss"] == loss_of_the_end(requested)
+    given: dict[str, Any] = {"run_name": "b", "evaluate_first": False, "batch_size": 1, "eval_batch_size": 1}
+    finetune(config_of(data, tmp_path, **given, max_duration="4ba", eval_interval="2ba"), callbacks=[CheckpointSaver()])
+    longer = config_of(data, tmp_path, **given, max_duration="24ba")
+    results = finetune(longer, callbacks=[CheckpointSaver()]).results
+    assert results["easy/loss"] == loss_of_the_end(longer)
+
+
 IDS = torch.arange(97, 117)[None]
 
 

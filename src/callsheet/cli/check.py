@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from callsheet.cli import names
 from callsheet.cli.cli_values import Source, merge
@@ -20,7 +20,7 @@ from callsheet.errors import ConfigError, did_you_mean
 from callsheet.recipes.yaml_file import loaded
 
 if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
+    from jsonargparse import ArgumentParser, Namespace
 
 
 class _Error(NamedTuple):
@@ -30,6 +30,11 @@ class _Error(NamedTuple):
     message: str
     is_missing: bool = False
     """Whether an argument is missing. A later source may give it."""
+
+
+def has_wrong_null(parser: ArgumentParser, given: Namespace) -> bool:
+    """Return whether a parsed value is None although its type does not allow it, which jsonargparse does not check in a file."""
+    return any(given.get(key) is None and not _takes_none(kind) for key, kind in typed_keys(parser).items())
 
 
 def first_error(parser: ArgumentParser, sources: Iterable[Source]) -> str:
@@ -85,9 +90,13 @@ def _in_value(kind: Any, value: Any, at: str, owner: Any = None) -> Iterator[_Er
     elif names_code(kind) and not item and not parts and (owner is None or (is_mapping and "class_path" in content)):
         yield from _in_spec(kind, content, at)
     else:
-        what = f"{at}={value}: {owner.__name__ + ' expects' if owner else 'give'} {in_words(kind)}"
+        what = f"{at}={'null' if value is None else value}: {owner.__name__ + ' expects' if owner else 'give'} {in_words(kind)}"
         words = words_of(kind)
-        more = f", such as [{content}], or --{at}+={content} to add one" if item and owner is None and not words else ""
+        more = (
+            f", such as [{content}], or --{at}+={content} to add one"
+            if item and owner is None and not words and value is not None
+            else ""
+        )
         yield _Error(at, f"{what}{more}{did_you_mean(str(value), words)}")
 
 
@@ -158,7 +167,9 @@ def _subclasses(base: type | None) -> dict[str, type]:
 
 
 def _fits(kind: Any, value: Any) -> bool:
-    """Return whether jsonargparse accepts the value for the type `kind`."""
+    """Return whether jsonargparse accepts the value for the type `kind`. It accepts None for every type, so check that here."""
+    if value is None:
+        return _takes_none(kind)
     parser = probe()
     parser.add_argument("--value", type=kind)
     try:
@@ -166,6 +177,10 @@ def _fits(kind: Any, value: Any) -> bool:
     except Exception:  # an `ArgumentError`, or any error of a module that jsonargparse imports
         return False
     return True
+
+
+def _takes_none(kind: Any) -> bool:
+    return kind in (None, Any, object, type(None)) or type(None) in get_args(kind)
 
 
 def probe() -> ArgumentParser:

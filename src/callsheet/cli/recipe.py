@@ -18,7 +18,7 @@ import yaml
 
 from callsheet import callbacks
 from callsheet.cli import environment, names
-from callsheet.cli.check import first_error, probe
+from callsheet.cli.check import first_error, has_wrong_null, probe
 from callsheet.cli.cli_values import Source, sources_of
 from callsheet.cli.key_types import item_of, names_code, typed_keys
 from callsheet.cli.shipped import RECIPES, recipe_path
@@ -185,6 +185,8 @@ def values_of(
         if not message and not isinstance(error, argparse.ArgumentError):
             raise
         raise ConfigError(f"{message or error} ({parser.prog} --help explains every key)") from None
+    if has_wrong_null(parser, given) and (message := first_error(parser, sources)):
+        raise ConfigError(f"{message} ({parser.prog} --help explains every key)")
     return Values(path, kind, parser, given, sources)
 
 

@@ -315,8 +315,9 @@ class Recipe(Generic[AnyConfig]):
         """
         trainer = self.trainer
         if trainer.state.evaluators:
-            # Evaluate now if `fit` has not, because the run was already complete or was opened without training.
-            self.evaluated = dict((not self._is_opened and trainer.eval_results) or trainer.evaluate())
+            # Evaluate now if `fit` has not evaluated after its last step: without an interval, if the run was already complete
+            # (the results in its checkpoint may be those of a trial), or if it was opened without training.
+            self.evaluated = dict(trainer.eval_results if trainer.is_evaluated and not self._is_opened else trainer.evaluate())
         if (test := self.test_data()) is not None:
             self.evaluated["test"] = trainer.test(test)
         return self.evaluated

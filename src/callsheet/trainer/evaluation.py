@@ -123,6 +123,7 @@ class Evaluation:
         self.metrics = MetricLog(run.groups if run.groups.size > 1 else None)
         self.results: dict[str, dict[str, float]] = {}
         """The latest losses and metrics of each evaluator, by the evaluator's name."""
+        self._evaluated_at: dict[str, int] = {}  # for each evaluator, the step of its latest evaluation in this process
         self.loaders: dict[str, Iterable[Any]] = {}
         self.schedules: dict[str, Schedule] = {}
         self.ctx = run.ctx.sibling(self.metrics)
@@ -249,7 +250,12 @@ class Evaluation:
             ctx.close("on_eval_all_end")
         if not standalone:
             self.results |= results
+            self._evaluated_at |= dict.fromkeys(results, self._main.step)
         return results
+
+    def is_done_at(self, step: int) -> bool:
+        """Return whether `results` has the results of all evaluators at `step`, and none of them was loaded from a checkpoint."""
+        return all(self._evaluated_at.get(name) == step for name in self.loaders)
 
     def take(self) -> dict[str, float]:
         """Return, for a metrics record, the values that evaluations have logged since the last call of this method."""

@@ -324,6 +324,11 @@ class Trainer:
         """The losses and metrics of each evaluator from its latest evaluation, by name. Empty before the first evaluation."""
         return self._evaluation.results
 
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether `eval_results` are those of the current step, from evaluations in `fit` of this Trainer, for all evaluators."""
+        return self._evaluation.is_done_at(self.state.timestamp.batch)
+
     # --- training ---
 
     def fit(self, max_duration: str | Time | None = None) -> None:

@@ -191,8 +191,10 @@ class InstructLabGuest(Guest):
             return None
         return self._call(self._hook_call("on_save", checkpoint_path=self.checkpoint_path(ctx.checkpoint, ctx)))
 
-    def _epoch_ends(self, ctx: Context) -> None:
+    def _epoch_ends(self, ctx: Context) -> Awaitable[None] | None:
+        ended = self._boundary()  # `on_step_end`, because the evaluation and the save after the last step are over
         self._ends_epoch = True
+        return self._call(*ended)
 
     def _run_ends(self, ctx: Context) -> Awaitable[None] | None:
         return self._call(*self._ended())

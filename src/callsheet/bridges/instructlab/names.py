@@ -109,7 +109,7 @@ class TrainerCallback:
         if (args or kwargs) and cls.__init__ is object.__init__:
             raise TypeError(f"{cls.__name__}() takes no arguments")
         self = super().__new__(cls)
-        self._arguments = (args, kwargs)
+        object.__setattr__(self, "_arguments", (args, kwargs))  # works in a frozen dataclass too
         return self
 
     def on_train_begin(self, context: TrainingContext) -> Any:

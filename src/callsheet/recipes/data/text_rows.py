@@ -123,6 +123,8 @@ class _StreamedWindows(IterableDataset[dict[str, Tensor]]):
         waiting: list[int] = []
         for place, row in self._rows.places():
             waiting += self._ids(place, row)
-            while len(waiting) >= self._length:
-                window, waiting = torch.tensor(waiting[: self._length]), waiting[self._length :]
+            whole = len(waiting) - len(waiting) % self._length
+            for start in range(0, whole, self._length):
+                window = torch.tensor(waiting[start : start + self._length])
                 yield {"input_ids": window, "labels": window}
+            del waiting[:whole]

@@ -38,9 +38,13 @@ class ClassificationTask(Task):
         return model(**{name: value for name, value in batch.items() if name != "labels"})
 
     def loss(self, outputs: Any, batch: Any) -> Losses:
-        """Return the weighted cross entropy of a batch, computed in float32."""
-        labels = batch["labels"]
-        return cross_entropy(outputs.logits.float(), labels, weight=self._weights_on_device_of(labels))
+        """Return the weighted cross entropy of a batch, computed in float32. It is 0 if the classes of all samples have weight 0."""
+        labels, logits = batch["labels"], outputs.logits.float()
+        weights = self._weights_on_device_of(labels)
+        if weights is None:
+            return cross_entropy(logits, labels)
+        whole = weights[labels].sum().clamp(min=torch.finfo(weights.dtype).tiny)
+        return cross_entropy(logits, labels, weight=weights, reduction="sum") / whole
 
     def predictions_and_targets(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
         return outputs.logits, batch["labels"]
