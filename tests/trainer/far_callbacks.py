@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from callsheet import Callback, Context
@@ -43,6 +45,42 @@ class Far(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.steps = state["steps"]
+
+
+class LogsFromThreads(Callback):
+    """Logs large messages from two threads at once."""
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        def log(word: str) -> None:
+            ctx.log({f"{word}/{number}": float(number) for number in range(3000)})
+
+        threads = [threading.Thread(target=log, args=(word,)) for word in ("a", "b")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+class Forks(Callback):
+    """Forks a process, which exits as Python programs do."""
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        child = os.fork()
+        if child == 0:
+            raise SystemExit(3)
+        _, status = os.waitpid(child, 0)
+        ctx.log({"forks/status": float(os.waitstatus_to_exitcode(status))})
+
+
+class SleepsLong(Callback):
+    """Writes the number of its process to a file, and sleeps."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        Path(self.file).write_text(str(os.getpid()))
+        time.sleep(100)
 
 
 class FarByClass(Far):

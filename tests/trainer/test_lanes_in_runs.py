@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, UserDict, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +23,11 @@ import torch
 from callsheet import Background, Callback, CallbackManager, CallbackSpec, Context, Outcome, Process, RunInfo, Trainer, every
 from callsheet.core.lifecycle import EVENTS
 from callsheet.errors import ConfigError, NotACallbackError, RegistrationError, RequestRejected
+from callsheet.lanes.capture import copied
 from callsheet.loggers import Logger
 from callsheet.testing import Recorder, run_ranks
 
-from .far_callbacks import Far, FarByClass
+from .far_callbacks import Far, FarByClass, Forks, LogsFromThreads
 from .small_run import EPOCHS, STEPS, History, run_small, small_trainer
 
 
@@ -361,6 +367,119 @@ def test_a_tensor_that_is_modified_in_place_keeps_its_value_in_the_lane(tmp_path
 
 
 @pytest.mark.test_all
+def test_a_change_that_torch_does_not_count_reaches_the_lane(tmp_path: Path) -> None:
+    """A write through `.data`, NumPy or a collective leaves the tensor's version as it is."""
+
+    class Counts(Callback):
+        snapshot_fields = ("outputs",)
+
+        def __init__(self) -> None:
+            self.seen: list[float] = []
+
+        def on_forward_end(self, ctx: Context) -> None:
+            self.seen.append(ctx.outputs["count"].item())
+
+    inline, first, second = Counts(), Counts(), Counts()
+    data = [torch.ones(2, 4) for _ in range(5)]
+    with Trainer(
+        Counted(), lambda outputs, batch: outputs["y"].mean(), [(each, each) for each in data],
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), callbacks=[inline, Background(first), Background(second)],
+        runs_folder=tmp_path, device="cpu",
+    ) as trainer:  # fmt: skip
+        trainer.fit()
+    assert inline.seen == first.seen == second.seen == [1, 2, 3, 4, 5]
+
+
+class Counted(torch.nn.Module):
+    """Returns the number of calls, in a tensor that each call changes without increasing its version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.count = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        self.count.data.add_(1)
+        return {"y": self.layer(x), "count": self.count}
+
+
+@dataclass
+class Plain:
+    y: torch.Tensor
+    next: Plain | None = None
+
+
+class Words(list[Any]): ...
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda y: Plain(y, Plain(y)),
+        lambda y: Words([y, {"y": y}]),
+        lambda y: {"y": y, "shape": y.shape},
+        lambda y: torch.max(y, 0),
+        lambda y: torch.distributions.Normal(y, 1.0),
+        lambda y: UserDict(y=y),
+        lambda y: defaultdict(list, y=[y]),
+        lambda y: (y, [y]),
+    ],
+    ids=["dataclass", "list", "size", "named", "object", "UserDict", "defaultdict", "tuple"],
+)
+def test_values_of_all_kinds_keep_their_type_in_a_snapshot(make: Callable[[torch.Tensor], Any]) -> None:
+    y = torch.ones(3, requires_grad=True) * 2
+    value = make(y)
+    made = copied(value, {})
+    assert type(made) is type(value)
+    assert repr(made) == re.sub(r", grad_fn=<\w+>", "", repr(value))
+    before = repr(made)
+    y.data.mul_(3)
+    assert repr(made) == before
+
+
+def test_a_process_may_log_from_several_threads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, Process(LogsFromThreads()))
+    assert "LogsFromThreads" not in caplog.text
+
+
+def test_a_process_that_a_callback_forks_ends_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    history = History()
+    fit(tmp_path, Process(Forks()), history)
+    assert "Forks" not in caplog.text
+    assert {float.fromhex(values["forks/status"]) for _, values in history.records if "forks/status" in values} == {3.0}
+
+
+def test_a_process_ends_when_the_training_process_is_killed(tmp_path: Path) -> None:
+    """Even while a handler runs."""
+    file = tmp_path / "pid"
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from callsheet import Process\n"
+        "from tests.trainer.far_callbacks import SleepsLong\n"
+        "from tests.trainer.small_run import small_trainer\n"
+        "if __name__ == '__main__':\n"
+        f"    with small_trainer(Path({str(tmp_path)!r}), Process(SleepsLong({str(file)!r}))) as trainer:\n"
+        "        trainer.fit()\n"
+    )
+    (tmp_path / "trains.py").write_text(code)
+    root = Path(__file__).parents[2]
+    training = subprocess.Popen([sys.executable, str(tmp_path / "trains.py")], env=os.environ | {"PYTHONPATH": str(root)})
+    try:
+        wait_until(lambda: file.exists() and file.read_text() != "", 60)
+    finally:
+        training.kill()
+        training.wait()
+    worker = int(file.read_text())
+    wait_until(lambda: not Path(f"/proc/{worker}").exists() or "zombie" in Path(f"/proc/{worker}/status").read_text(), 20)
+
+
+def wait_until(is_done: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not is_done():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 def test_a_process_that_hangs_does_not_block_checkpoints_forever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     far = Process(Far(hang_at=2), deadline=2.0)
     with small_trainer(tmp_path, far, eval_interval=None) as trainer:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import copy
 import functools
 import sys
+from collections import UserDict
 from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from callsheet.core.context import Context
@@ -59,33 +60,38 @@ class DeviceNumbers:
         # Each tensor that was copied, with its `_version` at that time. A tensor whose version has changed is copied again.
         self._tensors: list[tuple[Any, int | None]] = []
         self._copies: dict[int, Any] = {}
+        # The step of these copies, and the lanes that have them. If a lane asks again, the event was fired again. Then the tensors
+        # are copied again, because not every change in place, such as that of a collective, increases the version.
+        self._step = -1
+        self._served: set[int] = set()
 
-    def of(self, ctx: Context) -> dict[int, Any]:
+    def of(self, ctx: Context, lane: object) -> dict[int, Any]:
         """Copy the scalar tensors in the available fields to the CPU. Return a dict of the copies by the `id` of the original tensor.
 
-        For a scalar on an accelerator, the copy is a `Pending`.
+        For a scalar on an accelerator, the copy is a `Pending`. Each `lane` calls this method once for every event.
         """
         tensors: list[Any] = []
         for name in sorted(self.names):
             if ctx.has(name):
                 _collect(getattr(ctx, name), tensors)
         now = [(tensor, None if tensor.is_inference() else tensor._version) for tensor in tensors]
-        known = len(now) == len(self._tensors) and all(
-            a[0] is b[0] and a[1] == b[1] is not None for a, b in zip(now, self._tensors, strict=True)
-        )
-        if not known:
-            self._tensors = now
+        is_known = self._step == ctx.step and id(lane) not in self._served and len(now) == len(self._tensors)
+        if not is_known or not all(a[0] is b[0] and a[1] == b[1] is not None for a, b in zip(now, self._tensors, strict=True)):
+            self._tensors, self._step = now, ctx.step
+            self._served.clear()
             self._copies = {id(tensor): made for tensor, made in zip(tensors, _copies(tensors), strict=True)}
+        self._served.add(id(lane))
         return self._copies
 
 
 class Pending:
     """A scalar that is being copied from a device to the host. The copy may still be running."""
 
-    __slots__ = ("_arrived", "_buffer", "_place", "_type")
+    __slots__ = ("_arrived", "_buffer", "_place", "_shape", "_type")
 
-    def __init__(self, buffer: Any, arrived: Any, place: int, type_: Any) -> None:
-        self._buffer, self._arrived, self._place, self._type = buffer, arrived, place, type_
+    def __init__(self, buffer: Any, arrived: Any, place: int, tensor: Any) -> None:
+        self._buffer, self._arrived, self._place = buffer, arrived, place
+        self._type, self._shape = tensor.dtype, tensor.shape
 
     def read(self) -> Any:
         """Wait until the copy is complete, and return the scalar as a tensor on the host."""
@@ -94,21 +100,29 @@ class Pending:
         except Exception:
             keep_if_device_failed()
             raise
-        return self._buffer[self._place].to(self._type)
+        return self._buffer[self._place].to(self._type).reshape(self._shape)
 
 
 def _copies(tensors: list[Any]) -> list[Any]:
-    torch = sys.modules["torch"]
-    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    groups: dict[Any, list[int]] = {}  # by device and dtype: the indices of the tensors that are copied together
+    for place, tensor in enumerate(tensors):
+        if tensor.device.type == "cuda":
+            groups.setdefault((tensor.device, _wide(tensor)), []).append(place)
     found: dict[int, Any] = {}
-    for device in devices:
-        here = [place for place, tensor in enumerate(tensors) if tensor.device == device]
-        stacked = torch.stack([tensors[place].detach().reshape(()).double() for place in here])
-        buffer = page_locked(len(here), stacked.dtype).copy_(stacked, non_blocking=True)
+    for (device, wide), here in groups.items():
+        torch = sys.modules["torch"]
+        stacked = torch.stack([tensors[place].detach().reshape(()).to(wide) for place in here])
+        buffer = page_locked(len(here), wide).copy_(stacked, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record(torch.cuda.current_stream(device))
-        found |= {place: Pending(buffer, arrived, i, tensors[place].dtype) for i, place in enumerate(here)}
+        found |= {place: Pending(buffer, arrived, i, tensors[place]) for i, place in enumerate(here)}
     return [found[place] if place in found else tensor.detach().clone() for place, tensor in enumerate(tensors)]
+
+
+def _wide(tensor: Any) -> Any:
+    """Return a dtype that represents all values of the tensor's dtype exactly."""
+    torch = sys.modules["torch"]
+    return torch.complex128 if tensor.is_complex() else torch.float64 if tensor.is_floating_point() else torch.int64
 
 
 class SnapshotCapture:
@@ -183,7 +197,7 @@ class SnapshotCapture:
         always = [getattr(ctx.state, name) for name in _STATE_ATTRIBUTES]
         fields = [getattr(ctx, name) if ctx.has(name) else _UNAVAILABLE for name in self._names]
         values = [deliver, self.snapshot_class_for(ctx)[0], ctx.step, ctx.epoch, *always, *fields]
-        numbers = self._numbers.of(ctx)
+        numbers = self._numbers.of(ctx, self)
         for place in self._changing:
             values[place] = copied(values[place], numbers)
         return values
@@ -303,19 +317,56 @@ def _collect(value: Any, scalars: list[Any]) -> None:
 
 
 def copied(value: Any, scalars: Mapping[int, Any]) -> Any:
-    """Return `value` with its containers and tensors copied. Other objects are copied with `copy.deepcopy`."""
+    """Return `value` with its containers and tensors copied. Other objects are copied with `copy.deepcopy`, their tensors detached."""
     if type(value) in _PLAIN_TYPES or value is _UNAVAILABLE:
         return value
     if _is_tensor(value):
         return scalars[id(value)] if id(value) in scalars else value.detach().clone()
     if isinstance(value, Mapping):
-        copies = {name: copied(each, scalars) for name, each in value.items()}
-        return type(value)(**copies) if is_dataclass(value) else copies  # Hugging Face's ModelOutput is a dataclass
-    if type(value) in (list, tuple):
-        return type(value)(copied(each, scalars) for each in value)
-    if isinstance(value, tuple):
-        return type(value)(*(copied(each, scalars) for each in value))
-    return copy.deepcopy(value)
+        return _mapping_like(value, {name: copied(each, scalars) for name, each in value.items()})
+    if type(value) is list or isinstance(value, tuple):
+        return _sequence_like(value, [copied(each, scalars) for each in value])
+    try:
+        return copy.deepcopy(value)
+    except RuntimeError:  # torch does not copy a tensor that has an autograd graph
+        detached: dict[int, Any] = {}
+        _detach_all(value, detached, set())
+        return copy.deepcopy(value, detached)
+
+
+def _mapping_like(value: Any, items: dict[Any, Any]) -> Any:
+    """Return a mapping with these items: of the type of `value` if it is a dict, a `UserDict` or a dataclass, otherwise a dict."""
+    if type(value) is dict:
+        return items
+    if is_dataclass(value):  # Hugging Face's ModelOutput is a dataclass
+        kind: Any = type(value)
+        return kind(**items)
+    if not isinstance(value, dict | UserDict):
+        return items  # a copy of another mapping may share its items with the original, which must not be changed
+    made = copy.copy(value)
+    for name, each in items.items():
+        made[name] = each
+    return made
+
+
+def _sequence_like(value: Any, items: list[Any]) -> Any:
+    """Return a sequence of the type of `value` with these items."""
+    return value._make(items) if hasattr(value, "_make") else type(value)(items)
+
+
+def _detach_all(value: Any, found: dict[int, Any], seen: set[int]) -> None:
+    """Add to `found` detached copies of all tensors in an object, by the `id` of each tensor. `seen` has the ids of other objects."""
+    if id(value) in seen or isinstance(value, type):
+        return
+    seen.add(id(value))
+    if _is_tensor(value):
+        found[id(value)] = value.detach().clone()
+        return
+    parts = [*value.values()] if isinstance(value, Mapping) else [*value] if isinstance(value, list | tuple | set) else []
+    parts += getattr(value, "__dict__", {}).values()
+    parts += [getattr(value, each.name) for each in fields(value)] if is_dataclass(value) else []
+    for each in parts:
+        _detach_all(each, found, seen)
 
 
 def _arrived(value: Any) -> Any:
@@ -323,10 +374,7 @@ def _arrived(value: Any) -> Any:
     if type(value) is Pending:
         return value.read()
     if isinstance(value, Mapping):
-        there = {name: _arrived(each) for name, each in value.items()}
-        return type(value)(**there) if is_dataclass(value) else there
-    if type(value) in (list, tuple):
-        return type(value)(_arrived(each) for each in value)
-    if isinstance(value, tuple):
-        return type(value)(*map(_arrived, value))
+        return _mapping_like(value, {name: _arrived(each) for name, each in value.items()})
+    if type(value) is list or isinstance(value, tuple):
+        return _sequence_like(value, [_arrived(each) for each in value])
     return value

@@ -6,9 +6,12 @@ The program unpickles what it receives. That is safe, because only the run's pro
 from __future__ import annotations
 
 import inspect
+import os
 import pickle
 import signal
 import sys
+import threading
+import time
 import traceback
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -21,21 +24,34 @@ if TYPE_CHECKING:
     import asyncio
 
 
+class _Sender:
+    """Sends to the process of the run, from any thread. A connection alone would mix what two threads send at once."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, content: bytes) -> None:
+        with self._lock:
+            self._connection.send_bytes(content)
+
+
 class _RemoteInbox(Inbox):
     """Receives the messages of the callback in this process, such as logged values, and sends them to the process of the run."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, sender: _Sender) -> None:
         super().__init__()
-        self._connection = connection
+        self._sender = sender
 
     def put(self, message: LaneMessage) -> None:
-        self._connection.send_bytes(pickle.dumps(("message", message)))
+        self._sender.send(pickle.dumps(("message", message)))
 
 
 def serve(connection: Connection) -> None:
     """Construct the callback and carry out the calls that arrive on the connection, until the connection is closed."""
     callback: Callback | None = None
     runner: asyncio.Runner | None = None
+    sender, process = _Sender(connection), os.getpid()
     while True:
         try:
             received = connection.recv_bytes()
@@ -47,16 +63,20 @@ def serve(connection: Connection) -> None:
             if callback is None:
                 callback = CallbackSpec(*message).build()
             else:
-                answer = _called(callback, message, _RemoteInbox(connection))
+                answer = _called(callback, message, _RemoteInbox(sender))
                 if inspect.isawaitable(answer):
                     import asyncio
 
                     runner = runner or asyncio.Runner()
                     answer = runner.run(_awaited(answer))
             reply = pickle.dumps(("done", answer if message[0] == "state_dict" else None))
-        except BaseException:  # catches SystemExit too, because a callback must not end this process
+        except BaseException as error:  # catches SystemExit too, because a callback must not end this process
+            if os.getpid() != process:  # the callback has forked: its child must end here, and not answer in this process's place
+                os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
             reply = pickle.dumps(("failed", traceback.format_exc()))
-        connection.send_bytes(reply)
+        if os.getpid() != process:
+            os._exit(0)
+        sender.send(reply)
 
 
 def _called(callback: Callback, message: tuple[Any, ...], inbox: Inbox) -> Any:
@@ -72,6 +92,16 @@ async def _awaited(result: Any) -> None:
     await result
 
 
+def _end_with(parent: int) -> None:
+    """Wait until the process `parent`, which trains, has ended. Then end this process, even if a handler is running."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run's process handles Ctrl-C and ends this process
-    serve(Connection(int(sys.argv[1])))
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)  # a process that the callback starts would keep the connection open
+    serve(Connection(descriptor))

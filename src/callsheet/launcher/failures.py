@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from callsheet.errors import CallsheetError, DistributedError
+from callsheet.errors import CallsheetError, DistributedError, text_of
 
 _FRAME_PATTERN = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in ')
 
@@ -111,7 +111,7 @@ def _chain(error: BaseException | None) -> Iterable[BaseException]:
 def _is_of_others(error: BaseException) -> bool:
     from torch.distributed import DistError
 
-    return isinstance(error, DistributedError | DistError) or "Connection closed by peer" in str(error)
+    return isinstance(error, DistributedError | DistError) or "Connection closed by peer" in text_of(error)
 
 
 def _with_source(text: str) -> str:
