@@ -164,3 +164,13 @@ def test_a_cached_model_is_used_if_the_hub_is_unreachable(no_hub: Path, tmp_path
     (no_hub / "models--kept--tiny" / "refs" / "main").write_text("abc")
     again = LanguageModel(path="kept/tiny").build(AutoModelForCausalLM, vocabulary=32, longest=8)
     assert torch.equal(next(iter(again.parameters())), next(iter(made.parameters())))
+
+
+def test_a_tokenizer_without_padding_and_end_token_is_rejected(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="neither a padding token nor an end token"):
+        LanguageModel(tokenizer=str(tmp_path)).make_tokenizer()

@@ -50,6 +50,10 @@ def test_each_row_has_its_file_and_line(tmp_path: Path) -> None:
     assert [row["text"] for row in table] == ["1", "2", "3"]
 
 
+def test_the_name_of_a_file_may_have_brackets(tmp_path: Path) -> None:
+    assert texts_of(Rows(write(tmp_path / "rows[1].jsonl", ["a", "b"]))) == ["a", "b"]
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from callsheet.core.callback import one_of
 from callsheet.core.time import Interval
+from callsheet.errors import ConfigError
 from callsheet.run.run_guard import LOCK_TIMEOUT_SECONDS, checked_lock_timeout
 from callsheet.trainer.arguments import duration, log_boundary, positive
 from callsheet.trainer.parallel import KINDS, ParallelKind
@@ -124,6 +125,8 @@ class JobConfig:
         log_boundary(self.log_interval)
         for name in ("batch_size", "eval_batch_size", "microbatch_size", "gradient_accumulation_steps", "threads"):
             positive(name, getattr(self, name), int)
+        if self.workers < 0:
+            raise ConfigError(f"workers={self.workers}: give 0 or more processes")
         checked_lock_timeout(self.lock_timeout_seconds)
 
     def make_optimizer(self, parameters: Iterable[Any]) -> Optimizer:

@@ -64,8 +64,9 @@ class Rows:
         """
         if self.limit is not None and self.limit < 1:
             raise ConfigError(f"limit={self.limit}: give 1 or more rows")
-        files = sorted(glob.glob(self.path)) if glob.has_magic(self.path) else self._of_folder() or [self.path]
-        if glob.has_magic(self.path) and not files:
+        is_pattern = glob.has_magic(self.path) and not Path(self.path).exists()  # a file's name may have brackets
+        files = sorted(glob.glob(self.path)) if is_pattern else self._of_folder() or [self.path]
+        if is_pattern and not files:
             raise ConfigError(f"no file matches {self.path}")
         if all(file.endswith(_JSON_ENDINGS) for file in files) and not self.streaming:
             return LineTable([Path(file) for file in files], columns, self.limit)

@@ -72,6 +72,9 @@ class LanguageModel:
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
             raise ConfigError(f"model.dtype={self.dtype!r}{did_you_mean(self.dtype, _DTYPES)}: give one of {', '.join(_DTYPES)}")
+        for size in ("hidden_size", "layers", "heads", "intermediate_size"):
+            if getattr(self, size) < 1:
+                raise ConfigError(f"model.{size}={getattr(self, size)}: give a whole number above 0")
         if self.path is None and self.config is None and self.hidden_size % (2 * self.heads):
             raise ConfigError(
                 f"model.hidden_size={self.hidden_size} does not divide into {self.heads} heads of even width; give a multiple of {2 * self.heads}"
@@ -83,7 +86,7 @@ class LanguageModel:
         """Return the tokenizer, with a padding token.
 
         Raises:
-            ConfigError: the tokenizer cannot be found.
+            ConfigError: the tokenizer cannot be found, or has neither a padding token nor an end token.
         """
         name = self.tokenizer or self.path or BYTE_TOKENIZER
         if name == BYTE_TOKENIZER:
@@ -92,6 +95,10 @@ class LanguageModel:
 
         tokenizer = loaded(AutoTokenizer, name, "tokenizer", revision=self.revision if name == self.path else None)
         if tokenizer.pad_token is None:
+            if tokenizer.eos_token is None:
+                raise ConfigError(
+                    f"the tokenizer {name} has neither a padding token nor an end token; set its pad_token, and save it"
+                )
             tokenizer.pad_token = tokenizer.eos_token
         return tokenizer
 
