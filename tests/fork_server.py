@@ -9,6 +9,7 @@ import atexit
 import fcntl
 import gc
 import importlib
+import io
 import json
 import multiprocessing.spawn
 import os
@@ -126,8 +127,12 @@ def set_up(request: dict[str, Any], descriptors: list[int], installed: list[str]
     os.environ.update(request["environment"])
     sys.executable = str(FOLDER / "python")
     multiprocessing.spawn.set_executable(sys.executable)
-    if "-u" in request["options"]:
-        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    # Buffer as a new interpreter would do, however the server was started.
+    is_unbuffered, raw = "-u" in request["options"], io.FileIO(1, "w", closefd=False)
+    sys.stdout = sys.__stdout__ = io.TextIOWrapper(  # type: ignore[misc]  # typeshed marks `__stdout__` as Final
+        raw if is_unbuffered else io.BufferedWriter(raw),  # as the interpreter does with -u
+        encoding=sys.stdout.encoding, errors=sys.stdout.errors, write_through=is_unbuffered, line_buffering=raw.isatty(),
+    )  # fmt: skip
     # What depends on a variable, or is random in each interpreter:
     torch, numpy = sys.modules["torch"], sys.modules["numpy"]
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
