@@ -15,8 +15,9 @@ from collections import Counter, UserDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
 import pytest
 import torch
 
@@ -412,6 +413,15 @@ class Plain:
 class Words(list[Any]): ...
 
 
+class Pair(tuple[Any, Any]):
+    def __new__(cls, first: Any, second: Any) -> Pair:
+        return super().__new__(cls, (first, second))
+
+
+class Named(NamedTuple):
+    y: torch.Tensor
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -423,8 +433,10 @@ class Words(list[Any]): ...
         lambda y: UserDict(y=y),
         lambda y: defaultdict(list, y=[y]),
         lambda y: (y, [y]),
+        lambda y: Pair(y, [y]),
+        Named,
     ],
-    ids=["dataclass", "list", "size", "named", "object", "UserDict", "defaultdict", "tuple"],
+    ids=["dataclass", "list", "size", "structseq", "object", "UserDict", "defaultdict", "tuple", "pair", "namedtuple"],
 )
 def test_values_of_all_kinds_keep_their_type_in_a_snapshot(make: Callable[[torch.Tensor], Any]) -> None:
     y = torch.ones(3, requires_grad=True) * 2
@@ -465,19 +477,27 @@ def test_a_process_ends_when_the_training_process_is_killed(tmp_path: Path) -> N
     root = Path(__file__).parents[2]
     training = subprocess.Popen([sys.executable, str(tmp_path / "trains.py")], env=os.environ | {"PYTHONPATH": str(root)})
     try:
-        wait_until(lambda: file.exists() and file.read_text() != "", 60)
+        assert happens(lambda: file.exists() and file.read_text() != "", 60)
     finally:
         training.kill()
         training.wait()
     worker = int(file.read_text())
-    wait_until(lambda: not Path(f"/proc/{worker}").exists() or "zombie" in Path(f"/proc/{worker}/status").read_text(), 20)
+    assert happens(lambda: not is_running(worker), 20)
 
 
-def wait_until(is_done: Callable[[], bool], seconds: float) -> None:
+def is_running(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def happens(is_done: Callable[[], bool], seconds: float) -> bool:
+    """Wait until `is_done` returns True. Return whether it did within this time."""
     end = time.monotonic() + seconds
-    while not is_done():
-        assert time.monotonic() < end
+    while not (done := is_done()) and time.monotonic() < end:
         time.sleep(0.05)
+    return done
 
 
 def test_a_process_that_hangs_does_not_block_checkpoints_forever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -239,9 +239,8 @@ class AttachedRun:
             try:
                 ctx.batch = batch = next(batches, None)
             except Exception as error:
-                mark_as_users(
-                    error
-                )  # end training instead of only logging the error, because training cannot continue without data
+                # End training instead of only logging the error, because training cannot continue without data.
+                mark_as_users(error)
                 raise
             if batch is not None:
                 # Append the batch before `on_fetch_end`, so that the batch is not lost if a callback fails at that event.

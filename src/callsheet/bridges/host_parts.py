@@ -72,9 +72,8 @@ class HostEvaluation:
         try:
             found = self._evaluates()
         except BaseException as error:
-            mark_as_users(
-                error
-            )  # end training instead of only logging the error, because the framework's own evaluation has failed
+            # End training instead of only logging the error, because the framework's own evaluation has failed.
+            mark_as_users(error)
             raise
         self._fire(found)
         return self.results

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections import UserDict
+from collections import UserDict, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
@@ -335,23 +335,26 @@ def copied(value: Any, scalars: Mapping[int, Any]) -> Any:
 
 
 def _mapping_like(value: Any, items: dict[Any, Any]) -> Any:
-    """Return a mapping with these items: of the type of `value` if it is a dict, a `UserDict` or a dataclass, otherwise a dict."""
-    if type(value) is dict:
-        return items
+    """Return a mapping with these items: of the type of `value` if it is a dataclass, a `UserDict` or a `defaultdict`, otherwise a dict."""
     if is_dataclass(value):  # Hugging Face's ModelOutput is a dataclass
         kind: Any = type(value)
         return kind(**items)
-    if not isinstance(value, dict | UserDict):
-        return items  # a copy of another mapping may share its items with the original, which must not be changed
-    made = copy.copy(value)
-    for name, each in items.items():
-        made[name] = each
-    return made
+    if isinstance(value, UserDict):  # such as Hugging Face's BatchEncoding
+        made = copy.copy(value)
+        made.data = items
+        return made
+    # Other types may not be made from their items, and a copy may share its items with the original, which must not be changed.
+    return defaultdict(value.default_factory, items) if type(value) is defaultdict else items
 
 
 def _sequence_like(value: Any, items: list[Any]) -> Any:
-    """Return a sequence of the type of `value` with these items."""
-    return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    """Return a list or a tuple of the type of `value` with these items."""
+    if type(value) is list:
+        return items
+    try:
+        return tuple.__new__(type(value), items)  # a subclass may have a constructor with other arguments
+    except TypeError:  # types in C, such as `torch.Size` and `torch.return_types`, accept only their own constructor
+        return type(value)(items)
 
 
 def _detach_all(value: Any, found: dict[int, Any], seen: set[int]) -> None:
@@ -364,7 +367,7 @@ def _detach_all(value: Any, found: dict[int, Any], seen: set[int]) -> None:
         return
     parts = [*value.values()] if isinstance(value, Mapping) else [*value] if isinstance(value, list | tuple | set) else []
     parts += getattr(value, "__dict__", {}).values()
-    parts += [getattr(value, each.name) for each in fields(value)] if is_dataclass(value) else []
+    parts += [getattr(value, each.name, None) for each in fields(value)] if is_dataclass(value) else []
     for each in parts:
         _detach_all(each, found, seen)
 

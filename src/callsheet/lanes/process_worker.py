@@ -11,12 +11,12 @@ import pickle
 import signal
 import sys
 import threading
-import time
 import traceback
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from callsheet.core.callback import Callback
+from callsheet.core.parent_process import end_with_parent
 from callsheet.core.spec import CallbackSpec
 from callsheet.lanes.snapshot import Inbox, LaneControl, LaneMessage, control_of, snapshot_of
 
@@ -92,16 +92,9 @@ async def _awaited(result: Any) -> None:
     await result
 
 
-def _end_with(parent: int) -> None:
-    """Wait until the process `parent`, which trains, has ended. Then end this process, even if a handler is running."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
-
-
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run's process handles Ctrl-C and ends this process
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    end_with_parent()  # the end of the connection would be noticed only after the running handler
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)  # a process that the callback starts would keep the connection open
     serve(Connection(descriptor))

@@ -9,14 +9,13 @@ import json
 import os
 import subprocess
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from callsheet.core.callback import label_of
+from callsheet.core.parent_process import end_with_parent
 from callsheet.transport.fingerprint import IGNORE_ATTRIBUTE, differences, fingerprint
 from callsheet.transport.sealed import TransportError, read_private, write_private
 
@@ -85,7 +84,7 @@ def main() -> None:
     """In the new interpreter, decode the payload, and send its fingerprint to the process that started the check."""
     from callsheet.transport.payload import open_payload  # imported only here, because `payload` imports `preflight`
 
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    end_with_parent()  # then no process waits for the result of the check
     path = Path(os.environ["CALLSHEET_PAYLOAD"])
     answer: dict[str, Any]
     try:
@@ -96,13 +95,6 @@ def main() -> None:
     write_private(path.with_name(_ANSWER_FILE), json.dumps(answer).encode())
     sys.stdout.flush()
     os._exit(0)  # end without waiting for threads that the callbacks have started
-
-
-def _end_with(parent: int) -> None:
-    """End this process when its parent has ended, because then no process waits for the result of the check."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
 
 
 def _described(error: BaseException) -> str:

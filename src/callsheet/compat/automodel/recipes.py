@@ -75,7 +75,7 @@ class StepScheduler(Scheduled):
 
     def _stop(self, how: str) -> None:
         super()._stop(how)
-        # AutoModel validates after the last step. A flag that is set after the validation changes nothing of it.
+        # AutoModel validates after the last step, but not again if a callback sets `max_steps` after the step's validation.
         if how == "max_steps" and self._ctx.event == "on_train_step_end":
             self._ctx.control.evaluate("the step scheduler")
 
