@@ -178,7 +178,10 @@ class HostedRun(Run):
         return not isinstance(self.checkpoints, HostCheckpoints)
 
     def _made_driver(self, *, keeps_loss: bool) -> LifecycleDriver:
-        """Create the lifecycle driver of training. With `keeps_loss=True`, every step's loss is read, even if no callback needs it."""
+        """Create the driver that fires the events of training.
+
+        `keeps_loss`: whether the run keeps each step's loss for a checkpoint, even if no callback needs the loss.
+        """
         # A checkpoint contains the last step's loss. If callsheet writes the checkpoints, a handler of any event may request one.
         # If the framework writes the checkpoints, only handlers of checkpoint events may read the last step's loss.
         may_read_loss = EVENTS if self._writes_checkpoints else _CHECKPOINT_EVENTS

@@ -247,7 +247,7 @@ class Control:
             self.pending = True
 
     def take_requests(self) -> list[Request]:
-        """Return and remove the requests that only this rank has made.
+        """Return and remove this rank's requests that the other ranks do not know yet.
 
         Called by the loop, which sends them to the other ranks.
         """

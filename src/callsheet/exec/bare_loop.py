@@ -170,7 +170,7 @@ class BareLoop(NotCopied):
         # If no parameter in `_with_gradients` has a gradient, the script has discarded the gradients.
         # With FSDP, `_with_gradients` stays empty, because FSDP keeps the gradients elsewhere between microbatches.
         self._with_gradients = [] if any(hasattr(each, "placements") for each in parameters) else parameters
-        # Two pairs of a number of samples and a number of tokens: of the latest microbatch, and of one whose loss was discarded.
+        # The numbers of samples and tokens of the latest microbatch, and those of the latest microbatch whose loss was discarded.
         self._of_microbatch = self._discarded = _UNKNOWN_COUNTS
         self._was_called = False  # whether the model was called with gradients since the last step ended
         self._trains_in_eval_mode = not model.training  # for example, to freeze the statistics of batch normalization

@@ -133,7 +133,7 @@ class TrainLoop:
                     fetched[-1].batch = ctx.batch  # a handler may have replaced the batch
                     plan = MicrobatchPlan(fetched, size, task, self._groups, self._compute, same_number=self._model.forward_meets)
                     parts = plan.parts
-                else:  # with one batch, one microbatch and one rank, the loss needs no weight
+                else:  # if a step has one microbatch, and there is one rank, the loss is not averaged, so it needs no weight
                     plan, parts = None, [(ctx.batch, ctx.batch, None)]
                 with spans.forward_backward:
                     means: dict[str, Tensor] = {}

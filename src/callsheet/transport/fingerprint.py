@@ -69,7 +69,7 @@ class _Fingerprinter:
         if isinstance(value, torch.Tensor):
             node = self._tensor(value, path)
         elif kind in (set, frozenset):
-            # Sort the members by their nodes, because the order of a set differs between processes.
+            # Sort the members by what represents them, because the order of a set differs between processes.
             members = sorted((self.node_of(member, path) for member in value), key=json.dumps)
             node = [name_of(kind), {f"[{i}]": member for i, member in enumerate(members)}]
         else:

@@ -123,7 +123,7 @@ class EventTables:
 
 
 def _repeated(handlers: Mapping[str, Handler]) -> EventTable:
-    """Return a table of these handlers that is used for the next event, too."""
+    """Return a table with these handlers that does not check the order of events: after each event, the same table is used again."""
     table: EventTable = {event.value: None for event in Event}
     table.update({event: (handler, table) for event, handler in handlers.items()})
     return table

@@ -254,7 +254,8 @@ class UltralyticsHost(HostBase):
         is_open = run.driver.is_open("epoch")
         is_repeated = self._epochs == trainer.epoch + (not is_open)
         earlier, self._repeats = self._repeats, _repeats_of(trainer)
-        if is_repeated and self._repeats == earlier is not None:  # only the event is repeated, and not the epoch
+        # If Ultralytics has counted no further repetition, it has only fired the event twice, and does not repeat the epoch.
+        if is_repeated and self._repeats == earlier is not None:
             run.counts.doubt()
             return
         if is_open and not is_repeated:  # the previous epoch is still open, because Ultralytics has not reported its end
