@@ -151,7 +151,7 @@ def test_a_checkpoint_names_the_last_step_s_loss_without_listeners_to_the_steps(
     )
 
 
-@pytest.mark.parametrize("where", ["accelerate", "automodel", "huggingface", "ignite", "keras", "lightning", "torchtnt"])
+@pytest.mark.parametrize("where", ["accelerate", "automodel", "bare", "huggingface", "ignite", "keras", "lightning", "torchtnt"])
 def test_backward_is_torch_s_own_if_the_loss_is_not_read(where: str, tmp_path: Path) -> None:
     def backwards(*callbacks: Callback) -> set[bool]:
         own, found, kind = torch.Tensor.backward, list[bool](), cast(Any, POINTS.model)

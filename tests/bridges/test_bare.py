@@ -626,17 +626,19 @@ def test_values_that_a_lane_logs_at_the_end_of_training_are_in_the_last_record()
     assert history["lane/logged"] == [1.0]
 
 
-def test_without_listeners_only_the_last_loss_is_kept(tmp_path: Path) -> None:
+def test_without_callbacks_no_loss_is_kept(tmp_path: Path) -> None:
     model, optimizer, data = parts()
     with attach(model=model, optimizer=optimizer, callbacks=[], run_name="run", runs_folder=tmp_path) as run:
         for inputs, targets in run.steps(data):
             assert not optimizer._optimizer_step_pre_hooks
-            loss = nn.functional.mse_loss(model(inputs), targets)
-            loss.backward()
+            nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
-        records = run._run.records
-        assert not records.metrics
-        assert records.mean_loss() == loss.item()
+            if run.ctx.step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+        assert not run._run.records.metrics
+    assert run.preempted
+    info = read_manifest(tmp_path / "run" / "checkpoints" / "ep0-ba2").info
+    assert (info["step"], info["train_loss"], info["is_finite"]) == (2, None, True)
 
 
 def test_an_evaluation_inside_the_loop_fires_no_forward_events() -> None:
@@ -883,8 +885,9 @@ def test_the_batch_is_available_at_an_exception_without_other_listeners() -> Non
     assert dumps.batch is batches[2]
 
 
-def test_a_callback_added_within_a_step_has_all_fields_at_the_end_of_the_step() -> None:
-    manager, recorded = CallbackManager(), list[tuple[int, bool]]()
+@pytest.mark.parametrize(("others", "first"), [([Lambda(on_train_end=print)], 2), ([], 3)])
+def test_a_callback_added_within_a_step_has_all_fields_at_its_first_end_of_a_step(others: list[Callback], first: int) -> None:
+    manager, recorded = CallbackManager(others), list[tuple[int, bool]]()
     fields = ("batch", "loss", "loss_dict", "learning_rate", "grad_norm", "step_skipped")
     model, optimizer, data = parts()
     with attach(model=model, optimizer=optimizer, callbacks=manager) as run:
@@ -894,7 +897,7 @@ def test_a_callback_added_within_a_step_has_all_fields_at_the_end_of_the_step() 
             nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert recorded == [(step, True) for step in range(2, BATCHES + 1)]
+    assert recorded == [(step, True) for step in range(first, BATCHES + 1)]
 
 
 def test_callbacks_and_loggers_both_receive_the_records(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ class HostedRun(Run):
         Each rank saves its own states.
         """
         self._connect_parts(evaluates, saves, in_background=save_in_background)
-        self.driver = self._made_driver(keeps_loss=saves is None and bool(signals))
+        self.driver = self._made_driver()
         self.eval = EvalEvents(host, manager, self.ctx, self.driver, self.records.tally, self.evaluation.results)
         self.made: dict[str, dict[str, Any]] = {}
         """Results, by dataset name, of the evaluation that the loop carried out within the current step.
@@ -177,13 +177,11 @@ class HostedRun(Run):
         """Whether callsheet writes the checkpoints, and not the framework."""
         return not isinstance(self.checkpoints, HostCheckpoints)
 
-    def _made_driver(self, *, keeps_loss: bool) -> LifecycleDriver:
-        """Create the driver that fires the events of training.
-
-        `keeps_loss`: whether the run keeps each step's loss for a checkpoint, even if no callback needs the loss.
-        """
+    def _made_driver(self) -> LifecycleDriver:
+        """Create the driver that fires the events of training."""
         # A checkpoint contains the last step's loss. If callsheet writes the checkpoints, a handler of any event may request one.
         # If the framework writes the checkpoints, only handlers of checkpoint events may read the last step's loss.
+        # In a run without any handler, only a signal can request a checkpoint, and its loss is not known.
         may_read_loss = EVENTS if self._writes_checkpoints else _CHECKPOINT_EVENTS
         return LifecycleDriver(
             self.spans,
@@ -201,7 +199,7 @@ class HostedRun(Run):
             },
             step_passes=self._complete_step_without_listeners,
             is_recorded=lambda: self.records.are_read,
-            is_loss_needed=lambda: keeps_loss or any(getattr(self.manager.has_listeners, event) for event in may_read_loss),
+            is_loss_needed=lambda: any(getattr(self.manager.has_listeners, event) for event in may_read_loss),
         )
 
     # --- beginning and end ---

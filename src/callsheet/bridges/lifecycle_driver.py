@@ -212,37 +212,51 @@ class LifecycleDriver:
             if driven.before_start is not None:
                 driven.before_start()
             return
-        if driven.is_open and not driven.is_repeated:
-            return
-        parent = driven.parent
-        if (parent is None or parent is self._open[0]) and self.is_barred(name):
-            return
-        if parent is not None:
-            if not parent.is_open:
-                self.start(parent.name)
-                if not parent.is_open:
-                    return  # the parent span cannot start now: a forward pass after the optimizer's step, for example, is in no step
+        index, parent = driven.index, driven.parent
+        if index >= 0 and parent.is_open and parent.done == index:  # type: ignore[union-attr]  # a span with an index has a parent
+            # The usual case: the span is the next one of the open span that contains it.
             while self._open[-1] is not parent:
                 self._pop()
-            if (index := driven.index) >= 0:
-                if index != parent.done:
-                    if index < parent.done and not driven.is_repeated:
-                        return  # a span is fired only once, even if, for example, a microbatch has two forward passes
-                    self._synthesize(parent, index)
-                parent.done = index + 1
-            elif driven is self._step:
-                if not parent.done and not self._fetch.has_no_listeners:
-                    self.synthesized.add("fetch")
-                    self.start_and_end("fetch")
-                parent.done = 0
-            elif driven is self._fetch:
-                parent.done = 1  # the data was fetched, so the next step needs no synthesized fetch
+            parent.done = index + 1  # type: ignore[union-attr]
+        elif not self._approach(driven):
+            return
         if driven.before_start is not None:
             driven.before_start()
         self._open.append(driven)
         driven.is_open, driven.done = True, 0
-        if driven.span.starts is not None:
-            driven.span.__enter__()
+        span = driven.span
+        if span.starts is not None:
+            span.fire(span.starts)
+
+    def _approach(self, driven: DrivenSpan) -> bool:
+        """Start the enclosing spans of a span, and start and end the spans before it. Return False if the span cannot start now."""
+        if driven.is_open and not driven.is_repeated:
+            return False
+        parent = driven.parent
+        if (parent is None or parent is self._open[0]) and self.is_barred(driven.name):
+            return False
+        if parent is None:
+            return True
+        if not parent.is_open:
+            self.start(parent.name)
+            if not parent.is_open:
+                return False  # the parent span cannot start now: a forward pass after the optimizer's step, for example, is in no step
+        while self._open[-1] is not parent:
+            self._pop()
+        if (index := driven.index) >= 0:
+            if index != parent.done:
+                if index < parent.done and not driven.is_repeated:
+                    return False  # a span is fired only once, even if, for example, a microbatch has two forward passes
+                self._synthesize(parent, index)
+            parent.done = index + 1
+        elif driven is self._step:
+            if not parent.done and not self._fetch.has_no_listeners:
+                self.synthesized.add("fetch")
+                self.start_and_end("fetch")
+            parent.done = 0
+        elif driven is self._fetch:
+            parent.done = 1  # the data was fetched, so the next step needs no synthesized fetch
+        return True
 
     def end(self, name: str) -> None:
         """End a span, after ending the spans that are open inside this span. If the span is not open, do nothing."""
@@ -256,9 +270,9 @@ class LifecycleDriver:
             self._pop()
 
     def start_step(self) -> None:
-        """Do the same as `start("train_step")`, but faster if `on_train_step_start` has no listeners and the epoch is open."""
+        """Do the same as `start("train_step")`, but faster if the epoch is open and the batch was fetched."""
         step, epoch = self._step, self._epoch
-        if step.span.starts is not None or self._open[-1] is not epoch or not (epoch.done or self._fetch.has_no_listeners):
+        if self._open[-1] is not epoch or not (epoch.done or self._fetch.has_no_listeners):
             self.start("train_step")
             return
         epoch.done = 0
@@ -266,11 +280,19 @@ class LifecycleDriver:
             step.before_start()
         self._open.append(step)
         step.is_open, step.done = True, 0
+        span = step.span
+        if span.starts is not None:
+            span.fire(span.starts)
 
     def end_step(self) -> None:
-        """Do the same as `end("train_step")`, but faster if no event of the step has listeners."""
+        """Do the same as `end("train_step")`, but faster if no event of the step has listeners.
+
+        If nothing read the step's loss when the step began, and a listener was added since then, the listener is called from the next
+        step on, because this step has no loss.
+        """
         step, passes = self._step, self._step_passes
-        if passes is None or self._open[-1] is not step or step.needed or step.span.ends is not None or self._ctx.kept:
+        is_read = self.is_loss_read and step.span.ends is not None
+        if passes is None or self._open[-1] is not step or step.needed or is_read or self._ctx.kept:
             self.end("train_step")
         else:
             passes()
@@ -287,7 +309,10 @@ class LifecycleDriver:
                 driven.act_at_end()
         else:
             self.start(name)
-            self.end(name)
+            if self._open[-1] is driven:
+                self._pop()
+            else:
+                self.end(name)
 
     @property
     def opened(self) -> Sequence[DrivenSpan]:
@@ -312,8 +337,9 @@ class LifecycleDriver:
             driven.act_at_end()
         self._open.pop()
         driven.is_open = False
-        if driven.span.ends is not None:
-            driven.span.__exit__(None, None, None)
+        span = driven.span
+        if span.ends is not None:
+            span.fire(span.ends)
         if driven.closes is not None:
             self._ctx.close(driven.closes)
 

@@ -509,7 +509,7 @@ class BackwardWatch:
         self._driver = driver
         self._ctx = ctx
         self._scaler = scaler
-        self._backward = driver.spans["backward"]
+        self._microbatch, self._loss, self._backward = (driver.spans[name] for name in ("microbatch", "loss", "backward"))
         self._thread = get_ident()
         self.is_on = False
         """Whether the loop is within a step."""
@@ -585,8 +585,9 @@ class BackwardWatch:
                 driver, ctx = self._driver, self._ctx
                 if self._backward.is_open:
                     return False
-                if driver.is_open("microbatch"):
-                    driver.start("loss")
+                if self._microbatch.is_open:
+                    if not self._loss.is_open:
+                        driver.start("loss")
                     ctx.loss = unscaled
                     driver.start("backward")  # starting the backward span also ends the loss span
                     if ctx.loss is not unscaled:

@@ -48,15 +48,19 @@ class Span:
 
     def __enter__(self) -> None:
         if self.starts is not None:
-            self._fire(self.starts)
+            self.fire(self.starts)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
         if error is not None:
             note_span(error, self.name, self._ctx)
         elif self.ends is not None:
-            self._fire(self.ends)
+            self.fire(self.ends)
 
-    def _fire(self, compiled: CompiledEvent) -> None:  # repeats the body of CallbackManager.fire to save one call per event
+    def fire(self, compiled: CompiledEvent) -> None:
+        """Call the handlers of `starts` or `ends`, whichever is given.
+
+        The code repeats the body of `CallbackManager.fire` to save one call per event.
+        """
         first, second, more, event, _ = compiled
         ctx, dispatcher = self._ctx, self._dispatcher
         outer, dispatcher.current = dispatcher.current, event
