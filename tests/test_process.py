@@ -57,6 +57,15 @@ class WritesAtEnd(Counts):
             atexit.register(Path(self.path).write_text, "ended")
 
 
+class RaisesInState(Counts):
+    """`state_dict` raises after the second step."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        if len(self.steps) > 2:
+            raise OSError("no connection")
+        return super().state_dict()
+
+
 class Strange(Exception):
     """An error whose text is computed from its argument, so that it cannot be rebuilt from the text."""
 
@@ -164,6 +173,19 @@ def test_a_forked_child_does_not_use_its_parent_s_process() -> None:
     fire_steps(manager, ctx, range(4, 6))
     assert manager.state_dict()["callbacks"]["Counts"]["steps"] == [1, 2, 3, 4, 5]
     manager.close()
+
+
+@pytest.mark.test_all
+def test_a_state_that_a_process_cannot_return_is_missing_and_not_an_earlier_one(caplog: pytest.LogCaptureFixture) -> None:
+    manager, ctx = opened(Process(RaisesInState(), deadline=60))
+    fire_steps(manager, ctx, range(1, 3))
+    assert manager.state_dict()["callbacks"]["RaisesInState"]["steps"] == [1, 2]
+    fire_steps(manager, ctx, range(3, 4))
+    state = manager.state_dict()
+    manager.close()
+    assert state["callbacks"] == {}
+    assert "OSError: no connection" in state["missing"]["RaisesInState"]
+    assert "The state of callback RaisesInState" in caplog.text
 
 
 @pytest.mark.test_all

@@ -98,12 +98,16 @@ class Process(Background):
     def state_dict(self) -> Mapping[str, Any]:
         """Return the callback's state, as it is in the callback's process.
 
-        If the process does not answer within its deadline, return the last known state.
+        If the process has died or does not run, return the last known state, with which the next process begins.
+
+        Raises:
+            RemoteError: the callback's `state_dict` raised.
+            TimeoutError: the process did not answer within its deadline.
         """
         if self._child is not None and type(self.callback).state_dict is not Callback.state_dict:
             try:
                 self._state = self._ask(("state_dict",), seconds=self.lane_options.deadline)
-            except (ProcessDied, RemoteError, TimeoutError) as error:
+            except ProcessDied as error:
                 logger.error("the state of %s is an earlier one: %s", self.name, error)
         return self._state if self._state is not None else self.callback.state_dict()
 
