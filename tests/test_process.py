@@ -44,6 +44,21 @@ class Counts(Callback):
         self.steps = list(state["steps"])
 
 
+class DiesAfterFork(Callback):
+    """Forks a process, which keeps the connection open and writes its number to a file, and ends its own process."""
+
+    def __init__(self, *, path: str) -> None:
+        self.path = path
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        child = os.fork()
+        if child == 0:
+            time.sleep(100)
+            os._exit(0)
+        Path(self.path).write_text(str(child))
+        os._exit(7)
+
+
 class WritesAtEnd(Counts):
     """Writes a file when its process ends regularly."""
 
@@ -143,6 +158,20 @@ def test_close_ends_the_process_although_a_third_process_holds_the_connection_op
     manager.close()
     os.close(held)
     assert (tmp_path / "ended").read_text() == "ended"  # it noticed the end itself and was not killed
+
+
+@pytest.mark.test_all
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_process_that_dies_is_noticed_although_a_process_that_it_forked_still_runs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager, ctx = opened(Process(DiesAfterFork(path=str(tmp_path / "pid")), deadline=60))
+    fire_steps(manager, ctx, range(1, 2))
+    manager.drain(ctx)
+    noticed = "ProcessDied: the process of DiesAfterFork died, exit code 7" in caplog.text
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)  # raises if the forked process has ended
+    manager.close()
+    assert noticed
 
 
 @pytest.mark.test_all

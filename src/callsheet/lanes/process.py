@@ -10,8 +10,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Mapping
+from math import inf
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -27,6 +29,7 @@ logger = logging.getLogger("callsheet")
 
 _START_SECONDS = 120.0  # how long a process may take to import the callback's module and build the callback
 _ANSWER_SECONDS = 1.0  # how long an idle process may take to answer, before the process is killed
+_LOOK_SECONDS = 0.5  # while an answer is awaited, the time between two checks whether the process still runs
 
 _started: weakref.WeakSet[Process] = weakref.WeakSet()  # the `Process` wrappers that have started a child process
 
@@ -206,12 +209,15 @@ class Process(Background):
             self._lock.release()
 
     def _asked(self, message: bytes, snapshot: Snapshot | None, seconds: float | None) -> Any:
-        connection = self._connection or self._start()
+        connection, child = self._connection, self._child
+        if connection is None or child is None:
+            connection, child = self._start()
+        elif child.poll() is not None:
+            raise EOFError
         connection.send_bytes(message)
+        began = time.monotonic()
         while True:
-            if seconds is not None and not connection.poll(seconds):
-                raise TimeoutError(f"no answer within {seconds:g} s")
-            what, value = pickle.loads(connection.recv_bytes())
+            what, value = _received(connection, child, inf if seconds is None else seconds, since=began)
             if what == "message" and snapshot is not None:
                 snapshot.forward(value)
             elif what == "done":
@@ -219,14 +225,15 @@ class Process(Background):
             elif what == "failed":
                 raise RemoteError(value)
 
-    def _start(self) -> Connection:
+    def _start(self) -> tuple[Connection, subprocess.Popen[bytes]]:
         if self._is_over:
             raise EOFError
+        self._close_line()  # the connection to a process that was killed at an earlier run's end may still be open
         _started.add(self)
         ours, self._theirs = socket.socketpair()
-        self._connection = Connection(ours.detach())
+        self._connection = connection = Connection(ours.detach())
         with self._theirs as theirs:
-            self._child = subprocess.Popen(
+            self._child = child = subprocess.Popen(
                 [sys.executable, "-m", "callsheet.lanes.process_worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
@@ -238,14 +245,32 @@ class Process(Background):
             raise EOFError
         spec = CallbackSpec.of(self.callback)
         state = self._state if self._state is not None else spec.state
-        self._connection.send_bytes(pickle.dumps((spec.class_path, spec.init_args, self.name, dict(state))))
-        if not self._connection.poll(_START_SECONDS):
-            raise TimeoutError(f"the process of {self.name} has not started within {_START_SECONDS:g} s")
-        what, value = pickle.loads(self._connection.recv_bytes())
+        connection.send_bytes(pickle.dumps((spec.class_path, spec.init_args, self.name, dict(state))))
+        try:
+            what, value = _received(connection, child, _START_SECONDS, since=time.monotonic())
+        except TimeoutError:
+            raise TimeoutError(f"the process of {self.name} has not started within {_START_SECONDS:g} s") from None
         if what == "failed":
             self._end_child()
             raise RemoteError(value)
-        return self._connection
+        return connection, child
+
+
+def _received(connection: Connection, child: subprocess.Popen[bytes], seconds: float, *, since: float) -> Any:
+    """Wait for a message of the child process, until `seconds` after `since`, and return it.
+
+    Raises:
+        TimeoutError: no message has arrived in time.
+        EOFError, OSError: the child process has ended.
+    """
+    until = since + seconds
+    while not connection.poll(max(0.0, min(_LOOK_SECONDS, until - time.monotonic()))):
+        # The connection stays open after the child has ended if a process that the child has forked still runs.
+        if child.poll() is not None and not connection.poll():
+            raise EOFError
+        if time.monotonic() >= until:
+            raise TimeoutError(f"no answer within {seconds:g} s")
+    return pickle.loads(connection.recv_bytes())
 
 
 def _wait(child: subprocess.Popen[bytes] | None, seconds: float) -> None:
