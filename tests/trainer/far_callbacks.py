@@ -61,6 +61,21 @@ class LogsFromThreads(Callback):
             thread.join()
 
 
+class LogsInState(Callback):
+    """Logs and requests a stop while its state is read."""
+
+    ctx: Context | None = None
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        self.ctx = ctx
+
+    def state_dict(self) -> Mapping[str, Any]:
+        if self.ctx is not None:
+            self.ctx.log({"far/state": 1.0})
+            self.ctx.control.stop("from the state")
+        return {}
+
+
 class Forks(Callback):
     """Forks a process, which exits as Python programs do, and writes its exit code to a file."""
 

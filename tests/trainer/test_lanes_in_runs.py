@@ -28,7 +28,7 @@ from callsheet.lanes.capture import copied
 from callsheet.loggers import Logger
 from callsheet.testing import Recorder, run_ranks
 
-from .far_callbacks import Far, FarByClass, Forks, LogsFromThreads
+from .far_callbacks import Far, FarByClass, Forks, LogsFromThreads, LogsInState
 from .small_run import EPOCHS, STEPS, History, run_small, small_trainer
 
 
@@ -452,6 +452,18 @@ def test_values_of_all_kinds_keep_their_type_in_a_snapshot(make: Callable[[torch
 def test_a_process_may_log_from_several_threads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(tmp_path, Process(LogsFromThreads()))
     assert "LogsFromThreads" not in caplog.text
+
+
+def test_what_a_process_sends_while_its_state_is_read_has_its_effect(tmp_path: Path) -> None:
+    records: list[float | None] = []
+    manager = CallbackManager([Process(LogsInState(), deadline=60)])
+    manager.register("on_log", lambda ctx: records.append(ctx.record.values.get("far/state")))
+    with small_trainer(tmp_path, callbacks=manager, log_interval="1ba", eval_interval=None) as trainer:
+        trainer.fit("1ep")
+        trainer.save_checkpoint()
+        trainer.fit(f"{EPOCHS}ep")
+    assert 1.0 in records
+    assert (trainer.run.outcome, trainer.run.outcome_reason) == (Outcome.STOPPED, "stopped by LogsInState: from the state")
 
 
 def test_a_process_that_a_callback_forks_ends_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Mapping
 from math import inf
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
 from callsheet.core.background import END_SECONDS, Background
 from callsheet.core.callback import Callback
@@ -23,7 +23,7 @@ from callsheet.core.lane_options import Overflow
 from callsheet.core.lifecycle import FIELDS
 from callsheet.core.spec import CallbackSpec, import_path
 from callsheet.errors import CallsheetError, ConfigError, text_of
-from callsheet.lanes.snapshot import Snapshot
+from callsheet.lanes.snapshot import LaneControl, Snapshot
 
 logger = logging.getLogger("callsheet")
 
@@ -85,6 +85,8 @@ class Process(Background):
         self._connection: Connection | None = None
         self._theirs: socket.socket | None = None  # the child's end of the connection, until the child process has started
         self._state: Mapping[str, Any] | None = None  # the last known state of the callback
+        # The control of the last call. It receives all messages of the process, because a thread of the callback may send at any time.
+        self._control: LaneControl | None = None
 
     def call(self, method: str, snapshot: Snapshot, payload: Mapping[str, Any]) -> None:
         """Call a method of the callback in the callback's process, and wait for the method's end. Called on the lane's thread.
@@ -92,11 +94,12 @@ class Process(Background):
         Args:
             method: the name of the method, such as `on_log`.
             snapshot: the fields that the method receives in place of the context. What the callback logs and requests goes back
-                through the snapshot.
+                through the snapshot's control.
             payload: the other arguments of the method, by name.
         """
         fields = {name: _sendable(getattr(snapshot, name)) for name in FIELDS if name != "control" and snapshot.has(name)}
-        self._ask(("call", method, fields, dict(payload), snapshot.control_values()), snapshot)
+        self._control = control = cast("LaneControl", snapshot.control)
+        self._ask(("call", method, fields, dict(payload), control.values()))
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the callback's state, as it is in the callback's process.
@@ -179,7 +182,7 @@ class Process(Background):
         self._child = self._ending = self._connection = self._theirs = None
         self._is_over = True
 
-    def _ask(self, message: tuple[Any, ...], snapshot: Snapshot | None = None, *, seconds: float | None = None) -> Any:
+    def _ask(self, message: tuple[Any, ...], *, seconds: float | None = None) -> Any:
         """Send a message to the callback's process and return the answer.
 
         With `seconds`, wait at most that long, including the time until another call of the lane has ended.
@@ -191,7 +194,7 @@ class Process(Background):
         if seconds is not None:
             seconds = min(seconds, max(self.patience, _ANSWER_SECONDS))
         try:
-            return self._asked(packed, snapshot, seconds)
+            return self._asked(packed, seconds)
         except RemoteError:
             raise
         except TimeoutError:
@@ -208,7 +211,7 @@ class Process(Background):
         finally:
             self._lock.release()
 
-    def _asked(self, message: bytes, snapshot: Snapshot | None, seconds: float | None) -> Any:
+    def _asked(self, message: bytes, seconds: float | None) -> Any:
         connection, child = self._connection, self._child
         if connection is None or child is None:
             connection, child = self._start()
@@ -218,8 +221,8 @@ class Process(Background):
         began = time.monotonic()
         while True:
             what, value = _received(connection, child, inf if seconds is None else seconds, since=began)
-            if what == "message" and snapshot is not None:
-                snapshot.forward(value)
+            if what == "message" and self._control is not None:
+                self._control.forward(value)
             elif what == "done":
                 return value
             elif what == "failed":

@@ -148,6 +148,12 @@ class LaneControl:
             "load_path": self.load_path,
         }
 
+    def forward(self, message: LaneMessage) -> None:
+        """Pass on, to the training thread, a message from a callback in another process."""
+        self.inbox.put(message)
+        if message.what == "ask":
+            self.request_boundary()
+
     def request_boundary(self) -> None:
         """Ask the loop to process, after the current step, the messages and requests of callbacks in other threads."""
         self._control.is_boundary_requested = True
@@ -262,16 +268,6 @@ class Snapshot(Context):
 
     def has(self, name: str) -> bool:
         return name in _ALWAYS_HELD_FIELDS or super().has(name)
-
-    def control_values(self) -> dict[str, Any]:
-        """Return the requests of `control` as plain data, to send them to a callback in another process."""
-        return self._lane.values()
-
-    def forward(self, message: LaneMessage) -> None:
-        """Pass on, to the training thread, a message from a callback in another process."""
-        self._lane.inbox.put(message)
-        if message.what == "ask":
-            self._lane.request_boundary()
 
     def _to_loggers(self, method: str, **payload: Any) -> None:
         self._lane.inbox.put(LaneMessage(method, payload, self._lane.by))
