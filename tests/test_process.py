@@ -233,6 +233,29 @@ def test_a_callback_removed_and_added_again_keeps_its_state(is_by_class: bool) -
     assert state["pid"] != os.getpid()
 
 
+@pytest.mark.test_all
+def test_a_process_that_a_nested_run_also_uses_ends_with_the_outer_run() -> None:
+    far = Process(Counts(), deadline=60)
+    outer, ctx = opened(far)
+    fire_steps(outer, ctx, range(1, 3))
+    outer.drain(ctx)
+    pid = far.pid
+    inner, inner_ctx = opened(far)
+    fire_steps(inner, inner_ctx, range(11, 13))
+    inner.close()
+    assert far.pid == pid
+    fire_steps(outer, ctx, range(3, 5))
+    state = outer.state_dict()["callbacks"]["Counts"]
+    failures = outer.cost_report(4).failures
+    outer.close()
+    assert state == {"steps": [1, 2, 11, 12, 3, 4], "pid": pid}
+    assert failures == ()
+    assert far.pid is None
+    assert pid is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
 # --- values that the process cannot rebuild ---
 
 

@@ -43,14 +43,14 @@ class CallbackLane:
         self._runner: asyncio.Runner | None = None
         self._process: Process | None = cast("Process", registration.thing) if owner.lane == "process" else None
         if self._process is not None:
-            self._process.begin()
+            self._process.begin(self)
 
     def end(self) -> None:
-        """End the callback's thread and its process, if there is one. Kill a busy process. This does not wait for the process, but `join` does."""
+        """End the callback's thread and, unless another run uses it, its process. Kill a busy process. `join` waits for the process's end."""
         is_busy = not self.lane.is_idle
         close([self.lane])
         if self._process is not None:
-            self._process.end(at_once=is_busy)
+            self._process.end(self, at_once=is_busy)
 
     def join(self, seconds: float) -> None:
         """Wait until the callback's process, if any, has exited. After `seconds`, kill it. The caller must call `end` before."""

@@ -79,7 +79,7 @@ class Process(Background):
         except Exception as error:  # an argument of the callback may raise any error when it is pickled
             raise ConfigError(f"{kind.__qualname__} cannot be built in another process: {error}") from None
         self._lock = threading.Lock()
-        self._is_over = False
+        self._users: set[object] = set()  # the lanes of the runs in progress: more than one if a run is nested in another run
         self._child: subprocess.Popen[bytes] | None = None
         self._ending: subprocess.Popen[bytes] | None = None  # the child process that was asked to end
         self._connection: Connection | None = None
@@ -124,9 +124,13 @@ class Process(Background):
         if self._child is not None:
             self._ask(("load_state_dict", state), seconds=self.lane_options.deadline)
 
-    def begin(self) -> None:
-        """At the start of a run, allow the callback's process to start."""
-        self._is_over = False
+    def begin(self, user: object) -> None:
+        """Allow the callback's process to start.
+
+        Args:
+            user: the lane of a run that begins.
+        """
+        self._users.add(user)
 
     @property
     def pid(self) -> int | None:
@@ -134,13 +138,16 @@ class Process(Background):
         child = self._child
         return child.pid if child is not None else None
 
-    def end(self, *, at_once: bool = False) -> None:
-        """Make the callback's process exit. This method does not wait for the exit; `join` does.
+    def end(self, user: object, *, at_once: bool = False) -> None:
+        """Make the callback's process exit, unless another run still uses it. This method does not wait for the exit; `join` does.
 
         Args:
+            user: the lane of the run that ends.
             at_once: whether to kill the process. Otherwise the connection is closed, after which the process exits.
         """
-        self._is_over = True
+        self._users.discard(user)
+        if self._users:
+            return
         self._ending, self._child = self._child, None
         if not at_once:
             self._close_line()
@@ -180,7 +187,7 @@ class Process(Background):
             if end is not None:
                 end.close()
         self._child = self._ending = self._connection = self._theirs = None
-        self._is_over = True
+        self._users.clear()
 
     def _ask(self, message: tuple[Any, ...], *, seconds: float | None = None) -> Any:
         """Send a message to the callback's process and return the answer.
@@ -229,7 +236,7 @@ class Process(Background):
                 raise RemoteError(value)
 
     def _start(self) -> tuple[Connection, subprocess.Popen[bytes]]:
-        if self._is_over:
+        if not self._users:
             raise EOFError
         self._close_line()  # the connection to a process that was killed at an earlier run's end may still be open
         _started.add(self)
@@ -244,7 +251,7 @@ class Process(Background):
                 process_group=0,  # a new process group, so that Ctrl-C reaches only the run's process
             )
         self._theirs = None
-        if self._is_over:  # `end` was called while the process was being started
+        if not self._users:  # `end` was called while the process was being started
             raise EOFError
         spec = CallbackSpec.of(self.callback)
         state = self._state if self._state is not None else spec.state
