@@ -58,6 +58,22 @@ class Hangs(Callback):
         self.release.wait(60)
 
 
+class CountsThreads(Hangs):
+    """Records the steps, and how many threads were in the handler at once. Its first call blocks until it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int] = []
+        self.at_once = self.most_at_once = 0
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        self.steps.append(ctx.step)
+        super().on_train_step_end(ctx)
+        self.at_once -= 1
+
+
 class KeepsReports(Logger):
     """Keeps the cost reports."""
 
@@ -133,6 +149,27 @@ def test_a_hung_lane_delays_the_end_by_its_own_deadline_and_not_by_a_longer_one(
     began = time.monotonic()
     lifetime.end()
     assert 0.5 <= time.monotonic() - began < 10  # its deadline is for the whole end, not for each part of it
+
+
+def test_a_second_run_waits_for_the_handler_in_which_the_first_run_has_left_its_callback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    callback = CountsThreads()
+    manager, ctx = opened(Background(callback, deadline=0.2))
+    fire_steps(manager, ctx, range(1, 2))
+    assert callback.begun.wait(60)
+    manager.close()
+    manager, ctx = opened(Background(callback, deadline=60))
+    fire_steps(manager, ctx, range(11, 14))
+    end = time.monotonic() + 60
+    while "A handler of callback CountsThreads that another run has called" not in caplog.text:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert callback.steps == [1]
+    callback.release.set()
+    manager.close()
+    assert callback.steps == [1, 11, 12, 13]
+    assert callback.most_at_once == 1
 
 
 def test_undelivered_events_are_in_the_failures_at_the_end_of_the_run(hangs: Hangs) -> None:

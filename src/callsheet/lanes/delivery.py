@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -24,6 +27,13 @@ if TYPE_CHECKING:
     from callsheet.lanes.process import Process
 
 
+# The locks of callbacks in `Background` lanes, by the callbacks' ids. All lanes of a callback, also those of several runs, share its lock.
+# An id is not used for another callback as long as its lock is here, because the lanes that hold the lock also hold the callback.
+_turns: weakref.WeakValueDictionary[int, threading.Lock] = weakref.WeakValueDictionary()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_turns.clear)  # in a forked child, no thread would release a lock that was held
+
+
 class LaneExit(Exception):
     """Takes the place of an exception that would end the program, such as SystemExit, in a callback that runs in another thread.
 
@@ -39,9 +49,11 @@ class CallbackLane:
         owner = registration.thing if isinstance(registration.thing, Callback) else Callback
         self.needs: tuple[str, ...] = owner.snapshot_fields
         self.inbox = inbox
-        self.lane = Lane(registration.label, None, owner.lane_options, kind=_kind, finish=self._finish)
-        self._runner: asyncio.Runner | None = None
         self._process: Process | None = cast("Process", registration.thing) if owner.lane == "process" else None
+        callback = registration.callback if self._process is None else None  # a `Process` makes one call at a time itself
+        turn = _turns.setdefault(id(callback), threading.Lock()) if callback is not None else None
+        self.lane = Lane(registration.label, None, owner.lane_options, kind=_kind, finish=self._finish, turn=turn)
+        self._runner: asyncio.Runner | None = None
         if self._process is not None:
             self._process.begin(self)
 

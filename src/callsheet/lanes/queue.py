@@ -28,6 +28,7 @@ _starting = threading.RLock()  # this lock is held while a lane's thread is star
 _LOOK_SECONDS = 0.1  # time between two checks of a queue; a check wakes a thread, which delays training by about 0.2 ms
 _IDLE_LOOK_SECONDS = 0.4  # the longest time between two checks by the dispatcher thread, while all lanes are idle
 _WAIT_SECONDS = 0.002  # time between two checks of a lane while the training thread waits for the lane
+_TURN_SECONDS = 1.0  # how long a lane waits for another lane of its callback before it logs a warning
 _ITEMS_PER_LOOK = 64  # in a lane that is never empty, the number of items between two checks of its thread's processor time
 
 
@@ -56,6 +57,8 @@ class Lane:
         options: see `LaneOptions`.
         kind: returns the kind of an item, for `overflow="latest"`.
         finish: called on the lane's thread when it ends.
+        turn: the lane processes items only while it holds this lock. Lanes of one callback share a lock, so that the callback is
+            called from one thread at a time. None: a lock of its own.
         wake_on_put: whether every `put` wakes the thread, so that an item is processed at once and not within a tenth of a second. It costs
             the caller some tens of microseconds an item.
     """
@@ -68,6 +71,7 @@ class Lane:
         *,
         kind: Callable[[Any], object] = type,
         finish: Callable[[], object] = lambda: None,
+        turn: threading.Lock | None = None,
         wake_on_put: bool = False,
     ) -> None:
         self.name = name
@@ -102,7 +106,7 @@ class Lane:
         self._load = LoadWarnings(name, self._limit)
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
-        self._helping = threading.Lock()  # held by a caller that processes the items itself, since no thread can start
+        self._turn = turn or threading.Lock()  # held by the thread that processes the items
         _dispatcher.take(self)
 
     def put(self, item: Any) -> None:
@@ -173,13 +177,13 @@ class Lane:
 
     def _help(self) -> None:
         """Process the waiting items in the calling thread. Used if the queue's own thread cannot be started."""
-        if self._helping.acquire(blocking=False):
+        if self._turn.acquire(blocking=False):
             self._thread = threading.current_thread()
             try:
                 self._run_waiting_items()
             finally:
                 self._thread = None
-                self._helping.release()
+                self._turn.release()
 
     def _make_room(self, item: Any) -> bool:
         """Make room for `item` in a full queue, as the option `overflow` says. Return whether `item` may be added."""
@@ -235,9 +239,28 @@ class Lane:
             done = self.done
             self._wake.wait(_LOOK_SECONDS if self.looks_itself else None)
             self._wake.clear()
-            self._run_waiting_items()
+            if self.items and self._took_turn():
+                try:
+                    self._run_waiting_items()
+                finally:
+                    self._turn.release()
             self.looks_itself = self.done > done
         self._finish()
+
+    def _took_turn(self) -> bool:
+        """Wait until no other lane of the same callback processes items. Return False if this lane is closed before."""
+        is_logged = False
+        while not self._turn.acquire(timeout=_TURN_SECONDS):
+            if self.is_inert:
+                return False
+            if not is_logged:
+                is_logged = True
+                logger.warning(
+                    "A handler of callback %s that another run has called has not returned for %g s. The events of this run wait until it returns, "
+                    "because two threads must not call a callback at once; use another callback object for each run",
+                    self.name, _TURN_SECONDS,
+                )  # fmt: skip
+        return True
 
     def _run_waiting_items(self) -> None:
         items, popleft, run = self.items, self.items.popleft, self._run
