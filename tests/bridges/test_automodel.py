@@ -23,6 +23,7 @@ from callsheet.core.lifecycle import EVENTS as OURS
 from callsheet.errors import NotSupported, RegistrationError
 from callsheet.testing import FakeLoop, Recorder, check_events
 from callsheet.testing.ranks import run_ranks
+from callsheet.trainer.tasks import Task
 
 from .loops import automodel as own_loop
 from .loops.automodel import Recipe, StepScheduler, released_scheduler, train
@@ -826,3 +827,53 @@ def test_all_ranks_take_the_same_steps_and_save_the_same_checkpoints(tmp_path: P
     assert first["model"] == "SmallModel"
     assert all(loss > 0 for loss in first["losses"])
     assert len(first["losses"]) == 3 + 1  # the Trainer shards the data: three steps per epoch, and a validation
+
+
+class TokenTask(Task):
+    """Predicts each token's label from a batch with `input_ids` and `labels`."""
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        return model(batch["input_ids"])
+
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        return nn.functional.cross_entropy(outputs.transpose(1, 2), batch["labels"])
+
+    def weight(self, batch: Any) -> Any:
+        return (batch["labels"] != -100).sum()
+
+
+def count_tokens_on_rank(folder: str) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    collected: list[dict[str, Any]] = []
+
+    class CollectsMetrics(AutoModelCallback):
+        def on_train_batch_end(self, recipe: Any, **kwargs: Any) -> None:
+            metrics = kwargs["train_log_data"].metrics
+            collected.append({name: metrics[name] for name in ("num_tokens_per_step", "num_label_tokens", "loss")})
+
+        def on_validation_end(self, recipe: Any, **kwargs: Any) -> None:
+            collected.extend({"num_label_tokens": each.metrics["num_label_tokens"]} for each in kwargs["val_results"].values())
+
+    # Three batches: the second rank has no batch in the second step, and gets a filler.
+    ids = [torch.arange(12).reshape(2, 6) % 5 + number for number in range(3)]
+    batches = [{"input_ids": each, "labels": each.where(each > 1, -100)} for each in ids]
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
+    trainer = Trainer(
+        model, TokenTask(), batches, batches, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0), device="cpu",
+        runs_folder=folder, run_name="fillers", max_duration="1ep", parallel="ddp", callbacks=[guest(CollectsMetrics())],
+    )  # fmt: skip
+    with trainer:
+        trainer.fit()
+        third = nn.functional.cross_entropy(model(ids[2]).transpose(1, 2), batches[2]["labels"])
+    return [*collected, {"labels": [int((each["labels"] != -100).sum()) for each in batches], "third": float(third)}]
+
+
+def test_fillers_of_ranks_without_a_batch_are_not_counted(tmp_path: Path) -> None:
+    for *seen, wanted in run_ranks(count_tokens_on_rank, 2, str(tmp_path)):
+        first, second, validation = seen
+        labels = wanted["labels"]
+        assert (first["num_tokens_per_step"], first["num_label_tokens"]) == (24, labels[0] + labels[1])
+        assert (second["num_tokens_per_step"], second["num_label_tokens"]) == (12, labels[2])
+        assert second["loss"] == pytest.approx(wanted["third"])
+        assert validation["num_label_tokens"] == sum(labels)

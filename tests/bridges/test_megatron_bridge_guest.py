@@ -20,6 +20,7 @@ from callsheet.bridges.megatron_bridge import names as interface_copy
 from callsheet.bridges.megatron_bridge.state import StepContext
 from callsheet.callbacks import CheckpointSaver, History
 from callsheet.errors import NotSupported
+from callsheet.testing.ranks import run_ranks
 
 from .loops.job import POINTS
 from .loops.megatron_bridge import configuration, interface
@@ -352,3 +353,18 @@ def test_the_package_s_own_callbacks_and_managers_are_accepted_as_guests(tmp_pat
     with trainer(tmp_path, guests, max_duration="1ba") as trained:
         trained.fit()
     assert recorded == [("class", 0), ("class", 0), ("function", 0)]
+
+
+def evaluate_on_rank(folder: str) -> list[int]:
+    torch.set_num_threads(1)
+    adapted = guest(RecordsCalls())
+    # Three batches of four samples: the second rank has no batch in the second step, and gets a filler.
+    with trainer(Path(folder), [adapted], max_duration="1ba", eval_interval=None, parallel="ddp") as trained:
+        trained.evaluate()
+        listed = adapted.state.train_state.consumed_valid_samples
+        trained.evaluate({"loader": POINTS.validation_batches()})
+    return [listed, adapted.state.train_state.consumed_valid_samples - listed]
+
+
+def test_fillers_of_ranks_without_a_batch_are_not_counted(tmp_path: Path) -> None:
+    assert run_ranks(evaluate_on_rank, 2, str(tmp_path)) == [[12, 12], [12, 12]]

@@ -97,9 +97,11 @@ class Context:
         "_loggers",
         "dispatcher",
         "excuse",
+        "is_filler",
         "kept",
         "loss_is_new",
         "muting",
+        "samples_in_all",
     )
 
     run: RunInfo
@@ -160,6 +162,13 @@ class Context:
 
         If so, a snapshot need not copy these tensors.
         """
+        self.is_filler = False
+        """Whether the microbatch (in an evaluation, the batch) is a filler, whose samples and tokens are not counted.
+
+        A rank gets a filler if other ranks have one more batch.
+        """
+        self.samples_in_all: int | None = None
+        """In an evaluation, the number of samples in the batches of all ranks, without fillers; None if it is not known."""
         self.muting: Callable[[Context, Callback, tuple[str, ...], bool, int | None], None] | None = None
         """The function that `mute` and `unmute` call. The callback manager sets this attribute."""
         self.dispatcher: Dispatcher | None = None

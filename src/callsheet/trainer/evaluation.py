@@ -24,9 +24,10 @@ from callsheet.run.run import Run
 from callsheet.trainer.batches import Loader, made, to_device
 from callsheet.trainer.data import shared
 from callsheet.trainer.data.loaders import generators_of, restore_generators_of
+from callsheet.trainer.data.strategies import SharedBatches
 from callsheet.trainer.eval_metrics import EvalMetrics
 from callsheet.trainer.precision import Precision
-from callsheet.trainer.tasks import Task
+from callsheet.trainer.tasks import Task, counts_of
 
 
 @dataclass
@@ -176,7 +177,9 @@ class Evaluation:
         if self._groups.size == 1 and not getattr(whole, "persistent_workers", False):
             return whole
         # Use a fixed seed, so that the order of the data does not depend on the run's seed.
-        return shared(whole, self._groups, seed=0, argument=argument, shard=self._shard)
+        return shared(
+            whole, self._groups, seed=0, argument=argument, shard=self._shard, count_samples=lambda batch: counts_of(batch)[0]
+        )
 
     def due(self, ctx: Context, is_over: bool) -> list[str]:
         """Return the names of the evaluators that are due at the current boundary (the end of a step, epoch or round).
@@ -336,14 +339,18 @@ class Evaluation:
         """Run the model on every batch of this rank's data, or stop early at a signal. All ranks make the same number of steps."""
         ctx, end, casting = self.ctx, SPANS[step.name].end_event, self._precision.casting
         batches = iter(loader)
+        shares = batches if isinstance(batches, SharedBatches) else None
+        ctx.is_filler, ctx.samples_in_all = False, None
         with torch.no_grad():
             for batch in batches:
+                if shares is not None:
+                    ctx.is_filler, ctx.samples_in_all = shares.is_filler, shares.samples_in_all
                 ctx.batch = to_device(batch, self._device) if self._device.type != "cpu" else batch
                 with step:
                     with forward:
                         with casting:
                             ctx.outputs = self._task.forward(self._module, ctx.batch)
-                    then(getattr(batches, "is_filler", False))
+                    then(ctx.is_filler)
                 ctx.close(end)
                 self._agreement.evaluated_step(ctx.step)
                 if self._is_interrupted:

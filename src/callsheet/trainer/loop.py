@@ -142,6 +142,7 @@ class TrainLoop:
                         left -= 1
                         if is_shared:
                             self._model.gradients_meet(not left)
+                            ctx.is_filler = plan.fillers[-1 - left]  # type: ignore[union-attr]  # several ranks always have a plan
                         with spans.microbatch:
                             with spans.forward:
                                 with casting:

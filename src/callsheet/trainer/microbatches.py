@@ -84,7 +84,7 @@ class MicrobatchPlan:
     The mean is over the samples or labels of all ranks, as the task defines.
 
     `parts` are triples of the fetched batch, the microbatch, and its fraction of this rank's mean; the fraction is None if there
-    is only one microbatch. `scale` is the weight of this rank's mean relative to the means of the other ranks, or None if all have
+    is only one microbatch. `fillers` says of each microbatch whether it is a filler. `scale` is the weight of this rank's mean relative to the means of the other ranks, or None if all have
     the same weight. If an all-reduce is needed to compute `scale`, the constructor starts the all-reduce, and the first read of
     `scale`, after the first forward pass, waits for the result.
 
@@ -93,7 +93,7 @@ class MicrobatchPlan:
             pass. This takes a collective if batches are split.
     """
 
-    __slots__ = ("_fetched", "_scale", "_work", "parts")
+    __slots__ = ("_fetched", "_scale", "_work", "fillers", "parts")
 
     def __init__(
         self,
@@ -116,8 +116,10 @@ class MicrobatchPlan:
             pieces += pieces[-1:] * lacking  # if another rank has more microbatches, repeat the last microbatch as a filler
         if len(pieces) == 1 and not is_shared:
             self.parts: list[tuple[Any, Any, Any]] = [(given.batch, part, None) for given, part in pieces]
+            self.fillers = [False]
             return
-        weights = [0 if given.is_filler else task.weight(part) for given, part in pieces[: len(pieces) - lacking]] + [0] * lacking
+        self.fillers = [given.is_filler for given, _ in pieces[: len(pieces) - lacking]] + [True] * lacking
+        weights = [0 if filler else task.weight(part) for filler, (_, part) in zip(self.fillers, pieces, strict=True)]
         mine = sum(weights)
         shares = [None] if len(pieces) == 1 else [_share(weight, mine, len(pieces)) for weight in weights]
         self.parts = [(given.batch, part, share) for (given, part), share in zip(pieces, shares, strict=True)]

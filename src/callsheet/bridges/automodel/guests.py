@@ -175,7 +175,7 @@ class AutoModelGuest(Guest):
         self._moment = time.perf_counter()
 
     def _count(self, ctx: Context) -> None:
-        self._counts.add(ctx.microbatch, ctx.outputs)
+        self._counts.add(ctx.microbatch, ctx.outputs, ctx.is_filler)
 
     def _measured(self, ctx: Context) -> dict[str, Any]:
         """Return the metrics that AutoModel gives its callbacks at a step's end. This waits for the device to compute the metrics."""
@@ -216,7 +216,7 @@ class AutoModelGuest(Guest):
         self._evaluated = {}
 
     def _count_evaluated(self, ctx: Context) -> None:
-        labels = _labels(ctx.batch)
+        labels = None if ctx.is_filler else _labels(ctx.batch)
         if labels is not None and labels.dim() > 1:
             self._evaluated[ctx.eval_name] = self._evaluated.get(ctx.eval_name, 0) + (labels != IGNORED_LABEL).sum()
 
@@ -280,10 +280,17 @@ class _Counts:
         self.are_tokens = False
         self.are_classes = False
 
-    def add(self, batch: Any, outputs: Any) -> None:
-        """Count the samples, tokens and labels of a microbatch. `outputs` are the model's outputs for this microbatch."""
+    def add(self, batch: Any, outputs: Any, is_filler: bool) -> None:
+        """Count the samples, tokens and labels of a microbatch. `outputs` are the model's outputs for this microbatch.
+
+        Of a filler, only note the kind of its labels, which must be the same on all ranks.
+        """
         labels = _labels(batch)
         if labels is None or not labels.dim():
+            return
+        if is_filler:
+            self.are_tokens |= labels.dim() > 1
+            self.are_classes |= labels.dim() == 1 and not labels.is_floating_point() and hasattr(outputs, "logits")
             return
         self.samples += labels.size(0)
         mask, ids = batch.get("attention_mask"), batch.get("input_ids")

@@ -73,7 +73,10 @@ class MegatronBridgeRun(Common):
 
     def on_eval_step_end(self, ctx: Context) -> None:
         """Count the evaluated samples, and create the callbacks' context."""
-        self.steps["consumed_valid_samples"] += counts_of(ctx.batch)[0] * ctx.run.world_size
+        samples = ctx.samples_in_all
+        if samples is None:  # the other ranks' samples can only be estimated
+            samples = 0 if ctx.is_filler else counts_of(ctx.batch)[0] * ctx.run.world_size
+        self.steps["consumed_valid_samples"] += samples
         self.on_eval_start(ctx)
 
     def on_eval_end(self, ctx: Context) -> None:
