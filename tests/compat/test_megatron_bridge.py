@@ -696,6 +696,15 @@ def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert output.count("validation:") == 3
 
 
+@pytest.mark.parametrize("async_save", [False, True])
+def test_every_checkpoint_is_complete_before_training_ends(async_save: bool, config: ConfigContainer) -> None:
+    config.checkpoint.async_save = async_save
+    manager, recorded = recording_manager()
+    pretrain(config, forward_step, callbacks=manager)
+    events = [event for event, _ in recorded]
+    assert events[: events.index("train_end")].count("checkpoint_save") == events.count("checkpoint_save") == 2
+
+
 def on_ranks(folder: str, texts: str) -> tuple[int, int, list[tuple[str, int]], list[float]]:
     config = shrunk(Path(folder), Path(texts))
     manager, recorded = recording_manager()

@@ -100,6 +100,28 @@ def test_fit_returns_when_what_it_saved_is_durable(tmp_path: Path) -> None:
         assert (tmp_path / "small" / "checkpoints" / "latest").read_text().strip() == "ep4-ba12"
 
 
+@pytest.mark.parametrize("attached", [False, True])
+def test_background_saves_are_published_before_training_ends(attached: bool, tmp_path: Path) -> None:
+    recorder = Recorder()
+    if attached:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        callbacks = [SavesAt("step"), recorder]
+        with callsheet.attach(
+            model=model, optimizer=optimizer, callbacks=callbacks, runs_folder=tmp_path, save_in_background=True
+        ) as run:
+            for batch in run.steps([torch.ones(3, 2)] * 4):
+                model(batch).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    else:
+        run_small(tmp_path, SavesAt("step"), recorder, save_in_background=True)
+    check_events(recorder.events)
+    saves, published = recorder.events.count("on_checkpoint_save_end"), "on_checkpoint_published"
+    end = recorder.events.index("on_train_end")
+    assert saves == recorder.events[:end].count(published) == recorder.events.count(published) > 0
+
+
 def test_a_save_in_the_background_that_fails_ends_the_run(tmp_path: Path) -> None:
     class OccupiesThePath(Callback):
         def on_checkpoint_save_start(self, ctx: Context) -> None:

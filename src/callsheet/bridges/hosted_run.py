@@ -270,6 +270,7 @@ class HostedRun(Run):
         self.records.tally.stop()
         self.records.tally.update_timestamp(self.state)
         self.driver.end("train_step")
+        self.boundaries.finish_save()
         self.counts.check()
         self.driver.end("train")
         self.manager.flush_lanes(self.ctx)

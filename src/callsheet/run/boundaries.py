@@ -178,6 +178,12 @@ class Boundaries:
             with self._training_stopped():
                 self._save_requested()
 
+    def finish_save(self) -> None:
+        """Before `on_train_end`, wait for the background save, so that `on_checkpoint_published` is fired first."""
+        if self._checkpoints.is_writing:
+            self._records.tally.stop()
+            self._checkpoints.finish()
+
     def finish(self) -> None:
         """After training, carry out the requests, evaluations and saves that are left.
 

@@ -94,6 +94,7 @@ class TrainLoop:
                             state.timestamp = state.timestamp.next_round()
                     if is_full:
                         is_over = boundaries.reach("round") or is_over
+                boundaries.finish_save()
                 self._records.tally.update_timestamp(state)
         finally:
             self._records.tally.stop()
