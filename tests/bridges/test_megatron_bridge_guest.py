@@ -355,6 +355,52 @@ def test_the_package_s_own_callbacks_and_managers_are_accepted_as_guests(tmp_pat
     assert recorded == [("class", 0), ("class", 0), ("function", 0)]
 
 
+class RecordsProgress(interface_copy.Callback):
+    """Records step, samples and `train_iters` at the start or end of each step, and at each checkpoint."""
+
+    def __init__(self) -> None:
+        self.recorded: list[tuple[int, int, int | None]] = []
+
+    def _record(self, context: interface_copy.CallbackContext) -> None:
+        state = context.state.train_state
+        self.recorded.append((state.step, state.consumed_train_samples, context.state.cfg.train.train_iters))
+
+    on_checkpoint_save = _record
+
+    @classmethod
+    def at(cls, event: str) -> RecordsProgress:
+        """Return a callback that also records at this event."""
+        made: RecordsProgress = type(cls.__name__, (cls,), {event: cls._record})()
+        return made
+
+
+@pytest.mark.parametrize("event", ["on_train_step_start", "on_train_step_end"])
+def test_samples_and_the_length_in_epochs_are_known_at_every_step(event: str, tmp_path: Path) -> None:
+    first, resumed = RecordsProgress.at(event), RecordsProgress.at(event)
+    options: dict[str, Any] = {"max_duration": "2ep", "eval_interval": None, "log_interval": "5ba"}
+    with trainer(tmp_path, [guest(first), CheckpointSaver(save_interval="4ba", save_at_end=False)], **options) as trained:
+        trained.fit()
+    saves = (4, 8, 12)
+    in_steps = [(step, 4 * step, 12) for step in range(12)]
+    assert sorted(first.recorded) == sorted(in_steps + [(step, 4 * step, 12) for step in saves])
+    middle = str(tmp_path / "small" / "checkpoints" / "ep1-ba8")
+    with trainer(tmp_path / "resumed", [guest(resumed)], resume=middle, **options) as trained:
+        trained.fit()
+    assert resumed.recorded == in_steps[8:]
+
+
+def train_on_rank(folder: str) -> list[tuple[int, int, int | None]]:
+    torch.set_num_threads(1)
+    progress = RecordsProgress.at("on_train_step_end")
+    with trainer(Path(folder), [guest(progress)], max_duration="2ep", eval_interval=None, parallel="ddp") as trained:
+        trained.fit()
+    return progress.recorded
+
+
+def test_samples_of_all_ranks_are_counted_at_every_step(tmp_path: Path) -> None:
+    assert run_ranks(train_on_rank, 2, str(tmp_path)) == [[(step, 8 * step, 6) for step in range(6)]] * 2
+
+
 def evaluate_on_rank(folder: str) -> list[int]:
     torch.set_num_threads(1)
     adapted = guest(RecordsCalls())

@@ -54,6 +54,16 @@ class Accumulator(Protocol):
         """Return the last logged value of each metric named `<family>/<name>`; see `Context.logged`."""
 
 
+class SampleCounter(Protocol):
+    """Counts the samples of training; see `callsheet.run.tally`."""
+
+    resumed_samples: int
+
+    @property
+    def uncounted_samples(self) -> int:
+        """The samples of all ranks that the run's timestamp does not contain yet."""
+
+
 class LoggerLine(Protocol):
     """A function that calls a method such as `log_table` on every logger of the run; see `CallbackManager.notify_loggers`."""
 
@@ -102,6 +112,7 @@ class Context:
         "loss_is_new",
         "muting",
         "samples_in_all",
+        "tally",
     )
 
     run: RunInfo
@@ -171,6 +182,8 @@ class Context:
         """In an evaluation, the number of samples in the batches of all ranks, without fillers; None if it is not known."""
         self.muting: Callable[[Context, Callback, tuple[str, ...], bool, int | None], None] | None = None
         """The function that `mute` and `unmute` call. The callback manager sets this attribute."""
+        self.tally: SampleCounter | None = None
+        """Counts the samples that `state.timestamp` does not contain yet. None if the loop counts none."""
         self.dispatcher: Dispatcher | None = None
         """The object that fires the events: normally the callback manager, which sets this attribute."""
 
@@ -200,7 +213,7 @@ class Context:
             loggers=self._loggers,
         )
         other.step, other.epoch, other.muting, other.excuse = self.step, self.epoch, self.muting, self.excuse
-        other.dispatcher = self.dispatcher
+        other.dispatcher, other.tally = self.dispatcher, self.tally
         for name in ("optimizer", "scheduler"):
             if self.has(name):
                 setattr(other, name, getattr(self, name))

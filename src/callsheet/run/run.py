@@ -138,6 +138,7 @@ class Run:
             accumulator=self.records.metrics,
             loggers=self._notify_loggers,
         )
+        ctx.tally = self.records.tally
         self.lifetime = lifetime = Lifetime(manager, ctx)
         self.guard = RunGuard(groups, info, control, timeout=lock_timeout, is_busy=lambda: is_busy(lifetime))
         groups.at_step = lambda: ctx.step

@@ -24,11 +24,20 @@ class Tally:
         self._seconds = 0.0
         self._running_since: float | None = None
         self._record = (0, 0, 0.0)  # samples, tokens and seconds of training since the last metrics record
+        self.resumed_samples = 0
+        """In a resumed run, the samples of all ranks that its first timestamp, the baseline, did not contain yet."""
+        self._loaded = 0  # `resumed_samples` until they are in the timestamp, then 0
 
     def count(self, samples: int, tokens: int) -> None:
         """Count one training step, with the samples and tokens of its batches."""
         self.samples += samples
         self.tokens += tokens
+
+    @property
+    def uncounted_samples(self) -> int:
+        """The samples of all ranks that the run's timestamp does not contain yet. Estimated from the samples of this rank."""
+        own = self.samples - (self._loaded if self._groups.rank == 0 else 0)
+        return self._loaded + own * self._groups.size
 
     def start(self) -> None:
         """Start the clock that measures the seconds of training."""
@@ -51,7 +60,7 @@ class Tally:
         state.timestamp = state.timestamp.with_counts(samples=int(samples), tokens=int(tokens), seconds=seconds)
         before = self._record
         self._record = (before[0] + int(samples), before[1] + int(tokens), before[2] + seconds)
-        self.samples = self.tokens = 0
+        self.samples = self.tokens = self._loaded = 0
         self._seconds = 0.0
 
     def since_record(self) -> tuple[int, int, float]:
@@ -79,5 +88,6 @@ class Tally:
         is_counted = self._groups.rank == 0
         self.samples, self.tokens = (state["samples"], state["tokens"]) if is_counted else (0, 0)
         self._seconds = state["seconds"] if is_counted else 0.0
+        self.resumed_samples = self._loaded = state["samples"]
         samples, tokens, seconds = state["record"]
         self._record = (samples, tokens, seconds)

@@ -12,7 +12,7 @@ from callsheet.bridges.guest_base import Common
 from callsheet.bridges.megatron_bridge.names import VALID_EVENTS, CallbackContext
 from callsheet.bridges.megatron_bridge.state import Config, GlobalState, StepContext, call_when_moved
 from callsheet.core.context import Context
-from callsheet.core.run_state import RunConstants
+from callsheet.core.run_state import RunConstants, TrainState
 from callsheet.core.time import Time, TimeUnit
 from callsheet.errors import NotSupported
 from callsheet.trainer.tasks import counts_of
@@ -45,7 +45,10 @@ class MegatronBridgeRun(Common):
         """The values of `train_state.step` and `train.train_iters` before the guests handled the event."""
         self._knows_samples = hasattr(self.train, "global_batch_size")
         self._course: RunConstants | None = None
-        self._longest: Time | None = None
+        self._length: tuple[Time | None, int | None] = (None, None)
+        """The duration of training and the number of steps in an epoch, as of the last event."""
+        self._samples: int | None = None
+        """How many samples were trained on before the last event."""
         self._ctx: Context | None = None
         if state is None:  # callsheet's own state can call `drive`; for a user's state, the guest calls `drive` after each event
             call_when_moved(self.state, self.drive)
@@ -112,17 +115,41 @@ class MegatronBridgeRun(Common):
         self._ctx, progress, train = ctx, ctx.state, self.train
         self.steps["step"] = self.step = step
         self.steps["consumed_train_samples"] = (
-            step * train.global_batch_size if self._knows_samples else progress.timestamp.sample
+            step * train.global_batch_size if self._knows_samples else self._samples_before(ctx, step)
         )
         if (course := progress.course) is not self._course:  # `course` is a new object if one of its values has changed
-            self._course, before = course, self._longest
-            self._longest = longest = course.max_duration
-            is_new = longest is not before and isinstance(self.state.cfg, Config)
-            if is_new and longest is not None and longest.unit is TimeUnit.BATCH:
+            self._course, before = course, self._length
+            self._length = length = (course.max_duration, course.epoch_batches)
+            if length != before and isinstance(self.state.cfg, Config) and (steps := _steps_of(progress)) is not None:
                 # Write into `__dict__`, because assigning to the attribute would call `drive`.
-                train.__dict__["train_iters"] = int(longest.value)
+                train.__dict__["train_iters"] = steps
         self.length, model = train.train_iters, ctx.model
         return model if type(model) is list else [model]
+
+    def _samples_before(self, ctx: Context, step: int) -> int:
+        """Return how many samples the first `step` steps had, which are all steps, or all except the last one."""
+        now, tally, before = ctx.state.timestamp, ctx.tally, self._samples
+        self._samples = samples = now.sample + (tally.uncounted_samples if tally is not None else 0)
+        if step == now.batch:
+            return samples
+        if before is not None:
+            return before
+        # This is the first event, so the samples before the last step are estimated: all steps had the same number.
+        begun, steps = (
+            ctx.state.baseline.sample + (tally.resumed_samples if tally is not None else 0),
+            now.batch - ctx.state.baseline.batch,
+        )
+        return begun + (samples - begun) * (steps - 1) // max(1, steps)
+
+
+def _steps_of(progress: TrainState) -> int | None:
+    """Return how many steps training has in total, or None if that is not known."""
+    longest, steps, now = progress.max_duration, progress.epoch_batches, progress.timestamp
+    if longest is None:
+        return None
+    if longest.unit is TimeUnit.EPOCH and steps is not None:
+        return now.batch - now.batch_in_epoch + (int(longest.value) - now.epoch) * steps
+    return int(longest.value) if longest.unit is TimeUnit.BATCH else None
 
 
 def _named(losses: Mapping[str, Any]) -> dict[str, Any]:
