@@ -587,6 +587,25 @@ def test_slow_async_hooks_receive_all_events_without_delaying_training(api: Any,
     assert recorded == [("trained", 6), *steps, ("over", 6)]
 
 
+def test_hooks_run_in_an_event_loop_and_the_run_waits_for_their_tasks(api: Any, tmp_path: Path) -> None:
+    recorded: list[str] = []
+
+    async def yield_often(name: str) -> None:
+        for _ in range(100):
+            await asyncio.sleep(0)
+        recorded.append(name)
+
+    class Starts(api.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, context: Any) -> None:
+            asyncio.get_running_loop().create_task(yield_often(f"step {context.step}"))
+
+        async def on_train_end(self, context: Any) -> None:
+            asyncio.get_running_loop().create_task(yield_often("end"))
+
+    fit([guest(Starts())], tmp_path)
+    assert sorted(recorded) == ["end", *(f"step {number}" for number in range(1, 7))]
+
+
 def test_an_error_of_a_hook_is_logged_and_does_not_end_the_run(
     api: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -286,6 +286,51 @@ def test_events_fired_right_before_close_are_delivered_in_order(manager: Callbac
     assert recorded == list(range(50))
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_hooks_run_in_an_event_loop_and_close_waits_for_their_tasks(manager: CallbackManager, is_async: bool) -> None:
+    recorded: list[str] = []
+
+    async def yield_often(name: str) -> None:
+        for _ in range(100):
+            await asyncio.sleep(0)
+        recorded.append(name)
+
+    async def start_another() -> None:
+        await yield_often("first")
+        asyncio.get_running_loop().create_task(yield_often("second"))
+
+    class Sync(TrainerCallback):
+        def on_log(self, context: TrainingContext) -> None:
+            asyncio.get_running_loop().create_task(start_another())
+
+    class Async(TrainerCallback):
+        async def on_log(self, context: TrainingContext) -> None:
+            asyncio.get_running_loop().create_task(start_another())
+
+    manager.add_callback(Async() if is_async else Sync())
+    manager.fire("on_log")
+    manager.close()
+    assert recorded == ["first", "second"]
+
+
+def test_close_stops_waiting_for_a_task_that_does_not_end_and_logs_it(
+    manager: CallbackManager, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def waits_forever() -> None:
+        await asyncio.Event().wait()
+
+    class Starts(TrainerCallback):
+        def on_log(self, context: TrainingContext) -> None:
+            self.task = asyncio.get_running_loop().create_task(waits_forever())
+
+    monkeypatch.setattr("callsheet.bridges.instructlab.names.TASKS_SECONDS", 0.05)
+    manager.add_callback(Starts())
+    manager.fire("on_log")
+    manager.close()
+    assert "are not done after 0.05 s, and are cancelled" in caplog.text
+    assert "waits_forever" in caplog.text
+
+
 def test_fire_waits_for_the_hooks_only_at_on_train_end(manager: CallbackManager) -> None:
     may_return = threading.Event()
     recorded: list[str] = []

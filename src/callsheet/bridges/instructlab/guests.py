@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from callsheet.bridges.guest_base import Guest, no_guest
@@ -12,10 +10,10 @@ from callsheet.bridges.instructlab.internals import PACKAGE
 from callsheet.bridges.instructlab.names import (
     HOOK_NAMES,
     TrainingContext,
-    awaited,
     bases,
+    call_hook,
+    finish_tasks,
     listens_to,
-    log_failure,
     seen,
 )
 from callsheet.core.callback import Phase
@@ -46,7 +44,8 @@ class InstructLabGuest(Guest):
 
     The callback's `TrainingContext` is the same on all ranks, except for the two `is_..._process_zero` flags, because its values
     come from the metrics records, which the ranks share. With `log_interval="1ba"` the values are those of InstructLab's own context,
-    otherwise the means since the last record. No event is dropped. An error of a hook is logged and not raised.
+    otherwise the means since the last record. No event is dropped. An error of a hook is logged and not raised. All hooks run in
+    one asyncio event loop, so they may start tasks, for which the end of the run waits up to 5 s.
 
     Args:
         foreign: a `TrainerCallback`, of InstructLab or of `callsheet.compat.instructlab`.
@@ -108,7 +107,7 @@ class InstructLabGuest(Guest):
 
     # --- handlers of callsheet's events, which call the hooks in InstructLab's order ---
 
-    def _train_begins(self, ctx: Context) -> Awaitable[None] | None:
+    async def _train_begins(self, ctx: Context) -> None:
         ended = self._ended()  # call the end hooks of an earlier training in this run, if they were not called yet
         self._begin()
         context, run, now = self.context, ctx.run, ctx.state.timestamp
@@ -121,40 +120,40 @@ class InstructLabGuest(Guest):
         context.is_local_process_zero, context.is_world_process_zero = run.is_local_process_zero, run.is_world_process_zero
         self._last = now.batch, now.sample, now.token, now.seconds
         self._is_training = True
-        return self._call(*ended, self._hook_call("on_train_begin"))
+        await self._call(*ended, self._hook_call("on_train_begin"))
 
-    def _epoch_begins(self, ctx: Context) -> Awaitable[None] | None:
+    async def _epoch_begins(self, ctx: Context) -> None:
         ended = self._boundary()
         self.context.epoch = ctx.epoch - 1
-        return self._call(*ended, self._hook_call("on_epoch_begin"))
+        await self._call(*ended, self._hook_call("on_epoch_begin"))
 
-    def _step_begins(self, ctx: Context) -> Awaitable[None] | None:
+    async def _step_begins(self, ctx: Context) -> None:
         ended = self._boundary()
         self.context.step, self._microbatches = ctx.step, 0
-        return self._call(*ended, self._hook_call("on_step_begin"))
+        await self._call(*ended, self._hook_call("on_step_begin"))
 
-    def _forward_begins(self, ctx: Context) -> Awaitable[None] | None:
-        return self._call(self._hook_call("on_before_forward"))
+    async def _forward_begins(self, ctx: Context) -> None:
+        await self._call(self._hook_call("on_before_forward"))
 
-    def _backward_ends(self, ctx: Context) -> Awaitable[None] | None:
+    async def _backward_ends(self, ctx: Context) -> None:
         self._microbatches += 1
-        return self._call(self._hook_call("on_after_backward"))
+        await self._call(self._hook_call("on_after_backward"))
 
-    def _gradients_are_there(self, ctx: Context) -> Awaitable[None] | None:
+    async def _gradients_are_there(self, ctx: Context) -> None:
         if ctx.run.world_size == 1:  # otherwise `ctx.loss` is the loss of this rank only, so wait for the mean of all ranks
             self.context.loss = float(ctx.loss)
-        return self._call(self._hook_call("on_pre_optimizer_step"))
+        await self._call(self._hook_call("on_pre_optimizer_step"))
 
-    def _optimizer_ends(self, ctx: Context) -> Awaitable[None] | None:
-        return self._call(self._hook_call("on_optimizer_step"))
+    async def _optimizer_ends(self, ctx: Context) -> None:
+        await self._call(self._hook_call("on_optimizer_step"))
 
     def _step_ends(self, ctx: Context) -> None:
         self._ends_step = True
 
-    def _logged(self, ctx: Context) -> Awaitable[None] | None:
+    async def _logged(self, ctx: Context) -> None:
         values = ctx.record.values
         if "train/loss" not in values:  # this is the record of an evaluation
-            return None
+            return
         context, now, last = self.context, ctx.state.timestamp, self._last
         steps, seconds = ctx.record.step - last[0], ctx.record.elapsed_seconds - last[3]
         context.total_samples, context.total_tokens = now.sample, now.token
@@ -172,32 +171,33 @@ class InstructLabGuest(Guest):
             "num_minibatches": self._microbatches,
         }
         self._last = ctx.record.step, now.sample, now.token, ctx.record.elapsed_seconds
-        return self._call(self._hook_call("on_log"))
+        await self._call(self._hook_call("on_log"))
 
-    def _evaluated(self, ctx: Context) -> Awaitable[None] | None:
+    async def _evaluated(self, ctx: Context) -> None:
         results = ctx.eval_results
         if ctx.standalone or not self._is_training or not results:
-            return None
+            return
         first = next(iter(results.values()))
         self.context.val_metrics = {f"val_{name}": value for name, value in first.items()}
         if len(results) > 1:
             self.context.val_metrics |= {
                 f"{name}/{metric}": value for name, found in results.items() for metric, value in found.items()
             }
-        return self._call(self._hook_call("on_evaluate"))
+        await self._call(self._hook_call("on_evaluate"))
 
-    def _saved(self, ctx: Context) -> Awaitable[None] | None:
+    async def _saved(self, ctx: Context) -> None:
         if ctx.checkpoint is None or not self._is_training:
-            return None
-        return self._call(self._hook_call("on_save", checkpoint_path=self.checkpoint_path(ctx.checkpoint, ctx)))
+            return
+        await self._call(self._hook_call("on_save", checkpoint_path=self.checkpoint_path(ctx.checkpoint, ctx)))
 
-    def _epoch_ends(self, ctx: Context) -> Awaitable[None] | None:
+    async def _epoch_ends(self, ctx: Context) -> None:
         ended = self._boundary()  # `on_step_end`, because the evaluation and the save after the last step are over
         self._ends_epoch = True
-        return self._call(*ended)
+        await self._call(*ended)
 
-    def _run_ends(self, ctx: Context) -> Awaitable[None] | None:
-        return self._call(*self._ended())
+    async def _run_ends(self, ctx: Context) -> None:
+        await self._call(*self._ended())
+        await finish_tasks()
 
     # --- paths in the context ---
 
@@ -237,42 +237,14 @@ class InstructLabGuest(Guest):
         method = self._hooks.get(hook)
         return None if method is None else (method, seen(self.context, hook, **changes))
 
-    def _call(self, *calls: _HookCall) -> Awaitable[None] | None:
-        """Call, one after the other, those hooks of the wrapped callback that `calls` lists.
-
-        At the first `async` hook, return an awaitable that finishes it and calls the other hooks.
-        """
-        left = deque(call for call in calls if call is not None)
-        while left:
-            if (waits := _called(*left[0])) is not None:
-                return _rest(left, waits)
-            left.popleft()
-        return None
+    async def _call(self, *calls: _HookCall) -> None:
+        """Call, one after the other, those hooks of the wrapped callback that `calls` lists."""
+        for call in calls:
+            if call is not None:
+                await call_hook(*call)
 
 
 _HookCall = tuple[Callable[[TrainingContext], Any], TrainingContext] | None
-
-
-def _called(method: Callable[[TrainingContext], Any], context: TrainingContext) -> Any:
-    """Call a hook of the wrapped callback. Return the awaitable of an `async` hook, otherwise None. An error is logged."""
-    try:
-        result = method(context)
-        return result if inspect.isawaitable(result) else None
-    except BaseException as error:  # catches SystemExit too, because a hook must not end training
-        log_failure(method, context, error)
-        return None
-
-
-async def _rest(left: deque[Any], waits: Any) -> None:
-    """Await `waits`, the result of the first hook in `left`. Then call and await the other hooks, in order. Log errors."""
-    while left:
-        method, context = left.popleft()
-        try:
-            if waits is not None:
-                await awaited(waits)
-        except BaseException as error:  # catches SystemExit too, because a hook must not end training
-            log_failure(method, context, error)
-        waits = _called(*left[0]) if left else None
 
 
 def _model_path(config: Mapping[str, Any]) -> str:

@@ -32,6 +32,8 @@ HOOK_NAMES: tuple[str, ...] = (
 
 _KNOWN_HOOKS = frozenset(HOOK_NAMES)
 _PATIENCE_SECONDS = 10.0
+TASKS_SECONDS = 5.0
+"""How long the end of training waits for asyncio tasks that hooks have started, as in InstructLab."""
 
 
 @dataclass
@@ -171,6 +173,8 @@ class CallbackManager:
     called. `fire("on_train_end")` and `close()` wait until all hooks have returned. If a single hook does not return within 10 s, they
     stop waiting, and an error with the undelivered hooks is logged.
 
+    All hooks run in one asyncio event loop, so they may start tasks. `close()` waits up to 5 s for these tasks.
+
     Attributes:
         context: the progress of training; a change takes effect with the next `fire`.
     """
@@ -181,7 +185,7 @@ class CallbackManager:
         self._runner: asyncio.Runner | None = None
         self._is_closed = False
         self._lane = Lane(
-            "InstructLab's callbacks", self._call, LaneOptions(deadline=_PATIENCE_SECONDS), finish=self._finish, wake_on_put=True
+            "InstructLab's callbacks", self._run, LaneOptions(deadline=_PATIENCE_SECONDS), finish=self._finish, wake_on_put=True
         )
 
     def add_callback(self, callback: Any) -> None:
@@ -247,26 +251,25 @@ class CallbackManager:
         """Wait until all fired hooks were called, and end the background thread. A second call does nothing."""
         if not self._is_closed:
             self._is_closed = True
-            self._deliver()
+            if self._deliver() and self._lane.done:
+                self._lane.put(None)
+                self._deliver()
             close([self._lane])
 
-    def _deliver(self) -> None:
+    def _deliver(self) -> bool:
+        """Wait until all fired hooks were called. Return False if they were not."""
         done = -1
         while (left := drain([self._lane], _PATIENCE_SECONDS)) and self._lane.done > done:
             done = self._lane.done
         for undelivered in left:
             logger.error("stopped waiting for %s", undelivered)
+        return not left
 
-    def _call(self, item: tuple[Callable[..., Any], TrainingContext]) -> None:
-        method, context = item
-        try:
-            result = method(context)
-            if inspect.isawaitable(result):
-                # All hooks run in one event loop, because a network client can be used only in the event loop that created it.
-                self._runner = self._runner or asyncio.Runner()
-                self._runner.run(awaited(result))
-        except BaseException as error:  # catches SystemExit too, because a hook must not end the program
-            log_failure(method, context, error)
+    def _run(self, item: tuple[Callable[..., Any], TrainingContext] | None) -> None:
+        """Call a hook; None: wait for the tasks that hooks have started."""
+        # All hooks run in one event loop, because a network client can be used only in the event loop that created it.
+        self._runner = self._runner or asyncio.Runner()
+        self._runner.run(call_hook(*item) if item is not None else finish_tasks())
 
     def _finish(self) -> None:
         if self._runner is not None:
@@ -293,9 +296,28 @@ def seen(context: TrainingContext, hook: str, **changes: Any) -> TrainingContext
     return snapshot
 
 
-async def awaited(result: Any) -> None:
-    """Await a hook's result in a coroutine, because `asyncio.Runner.run` accepts only coroutines, not other awaitables."""
-    await result
+async def call_hook(method: Callable[[TrainingContext], Any], context: TrainingContext) -> None:
+    """Call a hook in the running event loop, as InstructLab does, and await the result of an `async` hook. Log an error."""
+    try:
+        result = method(context)
+        if inspect.isawaitable(result):
+            await result
+    except BaseException as error:  # catches SystemExit too, because a hook must not end the program
+        log_failure(method, context, error)
+
+
+async def finish_tasks() -> None:
+    """Wait until all other tasks of the event loop are done, for at most `TASKS_SECONDS`. Log an error if some are not."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + TASKS_SECONDS
+    while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+        _, left = await asyncio.wait(tasks, timeout=max(0.0, until - loop.time()))
+        if left:
+            names = ", ".join(sorted(str(task.get_coro()) for task in left))
+            logger.error(
+                "asyncio tasks of InstructLab's callbacks are not done after %g s, and are cancelled: %s", TASKS_SECONDS, names
+            )
+            return
 
 
 def log_failure(method: Callable[..., Any], context: TrainingContext, error: BaseException) -> None:
