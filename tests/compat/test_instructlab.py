@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from bridges.loops import instructlab as own_loop  # type: ignore[import-not-found]  # pytest has its folder on the path
+from callsheet.callbacks import History
 from callsheet.compat.instructlab import (
     HOOK_NAMES,
     CallbackManager,
@@ -33,6 +34,7 @@ from callsheet.compat.instructlab import (
     run_training,
     serialize_callback,
 )
+from callsheet.compat.instructlab.job import job_of, rows_of
 from callsheet.errors import ConfigError, NotSupported
 from callsheet.loggers import JSONLLogger, read_metrics
 from callsheet.transport import TransportError
@@ -544,6 +546,20 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"messages": [{"role": "user", "content": "a" * i}, {"role": "assistant", "content": "b" * i}]} for i in range(1, 17)]
     (folder / "data.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return folder
+
+
+def test_a_resume_with_more_epochs_follows_the_new_schedule(base: Path, tmp_path: Path) -> None:
+    def rates(epochs: int, folder: str) -> dict[int, float]:
+        args = arguments(base, ckpt_output_dir=str(tmp_path / folder), num_epochs=epochs, learning_rate=1e-3, warmup_steps=1)
+        history = History()
+        job = job_of(args, *rows_of(args), [history])
+        job.setup()
+        job.run()
+        return dict(zip(history.steps("train/learning_rate"), history["train/learning_rate"], strict=True))
+
+    first, undisturbed, resumed = rates(1, "resumed"), rates(2, "undisturbed"), rates(2, "resumed")
+    assert list(first) == [1, 2, 3, 4]
+    assert resumed == pytest.approx(undisturbed | first)
 
 
 @pytest.mark.slow

@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from callsheet.errors import ConfigError
 
 
-class Warmup(LambdaLR):
+class _Schedule(LambdaLR):
+    """A schedule that may be longer or shorter after a resume. `LambdaLR` would keep the old schedule's rate for one step."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state. If this schedule has another rate at the present step, set that rate in the optimizer."""
+        super().load_state_dict(state_dict)
+        rates: list[Any] = [base * factor(self.last_epoch) for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)]
+        if rates != self._last_lr:  # otherwise keep the optimizer's rate, which a callback may have changed
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
+            self._last_lr = rates
+
+
+class Warmup(_Schedule):
     """A learning-rate schedule with linear warm-up, and then a constant rate.
 
     Args:
@@ -25,7 +43,7 @@ class Warmup(LambdaLR):
         super().__init__(optimizer, lambda step: min(1.0, (step + 1) / max(1, warmup_steps)))
 
 
-class WarmupCosine(LambdaLR):
+class WarmupCosine(_Schedule):
     """A learning-rate schedule with linear warm-up and cosine decay (Loshchilov and Hutter 2017, SGDR, without restarts).
 
     Args:
@@ -42,7 +60,7 @@ class WarmupCosine(LambdaLR):
         super().__init__(optimizer, _rise_and_fall(cosine, total_steps, warmup_steps, final))
 
 
-class WarmupLinear(LambdaLR):
+class WarmupLinear(_Schedule):
     """A learning-rate schedule with linear warm-up and linear decay.
 
     Args:
