@@ -471,6 +471,43 @@ def test_unsupported_or_invalid_arguments_are_rejected(
         arguments(tmp_path, **changes)
 
 
+def test_values_are_converted_to_the_types_of_the_fields_as_with_pydantic(tmp_path: Path) -> None:
+    given: dict[str, Any] = {
+        "learning_rate": "2e-5", "num_epochs": "3", "effective_batch_size": " 8 ", "warmup_steps": 2.0, "adamw_betas": ["0.8", 0.9],
+        "checkpoint_at_epoch": "no", "use_liger": "false", "validation_frequency": None, "model_path": tmp_path,
+        "lora": {"rank": "2", "dropout": "0.5"},
+    }  # fmt: skip
+    args = arguments(tmp_path, **given)
+    wanted = {"learning_rate": 2e-5, "num_epochs": 3, "effective_batch_size": 8, "warmup_steps": 2, "adamw_betas": (0.8, 0.9)}
+    wanted |= {"checkpoint_at_epoch": False, "use_liger": False, "validation_frequency": None, "model_path": str(tmp_path)}
+    for name, value in {**wanted, "lora": LoraOptions(rank=2, dropout=0.5)}.items():
+        assert (getattr(args, name), type(getattr(args, name))) == (value, type(value))
+    args.num_epochs = "5"  # type: ignore[assignment]  # a later change is converted by `check`
+    args.check()
+    assert args.num_epochs == 5
+    assert TorchrunArgs(nproc_per_node="2", nnodes="1").ranks == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("learning_rate", "fast", "a number"),
+        ("learning_rate", None, "a number"),
+        ("num_epochs", "1.5", "a whole number"),
+        ("save_samples", True, "a whole number"),
+        ("random_seed", "inf", "a whole number"),
+        ("adamw_betas", (0.9, 0.95, 1.0), "two numbers"),
+        ("checkpoint_at_epoch", "maybe", "True or False"),
+        ("checkpoint_at_epoch", [], "True or False"),
+        ("data_path", 3, "a string"),
+        ("lora", 4, r"LoraOptions\(...\)"),
+    ],
+)
+def test_values_of_a_wrong_type_are_rejected_by_name(name: str, value: Any, wanted: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}=.*: give {wanted}$"):
+        arguments(tmp_path, **{name: value})
+
+
 def test_supported_arguments_are_accepted_and_later_changes_are_checked(tmp_path: Path) -> None:
     arguments(
         tmp_path,

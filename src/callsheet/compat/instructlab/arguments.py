@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
@@ -44,6 +45,7 @@ class LoraOptions(HasModelFields):
     quantize_data_type: Any = None
 
     def __post_init__(self) -> None:
+        self.convert_fields()
         if getattr(self.quantize_data_type, "value", self.quantize_data_type) is not None:
             raise ConfigError("quantize_data_type: adapters over quantized weights are not supported; leave it out")
 
@@ -73,6 +75,9 @@ class TorchrunArgs(HasModelFields):
     master_port: int | None = None
 
     def __post_init__(self) -> None:
+        self.convert_fields()
+        if isinstance(self.nproc_per_node, str) and self.nproc_per_node.strip().isdigit():
+            self.nproc_per_node = int(self.nproc_per_node)
         if self.rdzv_endpoint and self.master_addr:
             raise ConfigError("Provide either `rdzv_endpoint` OR both `master_addr` and `master_port`, not both.")
         if self.nnodes != 1 or self.node_rank != 0:
@@ -201,7 +206,7 @@ class TrainingArgs(HasModelFields):
     random_seed: int = 42
     checkpoint_at_epoch: bool = True
     keep_last_checkpoint_only: bool = False
-    disable_flash_attn: bool = False
+    disable_flash_attn: bool | None = False
     lora: LoraOptions | None = None
     validation_split: float = 0.0
     validation_frequency: int | None = None
@@ -241,18 +246,24 @@ class TrainingArgs(HasModelFields):
         self.check()
 
     def check(self) -> None:
-        """Check that all fields are valid. The constructor calls this. Callers must call it again after fields may have changed.
+        """Convert all fields to their types, as pydantic does in InstructLab, and check that they are valid. The constructor calls this. Callers must call it again after fields may have changed.
 
         Raises:
             ConfigError: a field is not supported or cannot work; the message names it.
             TypeError: something in `callbacks` is not a callback.
         """
+        self.convert_fields()
+        lora: Any = self.lora
+        if isinstance(lora, Mapping):
+            self.lora = LoraOptions(**lora)
+        elif lora is not None and not isinstance(lora, LoraOptions):
+            raise ConfigError(f"lora={lora!r}: give LoraOptions(...)")
         for name, value in _UNSUPPORTED_DEFAULTS.items():
             given = getattr(self, name)
             if getattr(given, "value", given) != getattr(value, "value", value):
                 raise ConfigError(f"{name}={given!r} is not supported; {_HINTS.get(name, 'leave it out')}")
         for name in ("max_seq_len", "max_batch_len", "effective_batch_size", "num_epochs"):
-            if isinstance(number := getattr(self, name), bool) or not isinstance(number, int) or number < 1:
+            if (number := getattr(self, name)) < 1:
                 raise ConfigError(f"{name}={number!r}: give a whole number above 0")
         if self.max_batch_len < self.max_seq_len:
             raise ConfigError(

@@ -1,13 +1,17 @@
-"""Gives dataclasses pydantic's `model_fields` and `model_dump()`, which code for InstructLab uses.
+"""Gives dataclasses pydantic's `model_fields`, `model_dump()` and conversion of values, which code for InstructLab uses.
 
 pydantic need not be installed.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from types import MappingProxyType
-from typing import Any, ClassVar
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, ClassVar, get_args, get_type_hints
+
+from callsheet.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,7 @@ class _ModelFields:
 
 
 class HasModelFields:
-    """The base of InstructLab's argument classes: it gives them pydantic's `model_fields` and `model_dump`."""
+    """The base of InstructLab's argument classes: it gives them pydantic's `model_fields`, `model_dump` and conversion of values."""
 
     model_fields: ClassVar[Any] = _ModelFields()
 
@@ -46,6 +50,76 @@ class HasModelFields:
         given: Any = self
         kept = [each.name for each in fields(given) if not each.metadata.get("exclude")]
         return {name: _dumped(getattr(self, name)) for name in kept}
+
+    def convert_fields(self) -> None:
+        """Convert the fields to their types, as pydantic does: the string "2e-5" to a float, for example.
+
+        Fields of other types than numbers, truth values, strings and pairs of numbers are left as they are.
+
+        Raises:
+            ConfigError: a value cannot be converted; the message names the field.
+        """
+        for name, kind in get_type_hints(type(self)).items():
+            convert = _CONVERTERS.get(_without_none(kind))
+            value = getattr(self, name, None)
+            if convert is None or (value is None and kind != _without_none(kind)):
+                continue
+            change, wanted = convert
+            try:
+                setattr(self, name, change(value))
+            except (TypeError, ValueError, KeyError, OverflowError):
+                raise ConfigError(f"{name}={value!r}: give {wanted}") from None
+
+
+def _without_none(kind: Any) -> Any:
+    """Return the type `X` of `X | None`, and any other type unchanged."""
+    kinds = [each for each in get_args(kind) if each is not NoneType]
+    return kinds[0] if isinstance(kind, UnionType) and len(kinds) == 1 else kind
+
+
+def _whole_number(value: Any) -> int:
+    if not isinstance(value, (bool, str)) and hasattr(value, "__index__"):
+        return int(value)
+    if isinstance(value, str) and value.strip().isdecimal():
+        return int(value)
+    number = _number(value)
+    if not number.is_integer():
+        raise ValueError
+    return int(number)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError
+    return float(value)
+
+
+def _truth_value(value: Any) -> bool:
+    return _TRUTH_VALUES[value.strip().lower() if isinstance(value, str) else value]
+
+
+def _text(value: Any) -> str:
+    return os.fsdecode(value)
+
+
+def _numbers(value: Any) -> tuple[float, float]:
+    first, second = value
+    return _number(first), _number(second)
+
+
+_TRUTH_VALUES: dict[Any, bool] = {
+    **dict.fromkeys((0, "0", "false", "f", "no", "n", "off"), False),
+    **dict.fromkeys((1, "1", "true", "t", "yes", "y", "on"), True),
+}
+
+_CONVERTERS: dict[Any, tuple[Callable[[Any], Any], str]] = {
+    int: (_whole_number, "a whole number"),
+    float: (_number, "a number"),
+    bool: (_truth_value, "True or False"),
+    str: (_text, "a string"),
+    tuple[float, float]: (_numbers, "two numbers"),
+}
+"""For each type of fields that are converted, the function that converts, and what a message asks for."""
 
 
 def _info(field: Field[Any]) -> FieldInfo:
