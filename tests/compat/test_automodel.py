@@ -347,6 +347,15 @@ def test_a_run_that_a_callback_stopped_is_resumed(tmp_path: Path) -> None:
     assert stopped.losses + rest.losses == whole.losses
 
 
+def test_a_resume_with_other_values_says_what_to_set_in_the_configuration(tmp_path: Path) -> None:
+    run(llm(tmp_path))
+    cfg = llm(tmp_path)
+    cfg["optimizer"]["weight_decay"] = 0.5
+    with pytest.raises(ConfigError, match=r"weight_decay.*; another checkpoint\.checkpoint_dir starts a new run$") as found:
+        run(cfg)
+    assert "--" not in str(found.value)
+
+
 @pytest.mark.parametrize(("how", "events"), [("max_steps", ["validation", "checkpoint 0"]), ("sigterm_flag", ["checkpoint 0"])])
 def test_a_stop_of_a_callback_saves_a_checkpoint(how: str, events: list[str], tmp_path: Path) -> None:
     """As in AutoModel, where a step at which `max_steps` is reached is validated and saved, and one with `sigterm_flag` is saved."""

@@ -455,6 +455,18 @@ def test_pretrain_saves_the_states_of_its_callbacks(config: ConfigContainer) -> 
     assert (first.steps, second.steps) == (6, 6)
 
 
+def test_a_resume_with_other_values_says_what_to_set_in_the_configuration(config: ConfigContainer) -> None:
+    pretrain(config, forward_step)
+    config.optimizer.weight_decay = 0.5
+    with pytest.raises(
+        ConfigError, match=r"weight_decay.*; checkpoint\.load=None sets .*; another checkpoint\.save starts"
+    ) as found:
+        pretrain(config, forward_step)
+    assert "--" not in str(found.value)
+    config.checkpoint.load = None
+    assert pretrain(config, forward_step).trainer.state.timestamp.batch == 6
+
+
 def test_pretrain_resumes_from_the_checkpoint_of_another_run(
     config: ConfigContainer, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -196,9 +196,7 @@ class Distill(Finetune):
                 kept.rename(self.folder / TEACHER_FOLDER)
             is_there = exported.exists()  # a folder with this name is complete, because an export gets this name only at its end
             if not is_there and find_checkpoints(self.folder / "checkpoints").checkpoints:
-                raise ConfigError(
-                    f"{self.folder} is to be resumed, but its teacher is not in {exported}; --resume new starts a new run with a new teacher"
-                )
+                raise ConfigError(f"{self.folder} is to be resumed, but its teacher is not in {exported}; {self.new_run_hint}")
             return is_there
 
         if not of_rank_zero(self.ranks, look, timeout=self.config.timeout_seconds):

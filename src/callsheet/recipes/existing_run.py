@@ -27,6 +27,9 @@ _MAX_SHOWN_VALUES, _MAX_VALUE_CHARACTERS = 4, 60
 NEW = "new"
 """The value of `resume` with which the folder of an earlier run is renamed, and a new run starts."""
 
+NEW_RUN_HINT = "--resume new sets the run aside and starts a new one; --run_name NAME starts another beside it"
+"""How to start a new run on the command line, for messages."""
+
 
 def of_rank_zero(ranks: Ranks, decide: Callable[[], Any], *, timeout: float) -> Any:
     """Call `decide` on rank 0, and return its result on all ranks. The result must be plain data.
@@ -110,15 +113,18 @@ def resumable(folder: Path, resume: str) -> str | None:
     return resume
 
 
-def reject_another_job(path: Path, resolved: str, may_change: Collection[str]) -> None:
+def reject_another_job(path: Path, resolved: str, may_change: Collection[str], hint: str = NEW_RUN_HINT) -> None:
     """Raise ConfigError if the run would be resumed with another model, other data or another optimizer.
+
+    Args:
+        hint: says how to start a new run.
 
     Raises:
         ConfigError: the configuration at `path` cannot be read, or differs from `resolved` in a key that is not in `may_change`.
     """
     if not resolved or not path.exists():
         return
-    before, now = with_current_names(_settings_in(path)), yaml.safe_load(resolved)
+    before, now = with_current_names(_settings_in(path, hint)), yaml.safe_load(resolved)
     changed = sorted(key for key in now if key not in may_change and now[key] != before.get(key))
     if changed:
         values = [each for key in changed for each in _differences(key, before.get(key), now[key])]
@@ -126,16 +132,15 @@ def reject_another_job(path: Path, resolved: str, may_change: Collection[str]) -
             f"; and {len(values) - _MAX_SHOWN_VALUES} more" if len(values) > _MAX_SHOWN_VALUES else ""
         )
         raise ConfigError(
-            f"{path.parent} holds a run with another {', '.join(changed)} ({shown}). Give the run's own values to resume it; --resume new "
-            "sets it aside and starts a new run; --run_name NAME starts another beside it"
+            f"{path.parent} holds a run with another {', '.join(changed)} ({shown}). Give the run's own values to resume it; {hint}"
         )
 
 
-def _settings_in(path: Path) -> Mapping[str, Any]:
+def _settings_in(path: Path, hint: str) -> Mapping[str, Any]:
     """Return the settings with which a run was trained, from its configuration file."""
     way_out = (
         "the file holds the values that the run was trained with: restore it, or delete it to resume the run without comparing them; "
-        "--resume new sets the run aside and starts a new one"
+        + hint
     )
     try:
         settings = read_yaml(path)

@@ -27,7 +27,7 @@ from callsheet.core.working import working
 from callsheet.errors import ConfigError, NonFiniteError, RunInUseError
 from callsheet.loggers.support.file_names import replace_file
 from callsheet.loggers.support.json_text import json_text
-from callsheet.recipes.existing_run import NEW, of_rank_zero, reject_another_job, resumable, set_aside
+from callsheet.recipes.existing_run import NEW, NEW_RUN_HINT, of_rank_zero, reject_another_job, resumable, set_aside
 from callsheet.recipes.job import JobConfig
 from callsheet.recipes.settings import as_file, settings_of
 from callsheet.run.run_lock import RunLock
@@ -70,6 +70,8 @@ class Recipe(Generic[AnyConfig]):
 
     Config: ClassVar[type[JobConfig]] = JobConfig
     results_are_in: ClassVar[str] = "the results"
+    new_run_hint: str = NEW_RUN_HINT
+    """How to start a new run if a run cannot be resumed, for messages. Set it if the user's program has other names for the settings."""
 
     def __init__(
         self,
@@ -204,7 +206,7 @@ class Recipe(Generic[AnyConfig]):
                 aside = set_aside(folder)
                 return [None, str(aside) if aside is not None else None]
             if resume == "auto":
-                reject_another_job(folder / "config.yaml", written, config.may_change)
+                reject_another_job(folder / "config.yaml", written, config.may_change, self.new_run_hint)
             return [resume, None]
 
         try:

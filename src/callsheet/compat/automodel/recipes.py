@@ -179,6 +179,7 @@ class BaseRecipe:
         """Set up the recipe, and resume from a checkpoint if there is one."""
         try:
             self.recipe = self.RECIPE_CLASS(self._config, self._callbacks)
+            self.recipe.new_run_hint = "another checkpoint.checkpoint_dir starts a new run"
             self.recipe.setup()
         except BaseException as error:
             self._guest.fire_exception(error)

@@ -50,6 +50,7 @@ def job_of(args: TrainingArgs, train: str, validation: str | None, callbacks: li
 class Training(Finetune):
     """The recipe `finetune`, with a learning-rate schedule over all steps of the training."""
 
+    new_run_hint = "another ckpt_output_dir starts a new run"
     args: TrainingArgs | None = None
     """The arguments of `run_training`; None if an existing run is only opened, for example to export its model."""
 

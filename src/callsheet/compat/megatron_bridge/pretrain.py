@@ -99,6 +99,7 @@ def _run(recipe: Pretrain, config: ConfigContainer, state: GlobalState) -> None:
 class BridgePretrain(Pretrain):
     """callsheet's recipe `pretrain`, with a model that has the call signature of Megatron's `GPTModel`."""
 
+    new_run_hint = "checkpoint.load=None sets the run aside and starts a new one; another checkpoint.save starts one beside it"
     state: GlobalState
 
     def make_model(self) -> nn.Module:
