@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from torch.utils.data import DataLoader
 
 from callsheet.errors import ConfigError
@@ -48,6 +49,28 @@ def test_each_row_has_its_file_and_line(tmp_path: Path) -> None:
     assert isinstance(table, Table)
     assert [place for place, _ in table.places()] == [f"{one}:1", f"{one}:3", f"{other}:1"]
     assert [row["text"] for row in table] == ["1", "2", "3"]
+
+
+CALLS = [
+    {"name": "add", "arguments": {"a": 1, "b": None}},
+    {"name": "say", "arguments": {"text": "hi"}},
+    {"name": "stop", "arguments": {}},
+]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_objects_of_a_parquet_file_have_only_their_own_keys(streaming: bool, tmp_path: Path) -> None:
+    table = Dataset.from_list([{"messages": [{"role": "assistant", "tool_calls": [call]}], "text": None} for call in CALLS])
+    table.to_parquet(tmp_path / "calls.parquet")
+    own = [{"name": "add", "arguments": {"a": 1}}, *CALLS[1:]]
+    rows = Rows(str(tmp_path / "calls.parquet"), streaming=streaming).read(["text"])
+    assert list(rows) == [{"messages": [{"role": "assistant", "tool_calls": [call]}], "text": None} for call in own]
+    assert [row for _, row in rows.places()] == list(rows)
+
+
+def test_a_line_of_json_keeps_its_null_keys(tmp_path: Path) -> None:
+    (tmp_path / "calls.jsonl").write_text("".join(json.dumps({"call": call}) + "\n" for call in CALLS))
+    assert [row["call"] for row in Rows(str(tmp_path / "calls.jsonl")).read(["call"])] == CALLS
 
 
 def test_the_name_of_a_file_may_have_brackets(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ class LineTable(Table):
 
 
 class DatasetTable(Table):
-    """A table of rows from a dataset of the library `datasets`."""
+    """A table of rows from a dataset of the library `datasets`, without the null keys that Arrow adds (see `_own_keys`)."""
 
     def __init__(self, dataset: Any, path: str) -> None:
         self._dataset = dataset
@@ -193,7 +193,7 @@ class DatasetTable(Table):
         return len(self._dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._dataset[index]
+        return _own_row(self._dataset[index], self._dataset.features)
 
     def place(self, index: int) -> str:
         """Return the data's path and the row's number, counted from 1."""
@@ -201,7 +201,7 @@ class DatasetTable(Table):
 
 
 class Stream(IterableDataset[Any]):
-    """Rows that can only be read in sequence.
+    """Rows that can only be read in sequence, without the null keys that Arrow adds (see `_own_keys`).
 
     A resumed run reads the rows again that it had already used, and skips them.
     """
@@ -211,11 +211,12 @@ class Stream(IterableDataset[Any]):
         self._path = path
 
     def __iter__(self) -> Iterator[Row]:
-        return iter(self._source)
+        features = self._source.features
+        return (_own_row(row, features) for row in self._source)
 
     def places(self) -> Iterator[tuple[str, Row]]:
         """Yield each row with its place, such as `train.jsonl:17`, for error messages."""
-        return ((f"{self._path}, row {number}", row) for number, row in enumerate(self._source, 1))
+        return ((f"{self._path}, row {number}", row) for number, row in enumerate(self, 1))
 
 
 class Prepared(Dataset[Any]):
@@ -262,6 +263,29 @@ def check_columns(place: str, there: Collection[str], wanted: Collection[str]) -
     for column in wanted:
         if column not in there:
             reject(place, f"there is no column {column!r}{did_you_mean(column, there)} (it has {', '.join(there) or 'none'})")
+
+
+def _own_row(row: Row, features: Mapping[str, Any] | None) -> Row:
+    """Return a row of the library `datasets`. Its values have only their own keys; the row itself keeps all columns."""
+    return {name: _own_keys(value, (features or {}).get(name)) for name, value in row.items()}
+
+
+def _own_keys(value: Any, feature: Any) -> Any:
+    """Return the value without the keys that only other rows have.
+
+    In an Arrow column of objects (a struct), every object has the keys of all rows. A key that an object did not have is null there,
+    and cannot be distinguished from a key that was null. Therefore, all null keys of objects are removed.
+
+    Args:
+        value: a value that `datasets` has read.
+        feature: its type, as `datasets` describes it: a dictionary for a struct; None if `datasets` does not know the type.
+    """
+    if isinstance(value, Mapping) and (feature is None or isinstance(feature, Mapping)):
+        return {name: _own_keys(part, (feature or {}).get(name)) for name, part in value.items() if part is not None}
+    item = getattr(feature, "feature", None)  # the type of the items, if `feature` describes a list
+    if isinstance(value, list) and (feature is None or item is not None):
+        return [_own_keys(part, item) for part in value]
+    return value
 
 
 def _parsed(line: bytes, place: str) -> dict[str, Any]:
