@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from torch.utils.data import DataLoader
 
 from callsheet.errors import ConfigError
@@ -71,6 +71,22 @@ def test_objects_of_a_parquet_file_have_only_their_own_keys(streaming: bool, tmp
 def test_a_line_of_json_keeps_its_null_keys(tmp_path: Path) -> None:
     (tmp_path / "calls.jsonl").write_text("".join(json.dumps({"call": call}) + "\n" for call in CALLS))
     assert [row["call"] for row in Rows(str(tmp_path / "calls.jsonl")).read(["call"])] == CALLS
+
+
+def test_a_folder_of_json_lines_and_parquet_files_is_rejected(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", ["a"])
+    Dataset.from_list([{"text": "b"}]).to_parquet(tmp_path / "b.parquet")
+    for path in (str(tmp_path), str(tmp_path / "*")):
+        with pytest.raises(
+            ConfigError, match=r"files of JSON lines and Parquet files, such as a\.jsonl and b\.parquet; give a pattern"
+        ):
+            Rows(path).read(["text"])
+    assert texts_of(Rows(str(tmp_path / "*.parquet"))) == ["b"]
+
+
+def test_a_folder_that_datasets_saved_is_read_by_split(tmp_path: Path) -> None:
+    DatasetDict({name: Dataset.from_list([{"text": name}]) for name in ("train", "test")}).save_to_disk(tmp_path / "saved")
+    assert texts_of(Rows(str(tmp_path / "saved"), split="test")) == ["test"]
 
 
 def test_the_name_of_a_file_may_have_brackets(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from torch.utils.data import Dataset, IterableDataset
 from callsheet.errors import ConfigError, did_you_mean
 
 _JSON_ENDINGS = (".jsonl", ".ndjson", ".json")
+_FILES_OF_DATASETS = ("metadata.jsonl", "dataset_info.json", "dataset_dict.json")
+"""Files that mark a folder which only the library `datasets` can read."""
 _SPLIT_PREFIXES = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
 """For each split of a dataset, the prefixes of its file names, such as `valid` for `validation`."""
 
@@ -60,7 +62,7 @@ class Rows:
             columns: the columns that every row must have.
 
         Raises:
-            ConfigError: there are no rows, a line is not a JSON object, or a column is missing.
+            ConfigError: there are no rows, a line is not a JSON object, a column is missing, or the files are of several kinds.
         """
         if self.limit is not None and self.limit < 1:
             raise ConfigError(f"limit={self.limit}: give 1 or more rows")
@@ -68,6 +70,7 @@ class Rows:
         files = sorted(glob.glob(self.path)) if is_pattern else self._of_folder() or [self.path]
         if is_pattern and not files:
             raise ConfigError(f"no file matches {self.path}")
+        self._check_kinds(files)
         if all(file.endswith(_JSON_ENDINGS) for file in files) and not self.streaming:
             return LineTable([Path(file) for file in files], columns, self.limit)
         return self._dataset(files, columns)
@@ -75,8 +78,9 @@ class Rows:
     def _of_folder(self) -> list[str]:
         """Return the JSON-lines files in the folder `path`. If file names begin with splits' names, return only `split`'s files."""
         folder = Path(self.path)
-        if not folder.is_dir() or (folder / "metadata.jsonl").exists() or (folder / "dataset_info.json").exists():
+        if not folder.is_dir() or any((folder / name).exists() for name in _FILES_OF_DATASETS):
             return []
+        self._check_kinds(sorted(map(str, folder.iterdir())))
         found = sorted(file for file in folder.iterdir() if file.suffix in _JSON_ENDINGS)
         split = _SPLIT_PREFIXES.get(self.split, (self.split,))
         if mine := [file for file in found if file.name.startswith(split)]:
@@ -91,6 +95,15 @@ class Rows:
                 f"{self.path} has no file of the split {self.split!r}, but has {', '.join(named)}; name another split, or give a file as the path"
             )
         return [str(file) for file in found]
+
+    def _check_kinds(self, files: Sequence[str]) -> None:
+        """Raise ConfigError if some of the files have JSON lines and others are Parquet files."""
+        lines, parquet = (next((file for file in files if file.endswith(ending)), None) for ending in (_JSON_ENDINGS, ".parquet"))
+        if lines is not None and parquet is not None:
+            raise ConfigError(
+                f"{self.path} has files of JSON lines and Parquet files, such as {Path(lines).name} and {Path(parquet).name}; give a "
+                f"pattern for one kind as the path, such as {Path(parquet).parent / '*.parquet'}"
+            )
 
     def _dataset(self, files: list[str], columns: Collection[str]) -> Table | Stream:
         import datasets
