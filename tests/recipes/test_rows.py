@@ -73,6 +73,17 @@ def test_a_line_of_json_keeps_its_null_keys(tmp_path: Path) -> None:
     assert [row["call"] for row in Rows(str(tmp_path / "calls.jsonl")).read(["call"])] == CALLS
 
 
+def test_half_of_a_surrogate_pair_is_rejected_with_its_line(tmp_path: Path) -> None:
+    whole = write(tmp_path / "whole.jsonl", ["\U0001f600", "\\ud83d"])  # a pair, and a backslash with text
+    assert texts_of(Rows(whole)) == ["\U0001f600", "\\ud83d"]
+    half = write(tmp_path / "half.jsonl", ["a", "\ud83d"])
+    with pytest.raises(ConfigError, match=r"half\.jsonl:2: this line has half of a surrogate pair, '\\ud83d'"):
+        Rows(half).read(["text"])
+    Path(half).write_bytes(b'{"text": "\xed\xa0\xbd"}\n')
+    with pytest.raises(ConfigError, match=r"half\.jsonl:1: this line has half of a surrogate pair"):
+        Rows(half).read(["text"])
+
+
 def test_a_folder_of_json_lines_and_parquet_files_is_rejected(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", ["a"])
     Dataset.from_list([{"text": "b"}]).to_parquet(tmp_path / "b.parquet")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import json
 import mmap
+import re
 from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,10 @@ _FILES_OF_DATASETS = ("metadata.jsonl", "dataset_info.json", "dataset_dict.json"
 """Files that mark a folder which only the library `datasets` can read."""
 _SPLIT_PREFIXES = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
 """For each split of a dataset, the prefixes of its file names, such as `valid` for `validation`."""
+_SURROGATE_PATTERN = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+"""Matches each part of a surrogate pair in the bytes of a JSON text."""
+_LONE_SURROGATE_PATTERN = re.compile("[\ud800-\udfff]")
+"""Matches a part of a surrogate pair in a parsed JSON text. The parser has combined the parts of whole pairs to one character."""
 
 Row = Mapping[str, Any]
 Transform = Callable[["Row", str], Any]
@@ -304,10 +309,14 @@ def _own_keys(value: Any, feature: Any) -> Any:
 def _parsed(line: bytes, place: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
+        may_have_half = _SURROGATE_PATTERN.search(line) is not None
+        half = _LONE_SURROGATE_PATTERN.search(json.dumps(row, ensure_ascii=False)) if may_have_half else None
     except ValueError as error:  # the line is not JSON or not UTF-8
         reject(place, f"this line is not JSON: {error}; give one JSON object per line")
     except RecursionError:
         reject(place, "the values of this line are nested too deeply to be read; give one flat JSON object per line")
+    if half is not None:
+        reject(place, f"this line has half of a surrogate pair, {half.group()!a}, which is not a character; remove it")
     if not isinstance(row, dict):
         reject(place, f"this line is a JSON {type(row).__name__}, not an object; give an object with a value for each column")
     return row
