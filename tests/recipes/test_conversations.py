@@ -61,6 +61,36 @@ def test_without_marks_the_tokens_that_each_answer_adds_are_targets(tmp_path: Pa
     assert tokenizer.decode(conversations.example({"messages": TALK}, "here:1").ids).startswith(prompt)
 
 
+STRICT = "{% if messages[0].role == 'system' %}{% else %}{{ '<|im_start|>system\\nHelp.<|im_end|>\\n' }}{% endif %}" + CHATML
+"""A template with a default system message, which cannot render an empty list of messages."""
+
+
+@pytest.mark.parametrize("template", [CHATML, STRICT])
+def test_a_chat_may_begin_with_an_answer(template: str, tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text(template)
+    tokenizer = byte_tokenizer()
+    conversations = Conversations(tokenizer, template=str(tmp_path / "own.jinja"))
+    opening = {"role": "assistant", "content": "Hello!"}
+    assert target_texts(tokenizer, conversations, {"messages": [opening, *TALK[1:3]]}) == [
+        "Hello!<|im_end|>\n",
+        "Zoë, 你好<|im_end|>\n",
+    ]
+    prompt = tokenizer.decode(conversations.prompt({"messages": [opening]}, "here:1"))
+    assert prompt.endswith("<|im_start|>assistant\n")
+    assert tokenizer.decode(conversations.example({"messages": [opening]}, "here:1").ids) == prompt + "Hello!<|im_end|>\n"
+
+
+def test_a_first_answer_whose_start_the_template_does_not_mark_is_rejected_if_it_must_be_located(tmp_path: Path) -> None:
+    (tmp_path / "bare.jinja").write_text(
+        "{% for message in messages %}{{ message.role + ': ' + message.content + ';' }}{% endfor %}"
+    )
+    tokenizer, row = byte_tokenizer(), {"messages": [TALK[2], *TALK[1:3]]}
+    with pytest.raises(ConfigError, match=r"here:1: its first message is the assistant's, .* begin with a user's message"):
+        Conversations(tokenizer, template=str(tmp_path / "bare.jinja")).example(row, "here:1")
+    whole = Conversations(tokenizer, template=str(tmp_path / "bare.jinja"), completion_only=False)
+    assert target_texts(tokenizer, whole, row) == ["assistant: Zoë, 你好;user: Wie heißt du?;assistant: Zoë, 你好;"]
+
+
 def test_a_template_that_changes_earlier_messages_is_rejected_if_targets_depend_on_them(tmp_path: Path) -> None:
     (tmp_path / "forgetful.jinja").write_text(FORGETFUL)
     tokenizer = byte_tokenizer()

@@ -41,8 +41,8 @@ class Conversations:
 
     The assistant's messages count in the loss, including the tokens with which the template ends a message. If the template has
     blocks `{% generation %}`, only the text inside the blocks counts. Otherwise, each of the
-    assistant's messages counts with the text that it adds when it is rendered after the messages before it. A plain text counts as
-    a whole.
+    assistant's messages counts with the text that it adds when it is rendered after the messages before it; if the chat begins with
+    one, this message counts from where the template starts an answer. A plain text counts as a whole.
 
     Args:
         tokenizer: a tokenizer of transformers.
@@ -98,9 +98,12 @@ class Conversations:
         """
         row = _without_none(row)
         if "messages" in row or _is_chat(row.get("prompt")):
-            messages, tools = _conversation({**row, "completion": []}, place)
+            given, tools = _conversation({**row, "completion": []}, place)
+            messages = given
             while messages and messages[-1]["role"] == "assistant":
                 messages = messages[:-1]
+            if not messages:  # the model is to begin the chat
+                return self._ids(self._before_first(self._rendered(given, tools, place), tools, place))
             return self._ids(self._rendered(messages, tools, place, add_generation_prompt=True))
         if "prompt" not in row:
             reject(place, f"there is no prompt in the columns {', '.join(row) or '(none)'}; give `messages` or `prompt`")
@@ -112,10 +115,12 @@ class Conversations:
     def _of_chat(self, messages: Sequence[Message], tools: Any, place: str) -> Example:
         if not any(message["role"] == "assistant" for message in messages):
             reject(place, "it has no message of the assistant, so there is nothing to learn; give one with the role `assistant`")
-        text, spans = self._answers(messages, tools, place)
+        # The answers are located only if they are needed: some templates render chats whose answers cannot be located.
+        is_whole = not self._completion_only
+        text, spans = (self._rendered(messages, tools, place), []) if is_whole else self._answers(messages, tools, place)
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids = encoded["input_ids"]
-        if not self._completion_only:
+        if is_whole:
             return Example(ids, [True] * len(ids))
         is_target = [False] * len(ids)
         token = iter(enumerate(start for start, _ in encoded["offset_mapping"]))
@@ -137,8 +142,12 @@ class Conversations:
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._rendered(messages[:i], tools, place, add_generation_prompt=True) if i else ""
             after = self._rendered(messages[: i + 1], tools, place) if i + 1 < len(messages) else text
+            before = (
+                self._rendered(messages[:i], tools, place, add_generation_prompt=True)
+                if i
+                else self._before_first(after, tools, place)
+            )
             if not (before and text.startswith(before) and text.startswith(after) and len(before) < len(after)):
                 reject(
                     place,
@@ -148,6 +157,23 @@ class Conversations:
                 )
             found.append((len(before), len(after)))
         return text, found
+
+    def _before_first(self, text: str, tools: Any, place: str) -> str:
+        """Return the beginning of `text`, a rendered first message of the assistant: what the template adds before its content.
+
+        Many templates cannot render an empty list of messages. Therefore, search for the start of an answer, as the template renders
+        it after a user's message.
+        """
+        asked = [_user("?")]
+        begun = self._rendered(asked, tools, place, add_generation_prompt=True)
+        start = begun.removeprefix(self._rendered(asked, tools, place))
+        if not start or start not in text:
+            reject(
+                place,
+                "its first message is the assistant's, and the chat template does not mark where this answer starts; begin with a "
+                "user's message, or put {% generation %} around the assistant's messages in the template (chat_template)",
+            )
+        return text[: text.index(start) + len(start)]
 
     def _marked(self, messages: Sequence[Message], tools: Any, template: str, place: str) -> tuple[str, list[Span]]:
         from transformers.utils.chat_template_utils import render_jinja_template
