@@ -175,6 +175,22 @@ def test_the_reason_of_a_stop_is_printed_without_a_logger_that_prints_it(
 
 
 @pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        ("{class_path: torch.optim.AdamW, init_args: {lr: -1}}", "it cannot be created: ValueError: Invalid learning rate: -1.0"),
+        ("torch.optim.LBFGS", "LBFGS needs a closure"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_used_is_rejected_by_its_key(
+    optimizer: str, message: str, recipe_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "tiny.yaml", f"--optimizer={optimizer}"]) == 2
+    err = capsys.readouterr().err
+    assert err.splitlines()[-1].startswith(f"callsheet: optimizer: {message}")
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
     ("name", "hint"), [("lr", "; did you mean 'optimizer.lr'?"), ("loss", "; did you mean 'train/loss'?"), ("zz", "")]
 )
 def test_a_dotted_name_is_suggested_by_its_last_part(name: str, hint: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from callsheet import Callback, CallsheetError, Context, Outcome, Trainer
@@ -100,6 +101,15 @@ other_model = nn.Linear(2, 1)
         ({"optimizer": sgd(list(other_model.parameters()))}, r"the optimizer holds parameters that are not the model's.*lambda"),
         ({"optimizer": "adamw"}, r"optimizer='adamw': give a torch optimizer, or a function of the parameters, such as lambda"),
         ({"optimizer": lambda parameters: "adam"}, r"optimizer is or returned str; give a torch optimizer, or a function"),
+        (
+            {"optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=-1.0)},
+            r"^optimizer: it cannot be created: ValueError: Invalid learning rate: -1\.0; give other arguments",
+        ),
+        ({"optimizer": torch.optim.LBFGS}, r"^optimizer: LBFGS needs a closure .* give another optimizer"),
+        (
+            {"scheduler": lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=-1)},
+            r"^scheduler: it cannot be created: ValueError: Expected positive integer total_steps",
+        ),
         ({"task": None}, r"task=None: give a loss function of \(outputs, targets\)"),
         ({"task": nn.MSELoss}, r"task=.*MSELoss.*give a loss function"),
         ({"task": "mse"}, r"task='mse'"),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import secrets
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from callsheet.core.background import inner
 from callsheet.core.callback import Callback, label_of
 from callsheet.core.ranks import Ranks
 from callsheet.core.time import Interval, Time, TimeUnit
-from callsheet.errors import ConfigError
+from callsheet.errors import CallsheetError, ConfigError
 from callsheet.loggers import ConsoleLogger, ProgressBarLogger
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.run.run_guard import checked_lock_timeout
@@ -262,10 +263,16 @@ def checked_optimizer(given: Any, model: nn.Module) -> Optimizer:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trained:
             raise ConfigError("the model has no trainable parameter (requires_grad), so there is nothing to optimize")
-        optimizer = given(trained)
+        optimizer = _made("optimizer", given, trained)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             f"optimizer is or returned {type(optimizer).__name__}; give a torch optimizer, or a function of the parameters"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigError(
+            f"optimizer: {type(optimizer).__name__} needs a closure that computes the loss several times in a step, which the Trainer does "
+            "not pass; give another optimizer, or write the loop yourself with callsheet.attach"
         )
     ours = {id(parameter) for parameter in model.parameters()}
     if any(id(parameter) not in ours for group in optimizer.param_groups for parameter in group["params"]):
@@ -274,6 +281,17 @@ def checked_optimizer(given: Any, model: nn.Module) -> Optimizer:
             "give a function instead, which is called once the model is final: optimizer=lambda params: AdamW(params, lr=...)"
         )
     return optimizer
+
+
+def _made(name: str, function: Callable[[Any], Any], argument: Any) -> Any:
+    """Return what the function for the optimizer or scheduler makes. Raise ConfigError with its message if it rejects its arguments."""
+    try:
+        return function(argument)
+    except CallsheetError:
+        raise
+    # torch raises RuntimeError for options that exclude each other, or that a device does not support.
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{name}: it cannot be created: {type(error).__name__}: {error}; give other arguments") from error
 
 
 def checked_scheduler(given: Any, optimizer: Optimizer | None) -> LRScheduler:
@@ -285,10 +303,7 @@ def checked_scheduler(given: Any, optimizer: Optimizer | None) -> LRScheduler:
         raise ConfigError("a scheduler needs an optimizer; pass both to the Trainer")
     scheduler = given
     if callable(given) and not isinstance(given, LRScheduler):
-        try:
-            scheduler = given(optimizer)
-        except TypeError as error:
-            raise ConfigError(f"scheduler={given!r} cannot be called with the optimizer alone: {error}") from error
+        scheduler = _made("scheduler", given, optimizer)
     if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
         kind = type(scheduler).__name__
         raise ConfigError(
