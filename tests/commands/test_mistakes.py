@@ -174,6 +174,31 @@ def test_the_reason_of_a_stop_is_printed_without_a_logger_that_prints_it(
     assert " ended " in capsys.readouterr().out  # no logger has printed the outcome
 
 
+@pytest.mark.parametrize("number", [".nan", ".inf"])
+@pytest.mark.parametrize(
+    ("recipe", "key"),
+    [
+        ("finetune", "temperature"),
+        ("pretrain", "temperature"),
+        ("pretrain", "timeout_seconds"),
+        ("distill", "kd_temperature"),
+        ("distill", "mix"),
+        ("finetune", "lora.alpha"),
+    ],
+)
+def test_a_number_that_is_not_finite_is_rejected_with_its_line(
+    recipe: str, key: str, number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outer, _, inner = key.partition(".")
+    Path("mine.yaml").write_text(f"recipe: {recipe}\n{outer}: " + (f"{{{inner}: {number}}}\n" if inner else f"{number}\n"))
+    assert main(["show", "mine.yaml"]) == 2
+    err = capsys.readouterr().err
+    assert f"{key}={number.removeprefix('.')}: give " in err
+    assert err.count("\n") == 1
+    assert err.startswith("callsheet: mine.yaml:2: ")
+
+
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [

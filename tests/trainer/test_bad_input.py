@@ -85,6 +85,7 @@ other_model = nn.Linear(2, 1)
         ({"microbatch_size": -2}, r"microbatch_size=-2"),
         ({"clip_grad_norm": 0}, r"clip_grad_norm=0: give a number above 0, or None"),
         ({"clip_grad_norm": float("nan")}, r"clip_grad_norm=nan"),
+        ({"timeout_seconds": float("inf")}, r"timeout_seconds=inf: give a finite number above 0"),
         ({"epochs_per_round": 0}, r"epochs_per_round=0"),
         ({"log_interval": "10sec"}, r"log_interval='10sec': give batches, epochs or rounds"),
         ({"log_interval": "1m"}, r"log_interval='1m'"),

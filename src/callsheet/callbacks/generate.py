@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -76,8 +77,10 @@ class Generate(Callback):
             raise ConfigError("interval=None without at_evaluation would never generate anything; give one of them")
         if max_new_tokens < 1 or batch_size < 1:
             raise ConfigError(f"max_new_tokens={max_new_tokens}, batch_size={batch_size}: give at least one of each")
-        if not temperature > 0:
-            raise ConfigError(f"temperature={temperature}: give more than 0; do_sample=False takes the likeliest token")
+        if not 0 < temperature < math.inf:
+            raise ConfigError(
+                f"temperature={temperature}: give a finite number above 0; do_sample=False takes the likeliest token"
+            )
         self._given = list(prompts)
         self._tokenizer = tokenizer
         self._interval = Interval.of("interval", interval) if interval is not None else None

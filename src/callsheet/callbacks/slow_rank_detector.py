@@ -49,7 +49,7 @@ class SlowRankDetector(Callback):
     def __init__(self, *, factor: float = 1.5, min_seconds: float = 0.005, patience: int = 3) -> None:
         if not factor > 1:
             raise ConfigError(f"factor={factor}: give more than 1")
-        if min_seconds < 0 or patience < 1:
+        if not min_seconds >= 0 or patience < 1:
             raise ConfigError(f"min_seconds={min_seconds}, patience={patience}: give 0 or more, and 1 or more")
         self._factor = factor
         self._min_seconds = min_seconds

@@ -66,8 +66,12 @@ class Values:
         try:
             made = self.parser.instantiate(self.given)
             config = self.kind.Config(**{field.name: made[field.name] for field in fields(self.kind.Config)})
-        except ConfigError as error:
-            raise ConfigError(f"{self._place_of(error)}{error}") from error
+        except ValueError as error:
+            # If a key's type is a union, jsonargparse raises its own error from the ConfigError of the class.
+            rejected = error if isinstance(error, ConfigError) else error.__cause__
+            if not isinstance(rejected, ConfigError):
+                raise
+            raise ConfigError(f"{self._place_of(rejected)}{rejected}") from error
         job = self.kind(config, callbacks=made.callbacks, loggers=made.loggers, resolved=resolved)
         return Prepared(self.path, job, resolved)
 
@@ -85,7 +89,7 @@ class Values:
                     return f"{self._source_of(key).place(at)}{at} ({own.class_path.rpartition('.')[2]}): "
         named = re.match(r"(?:unknown )?([\w.]+)", str(error))
         key = named.group(1) if named else ""
-        is_key = any(f"{each}.".startswith(f"{key}.") for each in kinds)
+        is_key = any(f"{each}.".startswith(f"{key}.") or key.startswith(f"{each}.") for each in kinds)
         return self._source_of(key).place(key) if is_key else ""
 
     def _source_of(self, key: str) -> Source:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -67,8 +68,10 @@ class ClassifyConfig(JobConfig):
         one_of("too_long", self.too_long, TOO_LONG)
         if isinstance(self.class_weights, str):
             one_of("class_weights", self.class_weights, WEIGHTS)
-        elif any(weight < 0 for weight in self.class_weights) or not any(self.class_weights):
-            raise ConfigError(f"class_weights={self.class_weights}: give 0 or more for each class, and not 0 for all")
+        elif not all(0 <= weight < math.inf for weight in self.class_weights) or not any(self.class_weights):
+            raise ConfigError(
+                f"class_weights={self.class_weights}: give a finite number of 0 or more for each class, and not 0 for all"
+            )
         if self.train is None and (self.validation or self.test is not None):
             raise ConfigError(
                 "validation and test are given without train; give the rows to train on as well, such as train.path"

@@ -25,7 +25,7 @@ from callsheet.recipes.models.lora import Lora
 from callsheet.recipes.recipe import Recipe
 from callsheet.recipes.tasks.generation import continuations, log_continuations
 from callsheet.recipes.tasks.token_counts import TokenCounts
-from callsheet.trainer.arguments import positive
+from callsheet.trainer.arguments import not_negative, positive
 from callsheet.trainer.tasks import HuggingFaceTask, Task
 
 BEFORE_KEY = "finetune/before"
@@ -85,8 +85,8 @@ class FinetuneConfig(JobConfig):
         for name in ("sequence_length", "generated_tokens"):
             positive(name, getattr(self, name), int)
         one_of("too_long", self.too_long, TOO_LONG)
-        if self.samples < 0 or self.temperature < 0:
-            raise ConfigError(f"samples={self.samples}, temperature={self.temperature}: give 0 or more of each")
+        for name in ("samples", "temperature"):
+            not_negative(name, getattr(self, name))
         if self.train is None and (self.validation or self.test is not None):
             raise ConfigError("validation or test is given without train; give the rows to train on as well, as train.path")
         if taken := {"train", "test"} & set(self.validation):

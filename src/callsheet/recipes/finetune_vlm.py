@@ -22,7 +22,7 @@ from callsheet.recipes.job import JobConfig
 from callsheet.recipes.models.vision_language_model import VisionLanguageModel, check_images
 from callsheet.recipes.recipe import TRIAL_BATCHES, Recipe
 from callsheet.recipes.tasks.generation import FINAL_TABLE
-from callsheet.trainer.arguments import positive
+from callsheet.trainer.arguments import not_negative, positive
 
 MAJORITY_BASELINE = "always the commonest completion"
 _MAX_COUNTED_ROWS = 10_000
@@ -67,8 +67,7 @@ class FinetuneVLMConfig(JobConfig):
         for name in ("sequence_length", "checked_rows", "answer_tokens"):
             positive(name, getattr(self, name), int)
         one_of("too_long", self.too_long, TOO_LONG)
-        if self.answered_rows < 0:
-            raise ConfigError(f"answered_rows={self.answered_rows}: give 0 or more")
+        not_negative("answered_rows", self.answered_rows)
         if self.microbatch_size is not None:
             raise ConfigError(
                 "microbatch_size: a batch may have more or fewer images than rows, so it cannot be split; give a smaller batch_size "

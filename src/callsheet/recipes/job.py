@@ -125,6 +125,8 @@ class JobConfig:
         log_boundary(self.log_interval)
         for name in ("batch_size", "eval_batch_size", "microbatch_size", "gradient_accumulation_steps", "threads"):
             positive(name, getattr(self, name), int)
+        positive("clip_grad_norm", self.clip_grad_norm, float, may_be_infinite=True)
+        positive("timeout_seconds", self.timeout_seconds, float)
         if self.workers < 0:
             raise ConfigError(f"workers={self.workers}: give 0 or more processes")
         checked_lock_timeout(self.lock_timeout_seconds)

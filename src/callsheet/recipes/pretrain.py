@@ -18,7 +18,7 @@ from callsheet.recipes.models.byte_tokenizer import byte_tokenizer
 from callsheet.recipes.models.language_model import BYTE_TOKENIZER, LanguageModel
 from callsheet.recipes.recipe import Recipe
 from callsheet.recipes.tasks.generation import log_continuations, passages
-from callsheet.trainer.arguments import positive
+from callsheet.trainer.arguments import not_negative, positive
 from callsheet.trainer.tasks import ForwardStepTask, Task
 
 ForwardStep = Callable[[nn.Module, Any], Any]
@@ -54,6 +54,7 @@ class PretrainConfig(JobConfig):
         if not all(self.prompts):
             raise ConfigError("prompts: a prompt needs at least one character")
         positive("generated_tokens", self.generated_tokens, int)
+        not_negative("temperature", self.temperature)
 
 
 class Pretrain(Recipe[PretrainConfig]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import re
 import secrets
@@ -215,7 +216,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         raise ConfigError(f"model is {type(arguments['model']).__name__}, not a torch.nn.Module")
     for name in ("microbatch_size", "gradient_accumulation_steps", "epochs_per_round"):
         positive(name, arguments[name], int)
-    for name in ("clip_grad_norm", "grace_seconds", "timeout_seconds"):
+    positive("clip_grad_norm", arguments["clip_grad_norm"], float, may_be_infinite=True)
+    for name in ("grace_seconds", "timeout_seconds"):
         positive(name, arguments[name], float)
     if arguments["gradient_accumulation_steps"] is None:
         raise ConfigError("gradient_accumulation_steps=None: give 1 for one batch per step")
@@ -230,15 +232,24 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         check_folder(name, arguments[name])
 
 
-def positive(name: str, value: Any, kind: type[int] | type[float]) -> Any:
+def positive(name: str, value: Any, kind: type[int] | type[float], *, may_be_infinite: bool = False) -> Any:
     """Return `value`. Raise ConfigError if `value` is neither None nor a number above zero.
 
-    If `kind` is int, the number must be whole.
+    If `kind` is int, the number must be whole. The number must be finite unless `may_be_infinite` is set.
     """
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not isinstance(value, (int, kind)) or not value > 0:
-        raise ConfigError(f"{name}={value!r}: give {'a whole' if kind is int else 'a'} number above 0, or None")
+    is_number = isinstance(value, (int, kind)) and not isinstance(value, bool)
+    if not (is_number and value > 0 and (may_be_infinite or math.isfinite(value))):
+        what = "a whole" if kind is int else "a" if may_be_infinite else "a finite"
+        raise ConfigError(f"{name}={value!r}: give {what} number above 0, or None")
+    return value
+
+
+def not_negative(name: str, value: float) -> float:
+    """Return `value`. Raise ConfigError if `value` is not a finite number of 0 or more."""
+    if not 0 <= value < math.inf:
+        raise ConfigError(f"{name}={value!r}: give a finite number of 0 or more")
     return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -50,8 +51,10 @@ class Lora:
     merge: bool = True
 
     def __post_init__(self) -> None:
-        if self.r < 1 or self.alpha <= 0:
-            raise ConfigError(f"lora.r={self.r}, lora.alpha={self.alpha}: give a rank of 1 or more, and more than 0")
+        if self.r < 1:
+            raise ConfigError(f"lora.r={self.r}: give a rank of 1 or more")
+        if not 0 < self.alpha < math.inf:
+            raise ConfigError(f"lora.alpha={self.alpha}: give a finite number above 0")
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"lora.dropout={self.dropout}: give a probability from 0 to below 1")
         if not self.targets:
