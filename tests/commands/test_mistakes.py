@@ -87,6 +87,21 @@ def test_an_error_in_a_command_line_value_names_no_file(
     assert capsys.readouterr().err.startswith("callsheet: eval_interval='5 epochs': unknown unit 'epochs'")
 
 
+@pytest.mark.parametrize("key", ["train.path", "train.split", "test.path", "validation.books.path", "lora.targets"])
+def test_null_for_a_part_that_does_not_take_it_is_rejected_by_its_key(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("recipe: finetune\ntrain: {path: rows.jsonl}\n")
+    assert main(["show", "mine.yaml", f"--{key}", "null"]) == 2
+    assert capsys.readouterr().err.startswith(f"callsheet: {key}=null: give str")
+    outer, *middle, inner = key.split(".")
+    content = ": {".join([outer, *middle, inner]) + ": null" + "}" * (1 + len(middle))
+    Path("mine.yaml").write_text(f"recipe: finetune\n{content}\n".replace("{split", "{path: rows.jsonl, split"))
+    assert main(["show", "mine.yaml"]) == 2
+    assert capsys.readouterr().err.startswith(f"callsheet: mine.yaml:2: {key}=null: give str")
+
+
 def test_a_resume_with_other_values_names_them_and_what_to_do(tmp_path: Path) -> None:
     config_file = tmp_path / "config.yaml"
     config_file.write_text("batch_size: 8\noptimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.1}}\n")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
 
 from callsheet.cli import names
 from callsheet.cli.cli_values import Source, merge
@@ -34,7 +34,21 @@ class _Error(NamedTuple):
 
 def has_wrong_null(parser: ArgumentParser, given: Namespace) -> bool:
     """Return whether a parsed value is None although its type does not allow it, which jsonargparse does not check in a file."""
-    return any(given.get(key) is None and not _takes_none(kind) for key, kind in typed_keys(parser).items())
+    return any(_has_wrong_null(kind, given.get(key)) for key, kind in typed_keys(parser).items())
+
+
+def _has_wrong_null(kind: Any, value: Any) -> bool:
+    """Return whether a parsed value, or a part of it, is None although its type does not allow it."""
+    if value is None:
+        return not _takes_none(kind)
+    if isinstance(value, list) and (item := item_of(kind, list)):
+        return any(_has_wrong_null(item, each) for each in value)
+    if isinstance(value, dict) and (item := item_of(kind, dict)):
+        return any(_has_wrong_null(item, each) for each in value.values())
+    if (parts := parts_of(kind)) and hasattr(value, "__dict__"):
+        kinds = get_type_hints(parts)
+        return any(_has_wrong_null(kinds[name], each) for name, each in vars(value).items() if name in kinds)
+    return False
 
 
 def first_error(parser: ArgumentParser, sources: Iterable[Source]) -> str:
@@ -44,12 +58,17 @@ def first_error(parser: ArgumentParser, sources: Iterable[Source]) -> str:
     places: dict[_Error, str] = {}
     errors: list[_Error] = []
     for source in sources:
-        merge(values, source.values)
+        merge(values, {key: _read(key, value, kinds) for key, value in source.values.items()})
         errors = sorted(_in_keys(kinds, values), key=lambda error: error.is_missing)
         places |= {error: source.place(error.key) for error in errors if error not in places}
         if errors and not errors[0].is_missing:
             break
     return f"{places[errors[0]]}{errors[0].message}" if errors else ""
+
+
+def _read(key: str, value: Any, kinds: Mapping[str, Any]) -> Any:
+    """Return the value of a key as jsonargparse reads it: `null` is None for a part of a value, such as `--train.path null`."""
+    return None if key not in kinds and loaded(value) is None else value
 
 
 def _in_keys(kinds: Mapping[str, Any], values: Mapping[Any, Any], at: str = "", owner: Any = None) -> Iterator[_Error]:
@@ -173,10 +192,10 @@ def _fits(kind: Any, value: Any) -> bool:
     parser = probe()
     parser.add_argument("--value", type=kind)
     try:
-        parser.parse_object({"value": names.with_calls(value)}, env=False)
+        parsed = parser.parse_object({"value": names.with_calls(value)}, env=False)
     except Exception:  # an `ArgumentError`, or any error of a module that jsonargparse imports
         return False
-    return True
+    return not _has_wrong_null(kind, parsed.value)
 
 
 def _takes_none(kind: Any) -> bool:
