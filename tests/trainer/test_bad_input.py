@@ -123,6 +123,26 @@ def test_the_constructor_rejects_an_invalid_argument(changes: dict[str, Any], me
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("max_duration", "steps"), [("5ba", 5), ("3ep", 6)])
+def test_a_schedule_that_ends_before_the_run_is_rejected_before_the_first_step(
+    max_duration: str, steps: int, tmp_path: Path
+) -> None:
+    def trainer(total_steps: int) -> Trainer:
+        return trainer_of(
+            tmp_path / str(total_steps),
+            max_duration=max_duration,
+            scheduler=lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=total_steps),
+        )
+
+    with trainer(4) as short, pytest.raises(ConfigError, match=rf"OneCycleLR ends after 4 steps.* give total_steps={steps}"):
+        short.fit()
+    assert short.state.timestamp.batch == 0
+    with trainer(steps) as whole:
+        whole.fit("1ep")
+        whole.fit(max_duration)
+        assert whole.state.timestamp.batch == steps
+
+
 @pytest.mark.parametrize("argument", ["log_interval", "eval_interval", "max_duration"])
 @pytest.mark.parametrize("value", ["10xx", "ten", 2.5, True])
 def test_an_invalid_time_is_rejected_with_its_argument_s_name(argument: str, value: Any, tmp_path: Path) -> None:

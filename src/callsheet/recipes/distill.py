@@ -46,7 +46,8 @@ class DistillConfig(FinetuneConfig):
     Args:
         teacher: the teacher, which must have the student's vocabulary. A teacher without a `path` is first trained on the same
             data.
-        teacher_duration: how long a teacher without a `path` is trained, such as `200ba`; `2dur` is twice `max_duration`.
+        teacher_duration: how long a teacher without a `path` is trained, such as `200ba`; `2dur` is twice `max_duration`. The
+            `optimizer` and the `scheduler` are those of the student.
         kd_temperature: the temperature by which the logits of student and teacher are divided before they are compared.
         mix: the fraction of the loss that comes from the labels, from 0 to 1; the rest comes from the teacher.
         compare_with_hard_labels: whether a second student is trained for the same number of steps on the labels alone, so that the

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from callsheet.core.background import inner
 from callsheet.core.callback import Callback, label_of
 from callsheet.core.ranks import Ranks
+from callsheet.core.run_state import TrainState
 from callsheet.core.time import Interval, Time, TimeUnit
 from callsheet.errors import CallsheetError, ConfigError
 from callsheet.loggers import ConsoleLogger, ProgressBarLogger
@@ -323,3 +324,25 @@ def checked_scheduler(given: Any, optimizer: Optimizer | None) -> LRScheduler:
     if scheduler.optimizer is not optimizer:
         raise ConfigError("the scheduler belongs to another optimizer; give a function instead: scheduler=lambda optimizer: ...")
     return scheduler
+
+
+def check_schedule_length(scheduler: LRScheduler | None, state: TrainState, callbacks: Iterable[Callback]) -> None:
+    """Raise ConfigError if the scheduler is a `OneCycleLR` that would raise an error before the end of the run.
+
+    All other schedulers of torch can be stepped without end.
+    """
+    longest, now, epoch = state.max_duration, state.timestamp, state.epoch_batches
+    if not isinstance(scheduler, OneCycleLR) or longest is None:
+        return
+    if longest.unit is TimeUnit.BATCH:
+        left = int(longest.value) - now.batch
+    # If a callback accumulates gradients over more batches, an epoch has fewer steps.
+    elif longest.unit is TimeUnit.EPOCH and epoch and not any("set_gradient_accumulation" in each.requests for each in callbacks):
+        left = (int(longest.value) - now.epoch) * epoch - now.batch_in_epoch
+    else:
+        return
+    if left > scheduler.total_steps - scheduler.last_epoch:
+        raise ConfigError(
+            f"scheduler: OneCycleLR ends after {scheduler.total_steps} steps, and the run takes {now.batch + left} (max_duration={longest}); "
+            f"give total_steps={now.batch + left}"
+        )

@@ -39,6 +39,7 @@ from callsheet.trainer.arguments import (
     agreed_name_and_seed,
     check_arguments,
     check_cuda_graphs,
+    check_schedule_length,
     checked_optimizer,
     checked_scheduler,
     duration,
@@ -342,7 +343,7 @@ class Trainer:
                 `max_duration` of the constructor.
 
         Raises:
-            ConfigError: there is no training data, or no optimizer.
+            ConfigError: there is no training data or no optimizer, or the scheduler ends before the run.
             KeyboardInterrupt: Ctrl-C was pressed. It is raised after a checkpoint is saved, or at once if Ctrl-C was pressed twice.
             DistributedError: a rank does not answer; the message names the rank.
             BaseException: any error that the model, the data or a callback raised. The run is ended first.
@@ -356,6 +357,7 @@ class Trainer:
             if longer is not None:
                 self.state.max_duration = longer
             self._warn_of_long_intervals()
+            check_schedule_length(self.scheduler, self.state, self.callbacks.callbacks)
             self._run.guard.begin()
             with self._signals:
                 self.callbacks.between_steps(self.ctx.step)
