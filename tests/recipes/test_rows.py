@@ -101,7 +101,10 @@ def test_a_folder_that_datasets_saved_is_read_by_split(tmp_path: Path) -> None:
 
 
 def test_the_name_of_a_file_may_have_brackets(tmp_path: Path) -> None:
-    assert texts_of(Rows(write(tmp_path / "rows[1].jsonl", ["a", "b"]))) == ["a", "b"]
+    lines = write(tmp_path / "rows[1].jsonl", ["a", "b"])
+    Dataset.from_list([{"text": "c"}]).to_parquet(tmp_path / "rows[1].parquet")
+    assert texts_of(Rows(lines)) == texts_of(Rows(lines, streaming=True)) == ["a", "b"]
+    assert texts_of(Rows(str(tmp_path / "rows[1].parquet"))) == ["c"]
 
 
 @pytest.mark.parametrize(

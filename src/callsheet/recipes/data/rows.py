@@ -117,7 +117,8 @@ class Rows:
         try:
             if is_parquet or is_json:
                 kind = "parquet" if is_parquet else "json"
-                found = datasets.load_dataset(kind, data_files=files, split="train", streaming=self.streaming)
+                escaped = [glob.escape(file) for file in files]  # `datasets` takes names for patterns
+                found = datasets.load_dataset(kind, data_files=escaped, split="train", streaming=self.streaming)
             elif (Path(self.path) / "state.json").exists() or (Path(self.path) / "dataset_dict.json").exists():
                 found = datasets.load_from_disk(self.path)
                 found = found[self.split] if isinstance(found, datasets.DatasetDict) else found
