@@ -408,6 +408,22 @@ def test_arguments_and_results_follow_the_same_rules_of_transport(tmp: Path) -> 
     assert_nothing_left(tmp)
 
 
+def large_on_rank_one(elements: int) -> torch.Tensor:
+    return torch.zeros(elements if os.environ["RANK"] == "1" else 1)
+
+
+@pytest.mark.slow
+def test_a_result_above_the_size_limit_is_rejected_with_its_rank(tmp: Path) -> None:
+    with pytest.raises(LaunchError) as caught:
+        launch(large_on_rank_one, (2**25 + 1,))
+    assert caught.value.failures[0].rank == 1
+    assert re.search(
+        r"TransportError: the result of rank 1: \d+ bytes, more than the limit of 134217728; save large data to a file, and send",
+        caught.value.failures[0].error,
+    )
+    assert_nothing_left(tmp)
+
+
 def ends(how: list[str]) -> str:
     rank = int(os.environ["RANK"])
     match how[rank]:

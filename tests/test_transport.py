@@ -934,5 +934,13 @@ def test_the_repr_of_a_payload_does_not_show_its_content(posted: tuple[dict[str,
 
 
 def test_a_payload_above_the_size_limit_is_rejected() -> None:
-    with pytest.raises(TransportError, match=r"bytes, more than the limit of \d+; save large data to a file, and give its path"):
+    with pytest.raises(
+        TransportError,
+        match=r"^the callbacks and arguments together: \d+ bytes, more than the limit of 134217728; save large data to a file, and send the",
+    ):
         pack([Keeps(torch.zeros(2**25 + 2**20))])
+    with pytest.raises(TransportError, match=r"^the value: \d+ bytes, more than the limit of 134217728"):
+        encode("x" * (2**27 + 1), allow_pickle=False)
+    # The size is checked before a copy is made: a copy of this tensor needs 2 TiB.
+    with pytest.raises(TransportError, match=r"^the value: 2199023255552 bytes, more than"):
+        encode(torch.zeros(1).expand(2**39), allow_pickle=False)

@@ -58,7 +58,7 @@ def _called(unpacked: Unpacked, rank: int) -> tuple[int, bytes]:
             result = call["function"](*call["arguments"], callbacks=unpacked.callbacks)
         else:
             result = call["function"](*call["arguments"])
-        return 0, encode({"rank": rank, "result": result}, allow_pickle=call["allow_pickle"])
+        return 0, encode({"rank": rank, "result": result}, allow_pickle=call["allow_pickle"], what=f"the result of rank {rank}")
     except KeyboardInterrupt:  # the launching process gets the Ctrl-C too, and handles it
         return 128 + signal.SIGINT, b""
     except SystemExit as error:

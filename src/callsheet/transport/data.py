@@ -38,7 +38,7 @@ from callsheet.errors import CallsheetError, CheckpointError, NotACallbackError
 from callsheet.transport.fingerprint import IGNORE_ATTRIBUTE, differences, fingerprint
 from callsheet.transport.names import MAIN_MODULE, find, main_script, path_of
 from callsheet.transport.rejections import described
-from callsheet.transport.sealed import TransportError
+from callsheet.transport.sealed import MAX_CONTENT_BYTES, TransportError
 
 CALLBACK_SETTINGS = (*(name for name in Callback.__annotations__ if not name.startswith("_")), IGNORE_ATTRIBUTE)
 """The settings of a callback: class attributes that an instance may override."""
@@ -46,11 +46,17 @@ CALLBACK_SETTINGS = (*(name for name in Callback.__annotations__ if not name.sta
 _LENGTH_BYTES = 8  # each encoded part begins with the part's length, as a number of this many bytes
 
 
-def encode(value: object, *, allow_pickle: bool) -> bytes:
+def encode(value: object, *, allow_pickle: bool, what: str = "the value") -> bytes:
     """Return `value` encoded as bytes: JSON, tensors in the safetensors format and, if allowed, pickles.
 
+    Args:
+        value: what is encoded.
+        allow_pickle: whether to pickle what is not data.
+        what: what `value` is, for the error message if it is too large.
+
     Raises:
-        TransportError: something in `value` cannot be encoded; the message says what, where, and what to do.
+        TransportError: something in `value` cannot be encoded; the message says what, where, and what to do. Or the bytes are more
+            than `MAX_CONTENT_BYTES`.
     """
     encoder = Encoder(allow_pickle)
     encoded = encoder.encoded(value, "")
@@ -60,8 +66,12 @@ def encode(value: object, *, allow_pickle: bool) -> bytes:
         text, tensors = plain.flatten(document)
     except CheckpointError as error:
         raise TransportError(str(error)) from None
+    # Check the size before the tensors are copied, because copies of very large ones might exceed the memory.
+    _check_size(sum(tensor.nbytes for tensor in tensors.values()), what)
     parts = (plain.dump(text), safetensors.torch.save({name: _own_copy(tensor) for name, tensor in tensors.items()}), pickled)
-    return b"".join(len(part).to_bytes(_LENGTH_BYTES, "little") + part for part in parts)
+    content = b"".join(len(part).to_bytes(_LENGTH_BYTES, "little") + part for part in parts)
+    _check_size(len(content), what)
+    return content
 
 
 def decode(content: bytes, *, on_script: Callable[[str], object] = lambda script: None) -> Any:
@@ -325,6 +335,13 @@ class Decoder:
 
 
 _UNFINISHED = object()
+
+
+def _check_size(size: int, what: str) -> None:
+    if size > MAX_CONTENT_BYTES:
+        raise TransportError(
+            f"{what}: {size} bytes, more than the limit of {MAX_CONTENT_BYTES}; save large data to a file, and send the file's path instead"
+        )
 
 
 def _on_cpu(value: Any) -> Any:

@@ -17,7 +17,6 @@ from callsheet.transport.data import decode, encode
 from callsheet.transport.names import become
 from callsheet.transport.preflight import check_arrival
 from callsheet.transport.sealed import (
-    MAX_PAYLOAD_BYTES,
     Key,
     PrivateFolder,
     TransportError,
@@ -105,13 +104,11 @@ def pack(callbacks: Iterable[Callback], *, allow_pickle: bool = False, extra: Ma
     }
     content = b"".join(
         len(part).to_bytes(8, "little") + part
-        for part in (encode(around, allow_pickle=False), encode(values, allow_pickle=allow_pickle))
-    )
-    if len(content) > MAX_PAYLOAD_BYTES // 2:
-        raise TransportError(
-            f"the callbacks and arguments take {len(content)} bytes, more than the limit of {MAX_PAYLOAD_BYTES // 2}; save large data to a file, and "
-            "give its path"
+        for part in (
+            encode(around, allow_pickle=False),
+            encode(values, allow_pickle=allow_pickle, what="the callbacks and arguments together"),
         )
+    )
     payload = Payload(tuple(map(label_of, callbacks)), content)
     with payload.post() as variables:
         check_arrival(values, variables)

@@ -22,8 +22,10 @@ from typing import Self
 
 from callsheet.errors import CallsheetError
 
-MAX_PAYLOAD_BYTES = 256 * 2**20
-"""The largest size in bytes of a payload. Larger data belongs in a file of its own."""
+MAX_CONTENT_BYTES = 128 * 2**20
+"""The largest size in bytes of the callbacks and arguments, or of one rank's result. Larger data belongs in a file of its own."""
+MAX_FILE_BYTES = 2 * MAX_CONTENT_BYTES
+"""The largest size in bytes of a file that is read. A file has more than the content, such as the signature."""
 
 _MAGIC = b"callsheet sealed 1\n"
 # The sizes of the launch's id, of the word for the content's kind, and of the signature.
@@ -110,7 +112,7 @@ def write_private(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def read_private(path: Path, *, largest: int = MAX_PAYLOAD_BYTES) -> bytes:
+def read_private(path: Path, *, largest: int = MAX_FILE_BYTES) -> bytes:
     """Return the content of a file, after checking that only this user could have written it.
 
     Owner and mode are checked on the opened folder and file, so that they cannot be exchanged between the check and the reading.
