@@ -25,6 +25,7 @@ from callsheet.callbacks import History
 from callsheet.checkpoint import find_checkpoints, newest
 from callsheet.errors import ConfigError
 from callsheet.launcher import LaunchError, RankFailure, launch
+from callsheet.launcher.failures import report_of
 from callsheet.transport import TransportError
 from callsheet.transport.payload import KEY_VARIABLE, PAYLOAD_VARIABLE
 from forked import python  # type: ignore[import-not-found]  # pytest has its folder on the path
@@ -549,6 +550,42 @@ def test_a_script_without_a_guard_is_rejected(tmp_path: Path, tmp: Path) -> None
     assert output.splitlines() == ["begins"]
     assert "while it imports the script: put the call under `if __name__ == '__main__'`" in errors
     assert_nothing_left(tmp)
+
+
+def test_exceptions_have_the_names_that_the_script_gives_them(tmp_path: Path, tmp: Path) -> None:
+    """The ranks import the script as `__mp_main__`, which no user knows."""
+    (tmp_path / "job.py").write_text(
+        "from callsheet.launcher import LaunchError, launch\nclass Odd(Exception): ...\n"
+        "def work():\n    raise ExceptionGroup('two', [Odd('one'), Odd(Odd)]) from Odd('\\n  first line\\nsecond')\n"
+        "if __name__ == '__main__':\n"
+        "    try:\n        launch(work, nproc_per_node=1)\n"
+        "    except LaunchError as error:\n        print(error)\n"
+    )
+    process = started("job.py", cwd=tmp_path, program=python())
+    output, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, errors
+    assert output.startswith("rank 0 of 1 failed first: ExceptionGroup: two (2 sub-exceptions)\n")
+    for line in ("Odd: \n  first line\nsecond\n", "    | Odd: one\n", "    | Odd: <class '__main__.Odd'>\n"):
+        assert line in output
+    assert "__mp_main__" not in output
+    assert_nothing_left(tmp)
+
+
+class OddError(Exception): ...
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("\n\n  a table\nof values"), "ValueError: a table"),
+        (ValueError(" \n"), "ValueError"),
+        (KeyError("\n"), r"KeyError: '\n'"),
+        (SyntaxError("invalid", ("x.py", 1, 1, "a b")), "SyntaxError: invalid (x.py, line 1)"),
+        (OddError("on purpose"), "test_launch.OddError: on purpose"),
+    ],
+)
+def test_an_exception_in_one_line_has_its_type_and_message(error: Exception, line: str) -> None:
+    assert report_of(error)["error"] == line
 
 
 # --- signals --------------------------------------------------------------------------------------------------------------

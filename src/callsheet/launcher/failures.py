@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from callsheet.errors import CallsheetError, DistributedError, text_of
+from callsheet.transport.names import MAIN_MODULE, name_of, with_script_names
 
 _FRAME_PATTERN = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in ')
 
@@ -82,9 +83,11 @@ def report_of(error: BaseException) -> dict[str, Any]:
     """Return a description of `error` as plain data. A worker sends the description to the process that called `launch`."""
     # Leave out the first frame, which is in callsheet's worker and not in the user's code.
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    kind = name_of(type(error)).removeprefix(f"{MAIN_MODULE}.")
+    message = next((line.strip() for line in text_of(error).splitlines() if line.strip()), "")
     return {
-        "error": "".join(traceback.format_exception_only(error)).strip().splitlines()[0],
-        "traceback": "".join(traceback.format_exception(type(error), error, frames)),
+        "error": with_script_names(f"{kind}: {message}" if message else kind),
+        "traceback": with_script_names("".join(traceback.format_exception(type(error), error, frames))),
         "at": time.time(),
         "is_of_others": any(_is_of_others(each) for each in _chain(error)),
     }

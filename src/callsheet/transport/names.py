@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -15,6 +16,8 @@ from callsheet.errors import ConfigError, did_you_mean
 MAIN_MODULE = "__main__"
 # multiprocessing imports a child's main script as `__mp_main__`, so that code under a `__main__` guard does not run.
 _IMPORTED_MAIN = "__mp_main__"
+# The characters before the name at the beginning of a line are those that Python prints before the exceptions of a group.
+_IMPORTED_MAIN_PATTERN = re.compile(rf"^([ |]*){_IMPORTED_MAIN}\.", re.MULTILINE)
 
 
 def main_script() -> str:
@@ -68,6 +71,14 @@ def name_of(kind: Any) -> str:
     # Cut off the name of the enclosing function, because cloudpickle does not keep this name.
     name = getattr(kind, "__qualname__", type(kind).__qualname__).rpartition("<locals>.")[2]
     return name if module == "builtins" else f"{module}.{name}"
+
+
+def with_script_names(text: str) -> str:
+    """Return the text of an exception with the names that classes have in a process that runs the script, not in one that imports it.
+
+    Python writes a class of the script without a module where it begins a line, as in `Odd: message`.
+    """
+    return _IMPORTED_MAIN_PATTERN.sub(r"\1", text).replace(f"{_IMPORTED_MAIN}.", f"{MAIN_MODULE}.")
 
 
 def find(path: str, script: str) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 from callsheet.core.callback import label_of
 from callsheet.core.parent_process import end_with_parent
 from callsheet.transport.fingerprint import IGNORE_ATTRIBUTE, differences, fingerprint
+from callsheet.transport.names import with_script_names
 from callsheet.transport.sealed import TransportError, read_private, write_private
 
 START_SCRIPT = Path(__file__).with_name("start.py")
@@ -103,7 +104,7 @@ def _described(error: BaseException) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     if frames and Path(frames[-1].filename).parent != Path(__file__).parent:
         lines.append(f"  at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}")
-    return "".join(lines).strip()
+    return with_script_names("".join(lines).strip())
 
 
 def _last_lines(text: str) -> str:
