@@ -439,6 +439,8 @@ def ends(how: list[str]) -> str:
             raise KeyError(f"rank {rank}")
         case "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        case "is interrupted":
+            signal.raise_signal(signal.SIGINT)
         case "leaves":
             sys.exit(0)
         case "leaves with a code":
@@ -475,6 +477,9 @@ def test_the_first_failing_rank_is_reported_first(tmp: Path) -> None:
     assert [failure.rank for failure in recorded] == [1, 0]
     recorded = failures("leaves with a code", "waits")
     assert (recorded[0].rank, recorded[0].error, recorded[0].exitcode) == (0, "SystemExit: 3", 3)
+    recorded = failures("is interrupted", "waits")
+    assert (recorded[0].rank, recorded[0].error, recorded[0].exitcode) == (0, "KeyboardInterrupt", 128 + signal.SIGINT)
+    assert "in ends" in recorded[0].traceback
     recorded = failures("leaves", "leaves at once")
     assert [(failure.rank, str(failure)) for failure in recorded] == [(1, "exited with code 0 without a result")]
     assert_nothing_left(tmp)

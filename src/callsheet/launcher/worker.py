@@ -33,7 +33,7 @@ def main() -> None:
     (folder / f"{PID_FILE_PREFIX}{os.getpid()}").touch(mode=0o600)
     key = Key.read(os.environ.get(KEY_VARIABLE, ""))  # read the key before `open_payload` removes it from the environment
     code, content = _answer(folder, rank)
-    if content and folder.exists():  # if the folder is gone, no process waits for the result
+    if folder.exists():  # if the folder is gone, no process waits for the result
         write_private(folder / result_name(rank, attempt), seal(key, "result", content))
     sys.exit(code)
 
@@ -42,10 +42,8 @@ def _answer(folder: Path, rank: int) -> tuple[int, bytes]:
     """Read the payload and call the launched function. Return the exit code, and the encoded result or error."""
     try:
         unpacked = open_payload(os.environ, is_ours=True)  # `open_payload` imports the script and creates the callbacks
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT, b""
     except BaseException as error:  # catch SystemExit too, because the script must not exit before the function is called
-        return 1, encode({"rank": rank, "report": report_of(error)}, allow_pickle=False)
+        return _failed(error, rank)
     _Watch(folder, unpacked.launcher, unpacked.extra["grace_seconds"]).start()
     return _called(unpacked, rank)
 
@@ -59,15 +57,22 @@ def _called(unpacked: Unpacked, rank: int) -> tuple[int, bytes]:
         else:
             result = call["function"](*call["arguments"])
         return 0, encode({"rank": rank, "result": result}, allow_pickle=call["allow_pickle"], what=f"the result of rank {rank}")
-    except KeyboardInterrupt:  # the launching process gets the Ctrl-C too, and handles it
-        return 128 + signal.SIGINT, b""
     except SystemExit as error:
         if error.code in (None, 0):
             return 0, encode({"rank": rank, "result": None}, allow_pickle=False)
-        code = error.code if isinstance(error.code, int) else 1
-        return code, encode({"rank": rank, "report": report_of(error)}, allow_pickle=False)
-    except BaseException as error:  # the launching process reports the error
-        return 1, encode({"rank": rank, "report": report_of(error)}, allow_pickle=False)
+        return _failed(error, rank, error.code if isinstance(error.code, int) else 1)
+    except BaseException as error:
+        return _failed(error, rank)
+
+
+def _failed(error: BaseException, rank: int, code: int = 1) -> tuple[int, bytes]:
+    """Return the exit code, and the encoded description of `error`.
+
+    The launching process reads the description unless it got a signal. Then it ignores the KeyboardInterrupts of the ranks.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        code = 128 + signal.SIGINT
+    return code, encode({"rank": rank, "report": report_of(error)}, allow_pickle=False)
 
 
 class _Watch(threading.Thread):
