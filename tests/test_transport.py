@@ -299,6 +299,32 @@ def test_a_value_that_is_nested_too_deeply_is_rejected_with_its_path() -> None:
         fingerprint({"it": value})
 
 
+class SavesWhatItHas(Callback):
+    def __init__(self) -> None:
+        self.value: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+
+@pytest.mark.parametrize("levels", [500, 5000])
+def test_an_encoded_value_that_is_nested_too_deeply_is_rejected_with_its_path(levels: int) -> None:
+    value: Any = 1
+    for i in range(97):
+        value = [value] if i % 2 else (value,)
+    assert decode(encode({"it": value}, allow_pickle=False)) == {"it": value}
+    for _ in range(levels):
+        value = [value]
+    with pytest.raises(TransportError, match=r"^it\[0\](\[0\]){97}: nested deeper than 99 levels; flatten it$"):
+        encode({"it": value}, allow_pickle=False)
+    callback = SavesWhatItHas()
+    callback.value = value
+    with pytest.raises(
+        TransportError, match=r"^it \(SavesWhatItHas\): its state\['value'\](\[0\])+: nested deeper than 99 levels"
+    ):
+        encode({"it": callback}, allow_pickle=False)
+
+
 def test_dataclasses_and_enums_are_equal_after_encoding_and_decoding() -> None:
     made = Doubles(3)
     assert (made.amount, made.twice) == (4, 6)

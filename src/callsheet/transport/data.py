@@ -43,6 +43,8 @@ from callsheet.transport.sealed import MAX_CONTENT_BYTES, TransportError
 CALLBACK_SETTINGS = (*(name for name in Callback.__annotations__ if not name.startswith("_")), IGNORE_ATTRIBUTE)
 """The settings of a callback: class attributes that an instance may override."""
 
+# The maximum depth of nesting. With the document around it, this is the maximum depth of the checkpoint format, which is used here.
+_MAX_DEPTH = 99
 _LENGTH_BYTES = 8  # each encoded part begins with the part's length, as a number of this many bytes
 
 
@@ -104,6 +106,7 @@ class Encoder:
         self._numbers: dict[int, int] = {}
         self._kept: list[Any] = []  # after an object is freed, its id may be used again, so keep the objects alive
         self._callbacks: set[int] = set()
+        self._depth = 0
 
     def encoded(self, value: Any, at: str) -> Any:
         """Return `value` as plain data. `at` says where `value` is inside the outermost value, for error messages."""
@@ -112,6 +115,14 @@ class Encoder:
             return value
         if id(value) in self._numbers:
             return {"@same": self._numbers[id(value)]}
+        _check_depth(self._depth, at)
+        self._depth += 1
+        encoded = self._composite(value, at)
+        self._depth -= 1
+        return encoded
+
+    def _composite(self, value: Any, at: str) -> Any:
+        kind = type(value)
         if isinstance(value, Callback):
             return self._callback(value, at)
         if kind in (list, set) or (kind is dict and all(map(_is_key, value))) or self._is_simple(value):
@@ -193,7 +204,7 @@ class Encoder:
                     for word in CALLBACK_SETTINGS
                     if word in vars(callback)
                 },
-                "state": self.encoded(_on_cpu(spec.state), f"{at}: its state"),
+                "state": self.encoded(_on_cpu(spec.state, f"{at}: its state"), f"{at}: its state"),
             }
         }
 
@@ -344,14 +355,21 @@ def _check_size(size: int, what: str) -> None:
         )
 
 
-def _on_cpu(value: Any) -> Any:
+def _check_depth(depth: int, at: str) -> None:
+    if depth >= _MAX_DEPTH:
+        raise TransportError(f"{at}: nested deeper than {_MAX_DEPTH} levels; flatten it")
+
+
+def _on_cpu(value: Any, at: str, depth: int = 0) -> Any:
     """Return a state with all tensors in host memory, as in a checkpoint."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if type(value) is dict:
-        return {key: _on_cpu(item) for key, item in value.items()}
+        _check_depth(depth, at)
+        return {key: _on_cpu(item, f"{at}[{key!r}]", depth + 1) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_on_cpu(item) for item in value)
+        _check_depth(depth, at)
+        return type(value)(_on_cpu(item, f"{at}[{i}]", depth + 1) for i, item in enumerate(value))
     return value
 
 
