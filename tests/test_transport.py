@@ -37,6 +37,8 @@ from hypothesis import strategies as st
 from callsheet import Background, Callback, RunInfo, Time, Timestamp
 from callsheet.callbacks import EMA, CheckpointSaver, EarlyStopper, History, SystemMetricsMonitor
 from callsheet.checkpoint.tensors import DTYPES
+from callsheet.compat.instructlab import TrainerCallback
+from callsheet.compat.instructlab.training import _SentCallback
 from callsheet.core.control import Request
 from callsheet.core.ranks import Ranks
 from callsheet.lanes.snapshot import LaneMessage
@@ -512,6 +514,20 @@ def test_attributes_that_each_process_creates_itself_are_accepted(tmp_path: Path
     callbacks += [ema, monitor, CheckpointSaver(save_interval="10ba")]
     names = [type(callback).__name__ for callback in arrived(pack(callbacks))]
     assert names == ["Innocent", "EMA", "SystemMetricsMonitor", "CheckpointSaver"]
+
+
+class Timed(TrainerCallback):
+    """A callback of InstructLab with an attribute that differs between processes."""
+
+    transport_ignore = ("began",)
+
+    def __init__(self) -> None:
+        self.began = self.token = random.SystemRandom().random()
+
+
+def test_ignored_attributes_of_other_frameworks_callbacks_are_not_compared() -> None:
+    one, other = ({"it": _SentCallback.of(Timed())} for _ in range(2))
+    assert differences(fingerprint(one), fingerprint(other)) == ["it.foreign.token: a float with another value there"]
 
 
 @pytest.mark.test_all

@@ -128,7 +128,12 @@ class _Fingerprinter:
             return reduced
         make, args, state, items, pairs = (*reduced, None, None, None, None)[:5]
         parts = {"how it is made": make, "arguments": args}
-        parts |= {f".{name}": part for name, part in state.items()} if isinstance(state, dict) else {"state": state}
+        ignored = getattr(kind, IGNORE_ATTRIBUTE, ())  # the object may be a callback of another framework
+        parts |= (
+            {f".{name}": part for name, part in state.items() if name not in ignored}
+            if isinstance(state, dict)
+            else {"state": state}
+        )
         return parts | self._labelled(enumerate(items or ()), path) | self._labelled(pairs or (), path)
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Node:
