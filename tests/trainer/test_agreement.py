@@ -235,6 +235,10 @@ def lose_one(how: str) -> str:
     if rank.number == 1:
         if how == "raises":
             rank.groups.publish_failure(7, ValueError("no such token"))
+        elif how == "raises an error of several lines":
+            rank.groups.publish_failure(7, ValueError("\nno such\ntoken"))
+        elif how == "is interrupted":
+            rank.groups.publish_failure(7, KeyboardInterrupt())
         elif how == "is late":
             time.sleep(10)
         elif how == "is dead":
@@ -255,6 +259,8 @@ def missing(how: str) -> set[str]:
     ("how", "expected"),
     [
         ("raises", f"rank 1 on machine {HERE} failed at step 7: ValueError: no such token"),
+        ("raises an error of several lines", f"rank 1 on machine {HERE} failed at step 7: ValueError: no such token"),
+        ("is interrupted", f"rank 1 on machine {HERE} failed at step 7: KeyboardInterrupt"),
         (
             "leaves",
             f"rank 1 on machine {HERE} had already ended the run when this rank was at step 8: do all ranks call the same methods?",

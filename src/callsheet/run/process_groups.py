@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, distributed
 
 from callsheet.core.ranks import Ranks, initialized_distributed
-from callsheet.errors import DistributedError, HostError, text_of
+from callsheet.errors import DistributedError, HostError
+from callsheet.run.reasons import error_line
 from callsheet.run.store import attempt_store, keeper_of_store, named_ranks, within
 
 ANSWER_SECONDS = 5.0
@@ -188,8 +189,7 @@ class ProcessGroups:
         if self.size > 1 and not isinstance(error, DistributedError):
             kind = _GAVE_UP if isinstance(error, HostError) else _FAILED
             cause = error.__cause__ if isinstance(error, HostError) and error.__cause__ else error
-            first = (text_of(cause).splitlines() or [""])[0][:300]
-            self._notes.leave(kind, f"at step {step}: {type(cause).__name__}: {first}")
+            self._notes.leave(kind, f"at step {step}: {error_line(cause)}")
 
     def lost(self, error: BaseException, what: str = "") -> DistributedError:
         """Return the error to raise after a collective has failed with `error`. Its message names the ranks at fault.
