@@ -19,6 +19,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import types
 from contextlib import suppress
@@ -125,6 +126,7 @@ def set_up(request: dict[str, Any], descriptors: list[int], installed: list[str]
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    tempfile.tempdir = None  # read TMPDIR again: an import in the server may have stored the folder of another test
     sys.executable = str(FOLDER / "python")
     multiprocessing.spawn.set_executable(sys.executable)
     # Buffer as a new interpreter would do, however the server was started.
