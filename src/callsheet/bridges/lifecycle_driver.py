@@ -217,7 +217,7 @@ class LifecycleDriver:
             # The usual case: the span is the next one of the open span that contains it.
             while self._open[-1] is not parent:
                 self._pop()
-            parent.done = index + 1  # type: ignore[union-attr]
+            parent.done = index + 1
         elif not self._approach(driven):
             return
         if driven.before_start is not None:
