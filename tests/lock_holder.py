@@ -7,8 +7,7 @@ import functools
 import logging
 import sys
 
-from callsheet import RunInUseError
-from callsheet.errors import RunLockLostError
+from callsheet.errors import RunInUseError, RunLockLostError
 from callsheet.run import run_lock
 
 

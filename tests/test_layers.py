@@ -261,12 +261,12 @@ def test_the_check_reads_imports_in_every_kind_of_statement(tmp_path: Path) -> N
 
 
 def test_the_package_exports_what_a_user_writes() -> None:
-    """The other exceptions are in `callsheet.errors`; these four are those that a program would catch."""
+    """The other exceptions are in `callsheet.errors`; these two are those that a program would catch."""
     exported = {name: getattr(callsheet, name) for name in callsheet.__all__}
     errors = {name for name, each in exported.items() if isinstance(each, type) and issubclass(each, BaseException)}
-    assert errors == {"CallsheetError", "DistributedError", "NonFiniteError", "RunInUseError"}
+    assert errors == {"CallsheetError", "NonFiniteError"}
     assert set(exported) - errors == {
-        *("Background", "Callback", "CallbackManager", "CallbackSpec", "CheckpointInfo", "Context", "Control"),
+        *("Background", "Callback", "CallbackManager", "CallbackSpec", "CheckpointInfo", "Context"),
         *("CostReport", "Event", "Interval"),
         *("MetricsRecord", "Outcome", "Process", "RunInfo", "Time", "Timestamp", "TrainState", "Trainer"),
         *("at", "attach", "every", "launch", "local_rank_zero_only", "normalize_callbacks", "rank_zero_only", "should_fire"),

@@ -11,8 +11,7 @@ from typing import IO
 
 import pytest
 
-from callsheet import RunInUseError
-from callsheet.errors import RunLockLostError
+from callsheet.errors import RunInUseError, RunLockLostError
 from callsheet.run.run_lock import RunLock, claim_of
 
 HOLDER = Path(__file__).parent / "lock_holder.py"

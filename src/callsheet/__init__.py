@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 
 from callsheet.core.callback import Callback, at, every, foreign_hints, local_rank_zero_only, rank_zero_only
 from callsheet.core.context import Context
-from callsheet.core.control import Control
 from callsheet.core.events import Event
 from callsheet.core.on_demand import attributes
 from callsheet.core.time import Interval, Time, Timestamp
-from callsheet.errors import CallsheetError, DistributedError, NonFiniteError, RunInUseError
+from callsheet.errors import CallsheetError, NonFiniteError
 
 if TYPE_CHECKING:
     from callsheet.bridges.bare import attach
@@ -36,16 +35,13 @@ __all__ = [
     "CallsheetError",
     "CheckpointInfo",
     "Context",
-    "Control",
     "CostReport",
-    "DistributedError",
     "Event",
     "Interval",
     "MetricsRecord",
     "NonFiniteError",
     "Outcome",
     "Process",
-    "RunInUseError",
     "RunInfo",
     "Time",
     "Timestamp",

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from callsheet import Callback, Context, RunInUseError, Trainer, attach
+from callsheet import Callback, Context, Trainer, attach
 from callsheet.callbacks import CheckpointSaver
 from callsheet.checkpoint import find_checkpoints
-from callsheet.errors import CheckpointError, ConfigError, RunLockLostError
+from callsheet.errors import CheckpointError, ConfigError, RunInUseError, RunLockLostError
 from callsheet.loggers import JSONLLogger
 from callsheet.run.run_lock import RunLock
 
