@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from callsheet.errors import CallsheetError, DistributedError, text_of
-from callsheet.transport.names import MAIN_MODULE, name_of, with_script_names
 
 _FRAME_PATTERN = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in ')
 
@@ -81,6 +80,8 @@ class LaunchError(CallsheetError, RuntimeError):
 
 def report_of(error: BaseException) -> dict[str, Any]:
     """Return a description of `error` as plain data. A worker sends the description to the process that called `launch`."""
+    from callsheet.transport.names import MAIN_MODULE, name_of, with_script_names  # imported here, because it imports safetensors
+
     # Leave out the first frame, which is in callsheet's worker and not in the user's code.
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
     kind = name_of(type(error)).removeprefix(f"{MAIN_MODULE}.")

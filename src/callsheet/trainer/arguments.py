@@ -280,8 +280,7 @@ def checked_optimizer(given: Any, model: nn.Module) -> Optimizer:
         raise ConfigError(
             f"optimizer is or returned {type(optimizer).__name__}; give a torch optimizer, or a function of the parameters"
         )
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
+    if _needs_closure(optimizer):
         raise ConfigError(
             f"optimizer: {type(optimizer).__name__} needs a closure that computes the loss several times in a step, which the Trainer does "
             "not pass; give another optimizer, or write the loop yourself with callsheet.attach"
@@ -293,6 +292,14 @@ def checked_optimizer(given: Any, model: nn.Module) -> Optimizer:
             "give a function instead, which is called once the model is final: optimizer=lambda params: AdamW(params, lr=...)"
         )
     return optimizer
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    try:
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+    except (TypeError, ValueError):  # a compiled function has no signature that Python can read
+        return False
+    return closure is not None and closure.default is closure.empty
 
 
 def _made(name: str, function: Callable[[Any], Any], argument: Any) -> Any:

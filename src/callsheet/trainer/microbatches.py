@@ -84,9 +84,9 @@ class MicrobatchPlan:
     The mean is over the samples or labels of all ranks, as the task defines.
 
     `parts` are triples of the fetched batch, the microbatch, and its fraction of this rank's mean; the fraction is None if there
-    is only one microbatch. `fillers` says of each microbatch whether it is a filler. `scale` is the weight of this rank's mean relative to the means of the other ranks, or None if all have
-    the same weight. If an all-reduce is needed to compute `scale`, the constructor starts the all-reduce, and the first read of
-    `scale`, after the first forward pass, waits for the result.
+    is only one microbatch. `fillers` says of each microbatch whether it is a filler. `scale` is the weight of this rank's mean
+    relative to the means of the other ranks, or None if all have the same weight. If an all-reduce is needed to compute `scale`, the
+    constructor starts the all-reduce, and the first read of `scale`, after the first forward pass, waits for the result.
 
     Args:
         same_number: whether every rank must run the same number of microbatches, because the ranks synchronize in each forward

@@ -313,7 +313,7 @@ async def finish_tasks() -> None:
     while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
         _, left = await asyncio.wait(tasks, timeout=max(0.0, until - loop.time()))
         if left:
-            names = ", ".join(sorted(str(task.get_coro()) for task in left))
+            names = ", ".join(sorted(getattr(task.get_coro(), "__qualname__", task.get_name()) for task in left))
             logger.error(
                 "asyncio tasks of InstructLab's callbacks are not done after %g s, and are cancelled: %s", TASKS_SECONDS, names
             )

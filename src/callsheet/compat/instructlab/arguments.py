@@ -246,7 +246,9 @@ class TrainingArgs(HasModelFields):
         self.check()
 
     def check(self) -> None:
-        """Convert all fields to their types, as pydantic does in InstructLab, and check that they are valid. The constructor calls this. Callers must call it again after fields may have changed.
+        """Convert all fields to their types, as pydantic does in InstructLab, and check that they are valid.
+
+        The constructor calls this method. Callers must call it again after fields may have changed.
 
         Raises:
             ConfigError: a field is not supported or cannot work; the message names it.
