@@ -489,9 +489,9 @@ class HostedRun(Run):
     def _complete_step(self) -> None:
         ctx, loss = self.ctx, self._count_step()
         if loss is not None:
-            ctx.loss, ctx.loss_dict = loss, {"loss": loss, **self.other_losses}
+            ctx.loss, ctx.loss_dict = loss, (losses := {"loss": loss, **self.other_losses})
             if not self._is_dropping:
-                self.records.add(ctx.loss_dict, moved=not self.step_skipped)
+                self.records.add(losses, moved=not self.step_skipped)
         # Set `grad_norm` and `step_skipped` here too, because an event that sets them is not fired if it has no listeners.
         ctx.grad_norm, ctx.step_skipped = self.grad_norm, self.step_skipped
         # If the optimizer's step was skipped or had no listeners, the learning rate was not read yet.

@@ -98,7 +98,7 @@ for _span in SPANS.values():
 class Spans:
     """A context manager for each span of a run: `with spans.epoch:` fires `on_epoch_start` and `on_epoch_end`."""
 
-    __slots__ = ("ctx", "links", *SPANS)
+    __slots__ = ("_edges", "ctx", "links", *SPANS)
 
     ctx: Context
     links: int
@@ -138,14 +138,17 @@ class Spans:
         """How many times `link` was called. A loop compares this number with an earlier one to detect that handlers have changed."""
         for name in SPANS:
             setattr(self, name, Span(name, ctx, dispatcher))
+        self._edges = {event: [(getattr(self, name), side) for name, side in _EDGES_OF_EVENT.get(event, ())] for event in EVENTS}
 
     def link(self, table: Mapping[str, CompiledEvent], events: Iterable[str]) -> None:
         """Copy the compiled handlers of each of these events from `table` to the span that fires the event."""
         self.links += 1
         for event in events:
-            compiled = table[event]
-            for name, side in _EDGES_OF_EVENT.get(event, ()):
-                setattr(getattr(self, name), side, compiled if compiled[0] is not None else None)
+            compiled: CompiledEvent | None = table[event]
+            if compiled is not None and compiled[0] is None:
+                compiled = None
+            for span, side in self._edges[event]:
+                setattr(span, side, compiled)
 
 
 class HasListeners:
