@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import tempfile
 import time
 from collections.abc import Callable
@@ -171,8 +172,8 @@ def checked_lock_timeout(seconds: float) -> float:
     Raises:
         ConfigError: `seconds` is not a valid time.
     """
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
-        raise ConfigError(f"lock_timeout_seconds={seconds!r}: give a number of seconds, or 0 not to wait")
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < math.inf:
+        raise ConfigError(f"lock_timeout_seconds={seconds!r}: give a finite number of seconds, or 0 not to wait")
     return seconds
 
 
