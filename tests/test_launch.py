@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import os
@@ -422,6 +423,28 @@ def test_a_result_above_the_size_limit_is_rejected_with_its_rank(tmp: Path) -> N
         r"TransportError: the result of rank 1: \d+ bytes, more than the limit of 134217728; save large data to a file, and send",
         caught.value.failures[0].error,
     )
+    assert_nothing_left(tmp)
+
+
+def damages_its_result_or_fails() -> None:
+    def damage() -> None:
+        for file in Path(tempfile.gettempdir()).rglob("result-*-1"):
+            file.write_bytes(file.read_bytes()[:-1])
+
+    if os.environ["RANK"] == "0":
+        raise ValueError("rank 0 has failed")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torch's launcher ends this rank when the other one has failed
+    atexit.register(damage)
+
+
+@pytest.mark.slow
+def test_a_damaged_result_is_reported_with_the_failures_of_the_other_ranks(tmp: Path) -> None:
+    with pytest.raises(LaunchError) as caught:
+        launch(damages_its_result_or_fails, nproc_per_node=2)
+    first, second = caught.value.failures
+    assert (first.rank, first.error) == (0, "ValueError: rank 0 has failed")
+    assert second.rank == 1
+    assert second.error.startswith("callsheet.transport.sealed.TransportError: ")
     assert_nothing_left(tmp)
 
 

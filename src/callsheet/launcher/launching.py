@@ -22,7 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from callsheet.core.callback import Callback
 from callsheet.errors import ConfigError
-from callsheet.launcher.failures import LaunchError, RankFailure, failure_of
+from callsheet.launcher.failures import LaunchError, RankFailure, failure_of, report_of
 from callsheet.launcher.recipe_job import Launchable, job_of
 from callsheet.launcher.worker import PID_FILE_PREFIX, result_name
 from callsheet.run.signals import GRACE_SECONDS
@@ -30,7 +30,7 @@ from callsheet.transport import payload
 from callsheet.transport.data import decode
 from callsheet.transport.payload import KEY_VARIABLE, PAYLOAD_VARIABLE, pack
 from callsheet.transport.preflight import command
-from callsheet.transport.sealed import Key, read_private, unseal
+from callsheet.transport.sealed import Key, TransportError, read_private, unseal
 
 _HANDLED_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
@@ -225,7 +225,10 @@ def _collected(
         how = failed.get(rank)
         answer: dict[str, Any] = {"rank": rank}
         if path.exists():
-            answer = decode(unseal(key, "result", read_private(path), str(path)))
+            try:
+                answer = decode(unseal(key, "result", read_private(path), str(path)))
+            except TransportError as error:  # report it together with the failures of the other ranks
+                answer["report"] = report_of(error)
         if answer["rank"] == rank and "result" in answer and how is None:
             results.append(answer["result"])
         elif "report" in answer:
