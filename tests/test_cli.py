@@ -210,8 +210,9 @@ def test_a_failed_set_up_does_not_change_the_earlier_run(recipe: Path, capsys: p
     arguments = ["train", "tiny.yaml", "--data.folder", "texts"]
     assert main(arguments) == 0
     before = Path("runs/tiny/config.yaml").read_text()
-    with pytest.raises(ValueError, match="learning rate"):
-        main([*arguments, "--resume", "new", "--optimizer.lr", "-1", "--loggers", "[]"])
+    capsys.readouterr()
+    assert main([*arguments, "--resume", "new", "--optimizer.lr", "-1", "--loggers", "[]"]) == 2
+    assert "optimizer: it cannot be created: ValueError: Invalid learning rate: -1" in capsys.readouterr().err
     assert Path("runs/tiny/config.yaml").read_text() == before
     assert not Path("runs/tiny.1").exists()
 
