@@ -475,17 +475,22 @@ def test_values_are_converted_to_the_types_of_the_fields_as_with_pydantic(tmp_pa
     given: dict[str, Any] = {
         "learning_rate": "2e-5", "num_epochs": "3", "effective_batch_size": " 8 ", "warmup_steps": 2.0, "adamw_betas": ["0.8", 0.9],
         "checkpoint_at_epoch": "no", "use_liger": "false", "validation_frequency": None, "model_path": tmp_path,
+        "save_samples": False, "keep_last_checkpoint_only": None,
         "lora": {"rank": "2", "dropout": "0.5"},
     }  # fmt: skip
     args = arguments(tmp_path, **given)
     wanted = {"learning_rate": 2e-5, "num_epochs": 3, "effective_batch_size": 8, "warmup_steps": 2, "adamw_betas": (0.8, 0.9)}
     wanted |= {"checkpoint_at_epoch": False, "use_liger": False, "validation_frequency": None, "model_path": str(tmp_path)}
+    wanted |= {"save_samples": 0, "keep_last_checkpoint_only": None}
     for name, value in {**wanted, "lora": LoraOptions(rank=2, dropout=0.5)}.items():
         assert (getattr(args, name), type(getattr(args, name))) == (value, type(value))
     args.num_epochs = "5"  # type: ignore[assignment]  # a later change is converted by `check`
     args.check()
     assert args.num_epochs == 5
     assert TorchrunArgs(nproc_per_node="2", nnodes="1").ranks == 2  # type: ignore[arg-type]
+    assert TorchrunArgs(nproc_per_node=1.0).ranks == 1  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="nproc_per_node='²': give a whole number above 0, or 'gpu'"):
+        TorchrunArgs(nproc_per_node="²")
 
 
 @pytest.mark.parametrize(
@@ -494,7 +499,7 @@ def test_values_are_converted_to_the_types_of_the_fields_as_with_pydantic(tmp_pa
         ("learning_rate", "fast", "a number"),
         ("learning_rate", None, "a number"),
         ("num_epochs", "1.5", "a whole number"),
-        ("save_samples", True, "a whole number"),
+        ("adamw_betas", "12", "two numbers"),
         ("random_seed", "inf", "a whole number"),
         ("adamw_betas", (0.9, 0.95, 1.0), "two numbers"),
         ("checkpoint_at_epoch", "maybe", "True or False"),

@@ -80,6 +80,17 @@ def test_a_chat_may_begin_with_an_answer(template: str, tmp_path: Path) -> None:
     assert tokenizer.decode(conversations.example({"messages": [opening]}, "here:1").ids) == prompt + "Hello!<|im_end|>\n"
 
 
+def test_a_default_message_of_the_system_that_contains_the_start_of_an_answer_is_no_target(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text(
+        "Q: is a question, A: an answer;{% for message in messages %}{{ 'A: ' if message.role == 'assistant' else 'Q: ' }}"
+        "{{ message.content + ';' }}{% endfor %}{% if add_generation_prompt %}A: {% endif %}"
+    )
+    tokenizer, row = byte_tokenizer(), {"messages": [{"role": "assistant", "content": "Hi, A: B"}]}
+    conversations = Conversations(tokenizer, template=str(tmp_path / "own.jinja"))
+    assert target_texts(tokenizer, conversations, row) == ["Hi, A: B;"]
+    assert tokenizer.decode(conversations.prompt(row, "here:1")) == "Q: is a question, A: an answer;A: "
+
+
 def test_a_first_answer_whose_start_the_template_does_not_mark_is_rejected_if_it_must_be_located(tmp_path: Path) -> None:
     (tmp_path / "bare.jinja").write_text(
         "{% for message in messages %}{{ message.role + ': ' + message.content + ';' }}{% endfor %}"

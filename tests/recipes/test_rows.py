@@ -95,6 +95,17 @@ def test_a_folder_of_json_lines_and_parquet_files_is_rejected(tmp_path: Path) ->
     assert texts_of(Rows(str(tmp_path / "*.parquet"))) == ["b"]
 
 
+def test_each_split_of_a_folder_may_have_another_kind_of_file(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", ["a"])
+    Dataset.from_list([{"text": "b"}]).to_parquet(tmp_path / "test.parquet")
+    assert texts_of(Rows(str(tmp_path))) == ["a"]
+    assert texts_of(Rows(str(tmp_path), split="test")) == ["b"]
+    with pytest.raises(ConfigError, match=r"no file of the split 'validation', but has test\.parquet, train\.jsonl"):
+        Rows(str(tmp_path), split="validation").read(["text"])
+    (tmp_path / "train.parquet").mkdir()  # a folder of another program
+    assert texts_of(Rows(str(tmp_path))) == ["a"]
+
+
 def test_a_folder_that_datasets_saved_is_read_by_split(tmp_path: Path) -> None:
     DatasetDict({name: Dataset.from_list([{"text": name}]) for name in ("train", "test")}).save_to_disk(tmp_path / "saved")
     assert texts_of(Rows(str(tmp_path / "saved"), split="test")) == ["test"]

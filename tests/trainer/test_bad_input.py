@@ -124,23 +124,31 @@ def test_the_constructor_rejects_an_invalid_argument(changes: dict[str, Any], me
 
 
 @pytest.mark.parametrize(("max_duration", "steps"), [("5ba", 5), ("3ep", 6)])
-def test_a_schedule_that_ends_before_the_run_is_rejected_before_the_first_step(
-    max_duration: str, steps: int, tmp_path: Path
+def test_a_schedule_that_ends_before_the_run_causes_a_warning_before_the_first_step(
+    max_duration: str, steps: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def trainer(total_steps: int) -> Trainer:
+    def trainer(total_steps: int, *callbacks: Callback) -> Trainer:
         return trainer_of(
             tmp_path / str(total_steps),
             max_duration=max_duration,
             scheduler=lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=total_steps),
+            callbacks=callbacks,
         )
 
-    with trainer(4) as short, pytest.raises(ConfigError, match=rf"OneCycleLR ends after 4 steps.* give total_steps={steps}"):
+    warning = f"OneCycleLR raises an error after 4 steps, and the run takes {steps} (max_duration={max_duration}); give total_steps={steps}"
+    with trainer(4) as short, pytest.raises(ValueError, match="Tried to step"):
         short.fit()
-    assert short.state.timestamp.batch == 0
+    assert warning in caplog.text
+    caplog.clear()
+    with trainer(4, Lambda(on_train_step_end=lambda ctx: ctx.control.stop("enough") if ctx.step == 3 else None)) as stopped:
+        stopped.fit()
+    assert warning in caplog.text
+    caplog.clear()
     with trainer(steps) as whole:
         whole.fit("1ep")
         whole.fit(max_duration)
         assert whole.state.timestamp.batch == steps
+    assert "OneCycleLR" not in caplog.text
 
 
 @pytest.mark.parametrize("argument", ["log_interval", "eval_interval", "max_duration"])

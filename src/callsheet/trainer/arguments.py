@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import os
 import re
@@ -28,6 +29,8 @@ from callsheet.run.run_guard import checked_lock_timeout
 from callsheet.run.run_names import check_folder, check_run_name, new_name
 from callsheet.trainer.batches import Loader
 from callsheet.trainer.parallel import Parallel
+
+logger = logging.getLogger("callsheet")
 
 _ARGUMENTS_THAT_MAY_DIFFER = ("self", "device", "config", "runs_folder", "log_ranks", "callbacks", "loggers")
 """Arguments of the Trainer that may differ between ranks, except that callbacks which need all ranks must be the same on all."""
@@ -217,13 +220,15 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         raise ConfigError(f"model is {type(arguments['model']).__name__}, not a torch.nn.Module")
     for name in ("microbatch_size", "gradient_accumulation_steps", "epochs_per_round"):
         positive(name, arguments[name], int)
-    positive("clip_grad_norm", arguments["clip_grad_norm"], float, may_be_infinite=True)
-    for name in ("grace_seconds", "timeout_seconds"):
-        positive(name, arguments[name], float)
+    for name in ("clip_grad_norm", "grace_seconds"):
+        positive(name, arguments[name], float, may_be_infinite=True)
+    positive("timeout_seconds", arguments["timeout_seconds"], float)
     if arguments["gradient_accumulation_steps"] is None:
         raise ConfigError("gradient_accumulation_steps=None: give 1 for one batch per step")
     if arguments["timeout_seconds"] is None:
         raise ConfigError("timeout_seconds=None: a rank that waits forever reports nothing; give a number of seconds")
+    if arguments["grace_seconds"] is None:
+        raise ConfigError("grace_seconds=None: give a number of seconds, or math.inf if nothing kills the process")
     checked_lock_timeout(arguments["lock_timeout_seconds"])
     seed = arguments["seed"]
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
@@ -241,9 +246,9 @@ def positive(name: str, value: Any, kind: type[int] | type[float], *, may_be_inf
     if value is None:
         return None
     is_number = isinstance(value, (int, kind)) and not isinstance(value, bool)
-    if not (is_number and value > 0 and (may_be_infinite or math.isfinite(value))):
+    if not (is_number and value > 0 and (may_be_infinite or value < math.inf)):
         what = "a whole" if kind is int else "a" if may_be_infinite else "a finite"
-        raise ConfigError(f"{name}={value!r}: give {what} number above 0, or None")
+        raise ConfigError(f"{name}={value!r}: give {what} number above 0{'' if name.endswith('seconds') else ', or None'}")
     return value
 
 
@@ -299,14 +304,14 @@ def _needs_closure(optimizer: Optimizer) -> bool:
         closure = inspect.signature(optimizer.step).parameters.get("closure")
     except (TypeError, ValueError):  # a compiled function has no signature that Python can read
         return False
-    return closure is not None and closure.default is closure.empty
+    return closure is not None and closure.kind is closure.POSITIONAL_OR_KEYWORD and closure.default is closure.empty
 
 
 def _made(name: str, function: Callable[[Any], Any], argument: Any) -> Any:
     """Return what the function for the optimizer or scheduler makes. Raise ConfigError with its message if it rejects its arguments."""
     try:
         return function(argument)
-    except CallsheetError:
+    except (CallsheetError, torch.OutOfMemoryError):
         raise
     # torch raises RuntimeError for options that exclude each other, or that a device does not support.
     except (TypeError, ValueError, RuntimeError) as error:
@@ -333,23 +338,25 @@ def checked_scheduler(given: Any, optimizer: Optimizer | None) -> LRScheduler:
     return scheduler
 
 
-def check_schedule_length(scheduler: LRScheduler | None, state: TrainState, callbacks: Iterable[Callback]) -> None:
-    """Raise ConfigError if the scheduler is a `OneCycleLR` that would raise an error before the end of the run.
+def warn_of_short_schedule(scheduler: LRScheduler | None, state: TrainState) -> None:
+    """Log a warning if the scheduler is a `OneCycleLR` whose `step` would raise an error before the end of the run.
 
-    All other schedulers of torch can be stepped without end.
+    The length of the run is known only if it is given in batches or epochs, and a callback may end the run earlier.
     """
     longest, now, epoch = state.max_duration, state.timestamp, state.epoch_batches
-    if not isinstance(scheduler, OneCycleLR) or longest is None:
+    if type(scheduler) is not OneCycleLR or longest is None:
         return
     if longest.unit is TimeUnit.BATCH:
         left = int(longest.value) - now.batch
-    # If a callback accumulates gradients over more batches, an epoch has fewer steps.
-    elif longest.unit is TimeUnit.EPOCH and epoch and not any("set_gradient_accumulation" in each.requests for each in callbacks):
+    elif longest.unit is TimeUnit.EPOCH and epoch:
         left = (int(longest.value) - now.epoch) * epoch - now.batch_in_epoch
     else:
         return
     if left > scheduler.total_steps - scheduler.last_epoch:
-        raise ConfigError(
-            f"scheduler: OneCycleLR ends after {scheduler.total_steps} steps, and the run takes {now.batch + left} (max_duration={longest}); "
-            f"give total_steps={now.batch + left}"
-        )
+        way_out = f"give total_steps={now.batch + left}"
+        if state.baseline.batch:
+            way_out = "total_steps is a part of the checkpoint: start a new run for another length, or use another scheduler"
+        logger.warning(
+            "scheduler: OneCycleLR raises an error after %d steps, and the run takes %d (max_duration=%s); %s",
+            scheduler.total_steps, now.batch + left, longest, way_out,
+        )  # fmt: skip

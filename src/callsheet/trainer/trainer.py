@@ -39,7 +39,6 @@ from callsheet.trainer.arguments import (
     agreed_name_and_seed,
     check_arguments,
     check_cuda_graphs,
-    check_schedule_length,
     checked_optimizer,
     checked_scheduler,
     duration,
@@ -48,6 +47,7 @@ from callsheet.trainer.arguments import (
     named_loaders,
     progress_shown,
     resolved_device,
+    warn_of_short_schedule,
 )
 from callsheet.trainer.batches import Loader, TrainBatches
 from callsheet.trainer.evaluation import Evaluation, Evaluator, named_evaluators
@@ -343,7 +343,7 @@ class Trainer:
                 `max_duration` of the constructor.
 
         Raises:
-            ConfigError: there is no training data or no optimizer, or the scheduler ends before the run.
+            ConfigError: there is no training data, or no optimizer.
             KeyboardInterrupt: Ctrl-C was pressed. It is raised after a checkpoint is saved, or at once if Ctrl-C was pressed twice.
             DistributedError: a rank does not answer; the message names the rank.
             BaseException: any error that the model, the data or a callback raised. The run is ended first.
@@ -357,7 +357,7 @@ class Trainer:
             if longer is not None:
                 self.state.max_duration = longer
             self._warn_of_long_intervals()
-            check_schedule_length(self.scheduler, self.state, self.callbacks.callbacks)
+            warn_of_short_schedule(self.scheduler, self.state)
             self._run.guard.begin()
             with self._signals:
                 self.callbacks.between_steps(self.ctx.step)

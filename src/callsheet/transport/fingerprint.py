@@ -128,7 +128,8 @@ class _Fingerprinter:
             return reduced
         make, args, state, items, pairs = (*reduced, None, None, None, None)[:5]
         parts = {"how it is made": make, "arguments": args}
-        ignored = getattr(kind, IGNORE_ATTRIBUTE, ())  # the object may be a callback of another framework
+        given = getattr(kind, IGNORE_ATTRIBUTE, ())  # the object may be a callback of another framework
+        ignored = given if isinstance(given, (tuple, list, set, frozenset)) else ()
         parts |= (
             {f".{name}": part for name, part in state.items() if name not in ignored}
             if isinstance(state, dict)

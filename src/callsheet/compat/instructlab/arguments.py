@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
 
 from callsheet.bridges.instructlab.names import check
-from callsheet.compat.instructlab.model_fields import HasModelFields
+from callsheet.compat.instructlab.model_fields import HasModelFields, whole_number
 from callsheet.core.callback import Callback
 from callsheet.errors import ConfigError
 
@@ -76,8 +77,9 @@ class TorchrunArgs(HasModelFields):
 
     def __post_init__(self) -> None:
         self.convert_fields()
-        if isinstance(self.nproc_per_node, str) and self.nproc_per_node.strip().isdigit():
-            self.nproc_per_node = int(self.nproc_per_node)
+        if self.nproc_per_node != "gpu" and not isinstance(self.nproc_per_node, bool):
+            with suppress(TypeError, ValueError):  # rejected below
+                self.nproc_per_node = whole_number(self.nproc_per_node)
         if self.rdzv_endpoint and self.master_addr:
             raise ConfigError("Provide either `rdzv_endpoint` OR both `master_addr` and `master_port`, not both.")
         if self.nnodes != 1 or self.node_rank != 0:
@@ -205,7 +207,7 @@ class TrainingArgs(HasModelFields):
     warmup_steps: int = 0
     random_seed: int = 42
     checkpoint_at_epoch: bool = True
-    keep_last_checkpoint_only: bool = False
+    keep_last_checkpoint_only: bool | None = False
     disable_flash_attn: bool | None = False
     lora: LoraOptions | None = None
     validation_split: float = 0.0
@@ -222,9 +224,9 @@ class TrainingArgs(HasModelFields):
     allow_pickle: bool = False
     # The following fields of InstructLab are not supported: they accept only their default.
     use_legacy_tmpl: bool = False
-    process_data: bool = True
+    process_data: bool | None = True
     pretraining_config: Any = None
-    mock_data: bool = False
+    mock_data: bool | None = False
     mock_data_len: int = 0
     use_liger: bool = False
     trust_remote_code: bool = False

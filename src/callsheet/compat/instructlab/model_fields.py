@@ -77,21 +77,16 @@ def _without_none(kind: Any) -> Any:
     return kinds[0] if isinstance(kind, UnionType) and len(kinds) == 1 else kind
 
 
-def _whole_number(value: Any) -> int:
-    if not isinstance(value, (bool, str)) and hasattr(value, "__index__"):
+def whole_number(value: Any) -> int:
+    """Return the value as an integer, as pydantic does. Raise TypeError or ValueError if it is not a whole number."""
+    if not isinstance(value, str) and hasattr(value, "__index__"):
         return int(value)
     if isinstance(value, str) and value.strip().isdecimal():
         return int(value)
-    number = _number(value)
+    number = float(value)
     if not number.is_integer():
         raise ValueError
     return int(number)
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool):
-        raise ValueError
-    return float(value)
 
 
 def _truth_value(value: Any) -> bool:
@@ -103,8 +98,10 @@ def _text(value: Any) -> str:
 
 
 def _numbers(value: Any) -> tuple[float, float]:
+    if isinstance(value, str):
+        raise TypeError
     first, second = value
-    return _number(first), _number(second)
+    return float(first), float(second)
 
 
 _TRUTH_VALUES: dict[Any, bool] = {
@@ -113,8 +110,8 @@ _TRUTH_VALUES: dict[Any, bool] = {
 }
 
 _CONVERTERS: dict[Any, tuple[Callable[[Any], Any], str]] = {
-    int: (_whole_number, "a whole number"),
-    float: (_number, "a number"),
+    int: (whole_number, "a whole number"),
+    float: (float, "a number"),
     bool: (_truth_value, "True or False"),
     str: (_text, "a string"),
     tuple[float, float]: (_numbers, "two numbers"),

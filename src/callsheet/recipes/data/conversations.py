@@ -103,7 +103,7 @@ class Conversations:
             while messages and messages[-1]["role"] == "assistant":
                 messages = messages[:-1]
             if not messages:  # the model is to begin the chat
-                return self._ids(self._before_first(self._rendered(given, tools, place), tools, place))
+                return self._ids(self._before_first(self._rendered(given[:1], tools, place), given[0], tools, place))
             return self._ids(self._rendered(messages, tools, place, add_generation_prompt=True))
         if "prompt" not in row:
             reject(place, f"there is no prompt in the columns {', '.join(row) or '(none)'}; give `messages` or `prompt`")
@@ -146,7 +146,7 @@ class Conversations:
             before = (
                 self._rendered(messages[:i], tools, place, add_generation_prompt=True)
                 if i
-                else self._before_first(after, tools, place)
+                else self._before_first(after, message, tools, place)
             )
             if not (before and text.startswith(before) and text.startswith(after) and len(before) < len(after)):
                 reject(
@@ -158,8 +158,8 @@ class Conversations:
             found.append((len(before), len(after)))
         return text, found
 
-    def _before_first(self, text: str, tools: Any, place: str) -> str:
-        """Return the beginning of `text`, a rendered first message of the assistant: what the template adds before its content.
+    def _before_first(self, text: str, message: Message, tools: Any, place: str) -> str:
+        """Return the beginning of `text`, the rendered first `message` of the assistant: what the template adds before its content.
 
         Many templates cannot render an empty list of messages. Therefore, search for the start of an answer, as the template renders
         it after a user's message.
@@ -167,13 +167,17 @@ class Conversations:
         asked = [_user("?")]
         begun = self._rendered(asked, tools, place, add_generation_prompt=True)
         start = begun.removeprefix(self._rendered(asked, tools, place))
-        if not start or start not in text:
+        content = message["content"]
+        # A default message of the system may contain the start of an answer too, so take the last one before the content.
+        end = text.rfind(content.strip()) if isinstance(content, str) and content.strip() else len(text)
+        begins = text.rfind(start, 0, end) if start else -1
+        if begins < 0:
             reject(
                 place,
                 "its first message is the assistant's, and the chat template does not mark where this answer starts; begin with a "
-                "user's message, or put {% generation %} around the assistant's messages in the template (chat_template)",
+                "user's message, or put {% generation %} around the assistant's messages in the template (chat_template) to train on it",
             )
-        return text[: text.index(start) + len(start)]
+        return text[: begins + len(start)]
 
     def _marked(self, messages: Sequence[Message], tools: Any, template: str, place: str) -> tuple[str, list[Span]]:
         from transformers.utils.chat_template_utils import render_jinja_template

@@ -81,12 +81,16 @@ class Rows:
         return self._dataset(files, columns)
 
     def _of_folder(self) -> list[str]:
-        """Return the JSON-lines files in the folder `path`. If file names begin with splits' names, return only `split`'s files."""
+        """Return the files in the folder `path`, or nothing if there are no JSON-lines files, because `datasets` reads such a folder.
+
+        If file names begin with splits' names, return only `split`'s files.
+        """
         folder = Path(self.path)
         if not folder.is_dir() or any((folder / name).exists() for name in _FILES_OF_DATASETS):
             return []
-        self._check_kinds(sorted(map(str, folder.iterdir())))
-        found = sorted(file for file in folder.iterdir() if file.suffix in _JSON_ENDINGS)
+        found = sorted(file for file in folder.iterdir() if file.suffix in (*_JSON_ENDINGS, ".parquet") and file.is_file())
+        if not any(file.suffix in _JSON_ENDINGS for file in found):
+            return []
         split = _SPLIT_PREFIXES.get(self.split, (self.split,))
         if mine := [file for file in found if file.name.startswith(split)]:
             return [str(file) for file in mine]
@@ -107,7 +111,7 @@ class Rows:
         if lines is not None and parquet is not None:
             raise ConfigError(
                 f"{self.path} has files of JSON lines and Parquet files, such as {Path(lines).name} and {Path(parquet).name}; give a "
-                f"pattern for one kind as the path, such as {Path(parquet).parent / '*.parquet'}"
+                f"pattern for one kind as the path, such as {Path(lines).parent / '*'}{Path(lines).suffix}"
             )
 
     def _dataset(self, files: list[str], columns: Collection[str]) -> Table | Stream:
