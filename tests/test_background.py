@@ -162,7 +162,7 @@ def test_a_second_run_waits_for_the_handler_in_which_the_first_run_has_left_its_
     manager, ctx = opened(Background(callback, deadline=60))
     fire_steps(manager, ctx, range(11, 14))
     end = time.monotonic() + 60
-    while "A handler of callback CountsThreads that another run has called" not in caplog.text:
+    while "A handler of callback CountsThreads that an earlier run has called" not in caplog.text:
         assert time.monotonic() < end
         time.sleep(0.01)
     assert callback.steps == [1]

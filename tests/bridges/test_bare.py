@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import math
 import os
 import pickle
 import signal
@@ -898,6 +899,28 @@ def test_a_callback_added_within_a_step_has_all_fields_at_its_first_end_of_a_ste
             optimizer.step()
             optimizer.zero_grad()
     assert recorded == [(step, True) for step in range(first, BATCHES + 1)]
+
+
+def test_a_callback_added_within_a_step_that_nothing_read_is_called_from_the_next_step_also_if_it_keeps_fields() -> None:
+    class Keeps(Callback):
+        keep_fields = ("outputs",)
+
+        def __init__(self) -> None:
+            self.losses: list[tuple[int, bool]] = []
+
+        def on_train_step_end(self, ctx: Context) -> None:
+            self.losses.append((ctx.step, math.isfinite(ctx.loss)))
+
+    manager, keeps = CallbackManager(), Keeps()
+    model, optimizer, data = parts()
+    with attach(model=model, optimizer=optimizer, callbacks=manager) as run:
+        for step, (inputs, targets) in enumerate(run.steps(data)):
+            if step == 1:
+                manager.add(keeps)
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert keeps.losses == [(step, True) for step in range(3, BATCHES + 1)]
 
 
 def test_callbacks_and_loggers_both_receive_the_records(tmp_path: Path) -> None:

@@ -138,6 +138,7 @@ class LifecycleDriver:
 
         Otherwise, the host need not compute the loss.
         """
+        self._keeps_fields = False  # whether a callback kept fields of the context at the last `listen`
         self._warned: set[str] = set()
         self.give_up: Callable[[Exception], None] = _raise
         """A function that the hooks in the model, the optimizer and `backward` call with an error that occurred in the hook.
@@ -178,6 +179,7 @@ class LifecycleDriver:
         lack_listeners = [
             all(driven.span.starts is None and driven.span.ends is None for driven in group) for group in self._groups
         ]
+        self._keeps_fields = bool(self._ctx.kept)
         # If a handler of a later event reads the outputs of the forward pass, treat the forward pass as having listeners.
         lack_listeners[_BACKWARD_GROUP] &= "outputs" not in self._ctx.kept
         # The start of a later span ends the backward pass. So if the backward pass has listeners, later spans must be reported too.
@@ -291,8 +293,8 @@ class LifecycleDriver:
         step on, because this step has no loss.
         """
         step, passes = self._step, self._step_passes
-        is_read = self.is_loss_read and step.span.ends is not None
-        if passes is None or self._open[-1] is not step or step.needed or is_read or self._ctx.kept:
+        is_read = step.needed or self._keeps_fields or (self.is_loss_read and (step.span.ends is not None or self._ctx.kept))
+        if passes is None or self._open[-1] is not step or is_read:
             self.end("train_step")
         else:
             passes()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -27,11 +26,11 @@ if TYPE_CHECKING:
     from callsheet.lanes.process import Process
 
 
-# The locks of callbacks in `Background` lanes, by the callbacks' ids. All lanes of a callback, also those of several runs, share its lock.
-# An id is not used for another callback as long as its lock is here, because the lanes that hold the lock also hold the callback.
-_turns: weakref.WeakValueDictionary[int, threading.Lock] = weakref.WeakValueDictionary()
+# The lanes of earlier runs that were closed within a handler, by the ids of their callbacks. An id is not used for another callback as
+# long as its lane is here, because the thread that is in the handler holds the lane, and the lane holds the callback.
+_closed_within_handler: weakref.WeakValueDictionary[int, Lane] = weakref.WeakValueDictionary()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_turns.clear)  # in a forked child, no thread would release a lock that was held
+    os.register_at_fork(after_in_child=_closed_within_handler.clear)  # the threads do not run in a forked child
 
 
 class LaneExit(Exception):
@@ -51,8 +50,10 @@ class CallbackLane:
         self.inbox = inbox
         self._process: Process | None = cast("Process", registration.thing) if owner.lane == "process" else None
         callback = registration.callback if self._process is None else None  # a `Process` makes one call at a time itself
-        turn = _turns.setdefault(id(callback), threading.Lock()) if callback is not None else None
-        self.lane = Lane(registration.label, None, owner.lane_options, kind=_kind, finish=self._finish, turn=turn)
+        earlier = _closed_within_handler.get(id(callback)) if callback is not None else None
+        if earlier is not None and earlier.is_own_thread:  # the handler itself starts this run, and waits for its end
+            earlier = None
+        self.lane = Lane(registration.label, None, owner.lane_options, kind=_kind, finish=self._finish, earlier=earlier)
         self._runner: asyncio.Runner | None = None
         if self._process is not None:
             self._process.begin(self)
@@ -63,6 +64,8 @@ class CallbackLane:
         close([self.lane])
         if self._process is not None:
             self._process.end(self, at_once=is_busy)
+        elif self.lane.is_in_handler and self.registration.callback is not None:
+            _closed_within_handler[id(self.registration.callback)] = self.lane
 
     def join(self, seconds: float) -> None:
         """Wait until the callback's process, if any, has exited. After `seconds`, kill it. The caller must call `end` before."""

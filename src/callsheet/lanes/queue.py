@@ -28,7 +28,7 @@ _starting = threading.RLock()  # this lock is held while a lane's thread is star
 _LOOK_SECONDS = 0.1  # time between two checks of a queue; a check wakes a thread, which delays training by about 0.2 ms
 _IDLE_LOOK_SECONDS = 0.4  # the longest time between two checks by the dispatcher thread, while all lanes are idle
 _WAIT_SECONDS = 0.002  # time between two checks of a lane while the training thread waits for the lane
-_TURN_SECONDS = 1.0  # how long a lane waits for another lane of its callback before it logs a warning
+_EARLIER_SECONDS = 1.0  # how long a lane waits for the handler of an earlier run before it logs a warning
 _ITEMS_PER_LOOK = 64  # in a lane that is never empty, the number of items between two checks of its thread's processor time
 
 
@@ -57,8 +57,8 @@ class Lane:
         options: see `LaneOptions`.
         kind: returns the kind of an item, for `overflow="latest"`.
         finish: called on the lane's thread when it ends.
-        turn: the lane processes items only while it holds this lock. Lanes of one callback share a lock, so that the callback is
-            called from one thread at a time. None: a lock of its own.
+        earlier: the lane of an earlier run with the same callback, if that lane was closed within a handler. This lane processes no
+            item before that handler has returned, so that two threads do not call the callback at once.
         wake_on_put: whether every `put` wakes the thread, so that an item is processed at once and not within a tenth of a second. It costs
             the caller some tens of microseconds an item.
     """
@@ -71,7 +71,7 @@ class Lane:
         *,
         kind: Callable[[Any], object] = type,
         finish: Callable[[], object] = lambda: None,
-        turn: threading.Lock | None = None,
+        earlier: Lane | None = None,
         wake_on_put: bool = False,
     ) -> None:
         self.name = name
@@ -106,7 +106,8 @@ class Lane:
         self._load = LoadWarnings(name, self._limit)
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
-        self._turn = turn or threading.Lock()  # held by the thread that processes the items
+        self._helping = threading.Lock()  # held by a caller that processes the items itself, since no thread can start
+        self._earlier = earlier
         _dispatcher.take(self)
 
     def put(self, item: Any) -> None:
@@ -177,13 +178,13 @@ class Lane:
 
     def _help(self) -> None:
         """Process the waiting items in the calling thread. Used if the queue's own thread cannot be started."""
-        if self._turn.acquire(blocking=False):
+        if not self._is_blocked and self._helping.acquire(blocking=False):
             self._thread = threading.current_thread()
             try:
                 self._run_waiting_items()
             finally:
                 self._thread = None
-                self._turn.release()
+                self._helping.release()
 
     def _make_room(self, item: Any) -> bool:
         """Make room for `item` in a full queue, as the option `overflow` says. Return whether `item` may be added."""
@@ -239,27 +240,38 @@ class Lane:
             done = self.done
             self._wake.wait(_LOOK_SECONDS if self.looks_itself else None)
             self._wake.clear()
-            if self.items and self._took_turn():
-                try:
-                    self._run_waiting_items()
-                finally:
-                    self._turn.release()
+            if self.items and self._waited_for_earlier():
+                self._run_waiting_items()
             self.looks_itself = self.done > done
         self._finish()
 
-    def _took_turn(self) -> bool:
-        """Wait until no other lane of the same callback processes items. Return False if this lane is closed before."""
+    @property
+    def is_in_handler(self) -> bool:
+        """Whether an item is being processed."""
+        return self._in_hand
+
+    @property
+    def _is_blocked(self) -> bool:
+        """Whether the handler in which the callback's earlier lane was closed has not returned yet."""
+        thread = self._earlier._thread if self._earlier is not None else None
+        return thread is not None and thread.is_alive()
+
+    def _waited_for_earlier(self) -> bool:
+        """Wait until the lane is not blocked. Return False if this lane is closed before."""
         is_logged = False
-        while not self._turn.acquire(timeout=_TURN_SECONDS):
+        while self._is_blocked:
+            thread = self._earlier._thread  # type: ignore[union-attr]  # a blocked lane has an earlier one with a thread
+            thread.join(_EARLIER_SECONDS)  # type: ignore[union-attr]
             if self.is_inert:
                 return False
-            if not is_logged:
+            if self._is_blocked and not is_logged:
                 is_logged = True
                 logger.warning(
-                    "A handler of callback %s that another run has called has not returned for %g s. The events of this run wait until it returns, "
-                    "because two threads must not call a callback at once; use another callback object for each run",
-                    self.name, _TURN_SECONDS,
+                    "A handler of callback %s that an earlier run has called has not returned yet. The events of this run wait until it "
+                    "returns, because two threads must not call a callback at once; use another callback object for each run",
+                    self.name,
                 )  # fmt: skip
+        self._earlier = None
         return True
 
     def _run_waiting_items(self) -> None:
