@@ -61,7 +61,7 @@ class SampleCounter(Protocol):
 
     @property
     def uncounted_samples(self) -> int:
-        """The samples of all ranks that the run's timestamp does not contain yet."""
+        """How many samples of all ranks were trained on since `state.timestamp` was last updated."""
 
 
 class LoggerLine(Protocol):

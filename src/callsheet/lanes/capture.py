@@ -180,7 +180,7 @@ class SnapshotCapture:
         answered: Callable[[Any], None],
         fails: Callable[[Snapshot, BaseException], None],
     ) -> Deliver:
-        """Return a function for the lane's thread, which builds a snapshot from the captured values and calls the handler with the snapshot.
+        """Return a function that builds a snapshot from the captured values and calls the handler with it. It runs on the lane's thread.
 
         Args:
             event: the event or logger method; nothing is delivered if the callback is disabled or muted for it.

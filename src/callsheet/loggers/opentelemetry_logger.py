@@ -101,7 +101,7 @@ class OpenTelemetryLogger(Tracker):
         self._span("checkpoint_load", about(ctx), self._load_began).end()
 
     def on_checkpoint_published(self, ctx: Context) -> None:
-        """Log that a checkpoint was published, which may be long after it was saved."""
+        """Log that a checkpoint is complete on the disk. If it is written in the background, that may be long after the save began."""
         self._point("checkpoint_published", about(ctx))
 
     def on_preempt(self, ctx: Context) -> None:

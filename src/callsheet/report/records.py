@@ -46,7 +46,7 @@ class _Extremes:
     """
 
     def __init__(self) -> None:
-        self._lowest: dict[str, tuple[float, _Numbered]] = {}  # the value, and its record without values
+        self._lowest: dict[str, tuple[float, _Numbered]] = {}  # the value, and which record has it
         self._highest: dict[str, tuple[float, _Numbered]] = {}
         self._last: dict[str, _Numbered] = {}
 

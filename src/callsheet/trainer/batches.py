@@ -61,7 +61,7 @@ class TrainBatches:
 
     @loader.setter
     def loader(self, loader: Loader) -> None:
-        """Set the dataloader, or call the factory that returns it; see `load`."""
+        """Take the next batches from this dataloader. A function is called, and must return a dataloader; see `load`."""
         self.load(loader)
 
     def load(self, loader: Loader, argument: str = "train_dataloader") -> None:

@@ -28,7 +28,7 @@ MAX_FILE_BYTES = 2 * MAX_CONTENT_BYTES
 """The largest size in bytes of a file that is read. A file has more than the content, such as the signature."""
 
 _MAGIC = b"callsheet sealed 1\n"
-# The sizes of the launch's id, of the word for the content's kind, and of the signature.
+# The sizes in bytes of three fields: the launch's id, the name of the content's kind (such as `result`), and the signature.
 _LAUNCH_BYTES, _KIND_BYTES, _MAC_BYTES = 16, 16, 32
 _SECRET_BYTES = 32
 

@@ -137,7 +137,7 @@ class MegatronBridgeGuest(Guest):
                 each.load_state_dict(states[place])
 
     def _stateful(self) -> dict[str, Any]:
-        """Return the wrapped callbacks that have a state, by index and class. Those of a manager have registered methods."""
+        """Return the wrapped callbacks that have a state, by index and class. A manager's callbacks are the owners of its handlers."""
         if self._is_live:
             owners = {
                 id(owner): owner

@@ -79,5 +79,5 @@ def peak_flops(device: str, precision: str) -> float | None:
 
 
 def device_name(device: str) -> str:
-    """Return the name of a torch device such as `"cuda:0"`. For devices other than CUDA and ROCm, return the argument."""
+    """Return the name of the GPU at a torch device such as `"cuda:0"`: `"NVIDIA H100"`, for example. Return another device unchanged."""
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else device

@@ -133,7 +133,7 @@ class _Facade(RecipeFacade):
 
 
 class BaseRecipe:
-    """The base class of AutoModel's four recipes, implemented by a recipe of callsheet.
+    """The base of the four classes with the names of AutoModel's recipes. Each of them runs a recipe of callsheet.
 
     Callbacks may be AutoModel's or callsheet's. AutoModel's six hooks are called with this recipe. The exception hook is called
     for every exception: in `setup`, in the loop, and for Ctrl-C. Checkpoints are in `checkpoint.checkpoint_dir/checkpoints`; an
