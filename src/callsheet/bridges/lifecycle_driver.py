@@ -242,7 +242,7 @@ class LifecycleDriver:
         if not parent.is_open:
             self.start(parent.name)
             if not parent.is_open:
-                return False  # the parent span cannot start now: a forward pass after the optimizer's step, for example, is in no step
+                return False  # the parent cannot start now: a forward pass after `optimizer.step`, for example, is in no training step
         while self._open[-1] is not parent:
             self._pop()
         if (index := driven.index) >= 0:

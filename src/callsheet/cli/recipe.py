@@ -67,7 +67,7 @@ class Values:
             made = self.parser.instantiate(self.given)
             config = self.kind.Config(**{field.name: made[field.name] for field in fields(self.kind.Config)})
         except ValueError as error:
-            # If a key's type is a union, jsonargparse raises its own error from the ConfigError of the class.
+            # If a key takes values of several types, jsonargparse raises its own error, whose cause is the ConfigError.
             rejected = error if isinstance(error, ConfigError) else error.__cause__
             if not isinstance(rejected, ConfigError):
                 raise

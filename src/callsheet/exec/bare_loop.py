@@ -175,7 +175,8 @@ class BareLoop(NotCopied):
         self._was_called = False  # whether the model was called with gradients since the last step ended
         self._trains_in_eval_mode = not model.training  # for example, to freeze the statistics of batch normalization
         self._in_forward: Literal["train", "eval", ""] = ""  # the purpose of the running forward pass; empty if none is running
-        self._is_in_microbatch = False  # whether the model was called with gradients in this step, and no loss has followed yet
+        # Whether the model was called in this step, with gradients enabled, and `backward` was not called since.
+        self._is_in_microbatch = False
         self.thread = current_thread()
         """The thread that trains."""
         self._thread: int | None = get_ident()  # only calls in this thread are observed; None when the observation is over
@@ -193,7 +194,7 @@ class BareLoop(NotCopied):
         self._sees_calls = (
             self._sees_forward
         )  # whether hooks observe the model's calls now; if not, the first `backward` begins the step
-        # True if many checks can be left out: the hook on the model's calls is removed, and no handler listens to parts of a step.
+        # True if the model's calls are not observed and no handler listens to parts of a step. Then most checks of a step are left out.
         self._is_plain = False
         # Whether all steps so far were regular: for each loss, the loop fetched a new batch and called the model once.
         self._is_regular = loader is not None and not self._trains_in_eval_mode

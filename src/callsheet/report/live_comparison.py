@@ -56,7 +56,7 @@ class LiveComparison:
         self._read()
 
     def news(self, since: str) -> bytes | None:
-        """Return the page's current data as JSON, or None if the page already has this data (the version `since`)."""
+        """Return the page's current data as JSON, or None if they have not changed since the version that the page has (`since`)."""
         with self._lock:
             self._refresh()
             if self._content["version"] == since:

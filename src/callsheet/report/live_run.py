@@ -109,7 +109,7 @@ class LiveRun:
         return f"{act}: requested through {trigger}; the run reads it at the end of a step"
 
     def content(self) -> tuple[RunFolder, bool]:
-        """Read the folder if it has changed, without a limit on the time. Return its content, and whether the folder exists.
+        """Read the folder if it has changed, however long that takes. Return its content, and whether the folder exists.
 
         The content is the same object until the folder is read again.
         """

@@ -73,7 +73,7 @@ class _Extremes:
             self.add(each)
 
     def found(self) -> list[_Numbered]:
-        """Return the records in order."""
+        """Return the kept records in the order in which they were added."""
         found = {each.number: each for each in self._last.values()}
         for extremes in (self._lowest, self._highest):
             for name, (value, empty) in extremes.items():

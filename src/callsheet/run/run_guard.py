@@ -58,7 +58,7 @@ class RunGuard:
         """
         deadline = time.monotonic() + self._timeout
         while (rejection := self._groups.of_rank_zero(self._attempt(deadline))) is None:
-            pass  # try again: an attempt is short, because no rank may wait for rank 0 longer than a collective's timeout
+            pass  # try again; each attempt is short, so that the other ranks, which wait for rank 0, reach no timeout of a collective
         if rejection:
             raise RunInUseError(rejection)
 

@@ -25,8 +25,8 @@ class Tally:
         self._running_since: float | None = None
         self._record = (0, 0, 0.0)  # samples, tokens and seconds of training since the last metrics record
         self.resumed_samples = 0
-        """In a resumed run, the samples of all ranks that its first timestamp, the baseline, did not contain yet."""
-        self._loaded = 0  # `resumed_samples` until they are in the timestamp, then 0
+        """In a resumed run, how many samples of all ranks were not yet counted in its first timestamp, the baseline."""
+        self._loaded = 0  # `resumed_samples` until the next update of the timestamp, which counts them; then 0
 
     def count(self, samples: int, tokens: int) -> None:
         """Count one training step, with the samples and tokens of its batches."""

@@ -120,7 +120,7 @@ class IgniteGuest(Guest):
         """Return whether an Ignite handler is attached for the event `theirs`."""
         if theirs in EVALUATOR_EVENTS:
             events = EVALUATOR_EVENTS[theirs]
-            # Handlers of an iteration's end need its start too: `_evaluator_iteration_started` updates the count that they read.
+            # Also listen to an iteration's start if only its end has handlers: they read a count that `_evaluator_iteration_started` updates.
             if theirs == "evaluator_iteration_started":
                 events += EVALUATOR_EVENTS["evaluator_iteration_completed"]
             return any(engine.listens_to(event) for engine in self.foreign.evaluators.values() for event in events)

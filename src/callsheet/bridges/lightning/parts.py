@@ -186,7 +186,7 @@ class Cadence:
 
     @staticmethod
     def is_able(trainer: Any) -> bool:
-        """Return whether `ask` can work. It cannot if the Trainer evaluates at time intervals, without a `val_check_batch`."""
+        """Return whether `ask` can work. It cannot if the Trainer has no `val_check_batch`, because it evaluates at time intervals."""
         return getattr(trainer, "val_check_batch", None) is not None
 
     def ask(self) -> None:

@@ -242,7 +242,7 @@ def _freeze_unused(model: nn.Module, vectors: list[Tensor]) -> None:
 
 
 def _places(model: nn.Module, word: str, *, needed: bool = True) -> list[str]:
-    """Return the prefixes of the names of all parameters in one part of the model. `word` is the part, such as `vision_tower`."""
+    """Return the names of the modules that are one part of the model, as prefixes of parameters' names. `word` names the part: `vision_tower`."""
     modules = {name for name, _ in model.named_modules()}
     found = [f"{name}." for owner in ("model.", "") for alias in TOWERS[word] if (name := owner + alias) in modules]
     if not found and needed:
