@@ -181,7 +181,7 @@ class HostedRun(Run):
         """Create the driver that fires the events of training."""
         # A checkpoint contains the last step's loss. If callsheet writes the checkpoints, a handler of any event may request one.
         # If the framework writes the checkpoints, only handlers of checkpoint events may read the last step's loss.
-        # In a run without any handler, only a signal can request a checkpoint, and its loss is not known.
+        # In a run without any handler, only a signal or the user's loop can request a checkpoint, and its loss is not known.
         may_read_loss = EVENTS if self._writes_checkpoints else _CHECKPOINT_EVENTS
         return LifecycleDriver(
             self.spans,

@@ -144,11 +144,10 @@ class Spans:
         """Copy the compiled handlers of each of these events from `table` to the span that fires the event."""
         self.links += 1
         for event in events:
-            compiled: CompiledEvent | None = table[event]
-            if compiled is not None and compiled[0] is None:
-                compiled = None
+            compiled = table[event]
+            handlers = compiled if compiled[0] is not None else None
             for span, side in self._edges[event]:
-                setattr(span, side, compiled)
+                setattr(span, side, handlers)
 
 
 class HasListeners:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
     from callsheet.lanes.process import Process
 
 
-# The lanes of earlier runs that were closed within a handler, by the ids of their callbacks. An id is not used for another callback as
-# long as its lane is here, because the thread that is in the handler holds the lane, and the lane holds the callback.
-_closed_within_handler: weakref.WeakValueDictionary[int, Lane] = weakref.WeakValueDictionary()
+# The threads that were still in a handler of a callback when their run ended, by the ids of the callbacks. As long as such a thread is
+# in the handler, it keeps the callback alive, so no other callback has this id.
+_left_in_handler: weakref.WeakValueDictionary[int, threading.Thread] = weakref.WeakValueDictionary()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_closed_within_handler.clear)  # the threads do not run in a forked child
+    os.register_at_fork(after_in_child=_left_in_handler.clear)  # the threads do not run in a forked child
 
 
 class LaneExit(Exception):
@@ -50,8 +51,8 @@ class CallbackLane:
         self.inbox = inbox
         self._process: Process | None = cast("Process", registration.thing) if owner.lane == "process" else None
         callback = registration.callback if self._process is None else None  # a `Process` makes one call at a time itself
-        earlier = _closed_within_handler.get(id(callback)) if callback is not None else None
-        if earlier is not None and earlier.is_own_thread:  # the handler itself starts this run, and waits for its end
+        earlier = _left_in_handler.get(id(callback)) if callback is not None else None
+        if earlier is threading.current_thread():  # the handler itself starts this run, and waits for its end
             earlier = None
         self.lane = Lane(registration.label, None, owner.lane_options, kind=_kind, finish=self._finish, earlier=earlier)
         self._runner: asyncio.Runner | None = None
@@ -64,8 +65,8 @@ class CallbackLane:
         close([self.lane])
         if self._process is not None:
             self._process.end(self, at_once=is_busy)
-        elif self.lane.is_in_handler and self.registration.callback is not None:
-            _closed_within_handler[id(self.registration.callback)] = self.lane
+        elif (thread := self.lane.busy_thread) is not None and self.registration.callback is not None:
+            _left_in_handler[id(self.registration.callback)] = thread
 
     def join(self, seconds: float) -> None:
         """Wait until the callback's process, if any, has exited. After `seconds`, kill it. The caller must call `end` before."""

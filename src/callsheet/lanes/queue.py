@@ -57,8 +57,8 @@ class Lane:
         options: see `LaneOptions`.
         kind: returns the kind of an item, for `overflow="latest"`.
         finish: called on the lane's thread when it ends.
-        earlier: the lane of an earlier run with the same callback, if that lane was closed within a handler. This lane processes no
-            item before that handler has returned, so that two threads do not call the callback at once.
+        earlier: the thread of an earlier run that is still in a handler of the same callback, or None. The lane processes no item
+            before this thread has ended, so that two threads do not call the callback at once.
         wake_on_put: whether every `put` wakes the thread, so that an item is processed at once and not within a tenth of a second. It costs
             the caller some tens of microseconds an item.
     """
@@ -71,7 +71,7 @@ class Lane:
         *,
         kind: Callable[[Any], object] = type,
         finish: Callable[[], object] = lambda: None,
-        earlier: Lane | None = None,
+        earlier: threading.Thread | None = None,
         wake_on_put: bool = False,
     ) -> None:
         self.name = name
@@ -178,7 +178,8 @@ class Lane:
 
     def _help(self) -> None:
         """Process the waiting items in the calling thread. Used if the queue's own thread cannot be started."""
-        if not self._is_blocked and self._helping.acquire(blocking=False):
+        is_blocked = self._earlier is not None and self._earlier.is_alive()
+        if not is_blocked and self._helping.acquire(blocking=False):
             self._thread = threading.current_thread()
             try:
                 self._run_waiting_items()
@@ -246,25 +247,18 @@ class Lane:
         self._finish()
 
     @property
-    def is_in_handler(self) -> bool:
-        """Whether an item is being processed."""
-        return self._in_hand
-
-    @property
-    def _is_blocked(self) -> bool:
-        """Whether the handler in which the callback's earlier lane was closed has not returned yet."""
-        thread = self._earlier._thread if self._earlier is not None else None
-        return thread is not None and thread.is_alive()
+    def busy_thread(self) -> threading.Thread | None:
+        """The thread that is processing an item of this lane, or None."""
+        return self._thread if self._in_hand else None
 
     def _waited_for_earlier(self) -> bool:
-        """Wait until the lane is not blocked. Return False if this lane is closed before."""
+        """Wait until the thread of the earlier run has ended. Return False if this lane is closed before."""
         is_logged = False
-        while self._is_blocked:
-            thread = self._earlier._thread  # type: ignore[union-attr]  # a blocked lane has an earlier one with a thread
-            thread.join(_EARLIER_SECONDS)  # type: ignore[union-attr]
+        while self._earlier is not None and self._earlier.is_alive():
+            self._earlier.join(_EARLIER_SECONDS)
             if self.is_inert:
                 return False
-            if self._is_blocked and not is_logged:
+            if self._earlier.is_alive() and not is_logged:
                 is_logged = True
                 logger.warning(
                     "A handler of callback %s that an earlier run has called has not returned yet. The events of this run wait until it "
