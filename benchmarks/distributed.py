@@ -151,7 +151,7 @@ def main() -> None:
         return f"{median:+.1%} ({low:+.1%} to {high:+.1%})".replace("%", " %")
 
     print(
-        f"{machine()}; two gloo ranks, one thread each; medians over {arguments.turns} rounds of {STEPS} steps, and in brackets the middle half of the rounds\n"
+        f"{machine()}; two gloo ranks, one thread each; medians over {arguments.turns} rounds of {STEPS} steps, and in brackets the 25th and 75th percentiles\n"
     )
     print("| loop | bare loop, ms per step | Trainer, ms per step | difference |\n| --- | --- | --- | --- |")
     for kind in ("ddp", "fsdp"):

@@ -332,7 +332,7 @@ def print_seconds(processes: int, rounds: int) -> None:
             found[variant].append(seconds_of(variant))
         progress(at, rounds, "rounds")
     print(
-        f"\nThe script alone, in two processes of different size; {rounds} rounds; medians, and in brackets the middle half of the rounds\n"
+        f"\nThe script alone, in two processes, of which the larger has imported callsheet; {rounds} rounds; medians, and in brackets the 25th and 75th percentiles\n"
     )
     print("| clock | a step, ms | added by the larger process |\n| --- | --- | --- |")
     for place, name in enumerate(CLOCKS):

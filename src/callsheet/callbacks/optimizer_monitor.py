@@ -62,7 +62,7 @@ class OptimizerMonitor(Callback):
         self._parameters: list[tuple[str, nn.Parameter]] = []
 
     def on_train_start(self, ctx: Context) -> None:
-        """Mute `on_train_step_end`, unless the optimizer has a method that returns further metrics, which that handler logs."""
+        """If the optimizer reports no metrics of its own, stop the calls of `on_train_step_end`, which logs them."""
         (ctx.mute if self._report(ctx) is None else ctx.unmute)(self, "on_train_step_end")
 
     def on_epoch_start(self, ctx: Context) -> None:

@@ -186,7 +186,7 @@ class CallSheet:
         return "\n".join(" ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
 
     def short(self) -> str:
-        """Return a text with one line per callback, by phase and then by registration. It has at most 20 lines and 80 columns.
+        """Return a summary with one line per callback, in the order in which callbacks are called, of at most 20 lines and 80 columns.
 
         A line has the callback's phase, ranks and lane if they are not the default, and its events with their intervals. If the
         events do not fit on the line, it has their number instead.

@@ -364,7 +364,8 @@ class BareLoop(NotCopied):
         if get_ident() != self._thread or self.evaluations.dataset or self.step.is_open:
             return
         self._batches.add_other(loader, batch)
-        self._is_plain = False  # True would skip the check whether the next step uses `batch`
+        # While `_is_plain` is True, a step is not checked for batches of other dataloaders, so set it to False.
+        self._is_plain = False
 
     def begin_step(self) -> None:
         """Begin a training step, unless one is open."""

@@ -38,13 +38,13 @@ class GradientNorm(OptimizerMonitor):
         self._pace = pace
 
     def on_train_start(self, ctx: Context) -> None:
-        """If a parameter is sharded, mute (stop calling) the handler that logs the gradient norm."""
+        """If a parameter is sharded, stop calling the handler that logs the gradient norm."""
         super().on_train_start(ctx)
         if any(map(_is_sharded, nn.Module.parameters(ctx.model))):
             ctx.mute(self, "on_forward_backward_end")
 
     def on_forward_backward_end(self, ctx: Context) -> None:
-        """If a metrics record follows this step, log the gradient norm, and mute this handler until the step of the next record."""
+        """If a metrics record is made after this step, log the gradient norm. Then skip this handler until the step of the next record."""
         self._interval = self._pace.steps
         super().on_forward_backward_end(ctx)
         if not ctx.step % self._interval:

@@ -96,7 +96,9 @@ class RecordLines:
         self._numbers: list[int] = []  # for each kept record, its index among all records, including those left out
         self._extremes = _Extremes()
         self._names: dict[str, str] = {}  # each metric name once, so that equal names share one string object
-        self._common: set[str] = set()  # names of metrics with many values; only records with no other names are left out
+        self._common: set[str] = (
+            set()
+        )  # metrics that have many values; the report may leave out a record that has only such metrics
         self._values = 0
         self._most_values = _MAX_VALUES
         self._stride = 1

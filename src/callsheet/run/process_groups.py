@@ -235,7 +235,7 @@ class ProcessGroups:
         deadline = time.monotonic() + 0.8 * self._answer_seconds
         while True:
             note_of = {rank: notes.read(rank) for rank in ranks} | {self.rank: (_CUT_OFF if is_broken else _TIMED_OUT, str(step))}
-            # A rank that has left no message in the store either runs and has not reached this collective, or does not answer.
+            # A rank without a message in the store is late if it answers the question, and silent (dead or hanging) if it does not.
             silent = [rank for rank in ranks if note_of[rank] is None and not notes.answered(rank)]
             late = [rank for rank in ranks if note_of[rank] is None and rank not in silent]
             notes_found = {rank: note for rank, note in note_of.items() if note is not None}

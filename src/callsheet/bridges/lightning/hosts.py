@@ -399,7 +399,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
     def on_validation_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Start a step of an evaluation. At the first batch of the second or a later dataset, first end the previous dataset."""
+        """Start an evaluation step. Before the first batch of a further dataset, end the evaluation of the previous dataset."""
         run = self._run
         if trainer.sanity_checking or run is None or not self._names:
             return

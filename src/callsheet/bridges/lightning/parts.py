@@ -59,7 +59,9 @@ class StepHooks(ForwardHooks):
         self._methods = Methods(module)
         self._of_child: tuple[Hook, ...] = ()
         self._is_inside = False  # whether the module's step method is running
-        self._caller: nn.Module | None = None  # the module whose forward pass is running and is reported
+        self._caller: nn.Module | None = (
+            None  # the module whose running forward pass callbacks see as `on_forward_start` and `on_forward_end`
+        )
         self.replaced: Any = None
         """A list with only the new batch, if a callback has replaced the step's batch; otherwise None."""
 
