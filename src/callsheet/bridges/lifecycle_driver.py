@@ -303,18 +303,8 @@ class LifecycleDriver:
 
     def start_and_end(self, name: str) -> None:
         """Start a span and end it at once, because the loop is already past it or does nothing in it."""
-        driven = self.spans[name]
-        if driven.has_no_listeners:
-            if driven.before_start is not None:
-                driven.before_start()
-            if driven.act_at_end is not None:
-                driven.act_at_end()
-        else:
-            self.start(name)
-            if self._open[-1] is driven:
-                self._pop()
-            else:
-                self.end(name)
+        self.start(name)
+        self.end(name)
 
     @property
     def opened(self) -> Sequence[DrivenSpan]:
