@@ -17,11 +17,12 @@ from callsheet import Callback, CallbackManager, Context, Trainer, attach, callb
 from callsheet.callbacks import CheckpointSaver, HangDetector, Heartbeat
 from callsheet.core.ranks import Ranks
 from callsheet.core.run_state import RunInfo
-from callsheet.errors import RunLockLostError
+from callsheet.errors import CallsheetError, RunLockLostError
 from callsheet.loggers import CSVLogger, FileLogger, JSONLLogger
 from callsheet.loggers.file_logger import Capture
 from callsheet.run import run_lock
 from callsheet.testing import Subject
+from callsheet.testing.ranks import run_ranks
 
 WRITING = [
     name
@@ -99,6 +100,18 @@ class At(Callback):
         self.function(ctx)
 
 
+def take_over(ctx: Context, folder: Path) -> None:
+    """Take over the lock of the run's folder as another machine would, and wait until the run has detected the loss."""
+    lock = folder / ".run.lock"
+    another = {"token": "another", "machine": "b", "machine_id": "b", "beat": time.time()}
+    (lock / "2").write_text(json.dumps(json.loads((lock / "1").read_text()) | another))
+    (lock / "1").unlink()
+    deadline = time.monotonic() + 20
+    while not ctx.run.has_lost_folder:  # wait until the lock's thread detects it
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def train(folder: Path, held: list[Callback], *, attached: bool = False) -> None:
     model, data = nn.Linear(4, 1), [torch.ones(2, 4)] * 12
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -120,30 +133,37 @@ def test_after_the_lock_is_taken_over_no_file_in_the_folder_changes(
     monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.05)
     found: dict[str, tuple[int, int]] = {}
 
-    def take_over(ctx: Context) -> None:
+    def lose(ctx: Context) -> None:
         if ctx.step == 5:
-            lock = tmp_path / ".run.lock"
-            claim = json.loads((lock / "1").read_text()) | {
-                "token": "another",
-                "machine": "b",
-                "machine_id": "b",
-                "beat": time.time(),
-            }
-            (lock / "2").write_text(json.dumps(claim))
-            (lock / "1").unlink()
-            deadline = time.monotonic() + 20
-            while not ctx.run.has_lost_folder:  # wait until the lock's thread detects it
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            take_over(ctx, tmp_path)
             found.update(files_in(tmp_path / "run"))
 
     logging: list[Callback] = [JSONLLogger(), CSVLogger(), FileLogger()]
     with pytest.raises(RunLockLostError):
-        train(
-            tmp_path, [*logging, Heartbeat(seconds=0.001), CheckpointSaver(save_interval="3ba"), At(take_over)], attached=attached
-        )
+        train(tmp_path, [*logging, Heartbeat(seconds=0.001), CheckpointSaver(save_interval="3ba"), At(lose)], attached=attached)
     assert "heartbeat.json" in found
     assert files_in(tmp_path / "run") == found
+
+
+def lose_folder_on_rank_zero(folder: str, attached: bool) -> tuple[str, bool]:
+    run_lock.HEARTBEAT_SECONDS = 0.05
+    runs: list[RunInfo] = []
+
+    def lose(ctx: Context) -> None:
+        runs.append(ctx.run)
+        if ctx.step == 5 and ctx.run.is_world_process_zero:
+            take_over(ctx, Path(folder))
+
+    try:
+        train(Path(folder), [At(lose)], attached=attached)
+    except CallsheetError as error:
+        return type(error).__name__, runs[-1].has_lost_folder
+    return "", runs[-1].has_lost_folder
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_after_rank_zero_has_lost_the_lock_no_other_rank_may_write(attached: bool, tmp_path: Path) -> None:
+    assert run_ranks(lose_folder_on_rank_zero, 2, str(tmp_path), attached) == [("RunLockLostError", True)] * 2
 
 
 def test_the_stacks_of_a_hang_are_not_written_to_a_lost_folder(tmp_path: Path) -> None:

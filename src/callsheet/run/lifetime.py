@@ -129,7 +129,7 @@ class Lifetime:
             return
         span, ctx = take_noted_span(error) or ("run", self._ctx)
         ctx.exception, ctx.span = error, span
-        if isinstance(error, RunLockLostError):  # only rank 0 checks the lock; from this error, the others learn that it was lost
+        if isinstance(error, RunLockLostError):  # rank 0 raises it first; then the other ranks raise it at a collective
             ctx.run.has_lost_folder = True
         outcome = Outcome.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Outcome.FAILED
         if outcome is Outcome.FAILED:

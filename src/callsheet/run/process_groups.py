@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, distributed
 
 from callsheet.core.ranks import Ranks, initialized_distributed
-from callsheet.errors import DistributedError, HostError
+from callsheet.errors import CallsheetError, DistributedError, HostError, RunLockLostError
 from callsheet.run.reasons import error_line
 from callsheet.run.store import attempt_store, keeper_of_store, named_ranks, within
 
@@ -31,6 +31,7 @@ LOOK_SECONDS = 0.5
 """The longest interval at which a rank checks whether another rank has asked a question in the rendezvous store."""
 
 _TIMED_OUT, _CUT_OFF, _FAILED, _LEFT, _GAVE_UP = "timed out", "cut off", "failed", "left", "gave up"
+_LOST_LOCK = "lost the lock"
 """The kinds of notes that a rank leaves in the rendezvous store when it ends; see `_Notes`."""
 _BROKEN_CONNECTION_TEXTS = ("connection closed", "connection reset", "connection refused", "broken pipe")
 """Parts of torch's error messages that mean that the connection to a rank is broken."""
@@ -185,23 +186,27 @@ class ProcessGroups:
         """Write to the rendezvous store why this rank ends the run, so that the other ranks can report the reason.
 
         After a `HostError`, the framework's training continues on this rank. The other ranks' collectives then raise `HostGaveUp`.
+        After a `RunLockLostError`, they raise this error too, because no rank may write to the run's folder any more.
         """
         if self.size > 1 and not isinstance(error, DistributedError):
-            kind = _GAVE_UP if isinstance(error, HostError) else _FAILED
+            kind = _GAVE_UP if isinstance(error, HostError) else _LOST_LOCK if isinstance(error, RunLockLostError) else _FAILED
             cause = error.__cause__ if isinstance(error, HostError) and error.__cause__ else error
             self._notes.leave(kind, f"at step {step}: {error_line(cause)}")
 
-    def lost(self, error: BaseException, what: str = "") -> DistributedError:
+    def lost(self, error: BaseException, what: str = "") -> CallsheetError:
         """Return the error to raise after a collective has failed with `error`. Its message names the ranks at fault.
 
-        The error is a `HostGaveUp` if a rank has left the run because its host could not follow the framework's loop. Otherwise it
-        is a `DistributedError` whose message contains `what`, which says which operation failed.
+        The error is a `HostGaveUp` if a rank has left the run because its host could not follow the framework's loop, and a
+        `RunLockLostError` if rank 0 has lost the lock of the run's folder. Otherwise it is a `DistributedError` whose message
+        contains `what`, which says which operation failed.
         """
         traceback.clear_frames(error.__traceback__)  # variables in the frames would keep the failed group's connections open
         first = (str(error).splitlines() or [""])[0]
         missing = self._missing(self.at_step(), error)
         if self._notes.has_read_of(_GAVE_UP):
             return HostGaveUp(missing)
+        if self._notes.has_read_of(_LOST_LOCK):
+            return RunLockLostError(missing)
         return DistributedError(f"{missing}. On rank {self.rank}: {what}{first}")
 
     def _missing(self, step: int, error: BaseException) -> str:
@@ -241,7 +246,11 @@ class ProcessGroups:
             notes_found = {rank: note for rank, note in note_of.items() if note is not None}
             waiting = {rank: at for rank, (kind, at) in notes_found.items() if kind in (_TIMED_OUT, _CUT_OFF)}
             left = [rank for rank, (kind, _) in notes_found.items() if kind == _LEFT]
-            found = [f"{self._named([rank])} failed {why}" for rank, (kind, why) in notes_found.items() if kind == _FAILED]
+            found = [
+                f"{self._named([rank])} failed {why}"
+                for rank, (kind, why) in notes_found.items()
+                if kind in (_FAILED, _LOST_LOCK)
+            ]
             found += [f"{self._named([rank])} gave up {why}" for rank, (kind, why) in notes_found.items() if kind == _GAVE_UP]
             if time.monotonic() > deadline or (not silent and (found or left or not late)):
                 break

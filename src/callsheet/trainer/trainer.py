@@ -26,7 +26,7 @@ from callsheet.core.randomness import seed_all
 from callsheet.core.ranks import read_ranks
 from callsheet.core.run_state import CheckpointInfo, Outcome, TrainState
 from callsheet.core.time import Interval, Time
-from callsheet.errors import ConfigError, DistributedError, RequestRejected, names_unknown
+from callsheet.errors import CallsheetError, ConfigError, RequestRejected, names_unknown
 from callsheet.run.checkpoints import Typed
 from callsheet.run.failures import is_of_collective, is_out_of_memory, out_of_memory_note
 from callsheet.run.log_ranks import LogRanks, LogRanksChoice
@@ -556,7 +556,7 @@ class Trainer:
         finally:
             self._activity = ""
 
-    def _explain(self, error: BaseException) -> DistributedError | None:
+    def _explain(self, error: BaseException) -> CallsheetError | None:
         """To an out-of-memory error, add a note that says what to try.
 
         If there are several ranks and a collective failed, return an error that names the missing ranks; the caller raises that
