@@ -58,7 +58,7 @@ class AttachedRun:
         self._batches_per_step = gradient_accumulation_steps
         self._resume = resume
         self._support = SupportCheck(run.manager, run.host, strict=strict)
-        self._is_checked = False  # whether `_support` has checked which events the first step has fired
+        self._is_checked = False  # whether `_support` has checked which events were fired in the first step
         self._position = run.parts["place"] = position
         self._warnings = LoopWarnings(run)
         self._epoch: int | None = None  # the index of the epoch in the latest call of `steps`

@@ -42,7 +42,7 @@ _EVALUATION_HINT = (
 
 
 def _familiar() -> dict[str, str]:
-    """Return, for names of arguments that users may know from the Trainer or other frameworks, what to pass to `attach` instead."""
+    """Return what to pass to `attach` instead of arguments of the Trainer or of other frameworks, by the argument's name."""
     of_evaluation = {
         name: _EVALUATION_HINT for name, meant in TRAINER_ARGUMENTS.items() if meant.startswith(_EVALUATION_ARGUMENTS)
     }

@@ -36,7 +36,7 @@ class BoundaryOrder:
         """The letters (see `allows`) of the events that were fired at the current boundary. None if training is not at a boundary."""
 
     def reach(self) -> None:
-        """Record that a step, epoch or round has ended. Training is at a boundary until the next of these begins."""
+        """Record that a step, epoch or round has ended: training is at a boundary until the next step, epoch or round begins."""
         self.fired = ""
 
     def leave(self) -> None:

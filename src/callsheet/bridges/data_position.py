@@ -158,7 +158,7 @@ class DataPosition:
         if restored["place"] is not None:
             self.taken = restored["taken"]
             batches = data.resume(epoch + 1, self.taken, restored["place"], now)
-            # Opening the data has drawn random numbers, so restore the random states afterwards.
+            # `data.resume` has drawn random numbers, so restore the random states after this call.
             restore_random_state_of(loader, now)
             return batches
         if self._continues_loader(fresh, restored):

@@ -101,7 +101,7 @@ class EvalEvents:
         self._tally.start()
 
     def fire(self, results: Mapping[str, Mapping[str, Any]], *, standalone: bool = False) -> None:
-        """Fire the events of an evaluation that the framework has already carried out. The evaluation may have begun already.
+        """Fire the events of an evaluation that the framework has carried out, except the start event if it was already fired.
 
         `results` are by dataset name, then by metric name.
         """
@@ -111,7 +111,7 @@ class EvalEvents:
         if results or self.driver.is_open("eval_all"):
             self.end()
 
-    # The driver calls the `_prepare` methods even if the framework has not reported an evaluation's start.
+    # The driver calls a `_prepare` method before it fires a start event, even if the framework has not reported this start.
 
     def _prepare(self) -> None:
         self.ctx.step, self.ctx.epoch = self._training.step, self._training.epoch

@@ -30,7 +30,7 @@ class ObservedRun(Protocol):
 
 
 def is_for_user(error: BaseException) -> bool:
-    """Return whether to raise the error to the user. Any other error, a bug in callsheet on this or another rank, is only logged.
+    """Return whether to raise the error to the user. If not, it comes from a bug in callsheet on some rank, and is only logged.
 
     The user must know about:
 

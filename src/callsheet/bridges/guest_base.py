@@ -38,7 +38,7 @@ class Facade:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)  # no hint, since Python itself reads such names, for example when it copies an object
-        # For an allowed name, Python calls `__getattr__` only if the property of this name has raised an AttributeError.
+        # For a name in `_allowed()`, Python calls `__getattr__` only if the property with this name has raised an AttributeError.
         if name in self._allowed():
             raise NotOnTheList(
                 f"{self.REPLACED_OBJECT}: {name!r} cannot be read now, only while an event that provides it is fired"
@@ -75,7 +75,7 @@ class Common:
 
 
 class SharedFirst(CompositeHandler):
-    """A handler of a guest that shares state with other guests. Calls a method of the shared state, then the guest's own handler.
+    """A handler for a guest that shares state with other guests: it calls a method of this state, then the guest's own handler.
 
     If several guests share a `common`, its method is called only once at an event, before the first of these guests.
 
@@ -104,7 +104,7 @@ class SharedFirst(CompositeHandler):
             self._rest(ctx)
 
     def parts(self, entry: HandlerEntry, earlier: Sequence[HandlerEntry]) -> Iterator[HandlerEntry]:
-        """Yield rows of the call sheet (table of handlers): the shared method, unless `earlier` has it, and the guest's handler."""
+        """Yield this handler's rows of the call sheet: the shared method (unless it is in `earlier`) and the guest's own handler."""
         first = self.first
         if all(each.handler != first for each in earlier):
             registration = Registration(first, type(self._guest.common).__name__, where(first), number=-1)

@@ -113,7 +113,7 @@ class HostBase:
         run.begin(**options)
 
     def _after_step(self, run: HostedRun, loop: Any = None, *, may_skip_step: bool = False) -> None:
-        """Check the first step, and make the framework stop if that was requested. Called if `HostedRun.end_step` returns True.
+        """Check the first step. If a stop was requested, stop the framework's loop. Called if `HostedRun.end_step` returns True.
 
         Args:
             run: the current run.
@@ -245,5 +245,6 @@ def in_a_run(method: Callable[..., None]) -> Callable[..., None]:
         except BaseException as error:
             self._leave(error)
 
-    del called.__wrapped__  # otherwise, some frameworks would read the parameters of the undecorated method
+    # Some frameworks read a method's parameters. Without `__wrapped__`, they read those of `called`, not those of `method`.
+    del called.__wrapped__
     return called

@@ -52,9 +52,9 @@ class HostEvaluation:
         """A function that is called before `evaluates`: it fires the start of the evaluation, if `evaluates` does not report it."""
 
     def due(self, ctx: Context, is_over: bool) -> list[str]:
-        """Return the names of the datasets to evaluate now: `[""]`, a single dataset without a name, or an empty list.
+        """Return `[""]` (a single dataset without a name) if `evaluate` must be called now, otherwise an empty list.
 
-        If the framework evaluates later, ask its host for the evaluation here.
+        If an evaluation was requested, and the host carries out evaluations later (see `asks`), ask the host for the evaluation.
         """
         is_left = self.undone is not None and self.undone.step == ctx.step
         if ctx.control.evaluate_requested is None:
@@ -67,7 +67,7 @@ class HostEvaluation:
 
     def evaluate(self, loaders: Any, *, standalone: bool) -> dict[str, dict[str, float]]:
         """Make the framework evaluate, and fire the events of the evaluation with the results."""
-        assert self._evaluates is not None  # without this function, the request would have been rejected
+        assert self._evaluates is not None  # `evaluate` is called only for hosts that have this function
         self.before()
         try:
             found = self._evaluates()

@@ -87,7 +87,7 @@ class HostedRun(Run):
     """The numbers of samples and tokens in the current step."""
     is_over = False
     """Whether training had to end when `end_step` last returned True."""
-    _next_boundary = 0  # something is due at the end of this step, even if no callback makes a request before
+    _next_boundary = 0  # the next step after which something may be due, such as a metrics record, even without a request
     _is_dropping = False  # whether `drop_step` is ending a step that must not be counted
 
     def __init__(
@@ -179,9 +179,9 @@ class HostedRun(Run):
 
     def _made_driver(self) -> LifecycleDriver:
         """Create the driver that fires the events of training."""
-        # A checkpoint contains the last step's loss. If callsheet writes the checkpoints, a handler of any event may request one.
+        # A checkpoint contains the last step's loss. If callsheet writes checkpoints, handlers of all events may request them.
         # If the framework writes the checkpoints, only handlers of checkpoint events may read the last step's loss.
-        # In a run without any handler, only a signal or the user's loop can request a checkpoint, and its loss is not known.
+        # In a run without any handler, only a signal or the user's loop can request a checkpoint. It then contains no loss.
         may_read_loss = EVENTS if self._writes_checkpoints else _CHECKPOINT_EVENTS
         return LifecycleDriver(
             self.spans,
@@ -327,7 +327,8 @@ class HostedRun(Run):
             return True
         if self.manager.has_listeners.on_checkpoint_due:
             self.boundaries.fire_checkpoint_due("step")
-            self.is_over = False  # a stop that was requested at `on_checkpoint_due` acts only at the next boundary
+            # If a handler has requested a stop at `on_checkpoint_due`, the stop is carried out only at the next boundary.
+            self.is_over = False
             return self.control.pending
         return False
 
@@ -403,7 +404,7 @@ class HostedRun(Run):
             best_metric_key=next((request.metric for request in requests if request.metric), None),
             requested_by=tuple(dict.fromkeys(request.by for request in requests)),
         )
-        # A save is allowed only after `on_checkpoint_due`. If this event has no listeners, it is not fired, so it is recorded here.
+        # In the order of events, a save follows `on_checkpoint_due`. Without listeners, this event was not fired, so record it here.
         if not self.manager.has_listeners.on_checkpoint_due and self._order.allows("DS"):
             self._order.may_come("D")
         if not self._order.may_come("S"):

@@ -138,7 +138,7 @@ class LifecycleDriver:
 
         Otherwise, the host need not compute the loss.
         """
-        self._keeps_fields = False  # whether a callback kept fields of the context at the last `listen`
+        self._keeps_fields = False  # whether any callback had fields in `keep_fields` at the last `listen`
         self._warned: set[str] = set()
         self.give_up: Callable[[Exception], None] = _raise
         """A function that the hooks in the model, the optimizer and `backward` call with an error that occurred in the hook.
@@ -201,11 +201,11 @@ class LifecycleDriver:
         return has_changed
 
     def listens_to(self, name: str) -> bool:
-        """Return whether the host must observe the span `name` of a step. A group in `_STEP_GROUPS` is observed as a whole."""
+        """Return whether the host must observe the step's span `name`. All spans of a group in `_STEP_GROUPS` are treated alike."""
         return not self.spans[name].has_no_listeners
 
     def start(self, name: str) -> None:
-        """Start a span. Start the enclosing spans first, and catch up on the spans before it that the loop has not reported: start and end them.
+        """Start a span. First start the spans that enclose it, and start and end the earlier spans that the loop has not reported.
 
         If the span is already open, do nothing. But if the span can be repeated, as a microbatch can, end it and start the next one.
         """
@@ -216,7 +216,7 @@ class LifecycleDriver:
             return
         index, parent = driven.index, driven.parent
         if index >= 0 and parent.is_open and parent.done == index:  # type: ignore[union-attr]  # a span with an index has a parent
-            # The usual case: the span is the next one of the open span that contains it.
+            # The usual case: the parent is open, and this span is the next one in the parent's sequence.
             while self._open[-1] is not parent:
                 self._pop()
             parent.done = index + 1

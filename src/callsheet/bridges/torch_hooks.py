@@ -39,7 +39,7 @@ _is_installed = False  # whether callsheet's wrapper is installed, possibly belo
 
 
 class InertHooks:
-    """Replaces, in a copy of the model, the object whose methods are the model's hooks, so the hooks of the copy do nothing.
+    """An object whose methods do nothing. In copies of a model, it replaces the object whose methods are the model's hooks.
 
     The training loop does not call the copy, so its hooks have nothing to observe. Each method does nothing and returns None.
     """
@@ -105,7 +105,7 @@ _HAS_COMPILING_FLAG = hasattr(torch.compiler, "_is_compiling_flag")
 
 
 def is_traced() -> bool:
-    """Return whether torch is exporting or tracing the model. If so, hooks must do nothing, or the result would contain them.
+    """Return whether torch is exporting or tracing the model. If so, hooks must do nothing, to stay out of the exported model.
 
     The hook must be decorated with `not_compiled`, so that Dynamo does not compile this function.
     """
@@ -338,7 +338,7 @@ class OptimizerHooks(NotCopied):
             own.before_start()  # does the same as `driver.start`, but faster
 
     def _evaluate(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the optimizer's closure. After its first call in a step, report the start of the optimizer's step."""
+        """Call the optimizer's closure. After the closure's first call in a step, report the start of the optimizer's step."""
         loss = closure(*args, **kwargs) if self._watch is None else self._watch.evaluate(closure, *args, **kwargs)
         try:
             if not self._has_begun:
@@ -546,7 +546,7 @@ class BackwardWatch:
         self.total = None
 
     def begin_closure(self) -> None:
-        """Store the current sum of the losses. It is added to the loss of the closure, with which the optimizer is called next."""
+        """Store the sum of the losses before the optimizer calls its closure. `evaluate` adds this sum to the closure's loss."""
         self._before_closure = self.total
 
     def evaluate(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -567,7 +567,7 @@ class BackwardWatch:
                     self._driver.give_up(error)
 
     def run(self, loss: Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-        """Fire the events of `loss`, and run its backward pass with the given arguments. Return False if nothing was done.
+        """Fire the events of `loss`, and run its backward pass with the given arguments. Return False if the pass was not run.
 
         Do nothing if `loss` has several elements, or if this is not the training thread.
         """

@@ -73,7 +73,7 @@ def check_version(package: str, internals: Iterable[str] = (), *, needed_by: str
 
 
 def check_events(package: str, events: Iterable[str], known: Container[str]) -> None:
-    """Raise NotSupported if the framework lacks an event that the host handles, because an unknown event would just never be fired.
+    """Raise NotSupported if the installed version of the framework does not have all events that the host handles.
 
     Args:
         package: the name of the framework's package, as in `TESTED`.
@@ -91,7 +91,7 @@ def check_events(package: str, events: Iterable[str], known: Container[str]) -> 
 
 
 def check_versions(package: str = "", internals: Iterable[str] = (), needed_by: str = "") -> None:
-    """Check the installed version of torch, and also that of the framework's `package` if it is given. See `check_version`."""
+    """Check the installed version of torch and, if `package` is given, of the framework. See `check_version`."""
     check_version("torch")
     if package:
         check_version(package, internals, needed_by=needed_by)

@@ -34,7 +34,7 @@ class WrappedMethods:
             original = own if own is not None else functools.partial(method, reference())
             return around(original, *args, **kwargs) if name in self._wrapped else original(*args, **kwargs)
 
-        del wrapper.__wrapped__  # its reference to `owner` forms a cycle, which would delay the deletion of `owner`
+        del wrapper.__wrapped__  # `__wrapped__` refers to `owner`: a reference cycle, which would delay the deletion of `owner`
         wrapper.__signature__ = inspect.signature(bound)  # type: ignore[attr-defined]
         put(owner, name, wrapper)
         self._wrapped[name] = (wrapper, own)

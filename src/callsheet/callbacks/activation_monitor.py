@@ -158,7 +158,7 @@ class ActivationMonitor(Callback):
 
 
 def _by_name(greatest: dict[tuple[str, ...], Tensor]) -> dict[str, Tensor]:
-    """Return the maximum of each metric, by name. `greatest` maps tuples of metric names to tensors with their maxima.
+    """Return the maximum of each metric, by name. The keys of `greatest` are tuples of metric names, its values tensors of maxima.
 
     `greatest` has several keys if microbatches used different modules, or if the modules are on several devices.
     """

@@ -74,7 +74,7 @@ class CheckpointSaver(Callback):
         self._saved_stop = False  # whether a stop was already requested when the last checkpoint was saved
         self._is_warned = False
         self._best_score = math.inf  # best value of `monitor` so far, multiplied by `_sign` so that lower is better
-        self._before_best = (-1, math.inf)  # the step of the evaluation with this value, and the best value before it
+        self._before_best = (-1, math.inf)  # the step of the best evaluation so far, and the best value before that evaluation
 
     def on_train_start(self, ctx: Context) -> None:
         """Skip the save intervals that have already passed, so that a resumed run does not save a checkpoint at its start."""
@@ -111,7 +111,8 @@ class CheckpointSaver(Callback):
         is_periodic, self._passed = passed > self._passed, passed
         is_over = ctx.state.is_complete or ctx.control.stop_requested is not None
         is_final = is_over and self._save_at_end and not is_early
-        # Save again if a stop was requested after this step's checkpoint: a run resumed from that checkpoint would not stop.
+        # If a stop was requested after this step's checkpoint was saved, save again, because a checkpoint records a requested
+        # stop. A run that is resumed from the new checkpoint stops again.
         is_stopped = ctx.control.stop_requested is not None
         if (is_periodic or is_final) and (self._saved_at != step or (is_final and is_stopped and not self._saved_stop)):
             self._saved_at, self._saved_stop = step, is_stopped
@@ -139,7 +140,8 @@ class CheckpointSaver(Callback):
             and self._best_label in info.requested_by
             and info.step == self._before_best[0]
         ):
-            self._best_score = self._before_best[1]  # the checkpoint cannot be used, so the one before it is still the best
+            # The checkpoint's weights or loss are NaN or infinite, so it cannot be used. Restore the previous best score.
+            self._best_score = self._before_best[1]
         if info is None or is_of_run(ctx, info.path):
             self._take(ctx)
         elif self._keep is not None and label_of(self) in info.requested_by and not self._is_warned:

@@ -53,7 +53,7 @@ class DiskSpaceGuard(Callback):
         self._warn_below = warn_below
         self._stop_below = stop_below
         self._path = Path(path) if path is not None else None
-        self._place: Path | None = None  # the folder whose disk is checked; None if it must be looked up first
+        self._place: Path | None = None  # the folder whose disk is checked; None until the folder is looked up
         self._largest = 0  # size of the largest checkpoint, in bytes
         self._has_warned = self._has_stopped = False
 

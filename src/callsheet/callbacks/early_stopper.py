@@ -55,7 +55,8 @@ class EarlyStopper(Callback):
     def _begin(self) -> None:
         self._best = math.inf  # best value of `monitor` so far, multiplied by `_sign` so that lower is better
         self._waited = 0  # the number of evaluations in a row without improvement
-        # The time of the best value, or of the first value if no value was finite so far.
+        # `_best_at`: when the best value was measured or, if no value was finite so far, when the first value was measured.
+        # `_seen_at`: when the last value was measured.
         self._best_at: Timestamp | None = None
         self._seen_at: Timestamp | None = None
         self._is_warned = self._is_resumed = False
@@ -83,7 +84,7 @@ class EarlyStopper(Callback):
             return
         value = evaluated(ctx, self._monitor)
         if value is None:
-            # If a signal interrupted the evaluation, `eval_results` is empty, so the missing metric is no reason for a warning.
+            # `eval_results` is empty if a signal interrupted the evaluation. Do not warn about the missing metric then.
             if not self._is_warned and ctx.eval_results:
                 self._is_warned = True
                 _warn_of_absence(self, ctx, self._monitor)

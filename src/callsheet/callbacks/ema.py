@@ -83,7 +83,8 @@ class EMA(Callback):
         self._trained: dict[str, Tensor] = {}  # backup of the trained weights while the model holds the average
         # Two lists of tensors in the same order: the averages, and the model's weights.
         self._moving: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._wanted = 0  # how many activities that are running now (such as an evaluation) need the average in the model
+        # The number of evaluations, saves and so on that are in progress and need the average in the model.
+        self._wanted = 0
         self._stays = False
         self._layout = ""  # how the model is sharded: "whole" (not sharded), or a description of the device mesh
         # Names of the tensors that this rank saves: all sharded tensors, and on rank 0 also those that are not sharded.
@@ -186,7 +187,7 @@ class EMA(Callback):
 
     @torch.no_grad()
     def _find_averaged(self, ctx: Context) -> None:
-        """Start an average of every trainable parameter and buffer that has none. Before `start`, do nothing."""
+        """Start an average of each trainable parameter and buffer that has no average yet. Before the time `start`, do nothing."""
         if self._start is not None and not self._average and not self._start.index(ctx.state.timestamp, ctx.state.elapsed):
             return
         tensors = _tensors(ctx.model)

@@ -120,7 +120,7 @@ class ExportForInferenceCallback(Callback):
             self._remove_hook = add_hook(register, self._take)
 
     def _take(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # While torch.compile traces the model, record nothing: the code below would become part of the compiled model.
+        # Record nothing while torch.compile traces the model, so that the code below does not become part of the compiled model.
         if torch.compiler.is_compiling():
             return
         call = Call(args, {name: value for name, value in kwargs.items() if name != "labels"})

@@ -26,7 +26,7 @@ class FreeOutputs(Callback):
         self._has_warned = False
 
     def on_train_start(self, ctx: Context) -> None:
-        """Warn if no callback keeps the model's outputs. The Trainer then releases them itself, and this callback has no use."""
+        """Warn if no callback makes the Trainer keep the model's outputs: the Trainer then releases the outputs itself."""
         if "outputs" not in ctx.kept and not self._has_warned:
             self._has_warned = True
             logger.warning(

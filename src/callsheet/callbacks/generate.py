@@ -54,8 +54,8 @@ class Generate(Callback):
 
     collective = True  # all ranks must call the handlers, since a sharded model's forward pass runs collectives
     required_fields = ("model",)
-    # Do not set `draws_random`: with it, the random states would be saved and restored at every step.
-    # Random numbers are drawn only in the function `written`, which restores the random states itself.
+    # `draws_random` is not set, because it makes the manager save and restore the random states at every step.
+    # Only the function `written` draws random numbers, and this function restores the random states itself.
 
     def __init__(
         self,

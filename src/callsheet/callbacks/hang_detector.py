@@ -94,7 +94,8 @@ class HangDetector(Callback):
         self._learned: deque[float] = deque(maxlen=50)
         self._rank = 0
         self._state = TrainState()  # the run's state; `timestamp.batch` is the number of completed steps
-        # The time of the last progress: an event between steps, or a check of the detector's thread that found a new step.
+        # When the run last made progress: when an event between steps was fired, or when the background thread found that a step
+        # had ended.
         self._beat = 0.0
         self._hung_after = 0  # the last completed step before the reported hang
         self._pausing_until = 0  # up to this step, the time limit of a step is `pause_seconds`

@@ -56,7 +56,7 @@ class LRMonitor(Callback):
         ctx.log({name: rate for name, rate in zip(names, rates, strict=False) if rate is not None}, across="same")
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the rates of the last step, and the step of the last record with rates, so that a resumed run makes the same records."""
+        """Return the learning rates of the last step, and the step of the last record that has rates, for a resumed run."""
         return {"rates": [None if rate is None else float(rate) for rate in self._rates], "last_step": self._last_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -40,7 +40,7 @@ class MemoryMonitor(Callback):
     collective = True
 
     def on_log(self, ctx: Context) -> None:
-        # Except on CUDA devices, `record.memory_bytes` is the process's resident memory.
+        # On a CUDA device, `record.memory_bytes` is the device's memory, so ask psutil for the process's resident memory.
         is_on_cuda = ctx.run.device.startswith("cuda")
         here = _resident(float(psutil.Process().memory_info().rss if is_on_cuda else ctx.record.memory_bytes))
         if is_on_cuda:

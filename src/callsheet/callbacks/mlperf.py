@@ -101,7 +101,7 @@ class MLPerfCallback(Callback):
         self._submission = Submission(benchmark, submitter, system_name, status, division, ruleset, root_folder, index)
         self._hyperparameters = checked_hyperparameters(hyperparameters or {})
         is_min = is_lower_better(mode, monitor)
-        # Without a benchmark there is no target.
+        # The arguments `benchmark` and `target` are given together, or neither is given (checked above).
         self._target = Target(monitor, target, is_min) if target is not None else None
         self._stops = stop
         self._cache_clear_cmd = list(cache_clear_cmd or ())
@@ -222,7 +222,7 @@ class MLPerfCallback(Callback):
         self._write(ctx, "run_start")
 
     def _complaints_if_reached(self, ctx: Context, target: Target) -> list[str]:
-        """Return the complaints that MLPerf's compliance checker would have if the target were reached now."""
+        """Return the checker's complaints about a copy of the result file, completed as if the target were reached now."""
         if self._result is None:
             return []
         rest = {"block_stop": None, "eval_start": None, **self._as_accuracy(target.value), "eval_stop": None, "run_stop": None}

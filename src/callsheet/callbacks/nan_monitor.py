@@ -44,7 +44,7 @@ class NaNMonitor(Callback):
         self._action = one_of("action", action, ACTIONS)
         self.collective = self._action == "raise"  # the ranks raise the error together
         self._has_warned = False
-        self._first = 0  # the step of the first loss that is kept
+        self._first = 0  # the step of the first loss that is not checked yet
         self._losses: list[Any] = []
         self._folded: list[torch.Tensor] = []
 
@@ -81,7 +81,7 @@ class NaNMonitor(Callback):
         self._check_losses(ctx)
 
     def _check_losses(self, ctx: Context) -> None:
-        # If this rank has had no losses since the last check, no rank has had any.
+        # All ranks take the same steps. If this rank has no unchecked losses, the other ranks have none either.
         if not self._losses and not self._folded:
             return
         recent = [torch.stack(on_one_device(self._losses))] if self._losses else []

@@ -62,7 +62,7 @@ class OptimizerMonitor(Callback):
         self._parameters: list[tuple[str, nn.Parameter]] = []
 
     def on_train_start(self, ctx: Context) -> None:
-        """If the optimizer reports no metrics of its own, stop the calls of `on_train_step_end`, which logs them."""
+        """Mute `on_train_step_end`, which logs the optimizer's own metrics, if the optimizer reports no metrics."""
         (ctx.mute if self._report(ctx) is None else ctx.unmute)(self, "on_train_step_end")
 
     def on_epoch_start(self, ctx: Context) -> None:
@@ -110,9 +110,9 @@ class OptimizerMonitor(Callback):
 
 @torch.no_grad()
 def _norms(tensors: list[Tensor]) -> tuple[list[int], Tensor]:
-    """Compute the tensors' norms (at least float32), grouped by device and sharding. Return the tensors' indices and the norms.
+    """Compute the norm of each tensor, in float32 or wider. Return the tensors' indices and, in the same order, their norms.
 
-    The norms of each group are reduced together.
+    The tensors are grouped by device and sharding, and the norms of each group are reduced together.
     """
     groups: dict[Any, list[int]] = {}
     for place, tensor in enumerate(tensors):

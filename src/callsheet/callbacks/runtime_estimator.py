@@ -115,10 +115,10 @@ class RuntimeEstimator(Callback):
         here, end = _progress(state), float(state.max_duration.value)
         left = max(0.0, end - here) * self._seconds / self._progress
         for count, seconds, first, last in self._pauses.values():
-            # If there was only one pause so far, assume that the training between pauses takes as long as the training before it.
+            # After only one pause, assume that the run makes as much progress between two pauses as before the first pause.
             between = (last - first) / (count - 1) if count > 1 else first
             if between > 0 and end > last:
-                # The number of remaining pauses (evaluations or saves). Round up, since one comes at the end of training.
+                # The number of remaining pauses (evaluations or saves). Round up, because training ends with a pause.
                 to_come = -int(-((end - last) / between - 1e-6) // 1)
                 left += max(0, to_come) * seconds / count
         return left

@@ -91,7 +91,7 @@ class SaveOnTrigger(Callback):
     def on_train_step_end(self, ctx: Context) -> None:
         """Make the requests that are in the trigger file. Look for the file at most once every `seconds` seconds."""
         now = time.monotonic()
-        # If another process has taken over the run's folder, the requests in the file are for that process.
+        # If another process has taken over the run's folder, leave the file to that process.
         if now >= self._next and ctx.run.may_write(self._path):
             self._next = now + self._seconds
             for line in self._taken():

@@ -117,7 +117,7 @@ class SpeedMonitor(Callback):
             self._flops.guess(ctx.model, ctx.outputs)
 
     def on_forward_backward_end(self, ctx: Context) -> None:
-        """Stop counting FLOPs. When nothing is left to measure, mute the handlers that were needed only to measure."""
+        """Stop counting FLOPs. When all measurements are done, mute the handlers that only measure."""
         if self._flops.counter is not None:
             self._flops.end_step()
         if self._flops.is_settled:

@@ -97,7 +97,7 @@ class TorchProfiler(Callback):
         self._begin(ctx)
 
     def on_train_step_end(self, ctx: Context) -> None:
-        """Advance the profiler by a step. Stop it at the end of a cycle of profiled steps, and start it when a cycle begins."""
+        """Advance the profiler by a step. Stop it after the last profiled step of a cycle, and start it before the first one."""
         if self._profiler is not None:
             self._profiler.step()
             if ctx.step >= self._last:
@@ -116,7 +116,7 @@ class TorchProfiler(Callback):
     def _begin(self, ctx: Context) -> None:
         """Start the profiler if the next step is the first profiled step of a cycle."""
         length = self._wait + self._warmup + self._active
-        # `done` is the number of steps since `skip_first` and the first `wait`. A cycle begins at each multiple of `length`.
+        # `done` counts the steps after the first `wait`. At each multiple of `length`, the profiled steps of a cycle begin.
         done = ctx.step - self._skip - self._wait
         if done < 0 or done % length or (self._repeat and done // length >= self._repeat):
             return

@@ -37,7 +37,7 @@ class AsyncWriter:
         # Torch must use only this one thread to check the written data. Otherwise it would start a second pool of threads.
         threads = torch.get_num_threads()
         self._thread.submit(_use_one_thread).result()
-        torch.set_num_threads(threads)  # `_use_one_thread` has also changed the default for new threads, so restore it
+        torch.set_num_threads(threads)  # restore the default for new threads, which `_use_one_thread` has changed too
         self._written: Future[Seal] | None = None
         self._prepared: Future[None] | None = None
         self._is_reported = True
@@ -63,7 +63,7 @@ class AsyncWriter:
         check_owner: Callable[[], None] | None = None,
         is_good: Check | None = None,
     ) -> None:
-        """Copy the state, and start to write the copy in the background. If this fails, `result` raises the error.
+        """Copy the state, and start to write the copy in the background. If copying or writing fails, `result` raises the error.
 
         The arguments are those of `write_checkpoint`.
 
@@ -74,7 +74,8 @@ class AsyncWriter:
         """
         self._settle()
         if self._prepared is not None:
-            wait([self._prepared])  # ignore an error of the allocation, because the copy then fails too and reports the error
+            # Ignore an error of `prepare`: if a buffer could not be allocated, `copy` allocates it below, or raises the error.
+            wait([self._prepared])
             self._prepared = None
         copied: Future[Draft] = Future()
         try:
@@ -88,7 +89,7 @@ class AsyncWriter:
 
     @property
     def is_done(self) -> bool:
-        """Return whether this rank has finished writing. Other ranks may still be writing. This never waits."""
+        """Return at once whether this rank has finished writing. Other ranks may still be writing."""
         return self._written is None or self._written.done()
 
     def result(self, timeout: float | None = None) -> Seal:
@@ -132,6 +133,6 @@ class AsyncWriter:
 
 
 def _use_one_thread() -> None:
-    # Make torch set its default number of threads now. Otherwise, torch would do so later, and overwrite the number set here.
+    # `get_num_threads` makes torch apply its default number of threads now, so that torch does not overwrite the 1 later.
     torch.get_num_threads()
     torch.set_num_threads(1)

@@ -27,7 +27,7 @@ def disk_thread(name: str) -> ThreadPoolExecutor:
 
 
 def begin_deletion(delete: Callable[[], None]) -> None:
-    """Call `delete` in a thread, so that the caller does not wait. Deleting a large file may take longer than copying it."""
+    """Call `delete` in a background thread, and return at once. Deleting a large file may take long."""
     global _deleter  # the thread is made at the first use
     if _deleter is None:
         _deleter = disk_thread("callsheet-deletion")
@@ -36,7 +36,7 @@ def begin_deletion(delete: Callable[[], None]) -> None:
 
 
 def finish_deletions() -> None:
-    """Wait for the deletions that `begin_deletion` started, so that the space and the names of these files can be used again."""
+    """Wait for the deletions that `begin_deletion` started. Then the disk space and names of the deleted files are free again."""
     for each in tuple(_deletions):  # iterate over a copy, since another thread may begin a deletion
         each.result()
 

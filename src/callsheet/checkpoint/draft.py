@@ -67,7 +67,7 @@ class Draft:
 
 
 class Kind(NamedTuple):
-    """The properties, such as dtype and size, that a tensor and the host buffer for its copy have in common.
+    """The shape and dtype of a host buffer for the copy of a tensor, and whether the buffer is page-locked.
 
     The buffer for a tensor on a GPU is page-locked.
     """

@@ -1,4 +1,4 @@
-"""The file `index.json`: the dtype of every tensor, its size over all ranks, and which file holds which part of it.
+"""The file `index.json`, which lists for each tensor the dtype, the full (not sharded) size, and the files that hold its parts.
 
     {"state.model.weight": {"dtype": "F32", "size": [8, 4], "chunks": [
         {"file": "shard-00000.safetensors", "offsets": [0, 0], "sizes": [4, 4]},

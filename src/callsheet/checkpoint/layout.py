@@ -50,7 +50,7 @@ FILE_NAMES = (Names(""), Names(".2"))
 
 
 def names_in(files: Container[str]) -> Names | None:
-    """Return the item of `FILE_NAMES` whose file names occur in `files`, or None if `files` are not the files of a checkpoint."""
+    """Return the item of `FILE_NAMES` that matches the file names `files`. Return None if no item matches."""
     return next((names for names in FILE_NAMES if names.state in files and names.index in files), None)
 
 
@@ -59,5 +59,5 @@ SHARED_PREFIX = "state."
 
 
 def own(rank: int) -> str:
-    """Return the prefix with which a checkpoint names the tensors that only rank `rank` has."""
+    """Return the prefix of the names of tensors that only rank `rank` has, such as `local-00003.`."""
     return f"local-{rank:05d}."

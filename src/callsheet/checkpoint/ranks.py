@@ -82,7 +82,7 @@ class RankGroup:
         return given[0]
 
     def all(self, value: bool) -> bool:
-        """Return whether `value` is true on all ranks. This takes one all-reduce."""
+        """Return whether `value` is true on all ranks. The ranks find out by one all-reduce."""
         if self._group is None:
             return value
         flag = torch.tensor(int(value))

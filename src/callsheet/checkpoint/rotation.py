@@ -20,9 +20,10 @@ _CLAIMS_KEY = "checkpoint_claims"
 
 
 def rotate(ctx: Context, by: str, keep: int | None) -> bool:
-    """If the callback named `by` requested `ctx.checkpoint`, keep it, and release the callback's checkpoints until `keep` remain.
+    """Keep `ctx.checkpoint` if the callback named `by` requested it. If so, keep at most `keep` checkpoints for this callback.
 
-    Return whether the callback requested the checkpoint. A checkpoint that every callback has released is deleted.
+    Return whether the callback requested the checkpoint. The callback's other checkpoints are released, which means that they are no
+    longer kept for this callback. A checkpoint that every callback has released is deleted.
 
     Checkpoints that are not finite are released first, so that they do not push out good ones. After them, the oldest are
     released. With `keep=None` no checkpoint is released.

@@ -59,7 +59,7 @@ class Seal:
 
 
 def plain_info(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `info`, equal to what will be read back after `info` was written to a manifest.
+    """Return a copy of `info`, in the form in which it will be read from a manifest.
 
     Raise `CheckpointError` if `info` is not plain data or contains a tensor.
     """

@@ -168,7 +168,7 @@ class Writing:
 
 
 def _fitting(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """Return the ranks' save plans without the shared tensors that rank 0 does not have.
+    """Remove from the ranks' save plans the tensors of the shared state that rank 0 does not have. Return the new plans.
 
     Raise `CheckpointError` if the shared states of the ranks differ.
 

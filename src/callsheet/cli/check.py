@@ -33,7 +33,7 @@ class _Error(NamedTuple):
 
 
 def has_wrong_null(parser: ArgumentParser, given: Namespace) -> bool:
-    """Return whether a parsed value is None although its type does not allow it, which jsonargparse does not check in a file."""
+    """Return whether a parsed value is None although its type does not allow None. jsonargparse does not check this in a file."""
     return any(_has_wrong_null(kind, given.get(key)) for key, kind in typed_keys(parser).items())
 
 
@@ -67,7 +67,7 @@ def first_error(parser: ArgumentParser, sources: Iterable[Source]) -> str:
 
 
 def _read(key: str, value: Any, kinds: Mapping[str, Any]) -> Any:
-    """Return the value of a key as jsonargparse reads it: `null` is None for a part of a value, such as `--train.path null`."""
+    """Return the value of a key as jsonargparse reads it. For a key inside a value, such as `train.path`, `null` means None."""
     return None if key not in kinds and loaded(value) is None else value
 
 
@@ -105,7 +105,7 @@ def _in_value(kind: Any, value: Any, at: str, owner: Any = None) -> Iterator[_Er
             yield from _in_value(each_kind, each, f"{at}.{name}", owner)
     elif is_mapping and parts:
         yield from _in_arguments(parts, content, at)
-    # An argument of a type such as `float | Tensor` takes plain values too, so it is code only if it has a `class_path`.
+    # An argument of a type such as `float | Tensor` may be a plain number. Only a value with a `class_path` names a class.
     elif names_code(kind) and not item and not parts and (owner is None or (is_mapping and "class_path" in content)):
         yield from _in_spec(kind, content, at)
     else:
@@ -120,7 +120,7 @@ def _in_value(kind: Any, value: Any, at: str, owner: Any = None) -> Iterator[_Er
 
 
 def _in_spec(kind: Any, content: Any, at: str) -> Iterator[_Error]:
-    """Yield the errors in a class that is given by its import path and its arguments."""
+    """Yield the errors in a value that names a class: in the import path, and in the arguments for the class."""
     base, later = class_of(kind)
     spec: Any = {"class_path": content} if isinstance(content, str) else content
     if not isinstance(spec, Mapping) or not isinstance(spec.get("class_path"), str):
@@ -186,7 +186,7 @@ def _subclasses(base: type | None) -> dict[str, type]:
 
 
 def _fits(kind: Any, value: Any) -> bool:
-    """Return whether jsonargparse accepts the value for the type `kind`. It accepts None for every type, so check that here."""
+    """Return whether jsonargparse accepts the value for the type `kind`. It accepts None for every type, so check None here."""
     if value is None:
         return _takes_none(kind)
     parser = probe()

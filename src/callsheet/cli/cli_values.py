@@ -65,7 +65,7 @@ def merge(tree: dict[str, Any], values: Mapping[Any, Any]) -> None:
 
 
 def _changed(before: Any, content: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the mapping `before`, or the class whose import path is `before`, after parts of it were set to the values `content`."""
+    """Return the value `before`, updated by `content`. If `before` names a class, `content` has arguments for the class."""
     after = {"class_path": before} if isinstance(before, str) else dict(before) if isinstance(before, Mapping) else {}
     is_for_class = "class_path" in after and not any(
         str(key).partition(".")[0] in ("init_args", "dict_kwargs") for key in content

@@ -130,7 +130,7 @@ def _verdicts(comparison: Comparison, conditions: Sequence[Condition]) -> Iterat
 
 
 def _steps(comparison: Comparison, group: str) -> str:
-    """Return how many steps the runs of `group` and of the baseline have trained, as text; an empty text if this is equal."""
+    """Return a text that says how many steps `group` and the baseline have trained, or an empty text if the numbers are equal."""
     first, other = (sorted({each.run.last_step for each in comparison.members(name)}) for name in (comparison.groups[0], group))
     return "" if first == other else f"; after {_listed(other)} steps, the baseline after {_listed(first)}"
 

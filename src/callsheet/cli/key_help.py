@@ -12,7 +12,7 @@ from callsheet.cli.key_types import names_code
 
 
 class KeyHelp(DefaultHelpFormatter):
-    """jsonargparse's help formatter, except that keys whose values are classes show only class names.
+    """jsonargparse's help formatter, but for a key whose values name classes, it shows only the class names of the default.
 
     A list of all subclasses and their arguments would be so long that the other keys are hard to find.
     """

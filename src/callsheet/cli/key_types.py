@@ -43,7 +43,7 @@ def names_code(kind: Any) -> bool:
 
 
 def class_of(kind: Any) -> tuple[type | None, int]:
-    """Return the base class of the classes whose import paths are values of this type, and how many arguments the recipe's code passes to them.
+    """For a type whose values name classes, return their base class, and how many arguments the recipe's code passes to them.
 
     If the type is a `Callable`, the base class is its return type, and the recipe's code passes the arguments of the `Callable`, such
     as the model's parameters for an optimizer. Return `(None, 0)` for other types.
@@ -57,14 +57,14 @@ def class_of(kind: Any) -> tuple[type | None, int]:
 
 
 def parts_of(kind: Any) -> type | None:
-    """Return the type `kind` if it is a dataclass, or the first dataclass in a mapping, list or union type; otherwise None."""
+    """Return `kind` if it is a dataclass. For a mapping, list or union type, return the first dataclass in the type, or None."""
     if inspect.isclass(kind) and is_dataclass(kind):
         return kind
     return next(filter(None, map(parts_of, get_args(kind))), None)
 
 
 def item_of(kind: Any, container: type) -> Any:
-    """Return the type of the items of `kind`, a `container` type such as `list[int]` or a union with one; None for other types."""
+    """Return the item type of `kind`, such as int for `list[int]` or `list[int] | None`; None if `kind` has no `container`."""
     if get_origin(kind) is container:
         return get_args(kind)[-1]
     is_union = get_origin(kind) in (Union, types.UnionType)

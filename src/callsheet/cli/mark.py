@@ -50,7 +50,7 @@ def delete(given: Sequence[str], *, folder: str = "runs", is_confirmed: bool = F
     _check_can_be_deleted(found)
     if not is_confirmed:
         _confirm(found)
-        _check_can_be_deleted(found)  # check again, because training may have begun while the question was open
+        _check_can_be_deleted(found)  # check again, because training may have begun while the user was asked
     for path in found:
         place = path.resolve()
         gone = place.with_name(f".{place.name}.deleted-{secrets.token_hex(4)}")

@@ -195,7 +195,7 @@ def values_of(
 
 
 def recipe_class(path: Path) -> type[Recipe[Any]]:
-    """Return the class that the file's key `recipe` gives as the name of a shipped recipe, or as the import path of another one.
+    """Return the recipe class that the file's key `recipe` names, by the name of a shipped recipe or by the import path of a class.
 
     Raises:
         ConfigError: the file is not a YAML mapping, or names no recipe.

@@ -57,7 +57,7 @@ def _described(what: Prepared, overrides: list[str]) -> list[str]:
 
 
 def _folder(settings: Mapping[str, Any]) -> list[str]:
-    """Return a line that says where the run's folder would be and whether it exists. Return no line if the recipe has no such folder."""
+    """Return a line with the path of the run's folder, and whether it exists. Return no line if the settings name no folder."""
     if not {"runs_folder", "run_name"} <= settings.keys():
         return []
     folder = Path(str(settings["runs_folder"]), str(settings["run_name"]))

@@ -1,4 +1,4 @@
-"""The call sheet: the table of all handlers by event, in the order of calls, and how it is compiled to tuples of functions."""
+"""The call sheet: the table of all handlers by event, in the order of calls. It is compiled to tuples of functions."""
 
 from __future__ import annotations
 
@@ -124,18 +124,18 @@ class HandlerEntry:
 
 
 class CompositeHandler(ABC):
-    """A handler that consists of several handlers.
+    """A handler that calls several other handlers, its parts.
 
     When the call sheet is compiled, the parts take the place of this handler, so that each part is called directly.
     """
 
     @abstractmethod
     def __call__(self, ctx: Context) -> None:
-        """Call the handlers that this handler consists of, in order. Used only in lanes (background threads or processes)."""
+        """Call the parts of this handler, in order. Used only in lanes (background threads or processes)."""
 
     @abstractmethod
     def parts(self, entry: HandlerEntry, earlier: Sequence[HandlerEntry]) -> Iterable[HandlerEntry]:
-        """Return a row for each of the handlers that this handler consists of. The rows replace `entry`, this handler's own row.
+        """Return one call-sheet row for each part of this handler. These rows replace `entry`, the row of the handler itself.
 
         `earlier` are the entries of the handlers that are called before `entry`.
         """
@@ -197,7 +197,8 @@ class CallSheet:
         ordered = sorted(handled.items(), key=lambda pair: min((entry.order for entry in pair[1]), default=len(PHASES)))
         if not ordered:
             return "no callbacks"
-        shown = ordered if len(ordered) < _SHORT_LINES else ordered[: _SHORT_LINES - 2]  # without the first line and the last
+        # Leave room for the first line, which has the column names, and for the last, which says how many callbacks are left out.
+        shown = ordered if len(ordered) < _SHORT_LINES else ordered[: _SHORT_LINES - 2]
         rows = [(_clipped(registration.label, _MAX_LABEL_CHARACTERS), *_options(entries)) for registration, entries in shown]
         columns = [each for each in zip(("callback", "phase", "ranks", "lane"), *rows, strict=True) if any(each[1:])]
         widths = [max(map(len, column)) for column in columns]
@@ -345,7 +346,7 @@ def _option(values: Iterable[str], default: str) -> str:
 
 
 def _handled(entries: Sequence[HandlerEntry], width: int) -> str:
-    """Return the events of a callback's handlers with their intervals or, if this text is wider than `width`, how many they are."""
+    """Return the names of the events that a callback handles, with intervals. If they do not fit in `width`, return their number."""
     names = ", ".join(f"{entry.event} {entry.every or ''}".rstrip() for entry in entries)
     if len(entries) < 2 or len(names) <= width:
         return names or "no events"

@@ -43,7 +43,7 @@ def _parameters_of(kind: type[Callback]) -> Mapping[str, Parameter]:
 
 
 def _familiar_arguments(parameters: Mapping[str, Parameter]) -> dict[str, str]:
-    """Return what other frameworks' argument names are called in `parameters`, as a dict such as `{"save_top_k": "keep=..."}`."""
+    """Return a dict from argument names of other frameworks to those in `parameters`, such as `{"save_top_k": "keep=..."}`."""
     from callsheet.core.familiar_names import CALLBACK_ARGUMENTS
 
     return {name: f"{meant}=..." for name, meant in CALLBACK_ARGUMENTS.items() if meant in parameters}

@@ -29,7 +29,7 @@ def normalize_callbacks(callbacks: CallbackManager | Callback | Iterable[Callbac
 
 
 def should_fire(manager: CallbackManager | None, event: str) -> bool:
-    """Return whether an event has a handler. If it has none, firing it has no effect.
+    """Return whether an event has a handler. Firing an event without a handler has no effect.
 
     Args:
         manager: the manager; None: no event has a handler.

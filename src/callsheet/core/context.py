@@ -411,7 +411,7 @@ class Context:
         def __getattr__(self, name: str) -> Any:  # Python calls `__getattr__` only if the attribute has no value
             if name in FIELDS:
                 raise FieldNotAvailable(_not_available(name, self.event), name=name)
-            # Pass `name`, because otherwise Python would add its own suggestion to the message.
+            # With the argument `name`, Python prints only this message, and adds no suggestion of its own.
             raise AttributeError(f"the context has no field {name!r}{_field_hint(name)}", name=name)
 
 
@@ -457,7 +457,8 @@ def _not_available(name: str, event: str | None) -> str:
 _FIELDS_CLOSED_BY: dict[str, tuple[tuple[str, bool], ...]] = {}
 for _field in FIELDS.values():
     for _event in {*(closes for _, closes in _field.windows), *filter(None, [_field.kept_until])}:
-        _keeps = _event == _field.windows[0][1]  # whether the field stays available after `_event` if `keep_fields` has it
+        # True if `_event` ends the field's first window. A callback that names the field in `keep_fields` keeps it after this event.
+        _keeps = _event == _field.windows[0][1]
         _FIELDS_CLOSED_BY[_event] = (*_FIELDS_CLOSED_BY.get(_event, ()), (_field.name, _keeps))
 
 

@@ -209,7 +209,7 @@ class Control:
             self.agree(request)
 
     def switch_off(self, callback: str, number: int, failures: int) -> None:
-        """Request that all ranks disable a callback whose errors are only logged, because it has failed too often on this rank.
+        """Request that all ranks disable a callback, because it has failed too often in a row on this rank.
 
         Called by the manager; see `switched_off`.
 

@@ -40,8 +40,8 @@ _MAX_SLICES = 20_000  # the most slices (timed spans and calls) to keep of one t
 _COSTLY_SHARE = 0.05
 _COSTLY_SECONDS = 50e-6  # a callback that takes fewer seconds per step than this limit is never costly
 _MIN_TIMED_STEPS = 20
-# With fewer than `_MIN_TIMED_STEPS` timed steps, only a callback that exceeds both limits is costly:
-# `_CLEAR_SHARE` is a fraction of the step's time, and `_CLEAR_SECONDS` is a time per step.
+# If fewer than `_MIN_TIMED_STEPS` steps were timed, a callback is costly only if it takes more than the fraction `_CLEAR_SHARE`
+# of the step's time, and also more than `_CLEAR_SECONDS` per step.
 _CLEAR_SHARE, _CLEAR_SECONDS = 0.25, 10e-3
 
 _STEP_SPANS = ("fetch", "train_step")
@@ -56,7 +56,8 @@ def _path_events() -> frozenset[str]:
     These are the events of the spans in a step, and `on_checkpoint_due`, which is fired after each step.
     """
     spans = [*_STEP_SPANS, "eval_step", "test_step", "predict_step"]
-    for name in spans:  # the loop also visits the names that its body appends to `spans`
+    # The body appends the spans inside each span to `spans`, and the loop then visits these too.
+    for name in spans:
         spans += [inner for inner in names_in(SPANS[name].order) if inner in SPANS and inner not in spans]
     return frozenset(
         {event for name in spans for event in (SPANS[name].start_event, SPANS[name].end_event)} | {"on_checkpoint_due"}
@@ -134,7 +135,7 @@ class CostReport(NamedTuple):
     failures: tuple[Failures, ...] = ()
 
     def share(self, cost: Cost) -> float:
-        """Return the fraction of time that `cost` takes: of the timed steps, or of the run if `cost` includes calls in other steps.
+        """Return the fraction of time that `cost` takes: of the timing windows if only calls in these were timed, else of the run.
 
         Args:
             cost: one of `costs`.
@@ -261,7 +262,7 @@ class Costs:
         return self._open is not None
 
     def wraps(self, event: str, *, in_window: bool) -> bool:
-        """Return whether handlers of `event` are timed. For some events, this depends on `in_window` (is a timing window open?)."""
+        """Return whether handlers of `event` are timed. Some handlers are timed only in a timing window (`in_window`)."""
         return self.mode == "all" or (self.mode == "sampled" and (in_window or event not in PATH_EVENTS))
 
     def timed(self, handler: Handler, entry: HandlerEntry) -> Handler:
@@ -370,7 +371,7 @@ class Costs:
 
 
 def is_costly(share: float, seconds: float, steps: int, *, least: float = _COSTLY_SHARE) -> bool:
-    """Return whether a callback takes so much of a step that the user should know.
+    """Return whether a callback takes so much of a step's time that the user should be warned.
 
     Args:
         share: the fraction of the step's time that the callback takes.
@@ -397,7 +398,7 @@ def _nested(opened: _Open) -> list[Slice]:
         name = SPAN_OF[event]
         if event == SPANS[name].start_event:
             stack.append((name, moment))
-        elif stack and stack[-1][0] == name:  # leave out a span that began before the timing window: it is not on the stack
+        elif stack and stack[-1][0] == name:  # a span that began before the timing window is not on the stack, and is left out
             slices.append(Slice(name, stack[-1][1] - opened.start, moment - stack[-1][1], step))
             stack.pop()
     return sorted(slices, key=lambda each: (each.begin, -each.seconds))

@@ -68,7 +68,7 @@ class CallbackManager:
         self.costs = Costs(costs, warn_share)
         self._table = DispatchTable(self.costs, checking=checking)
         self.has_listeners = self._table.has_listeners
-        self._active = self._table.active  # a second reference to the dict of `_table`, which makes `fire` faster
+        self._active = self._table.active  # the same dict, stored here because `fire` then reads it faster
         self._muting = Muting(self._table)
         self._numbers = count()  # numbers callbacks and functions in the order in which they are added, the same on all ranks
         self._ctx: weakref.ref[Context] | None = None  # the context of the run in progress
@@ -244,7 +244,7 @@ class CallbackManager:
             first, second, more, named, calls = self._active[event]
         except KeyError:
             first, second, more, named, calls = self._table.lookup(as_event(event))
-            ctx.dispatcher = self  # also set here, because this context may never have been passed to `open`
+            ctx.dispatcher = self  # `open` sets this too, but a loop may fire events without calling `open` first
             self._is_over = False
         if first is not None:
             outer, self.current = self.current, named

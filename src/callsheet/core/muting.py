@@ -62,7 +62,7 @@ class Muting:
         self._set(registration, registration.muted | changed if is_muted else registration.muted - changed)
 
     def unmute_due(self, step: int) -> None:
-        """Called after `step`: unmute the handlers that must be called again in the next step."""
+        """Unmute the handlers that must be called again in the next step. The manager calls this after `step`."""
         for wake in [each for each in self._wakes if each[0] <= step + 1]:
             self._wakes.remove(wake)
             _, registration, events = wake

@@ -39,9 +39,9 @@ def attributes(package: str, modules: Mapping[str, str], subpackages: Collection
             return importlib.import_module(f"{package}.{name}")
         hint = _hint(package, name)
         if hint and _is_import_from(sys._getframe(1)):
-            # In `from package import name`, Python would replace an AttributeError by an ImportError without the hint.
+            # `from package import name` turns an AttributeError into an ImportError without the hint. So raise the ImportError here.
             raise ImportError(f"cannot import name {name!r} from {package!r}; {hint}", name=package)
-        # Without the argument `name`, Python would add its own suggestion to the traceback.
+        # With the argument `name`, Python prints only this message, and adds no suggestion of its own.
         raise AttributeError(f"module {package!r} has no attribute {name!r}{f'; {hint}' if hint else ''}", name=name)
 
     return get

@@ -75,7 +75,7 @@ def load(module: str, *, extra: str, wanted_by: str) -> Any:
         if error.name is None or error.name.partition(".")[0] != top:
             raise  # the package is installed, but another module that it imports is missing
     finally:
-        random.setstate(drawn)  # some packages draw random numbers when imported (rich does), which must not change training
+        random.setstate(drawn)  # rich, for example, draws random numbers when it is imported, which must not change training
     raise _missing(top, f"'callsheet[{extra}]'", wanted_by)
 
 

@@ -30,6 +30,6 @@ def keep_if_device_failed() -> None:
         return
     try:
         sys.modules["torch"].cuda.current_stream().query()
-    except Exception:  # the device has failed: add references that are never released, so that the tensors are never freed
+    except Exception:  # the device has failed: increase the tensors' reference counts, so that Python never frees the tensors
         for tensor in list(_tensors.values()):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))

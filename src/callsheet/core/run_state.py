@@ -171,7 +171,7 @@ class TrainState:
         self.timestamp, self.previous_timestamp = timestamp, previous_timestamp
         self.course = RunConstants(max_duration, baseline, epoch_batches, evaluators)
 
-    if TYPE_CHECKING:  # hidden at run time, because these annotations would become fields of the dataclass
+    if TYPE_CHECKING:  # for type checkers only: at run time, these annotations would become fields of the dataclass
         max_duration: Time | None
         baseline: Timestamp
         epoch_batches: int | None

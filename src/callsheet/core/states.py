@@ -33,7 +33,7 @@ def state_of(callback: Callback, copied: Callable[[dict[str, Any]], dict[str, An
 def states_of(
     registrations: Iterable[Registration], lanes: LaneSet | None, copied: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Return two dicts by callback name: the states of all callbacks that have a state, and the reasons why states are missing.
+    """Return the states of the callbacks, and the reasons why states are missing, as two dicts by callback name.
 
     `copied` is called to copy the state of a callback that is isolated or has a lane. Errors of `copied` are logged like errors of
     the callback.
@@ -79,7 +79,7 @@ def load_states(
     saved: Mapping[str, Mapping[str, Any]],
     missing: Mapping[str, str],
 ) -> None:
-    """Load the saved state of every callback. Log which states are missing because saving them had failed, and which belong to no callback.
+    """Load the saved state of every callback. Log which states could not be saved, and which belong to no callback.
 
     Raises:
         Exception: what an inline callback that is not isolated raised.
@@ -110,7 +110,7 @@ def _may_fail(registration: Registration) -> bool:
 
 
 def _started(calls: Mapping[Registration, Callable[[], T]], lanes: LaneSet | None) -> Mapping[Registration, Callable[[], T]]:
-    """Return `calls`. A call for a callback in another thread is started, and replaced by a function that waits for its result."""
+    """Return `calls`. Start the calls for callbacks in other threads, and replace each by a function that waits for its result."""
     return calls if lanes is None else lanes.state_calls(calls)
 
 

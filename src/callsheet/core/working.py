@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _TERMINAL_PAUSE_SECONDS = 1.0
-_FIRST_LINE_SECONDS, _NEXT_LINE_SECONDS = 5.0, 30.0  # if stderr is no terminal: seconds before the first line, and between lines
+# If standard error is not a terminal: the time until the first line is written, and the time between further lines.
+_FIRST_LINE_SECONDS, _NEXT_LINE_SECONDS = 5.0, 30.0
 
 
 @contextmanager

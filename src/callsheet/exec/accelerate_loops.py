@@ -1,4 +1,4 @@
-"""Reads the settings, logged values and batches of loops that use Accelerate, which `callsheet exec` observes like other loops."""
+"""Reads settings, logged values and batches from training loops that use Accelerate, while `callsheet exec` observes the loops."""
 
 from __future__ import annotations
 
@@ -59,5 +59,5 @@ def iterate(observation: Observation, iterate: Callable[[Any], Any], loader: Any
 
 
 def _kept(value: Any) -> Any:
-    """Return a number, or a copy of a tensor, because the script may change the tensor. This does not wait for the device."""
+    """Return a number as it is. Copy a tensor, because the script may change it. The copy stays on the tensor's device."""
     return value if isinstance(value, (int, float)) else value.detach().reshape(()).clone()

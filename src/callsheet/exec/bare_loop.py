@@ -168,12 +168,13 @@ class BareLoop(NotCopied):
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         self._parameters = {id(each) for each in parameters}
         # If no parameter in `_with_gradients` has a gradient, the script has discarded the gradients.
-        # With FSDP, `_with_gradients` stays empty, because FSDP keeps the gradients elsewhere between microbatches.
+        # With FSDP, `_with_gradients` is empty, because between microbatches FSDP keeps the gradients elsewhere than in `.grad`.
         self._with_gradients = [] if any(hasattr(each, "placements") for each in parameters) else parameters
         # The numbers of samples and tokens of the latest microbatch, and those of the latest microbatch whose loss was discarded.
         self._of_microbatch = self._discarded = _UNKNOWN_COUNTS
         self._was_called = False  # whether the model was called with gradients since the last step ended
-        self._trains_in_eval_mode = not model.training  # for example, to freeze the statistics of batch normalization
+        # Some scripts train a model in evaluation mode, for example to freeze the statistics of batch normalization.
+        self._trains_in_eval_mode = not model.training
         self._in_forward: Literal["train", "eval", ""] = ""  # the purpose of the running forward pass; empty if none is running
         # Whether the model was called in this step, with gradients enabled, and `backward` was not called since.
         self._is_in_microbatch = False
@@ -194,7 +195,7 @@ class BareLoop(NotCopied):
         self._sees_calls = (
             self._sees_forward
         )  # whether hooks observe the model's calls now; if not, the first `backward` begins the step
-        # True if the model's calls are not observed and no handler listens to parts of a step. Then most checks of a step are left out.
+        # True if the model's calls are not observed, and no handler listens to events within a step. Then a step skips most checks.
         self._is_plain = False
         # Whether all steps so far were regular: for each loss, the loop fetched a new batch and called the model once.
         self._is_regular = loader is not None and not self._trains_in_eval_mode
@@ -364,7 +365,7 @@ class BareLoop(NotCopied):
         if get_ident() != self._thread or self.evaluations.dataset or self.step.is_open:
             return
         self._batches.add_other(loader, batch)
-        # While `_is_plain` is True, a step is not checked for batches of other dataloaders, so set it to False.
+        # Set `_is_plain` to False, so that the next step checks whether it uses a batch of another dataloader.
         self._is_plain = False
 
     def begin_step(self) -> None:
@@ -480,7 +481,7 @@ class BareLoop(NotCopied):
         self._be_irregular()
 
     def watch_calls(self) -> None:
-        """Register the hooks on the model's calls again if they were removed for speed, so that an evaluation is noticed."""
+        """If the hooks on the model's calls were removed for speed, register them again, so that no evaluation is missed."""
         if self._sees_forward and not self._sees_calls and get_ident() == self._thread:
             self._guarded(self._install_forward_hooks, True)
 
@@ -495,7 +496,7 @@ class BareLoop(NotCopied):
     @partial(not_compiled, recursive=False)
     def clip(self, clips: Callable[[], Any]) -> Any:
         """Clip the gradients with `clips()`, fire the events of the span `clip_gradients`, and return the norm before clipping."""
-        if self.unreported_counts is not None:  # not None: no handler listens to parts of this step, so none needs the norm
+        if self.unreported_counts is not None:  # this is an unreported step (see the class): no handler reads the norm
             return clips()
         is_in_step = self.step.is_open and get_ident() == self._thread
         if is_in_step:
@@ -570,7 +571,8 @@ class BareLoop(NotCopied):
         """Do the work that is due only after certain steps. `steps` is the number of steps that have ended."""
         run = self.run
         if steps == 1:
-            run.driver.synthesized.clear()  # forget which spans the driver added to the first step, which was recognized late
+            # The loop was recognized only when the optimizer stepped, so the driver synthesized spans of step 1. Forget them.
+            run.driver.synthesized.clear()
         elif steps == 2:
             if not self._sees_forward:
                 run.driver.synthesized.clear()
@@ -700,7 +702,7 @@ class BareLoop(NotCopied):
                 driver.start("microbatch")
 
     def _count(self) -> None:
-        """Count the samples and tokens of a new batch. If there is none, count again the batch whose loss was discarded last."""
+        """Count the samples and tokens of a new batch. Without a new batch, count the batch whose loss was discarded last."""
         batches = self._batches
         counts = _UNKNOWN_COUNTS
         if batches.new is not None:

@@ -118,7 +118,7 @@ def _with_argument(bridge: str) -> Around:
         try:
             arguments = inspect.signature(train).bind(*args, **options).arguments
             given = arguments.get("callbacks")
-        except (TypeError, ValueError):  # the arguments are invalid, so let `train` report the error
+        except (TypeError, ValueError):  # the script's arguments are invalid, so `train` will raise the right error
             return train(*args, **options)
         if given is not None and not isinstance(given, (list, tuple)):  # Keras' `CallbackList`, for example, cannot be extended
             return train(*args, **options)
@@ -175,7 +175,7 @@ def _workers_under_exec(observation: Observation) -> Iterator[None]:
     try:
         yield
     finally:
-        if module.generate_ddp_command is under_exec:  # do not undo a later replacement by another library
+        if module.generate_ddp_command is under_exec:  # restore the function, unless another library has replaced it since
             module.generate_ddp_command = given  # type: ignore[attr-defined]
 
 

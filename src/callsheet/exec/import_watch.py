@@ -19,7 +19,7 @@ class ImportWatch(MetaPathFinder):
 
     def __init__(self, actions: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self._actions = actions
-        self._asked: set[str] = set()  # the modules for which this finder is asking the other finders now
+        self._asked: set[str] = set()  # the modules whose spec this finder is now requesting from the other finders
 
     def install(self) -> None:
         """Watch the imports of the modules in `actions`. For a module that is imported already, call the function now."""
@@ -34,7 +34,7 @@ class ImportWatch(MetaPathFinder):
             sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return a watched module's spec, with a loader that also calls the function in `actions`. Otherwise return None."""
+        """Return the spec of a watched module, and let its loader also call the function in `actions`. For others, return None."""
         if name not in self._actions or name in self._asked:  # avoid a recursion: another finder may ask this one again
             return None
         self._asked.add(name)

@@ -39,7 +39,7 @@ class LogPace:
         return True
 
     def shorten(self, seconds: float) -> bool:
-        """Reset `steps`, the steps from one record to the next, to ten if the last record is too many `seconds` of training ago. Return whether it changed."""
+        """Reset `steps` to ten if training has run too long (`seconds`) since the last record. Return whether `steps` changed."""
         if self._is_fixed or self.steps == FIRST_INTERVAL_STEPS or seconds < _MAX_INTERVAL_SECONDS:
             return False
         self.steps = FIRST_INTERVAL_STEPS

@@ -63,7 +63,7 @@ class LoneRun(HostedRun):
         """
         ctx, state, records = self.ctx, self.state, self.records
         ctx.step = step = ctx.step + 1
-        self._order.fired = ""  # an empty string says that training is between two steps, and that no event was fired there yet
+        self._order.fired = ""  # empty: a step has ended, and no event was fired since (see `BoundaryOrder`)
         state.previous_timestamp = now = state.timestamp
         # For speed, these lines replace `state.timestamp = now.next_batch()`.
         rounds, epoch, batch, sample, token, seconds, nth_epoch, nth_batch, nth_sample, nth_token, since = now
@@ -72,7 +72,7 @@ class LoneRun(HostedRun):
         tally = records.tally
         tally.samples += samples
         tally.tokens += tokens
-        # Set the learning rate of the next metrics record only: no handler is called that could read the context's learning rate.
+        # Store the learning rate for the next metrics record. Leave `ctx.learning_rate` unset: no handler listens to this step.
         rate = optimizer.param_groups[0].get("lr")
         records.learning_rate = rate.clone() if isinstance(rate, Tensor) else rate
         if loss is not None:

@@ -42,7 +42,7 @@ class LoopBatches:
         """The number of batches that were fetched since the iteration over the dataloader began."""
 
     def on_all_ranks(self, counts: tuple[int, int]) -> tuple[int, int]:
-        """Return the numbers of samples and tokens on all ranks together, assuming that each rank has the same numbers (`counts`)."""
+        """Return the samples and tokens of all ranks together: `counts`, those of this rank, times the number of ranks."""
         return counts[0] * self._ranks, counts[1] * self._ranks
 
     def come_from(self, loader: Any) -> bool:
@@ -59,7 +59,7 @@ class LoopBatches:
         self.other = None
 
     def switch(self) -> bool:
-        """If a step begins without a new batch, use the batch stored by `add_other`. Its dataloader becomes the loop's.
+        """If a step begins without a new batch, use the batch that `add_other` stored, and its dataloader from then on.
 
         Return whether that ends an epoch; see `begin`.
         """
@@ -86,5 +86,5 @@ class LoopBatches:
 
 
 def batch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return a model call's arguments as a batch: a single positional argument itself, several as a tuple, or named ones as a dict."""
+    """Return the arguments of a model call as a batch: one positional argument as it is, several as a tuple, keywords as a dict."""
     return args[0] if len(args) == 1 and not kwargs else args or dict(kwargs)

@@ -130,7 +130,7 @@ class LoopFinder:
 
         def restore() -> None:
             for each in owners:
-                if getattr(each, name) is ours:  # if not, another library has wrapped the function since, so leave its wrapper
+                if getattr(each, name) is ours:  # restore the function, unless another library has wrapped it since
                     setattr(each, name, given)
 
         for each in owners:
@@ -390,10 +390,10 @@ def _first_of(owner: Any) -> Any:
 
 
 def model_of(optimizer: Optimizer) -> nn.Module | None:
-    """Return the module that the loop calls: the root module with the most parameters of the optimizer and the fewest others.
+    """Return the module that the loop calls: the root module whose parameters are most nearly those of the optimizer.
 
-    A root module is inside no other module. Return None if no module has any of the parameters. If several modules are equally good,
-    return the oldest one.
+    A root module is inside no other module. Return the one with the most parameters of the optimizer. If several have equally many,
+    return the one with the fewest other parameters, or the oldest of these. Return None if no module has any of the parameters.
     """
     wanted = {id(each) for group in optimizer.param_groups for each in group["params"]}
     best = _best_roots(wanted)
@@ -406,7 +406,10 @@ def model_of(optimizer: Optimizer) -> nn.Module | None:
 
 
 def _best_roots(wanted: set[int]) -> list[nn.Module]:
-    """Return the root modules that have the most of the parameters in `wanted` (a set of ids) and, among those, the fewest other parameters."""
+    """Return the root modules with the most parameters from `wanted`, a set of ids.
+
+    If several have equally many, return those with the fewest other parameters.
+    """
     best: list[nn.Module] = []
     best_score = (0, 0)
     for module in _roots():

@@ -184,7 +184,7 @@ class Observation:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Pause the recognition of loops while the `with` block runs, in which a framework's trainer runs its own training loop."""
+        """Pause the recognition of loops while the `with` block runs. In the block, a framework's trainer runs its own loop."""
         self._finish_loop(None)
         self._has_trained = True
         self._depth += 1
@@ -253,7 +253,7 @@ class Observation:
             runs_folder=self.runs_folder,
             pace=pace,
             config={**known, **self.config},
-            # If one of several ranks stopped alone, the others would wait for it, so a stop is supported only on a single rank.
+            # A stop is supported only if there is one rank. With several, the other ranks would wait for the rank that has stopped.
             stops=self.engines.stop if self.engines.is_training and read_ranks().world_size == 1 else None,
         )
         try:

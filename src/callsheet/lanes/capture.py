@@ -60,8 +60,9 @@ class DeviceNumbers:
         # Each tensor that was copied, with its `_version` at that time. A tensor whose version has changed is copied again.
         self._tensors: list[tuple[Any, int | None]] = []
         self._copies: dict[int, Any] = {}
-        # The step of these copies, and the lanes that have them. If a lane asks again, the event was fired again. Then the tensors
-        # are copied again, because not every change in place, such as that of a collective, increases the version.
+        # The step in which the tensors were copied, and the lanes that have received these copies. If such a lane calls `of` again,
+        # the event was fired a second time. Then `of` copies the tensors again, even if their versions are the same, because
+        # some changes in place, such as those of a collective, do not increase the version.
         self._step = -1
         self._served: set[int] = set()
 
@@ -213,9 +214,9 @@ class SnapshotCapture:
                 delattr(made, name)
 
     def snapshot_class_for(self, ctx: Context) -> tuple[type[Snapshot], TrainState | None]:
-        """Return this run's snapshot class, and the `TrainState` for which the class is valid (None: use the class only once).
+        """Return the snapshot class for this run, and the `TrainState` for which the class is valid.
 
-        The class is valid as long as `ctx.state` is the returned `TrainState`.
+        The class is valid as long as `ctx.state` is the returned `TrainState`. If None is returned, use the class only once.
         """
         if self._state is None or self._state is not ctx.state:
             # `LaneControl` has only the requests that a callback in a lane (another thread) may make.
@@ -343,7 +344,7 @@ def _mapping_like(value: Any, items: dict[Any, Any]) -> Any:
         made = copy.copy(value)
         made.data = items
         return made
-    # Other types may not be made from their items, and a copy may share its items with the original, which must not be changed.
+    # For other types, return a dict: their constructors may not accept items, and a copy may share its items with the original.
     return defaultdict(value.default_factory, items) if type(value) is defaultdict else items
 
 
@@ -352,13 +353,13 @@ def _sequence_like(value: Any, items: list[Any]) -> Any:
     if type(value) is list:
         return items
     try:
-        return tuple.__new__(type(value), items)  # a subclass may have a constructor with other arguments
+        return tuple.__new__(type(value), items)  # not the constructor, which takes other arguments in a named tuple
     except TypeError:  # types in C, such as `torch.Size` and `torch.return_types`, accept only their own constructor
         return type(value)(items)
 
 
 def _detach_all(value: Any, found: dict[int, Any], seen: set[int]) -> None:
-    """Add to `found` detached copies of all tensors in an object, by the `id` of each tensor. `seen` has the ids of other objects."""
+    """Add a detached copy of every tensor in an object to `found`, by the tensor's `id`. `seen` has the ids of visited objects."""
     if id(value) in seen or isinstance(value, type):
         return
     seen.add(id(value))

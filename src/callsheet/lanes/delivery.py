@@ -50,9 +50,11 @@ class CallbackLane:
         self.needs: tuple[str, ...] = owner.snapshot_fields
         self.inbox = inbox
         self._process: Process | None = cast("Process", registration.thing) if owner.lane == "process" else None
-        callback = registration.callback if self._process is None else None  # a `Process` makes one call at a time itself
+        # Find out whether a thread of an earlier run is still in a handler of the callback. A `Process` needs no such check, because
+        # it makes only one call at a time.
+        callback = registration.callback if self._process is None else None
         earlier = _left_in_handler.get(id(callback)) if callback is not None else None
-        if earlier is threading.current_thread():  # the handler itself starts this run, and waits for its end
+        if earlier is threading.current_thread():  # that handler has itself started this run, so the run must not wait for it
             earlier = None
         self.lane = Lane(registration.label, None, owner.lane_options, kind=_kind, finish=self._finish, earlier=earlier)
         self._runner: asyncio.Runner | None = None
@@ -60,7 +62,10 @@ class CallbackLane:
             self._process.begin(self)
 
     def end(self) -> None:
-        """End the callback's thread and, unless another run uses it, its process. Kill a busy process. `join` waits for the process's end."""
+        """End the callback's thread, and also its process if no other run uses the process. A busy process is killed.
+
+        `join` waits until the process has exited.
+        """
         is_busy = not self.lane.is_idle
         close([self.lane])
         if self._process is not None:

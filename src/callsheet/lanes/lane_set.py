@@ -153,7 +153,7 @@ class LaneSet:
         return None
 
     def with_drain(self, run_end: CompiledEvent) -> CompiledEvent:
-        """Return `run_end` (the handlers of `on_run_end`), with a wait for callbacks in other threads added before the loggers.
+        """Return the handlers of `on_run_end`, with one more handler before the loggers: it waits for callbacks in other threads.
 
         The loggers close their files at `on_run_end`, so what the lanes log must arrive before that.
         """

@@ -30,11 +30,11 @@ class LoadWarnings:
         self._checked = time.monotonic(), 0.0  # the wall clock and the thread's processor time at the last check
 
     def begin(self) -> None:
-        """Begin to measure the processor time of the calling thread, which is the lane's."""
+        """Begin to measure the processor time of the lane's thread, which calls this method."""
         self._checked = time.monotonic(), time.thread_time()
 
     def check_thread(self) -> None:
-        """Warn if the lane's thread, which calls this, computes a lot: only one thread at a time runs Python code."""
+        """Warn if the lane's thread, which calls this method, computes a lot. While it runs Python code, training must wait."""
         if self._has_warned_busy:
             return
         (began, used), now = self._checked, (time.monotonic(), time.thread_time())

@@ -85,7 +85,8 @@ class Process(Background):
         self._connection: Connection | None = None
         self._theirs: socket.socket | None = None  # the child's end of the connection, until the child process has started
         self._state: Mapping[str, Any] | None = None  # the last known state of the callback
-        # The control of the last call. It receives all messages of the process, because a thread of the callback may send at any time.
+        # The `LaneControl` of the last call. It receives all messages of the process, even those between two calls: a thread of the
+        # callback may send a message at any time.
         self._control: LaneControl | None = None
 
     def call(self, method: str, snapshot: Snapshot, payload: Mapping[str, Any]) -> None:
@@ -102,7 +103,7 @@ class Process(Background):
         self._ask(("call", method, fields, dict(payload), control.values()))
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the callback's state, as it is in the callback's process.
+        """Return the current state of the callback, as read from the callback's process.
 
         If the process has died or does not run, return the last known state, with which the next process begins.
 
@@ -125,7 +126,7 @@ class Process(Background):
             self._ask(("load_state_dict", state), seconds=self.lane_options.deadline)
 
     def begin(self, user: object) -> None:
-        """Allow the callback's process to start.
+        """Register a lane that uses the callback's process. The process starts only while a lane is registered.
 
         Args:
             user: the lane of a run that begins.

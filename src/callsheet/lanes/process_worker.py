@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class _Sender:
-    """Sends to the process of the run, from any thread. A connection alone would mix what two threads send at once."""
+    """Sends messages to the process of the run, from any thread. A lock lets only one thread send at a time."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -71,7 +71,8 @@ def serve(connection: Connection) -> None:
                     answer = runner.run(_awaited(answer))
             reply = pickle.dumps(("done", answer if message[0] == "state_dict" else None))
         except BaseException as error:  # catches SystemExit too, because a callback must not end this process
-            if os.getpid() != process:  # the callback has forked: its child must end here, and not answer in this process's place
+            # If the callback has forked this process, end the process, because only its parent may answer.
+            if os.getpid() != process:
                 os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
             reply = pickle.dumps(("failed", traceback.format_exc()))
         if os.getpid() != process:
@@ -94,7 +95,9 @@ async def _awaited(result: Any) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run's process handles Ctrl-C and ends this process
-    end_with_parent()  # the end of the connection would be noticed only after the running handler
+    # End this process with the run's process, even while a handler runs. `serve` notices a closed connection only between two calls.
+    end_with_parent()
     descriptor = int(sys.argv[1])
-    os.set_inheritable(descriptor, False)  # a process that the callback starts would keep the connection open
+    # Processes that the callback starts must not inherit the connection, because they would keep it open.
+    os.set_inheritable(descriptor, False)
     serve(Connection(descriptor))

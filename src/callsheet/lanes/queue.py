@@ -29,7 +29,7 @@ _LOOK_SECONDS = 0.1  # time between two checks of a queue; a check wakes a threa
 _IDLE_LOOK_SECONDS = 0.4  # the longest time between two checks by the dispatcher thread, while all lanes are idle
 _WAIT_SECONDS = 0.002  # time between two checks of a lane while the training thread waits for the lane
 _EARLIER_SECONDS = 1.0  # how long a lane waits for the handler of an earlier run before it logs a warning
-_ITEMS_PER_LOOK = 64  # in a lane that is never empty, the number of items between two checks of its thread's processor time
+_ITEMS_PER_LOOK = 64  # while a lane always has items, it checks the processor time of its thread after this number of items
 
 
 class Undelivered(NamedTuple):
@@ -117,7 +117,7 @@ class Lane:
         """
         waiting = len(self.items)
         if waiting >= self._looked_from:
-            # Start the thread at the first item. Later, at the interpreter's shutdown, no thread could be started any more.
+            # Start the thread at the first item and not later, because no thread can start while the interpreter shuts down.
             if self._thread is None:
                 self._begin()
             self.look()  # wake the lane's thread, because the queue may overflow before the dispatcher checks it next
@@ -252,7 +252,7 @@ class Lane:
         return self._thread if self._in_hand else None
 
     def _waited_for_earlier(self) -> bool:
-        """Wait until the thread of the earlier run has ended. Return False if this lane is closed before."""
+        """Wait for the thread of an earlier run that is still in a handler of the callback. Return False if this lane is closed."""
         is_logged = False
         while self._earlier is not None and self._earlier.is_alive():
             self._earlier.join(_EARLIER_SECONDS)

@@ -149,7 +149,7 @@ class LaneControl:
         }
 
     def forward(self, message: LaneMessage) -> None:
-        """Pass on, to the training thread, a message from a callback in another process."""
+        """Pass a message from a callback in another process on to the training thread."""
         self.inbox.put(message)
         if message.what == "ask":
             self.request_boundary()

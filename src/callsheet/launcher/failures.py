@@ -80,7 +80,8 @@ class LaunchError(CallsheetError, RuntimeError):
 
 def report_of(error: BaseException) -> dict[str, Any]:
     """Return a description of `error` as plain data. A worker sends the description to the process that called `launch`."""
-    from callsheet.transport.names import MAIN_MODULE, name_of, with_script_names  # imported here, because it imports safetensors
+    # Import `names` only here, because the package `callsheet.transport` imports safetensors.
+    from callsheet.transport.names import MAIN_MODULE, name_of, with_script_names
 
     # Leave out the first frame, which is in callsheet's worker and not in the user's code.
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None

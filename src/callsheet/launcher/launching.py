@@ -166,7 +166,7 @@ def launch(
 
 
 class _Specs(DefaultLogsSpecs):
-    """Gives torch's elastic launcher the files for the workers' output, and each rank's environment variables."""
+    """Tells torch's elastic launcher where to write the workers' output, and which environment variables each rank gets."""
 
     def __init__(self, folder: Path, variables: Mapping[str, str], *, prefix: bool) -> None:
         super().__init__(str(folder / "logs"), tee=Std.ALL if prefix else Std.NONE)

@@ -89,7 +89,7 @@ class _Watch(threading.Thread):
         self._never_set = threading.Event()
 
     def run(self) -> None:
-        """Wait until the launching process has ended or its folder is gone, and then end this process."""
+        """Wait until the launching process has ended or the launch's folder is gone. Then end this process."""
         parent = os.getppid()
         while os.getppid() == parent and _is_there(self._launcher) and self._folder.exists():
             self._never_set.wait(_LOOK_SECONDS)

@@ -58,7 +58,7 @@ class ConsoleLogger(Logger):
         self._metrics, self._leave_out = tuple(metrics), tuple(leave_out)
         self._table_rows = table_rows
         self._printed_at: tuple[Timestamp, float | None] | None = None
-        # Names of the metrics in the last evaluation's line. The evaluation's metrics record need not show these metrics again.
+        # Names of the metrics that the last evaluation's line shows. The line of the next metrics record leaves them out.
         self._evaluated: set[str] = set()
         self._pending = ""  # the line for the last metrics record, if it is not printed yet
 

@@ -78,7 +78,7 @@ class CSVLogger(Logger):
         self._close()
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the number of rows so far. A resumed run keeps this many rows and removes those after them."""
+        """Return the number of rows so far. A resumed run keeps this many rows and removes the later rows."""
         return {"rows": self._rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -222,7 +222,7 @@ class JSONLLogger(Logger):
         self._event(ctx, "file", name=name, path=path)
 
     def log_costs(self, ctx: Context, report: CostReport) -> None:
-        """Append to `costs.jsonl` the time that this process's callbacks have taken so far. Readers use a process's last line."""
+        """Append to `costs.jsonl` the time that this process's callbacks have taken so far. Only a process's last line counts."""
         self._append("costs.jsonl", {**self._moment(ctx), **report.to_dict()})
 
     def log_timeline(self, ctx: Context, window: Window) -> None:

@@ -29,7 +29,7 @@ from callsheet.loggers.support.retry_queue import RetryQueue
 from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret, plain
 
 _STATUS_OF_OUTCOME = {Outcome.PREEMPTED: "KILLED", Outcome.INTERRUPTED: "KILLED", Outcome.FAILED: "FAILED"}
-# How many requests may time out at the run's end. The last records and the run's outcome are each sent at most twice.
+# The number of requests that may time out at the run's end: two for the last records, and two for the run's outcome.
 _REQUESTS_AT_END = 4
 _MAX_ENTRIES_PER_REQUEST = 100  # the most params or tags that MLflow accepts in one request
 

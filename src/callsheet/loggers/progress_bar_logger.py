@@ -173,7 +173,8 @@ class ProgressBarLogger(Logger):
     def _start(self, name: str, *, total: float | None = 1.0) -> None:
         self._bar = bar = _new_bar(name, total=total)
         self._status = ""
-        began = time.perf_counter()  # until a step is shown, nothing has changed since this moment for `SilenceWatch`
+        # Until the bar shows its first step, `SilenceWatch` measures from the time at which the bar appeared.
+        began = time.perf_counter()
         self._watch = SilenceWatch(
             lambda: max(self._shown, began),
             lambda text: bar.update(0, status=f"{self._status}  {text}".lstrip(), refresh=True),

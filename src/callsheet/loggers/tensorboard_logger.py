@@ -99,9 +99,9 @@ class TensorboardLogger(Tracker):
         )
         is_resumed = run_id is not None and ctx.checkpoint is not None
         log = import_module("tensorboard.compat.proto.event_pb2").SessionLog
-        # A start event makes TensorBoard hide the earlier values of its step and of later steps, which a resumed run logs again.
-        # But TensorBoard ignores the first start event of a run, so write one at the start of a new run too. Then that of a
-        # resume is not the first.
+        # After a start event, TensorBoard hides the old values of the event's step and of later steps. A resumed run logs these
+        # steps again. TensorBoard ignores the first start event of a run. So write a start event in a new run too, so that the
+        # start event of a resume is never the first.
         self._add(ctx.checkpoint.step + 1 if is_resumed and ctx.checkpoint else 0, session_log=log(status=log.START))
         self._hyperparameters, self._has_hparams = {}, False
         return Opened(ctx.run.name)

@@ -100,7 +100,8 @@ class TrackioLogger(Tracker):
         if there is not None and there.id not in self._opened:
             self.run = there
             return Opened(there.id, is_ours=False)
-        current.set(None)  # `init` would end the current run of another logger, so hide that run
+        # `init` ends the current run, which may belong to another logger. Hide the current run from `init`.
+        current.set(None)
         try:
             self.run = trackio.init(
                 self.project,

@@ -207,7 +207,7 @@ class Distill(Finetune):
         return exported
 
     def _inner_recipe(self, name: str, model: LanguageModel, length: str, lora: Lora | None) -> Finetune:
-        """Return a recipe that fine-tunes `model` on this run's data. The recipe resumes a run in the subfolder `name`, if any."""
+        """Return a recipe that fine-tunes `model` on this run's data, in the subfolder `name`. A run in that folder is resumed."""
         kept = {each.name: getattr(self.config, each.name) for each in fields(FinetuneConfig)}
         own = {
             "run_name": name,

@@ -317,8 +317,8 @@ class Recipe(Generic[AnyConfig]):
         """
         trainer = self.trainer
         if trainer.state.evaluators:
-            # Evaluate now if `fit` has not evaluated after its last step: without an interval, if the run was already complete
-            # (the results in its checkpoint may be those of a trial), or if it was opened without training.
+            # Use the results of `fit` if it has evaluated after its last step. Otherwise, evaluate now: if there is no interval, if
+            # the run was already complete (its checkpoint may have a trial's results), or if it was opened without training.
             self.evaluated = dict(trainer.eval_results if trainer.is_evaluated and not self._is_opened else trainer.evaluate())
         if (test := self.test_data()) is not None:
             self.evaluated["test"] = trainer.test(test)
@@ -350,7 +350,8 @@ class Recipe(Generic[AnyConfig]):
             lines.append(
                 f"Found the run {trainer.run.name!r}, complete at step {step}; --max_duration {longer} continues it, {again}."
             )
-        elif trainer.earlier_stop is not None:  # leave out what stopped the run and how to continue, because `fit` logs both
+        elif trainer.earlier_stop is not None:
+            # `fit` logs what stopped the run and how to continue, so leave both out here.
             lines.append(f"Found the run {trainer.run.name!r}, complete at step {step} ({again}).")
         elif step:
             lines.append(
@@ -434,7 +435,7 @@ class Recipe(Generic[AnyConfig]):
             task,
             train_dataloader=None
             if self._is_opened
-            # Without training, no training data is needed, and its saved position may not fit the number of ranks.
+            # An opened run does not train, so leave out the training data. Its saved position may not fit the number of ranks.
             else self.train_data,
             eval_dataloader=self.validation_data(),
             optimizer=config.make_optimizer,

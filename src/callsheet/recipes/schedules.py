@@ -14,7 +14,7 @@ from callsheet.errors import ConfigError
 
 
 class _Schedule(LambdaLR):
-    """A schedule that may be longer or shorter after a resume. `LambdaLR` would keep the old schedule's rate for one step."""
+    """A `LambdaLR` whose length may change at a resume. The first step after the resume already uses the new schedule's rate."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state. If this schedule has another rate at the present step, set that rate in the optimizer."""

@@ -106,7 +106,7 @@ def _run(run: RunFolder) -> dict[str, Any]:
 
 
 def _tiles(run: RunFolder, evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the key figures at the top of the page. Each has a label, a value, its kind of unit, and a line of detail."""
+    """Return the key figures at the top of the page. Each has a label, a value, a kind (such as `bytes`), and a line of detail."""
     tiles: list[dict[str, Any]] = []
     trained = [(record.step, record.values["train/loss"]) for record in run.records if "train/loss" in record.values]
     if trained:

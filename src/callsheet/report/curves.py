@@ -159,9 +159,9 @@ def without_doubles(points: Mapping[str, Any]) -> list[str]:
 
 
 def shares(names: Iterable[str], *, room: int, most: int) -> dict[str, int]:
-    """Return how many points each curve may have, by family (the metric's name before the first `/`), to limit the page's size.
+    """Return the maximum number of points of one curve, by family (the part of a metric's name before the first `/`).
 
-    Small families get as many as they need; large ones share the rest.
+    These limits keep the page small. Small families get as many points as they need; large families share the rest.
 
     Args:
         names: the names of the curves; a name may occur more than once.

@@ -101,7 +101,7 @@ class RunRow:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The runs in a folder, the newest first. `note` says why no index could be stored; it is empty if one was stored."""
+    """The runs in a folder, the newest first. If the index could not be stored, `note` says why; otherwise `note` is empty."""
 
     rows: list[RunRow]
     note: str = ""
@@ -138,7 +138,7 @@ def _is_text(name: str) -> bool:
 def runs_in(
     folder: str | os.PathLike[str], *, metrics: Iterable[str] | None = None, settings: Iterable[str] | None = None
 ) -> Runs:
-    """Return all runs in `folder`, each with its values of the named `metrics` and `settings`. None means all of them.
+    """Return all runs in `folder`. `metrics` and `settings` are the names of the values to read for each run; None means all.
 
     Raises:
         FileNotFoundError: there is no such folder.

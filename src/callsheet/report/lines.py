@@ -111,7 +111,7 @@ def _brackets(line: bytes) -> int:
 
 
 def is_shallow(value: Any) -> bool:
-    """Return whether the lists and mappings in `value` are not nested too deeply for recursive functions.
+    """Return whether recursive functions can process `value`: its lists and mappings are nested at most `_MAX_DEPTH` levels deep.
 
     An object that occurs several times, because of a YAML anchor, is checked once.
     """

@@ -87,7 +87,7 @@ class LiveComparison:
             with suppress(FileNotFoundError):  # the folder may have been deleted since it was found
                 self.runs.append(LiveRun(folder, self.budget))
         found = [run.content() for run in self.runs]
-        # A changed run is a new object. Its id is new too, because `self._comparison` keeps the old objects alive.
+        # If a run has changed, `content` returns a new object. Its id is new too, because `self._comparison` keeps the old object.
         state = [(id(run), is_there) for run, is_there in found]
         if state != self._state:
             self._state = state

@@ -40,18 +40,18 @@ class _Numbered:
 
 
 class _Extremes:
-    """Of the records that were left out, those with the lowest, the highest and the last value of each metric.
+    """Some of the records that were left out: for each metric, the records with its lowest, its highest and its last value.
 
     To save memory, a record with a lowest or highest value contains only this value.
     """
 
     def __init__(self) -> None:
-        self._lowest: dict[str, tuple[float, _Numbered]] = {}  # the value, and which record has it
+        self._lowest: dict[str, tuple[float, _Numbered]] = {}  # metric name -> its lowest value, and the record with it
         self._highest: dict[str, tuple[float, _Numbered]] = {}
         self._last: dict[str, _Numbered] = {}
 
     def add(self, each: _Numbered) -> None:
-        """Consider a record that is left out. Its values are finite."""
+        """Store a left-out record if it has the lowest, highest or last value of a metric so far. All its values must be finite."""
         lowest, highest, last = self._lowest, self._highest, self._last
         empty = replace(each, record=replace(each.record, values={}))
         for name, value in each.record.values.items():  # keep this loop fast, because it visits most values of a long run

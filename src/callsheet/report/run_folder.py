@@ -182,7 +182,7 @@ class RunReader:
         self._begin()
 
     def version(self) -> str:
-        """Return a text that changes whenever the run's lock or the size or modification time of one of its files changes."""
+        """Return a text that changes when a file of the run changes in size or time, or when the state of the run's lock changes."""
         with self._lock:
             return self._version(self._state())
 
@@ -389,7 +389,8 @@ def _events_of_kind(kind: str, events: list[dict[str, Any]], resumes: list[Resum
     for event in events:
         if event["event"] == "run_start":
             moment = moment_of(event.get("time"))
-            # A resumed process records the resume before `run_start`, so the last resume before `event` is that of this process.
+            # A process that resumes the run records the resume before its `run_start`. So the last resume before `event` is
+            # the resume of the process that starts here.
             at = [resume.step for resume in resumes if resume.time <= moment]
             for each in found:
                 each["is_undone"] |= each["step"] > (at[-1] if at else 0)

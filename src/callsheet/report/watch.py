@@ -82,7 +82,7 @@ class WatchServer(ThreadingHTTPServer):
         return self._url_with_token(ticket)
 
     def lets_in(self, word: str) -> bool:
-        """Return whether `word` is the server's token or an unused one-time ticket, which this call uses up."""
+        """Return whether `word` is the server's token or an unused ticket. A ticket is valid once: this call removes it."""
         if same(word, self.token):
             return True
         ticket = next((each for each in self._tickets if same(word, each)), None)
@@ -255,7 +255,8 @@ class _Handler(BaseHTTPRequestHandler):
                 raise _Rejected(HTTPStatus.BAD_REQUEST, "this is not an address") from None
             what(parts.path, query)
         except _Rejected as rejected:
-            self.close_connection = True  # otherwise the server would take unread parts of this request for the next request
+            # Close the connection, so that the server does not parse unread parts of this request as the next request.
+            self.close_connection = True
             self._send(rejected.status, "text/plain", f"{rejected}\n".encode())
         except CallsheetError as error:  # for example a missing package
             self._send(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", f"{error}\n".encode())
@@ -292,7 +293,7 @@ class _Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer a request that the base class rejects: a request that is invalid or has an unknown method."""
         self.close_connection = True
-        # Set an HTTP version: after an invalid request line, none is known, and the answer would have no status line.
+        # After an invalid request line, the base class knows no HTTP version and omits the answer's status line. So set a version.
         self.request_version = self.protocol_version
         self._send(HTTPStatus(code), "text/plain", f"{HTTPStatus(code).phrase}\n".encode())
 

@@ -81,7 +81,8 @@ class Agreement:
         if self._steps >= self._next:
             self._read()
             self._send()
-            if not self._period:  # a step is so long that waiting here for the other ranks is faster than acting one step later
+            # If a step is long, wait for the other ranks now: that takes less time than to read their messages after the next step.
+            if not self._period:
                 self._read()
 
     def evaluated_step(self, step: int) -> None:

@@ -154,7 +154,7 @@ class Boundaries:
         self.fire_checkpoint_due(boundary)
         if boundary == "step" and ctx.step >= self._manager.next_step:
             self._manager.between_steps(ctx.step)
-        return is_over  # computed above: a stop that was requested at `on_checkpoint_due` acts only at the next boundary
+        return is_over  # as it was before `on_checkpoint_due`: a stop that was requested there takes effect at the next boundary
 
     def leave_evaluation(self) -> bool:
         """Carry out the requests that handlers have made during an evaluation between two epochs.

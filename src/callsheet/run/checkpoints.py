@@ -304,7 +304,7 @@ class Checkpoints:
         return [callback for callback in map(inner, self._manager.callbacks) if callback.weights_in_state]
 
     def _prefixes_of_weights(self) -> tuple[str, ...]:
-        """Return prefixes that the names of weights have in a checkpoint: `model.`, and one for each callback that saves weights."""
+        """Return the prefixes of the names of weights in checkpoints: `model.`, and one for each callback that saves weights."""
         others = [f"callbacks.callbacks.{label_of(each)}.{each.weights_in_state}." for each in self._callbacks_with_weights()]
         return ("model.", *others)
 

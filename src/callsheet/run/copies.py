@@ -43,7 +43,7 @@ def without_additions(*things: Any) -> Iterator[None]:
         yield
     finally:
         for attributes, name, value, without in changed:
-            if attributes.get(name, _ABSENT) is without:  # if not, other code has since set another value: keep that value
+            if attributes.get(name, _ABSENT) is without:  # restore the value, unless other code has set another one in the block
                 attributes[name] = value
 
 
@@ -64,7 +64,7 @@ def _set(attributes: dict[str, Any], name: str, value: Any) -> None:
 
 
 class _Reducer:
-    """Reduces objects of a class for `copy` and `pickle` (as `__reduce_ex__` does), without what callsheet added to the objects.
+    """Replaces `__reduce_ex__` of a class for `copy` and `pickle`, so that they leave out what callsheet has added to an object.
 
     The reducer is in `copyreg.dispatch_table` as long as an object of the class has additions. If the class defines `__deepcopy__`,
     an entry in the table of `copy.deepcopy` removes the additions while that method runs.
@@ -106,7 +106,10 @@ def _deepcopy(thing: Any, memo: dict[int, Any]) -> Any:
 
 
 def _detached(made: Any, attributes: dict[str, Any]) -> Any:
-    """In a result of `__reduce_ex__`, copy the object's `__dict__`, because callsheet restores its additions in the original."""
+    """Return `made`, a result of `__reduce_ex__`, with a copy of the object's `__dict__`.
+
+    The copy is needed because callsheet puts its additions back into the original `__dict__`.
+    """
     if made is attributes:
         return dict(made)
     return tuple(_detached(each, attributes) for each in made) if type(made) is tuple else made
@@ -152,8 +155,8 @@ def replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
         if now is value:
             _set(attributes, name, before)
             return
-        # If another library has set the attribute since, keep its value, which may still call our function.
-        # If callsheet has since set a newer function, which would later restore ours, then let it restore `before`.
+        # The attribute was set again since. If another library has set it, keep its value, which may still call our function.
+        # If callsheet has set a newer function, make that function restore `before` later, and not our function.
         while isinstance(now, FunctionType) and _BEFORE_ATTRIBUTE in vars(now):
             if vars(now)[_BEFORE_ATTRIBUTE] is value:
                 setattr(now, _BEFORE_ATTRIBUTE, before)

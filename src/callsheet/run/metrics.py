@@ -47,7 +47,7 @@ class Reducer(Protocol):
 
 
 class Series:
-    """The values that were logged since the last metrics record under one name, or under several names in one tensor.
+    """The logged values of one metric since the last metrics record, or of several metrics that are logged in one tensor.
 
     The names of one tensor are a tuple, with a name for each number.
     """
@@ -303,7 +303,7 @@ def _of_max_slots(value: float, mark: float) -> tuple[float, float]:
 
 
 def _digest(schema: Schema) -> int:
-    """Return a digest of the metric names and their options, in order, as a whole number that a float holds exactly."""
+    """Return a digest of the metric names and their options, in order: an integer that a float can represent exactly."""
     return int.from_bytes(hashlib.blake2b(repr(list(schema.items())).encode(), digest_size=6).digest())
 
 

@@ -32,7 +32,7 @@ class DueEvaluation:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
-        """Return the `DueEvaluation` from its fields in a checkpoint. In old ones, `is_checkpoint_due_fired` is named `is_told`."""
+        """Return the `DueEvaluation` from its fields in a checkpoint. Old checkpoints call `is_checkpoint_due_fired` `is_told`."""
         return cls(**{("is_checkpoint_due_fired" if name == "is_told" else name): value for name, value in state.items()})
 
 
@@ -53,7 +53,7 @@ class EvaluationPart(Protocol):
 
     @property
     def is_resumed(self) -> bool:
-        """Whether an evaluation that is due but not done is stored in checkpoints, so that a resumed run carries out the evaluation."""
+        """Whether checkpoints record an evaluation that is due but not done yet, so that a resumed run can do it."""
 
     @property
     def ends_at_signal(self) -> bool:

@@ -38,7 +38,8 @@ class Records:
         self._device = device
         self._groups = groups
         self._process: Any = None
-        if device.type != "cuda":  # each run needs a new psutil `Process`: after a fork, an older one describes the parent
+        # Make a psutil `Process` for each run, because in a forked process, one that was made before the fork describes the parent.
+        if device.type != "cuda":
             self._process = load("psutil", extra="train", wanted_by="Trainer").Process()
         self._passed = 0  # the number of log intervals that had passed when the last record was made
         self._recorded_step = 0  # the step of the last record

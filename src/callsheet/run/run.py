@@ -42,7 +42,7 @@ def run_info(
     config: Mapping[str, Any] | None = None,
     checkpoints_folder: str | os.PathLike[str] | None = None,
 ) -> RunInfo:
-    """Return the `RunInfo` of a new run. Its folder is `runs_folder/name`, and how often it was restarted is read from torchrun's variable."""
+    """Return the `RunInfo` of a new run in `runs_folder/name`. An environment variable of torchrun has the restart count."""
     return RunInfo(
         name,
         config=dict(config or {}),
@@ -171,7 +171,7 @@ class Run:
         in_background: bool = False,
         grace: float = GRACE_SECONDS,
     ) -> None:
-        """Give the run the loop's evaluation, and create `self.checkpoints` and `self.boundaries`, which evaluates and saves when due.
+        """Create `self.boundaries`, which runs the evaluations and saves that are due, and set `self.checkpoints`.
 
         Args:
             evaluation: the loop's evaluation.

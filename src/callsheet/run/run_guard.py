@@ -58,7 +58,7 @@ class RunGuard:
         """
         deadline = time.monotonic() + self._timeout
         while (rejection := self._groups.of_rank_zero(self._attempt(deadline))) is None:
-            pass  # try again; each attempt is short, so that the other ranks, which wait for rank 0, reach no timeout of a collective
+            pass  # try again; each attempt is short, because the other ranks wait for rank 0 in a collective, which has a timeout
         if rejection:
             raise RunInUseError(rejection)
 

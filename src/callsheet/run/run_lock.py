@@ -103,7 +103,8 @@ class Claim:
         """
         if self.machine_id != machine_id():
             return False
-        if self.pid == os.getpid():  # a token not in `_tokens` is from an earlier process with this pid, or from before an `exec`
+        # A token that is not in `_tokens` is from an earlier process with this pid, or this process wrote it before an `exec`.
+        if self.pid == os.getpid():
             return self.token not in _tokens
         return process_started(self.pid) != self.process_started
 
@@ -152,7 +153,7 @@ class RunLock:
         self._is_busy = is_busy
         self._on_loss = on_loss
         self._ownership: _Ownership | None = None
-        self._lost = ""  # why the lock was lost, or an empty text
+        self._lost = ""  # why the lock was lost; empty if it was not lost
         # For each lock file, its content and the time when the content last changed.
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._has_logged_waiting = False

@@ -59,7 +59,7 @@ class SignalWatch:
         if self._signals and threading.current_thread() is threading.main_thread() and not self._earlier:
             for number in self._signals:
                 if number is signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
-                    continue  # a background process ignores SIGINT: do not change this, because Ctrl-C should not end it
+                    continue  # SIGINT is ignored, as in a background process: keep that, because Ctrl-C should not end the process
                 self._earlier[number] = signal.signal(number, self._note)
             self._clock = _Clock(self)
             _active.append(self)
@@ -115,7 +115,7 @@ class _Clock:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         earlier = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        if earlier != -1:  # other code, such as an asyncio loop, has set a file descriptor before: keep that descriptor
+        if earlier != -1:  # other code, such as an asyncio loop, already receives the signal numbers: restore its descriptor
             signal.set_wakeup_fd(earlier)
         self._thread = threading.Thread(target=self._run, args=(watch,), name="callsheet-signals", daemon=True)
         self._thread.start()
@@ -136,7 +136,7 @@ class _Clock:
     def close_descriptors(self) -> None:
         """Close the file descriptors of the pipe."""
         current = signal.set_wakeup_fd(-1)
-        if current not in (-1, self._write):  # other code has set another file descriptor since: keep that descriptor
+        if current not in (-1, self._write):  # other code has set its own file descriptor since: restore that descriptor
             signal.set_wakeup_fd(current)
         os.close(self._write)
         os.close(self._read)

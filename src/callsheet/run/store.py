@@ -26,7 +26,7 @@ T = TypeVar("T")
 POLL_SECONDS = 0.01
 _LINGER_SECONDS = 0.5  # rank 0 waits up to this time, so that the other ranks can read its error message
 
-_meetings = count()  # the number of the next store; the same on all ranks, because they open stores in the same order
+_meetings = count()  # numbers the stores; all ranks open them in the same order, so that a store has one number on all ranks
 
 
 def within(seconds: float, act: Callable[[], T]) -> T:

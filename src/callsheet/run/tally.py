@@ -26,7 +26,7 @@ class Tally:
         self._record = (0, 0, 0.0)  # samples, tokens and seconds of training since the last metrics record
         self.resumed_samples = 0
         """In a resumed run, how many samples of all ranks were not yet counted in its first timestamp, the baseline."""
-        self._loaded = 0  # `resumed_samples` until the next update of the timestamp, which counts them; then 0
+        self._loaded = 0  # equals `resumed_samples` until these samples are added to the timestamp, and is 0 from then on
 
     def count(self, samples: int, tokens: int) -> None:
         """Count one training step, with the samples and tokens of its batches."""

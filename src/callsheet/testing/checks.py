@@ -375,7 +375,7 @@ def _compare(subject: Subject, one: Scene, other: Scene, what: str, hint: str, *
 def _things_after(
     subject: Subject, folder: Path, callback: Callback | None, *, fails: bool
 ) -> tuple[dict[str, Any], weakref.ref[Any]]:
-    """Train once. Return the things that are then still attached to the model, such as hooks, and a weak reference to the model."""
+    """Train once. Return what is still attached to the model after training, such as hooks, and a weak reference to the model."""
 
     def fail(ctx: Context) -> None:
         raise Planted("on purpose")

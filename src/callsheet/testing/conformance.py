@@ -53,7 +53,7 @@ def _on_one_thread() -> Iterator[None]:
 
 @cache
 def _was_anything_frozen() -> bool:
-    """Return whether `gc.freeze` had been called before the first check. Finding this out takes up to a second, so it is done once."""
+    """Return whether `gc.freeze` was called before the first check. The result is cached, because counting takes up to a second."""
     return gc.get_freeze_count() > 0
 
 

@@ -160,7 +160,7 @@ class GrammarChecker:
         self._orders |= {name: read_order(order) for name, order in (orders or {}).items()}
         self._open: list[tuple[str, Order]] = [(within, self._orders[within])] if within else [("", read_order("run"))]
         self._base = len(self._open)
-        # For each available field: the last event at which it is available, and how many spans were open when its window began.
+        # For each available field: the last event at which it is available, and how many spans were open when it became available.
         self._windows: dict[str, tuple[str, int]] = {}
         self._past = ""
         self._failed = False

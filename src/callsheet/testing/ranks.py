@@ -62,7 +62,7 @@ class RankProcesses:
     """
 
     def __init__(self, function: Callable[..., Any], world_size: int, *arguments: Any) -> None:
-        # Fork the ranks from a server process: it has already imported torch, and it has no threads, which a fork would lose.
+        # Fork the ranks from a server process that has already imported torch. It has no threads, so forking it is safe.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED_MODULES)
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

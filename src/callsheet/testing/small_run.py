@@ -100,7 +100,7 @@ def small_batches() -> DataLoader[tuple[Tensor, ...]]:
 
 
 class Moments:
-    """Acts at certain events of a small run, before all other callbacks: requests a checkpoint, logs values, and calls `act`.
+    """Requests a checkpoint, logs values and calls `act` at fixed events of a small run, before all other callbacks are called.
 
     Its method `record` is called at every event.
 
@@ -118,7 +118,7 @@ class Moments:
         """Whether `act` was called."""
 
     def record(self, ctx: Context) -> None:
-        """Request a checkpoint, log values and call `act`, each at the event and step that are planned for it."""
+        """Request a checkpoint, log values or call `act`, depending on the event and the step."""
         if ctx.event == "on_train_step_end" and ctx.step == SAVED_AT_STEP:
             ctx.control.save("for the test", replicated=True)
         if ctx.event == "on_train_step_end" and ctx.step in LOGGED_AT_STEPS:

@@ -183,7 +183,7 @@ def _check_usable(device: torch.device) -> None:
         here = torch.cuda.device_count()
         if device.index is not None and device.index >= here:
             raise ConfigError(f"device='{device}': this machine has {here} CUDA devices, the first is cuda:0; give one of them")
-        return  # do not test CUDA by using it, because CUDA must not be initialized before the rank's device is set
+        return  # do not create a test tensor, because CUDA must not be initialized before the rank's device is set
     try:
         torch.empty(0, device=device)
     except Exception as error:  # AssertionError, RuntimeError or NotImplementedError, depending on the device
@@ -308,7 +308,7 @@ def _needs_closure(optimizer: Optimizer) -> bool:
 
 
 def _made(name: str, function: Callable[[Any], Any], argument: Any) -> Any:
-    """Return what the function for the optimizer or scheduler makes. Raise ConfigError with its message if it rejects its arguments."""
+    """Return the optimizer or scheduler that `function` makes. Convert an error about wrong arguments to a ConfigError."""
     try:
         return function(argument)
     except (CallsheetError, torch.OutOfMemoryError):

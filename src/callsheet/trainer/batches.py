@@ -61,7 +61,7 @@ class TrainBatches:
 
     @loader.setter
     def loader(self, loader: Loader) -> None:
-        """Take the next batches from this dataloader. A function is called, and must return a dataloader; see `load`."""
+        """Take the next batches from this dataloader. If `loader` is a function, call it to get the dataloader; see `load`."""
         self.load(loader)
 
     def load(self, loader: Loader, argument: str = "train_dataloader") -> None:
@@ -149,7 +149,7 @@ class TrainBatches:
             self.seed,
             argument=self._argument,
             shard=self._shard,
-            # A single process that resumes a run of several ranks is not `alone`: it keeps the order of those ranks.
+            # If one process resumes a run of several ranks, `alone` is False, so that the data keeps the order of those ranks.
             alone=groups.size == 1 and strategy in (None, "presharded"),
             count_samples=self._count_samples,
         )

@@ -59,7 +59,7 @@ class EvalMetrics:
 
 
 def _forget(metric: Metric) -> None:
-    """Reset a metric, but leave empty tensors in its list states. An empty list would lose the dtype of the tensors."""
+    """Reset a metric. Its list states keep their tensors without the elements, so that the dtype of the tensors is not lost."""
     for state, default in metric._defaults.items():
         if isinstance(default, list):
             setattr(metric, state, [tensor[:0] for tensor in getattr(metric, state)])

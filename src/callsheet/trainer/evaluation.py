@@ -72,7 +72,8 @@ class Schedule:
         if self.every is None:
             return False
         if self._last_step == step:
-            self._passed = self._index(state)  # an epoch that has ended after the evaluation at this step counts as evaluated
+            # If the epoch has ended since the evaluation at this step, this evaluation also counts for the end of the epoch.
+            self._passed = self._index(state)
             return False
         return is_over or self._index(state) > self._passed
 
@@ -216,7 +217,7 @@ class Evaluation:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state that `state_dict` returned. `add` loads an evaluator's schedule and random states later, when the evaluator is added."""
+        """Load the state that `state_dict` returned. Later, `add` restores the schedule and random states of each evaluator."""
         self._resumed = state["schedules"]
         self.results = {name: dict(result) for name, result in state["results"].items()}
         self.undone = DueEvaluation.from_state(state["undone"]) if state["undone"] is not None else None
@@ -257,7 +258,7 @@ class Evaluation:
         return results
 
     def is_done_at(self, step: int) -> bool:
-        """Return whether `results` has the results of all evaluators at `step`, and none of them was loaded from a checkpoint."""
+        """Return whether training in this process has run every evaluator at `step`. Results from a checkpoint do not count."""
         return all(self._evaluated_at.get(name) == step for name in self.loaders)
 
     def take(self) -> dict[str, float]:
@@ -336,7 +337,7 @@ class Evaluation:
         return losses, found | metrics.result()
 
     def _run_batches(self, loader: Iterable[Any], step: Span, forward: Span, then: Callable[[bool], None]) -> None:
-        """Run the model on every batch of this rank's data, or stop early at a signal. All ranks make the same number of steps."""
+        """Run the model on this rank's batches, or stop early at a preemption signal. All ranks make the same number of steps."""
         ctx, end, casting = self.ctx, SPANS[step.name].end_event, self._precision.casting
         batches = iter(loader)
         shares = batches if isinstance(batches, SharedBatches) else None
@@ -372,7 +373,8 @@ class Evaluation:
         self._agreement.change_pace()
         try:
             yield
-            # The training loop exchanges the ranks' requests at its next boundary. If the user called the evaluation, do it here.
+            # If the user called the evaluation, the ranks exchange their requests here. Otherwise, the training loop's next
+            # boundary does that.
             if not self._may_be_interrupted:
                 self._agreement.agree(self.ctx.step)
         finally:

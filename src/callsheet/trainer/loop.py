@@ -134,7 +134,8 @@ class TrainLoop:
                     fetched[-1].batch = ctx.batch  # a handler may have replaced the batch
                     plan = MicrobatchPlan(fetched, size, task, self._groups, self._compute, same_number=self._model.forward_meets)
                     parts = plan.parts
-                else:  # if a step has one microbatch, and there is one rank, the loss is not averaged, so it needs no weight
+                else:
+                    # There is one rank and one microbatch, so the loss is not averaged with other losses, and needs no weight.
                     plan, parts = None, [(ctx.batch, ctx.batch, None)]
                 with spans.forward_backward:
                     means: dict[str, Tensor] = {}
@@ -162,7 +163,7 @@ class TrainLoop:
                                 means = added(means, ctx.loss, losses, share)
                         del ctx.microbatch, ctx.loss
                     ctx.loss = means["loss"]
-                    # If the task returned a single loss, keep its autograd graph until the next loss exists: allocating the next graph is then faster.
+                    # Keep the autograd graph of a single loss until the next loss exists: allocating the next graph is then faster.
                     if type(losses) is not Tensor:
                         del losses  # losses that had no backward pass still hold their autograd graphs, so free them
                     precision.unscale(optimizer)

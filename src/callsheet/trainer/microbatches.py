@@ -58,7 +58,7 @@ def _part(batch: Any, where: slice) -> Any:
 
 
 def _is_structure(batch: Any) -> bool:
-    """Return whether the batch is a list or tuple of several inputs to split, rather than a list with one value per sample."""
+    """Return whether the batch is a list or tuple whose items must each be split. Other lists have one item per sample."""
     return isinstance(batch, (list, tuple)) and any(isinstance(value, (Tensor, Mapping, list, tuple)) for value in batch)
 
 
@@ -138,7 +138,7 @@ class MicrobatchPlan:
 
     @property
     def scale(self) -> Any:
-        """The factor for this rank's loss; None means 1.
+        """The factor by which this rank's loss is multiplied; None means 1.
 
         With this factor, the average of the ranks' gradients is the gradient of the mean loss over all ranks.
         """

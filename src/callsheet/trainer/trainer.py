@@ -313,7 +313,7 @@ class Trainer:
 
     @property
     def earlier_stop(self) -> Request | None:
-        """The request with which a callback stopped this run before `resume="auto"` resumed the run, or None.
+        """The request by which a callback stopped the run that `resume="auto"` has resumed. None if there is no such request.
 
         If there is such a request, `fit` takes no further steps. The value is None if no callback stopped the run, and if `fit` may
         continue training because the settings of that callback or the run's duration have changed.
@@ -327,7 +327,7 @@ class Trainer:
 
     @property
     def is_evaluated(self) -> bool:
-        """Whether `eval_results` are those of the current step, from evaluations in `fit` of this Trainer, for all evaluators."""
+        """Whether `fit` of this Trainer has run every evaluator at the current step, so that `eval_results` are up to date."""
         return self._evaluation.is_done_at(self.state.timestamp.batch)
 
     # --- training ---
@@ -468,7 +468,7 @@ class Trainer:
         """
         with self._run.lifetime, self._doing("save_checkpoint"):
             info = self._run.boundaries.save(path=os.fspath(path) if path is not None else None, waits=True)
-            assert info is not None  # the result is None only in another framework's loop, which saves later
+            assert info is not None  # `save` returns None only in another framework's loop, which writes the checkpoint later
             return info
 
     def export(self, path: str | os.PathLike[str], *, processor: Any = None) -> None:
@@ -557,7 +557,7 @@ class Trainer:
             self._activity = ""
 
     def _explain(self, error: BaseException) -> CallsheetError | None:
-        """To an out-of-memory error, add a note that says what to try.
+        """If the error is an out-of-memory error, add a note to it that says what to try.
 
         If there are several ranks and a collective failed, return an error that names the missing ranks; the caller raises that
         error instead. Otherwise, tell the other ranks why this rank ends, and return None.

@@ -43,7 +43,7 @@ from callsheet.transport.sealed import MAX_CONTENT_BYTES, TransportError
 CALLBACK_SETTINGS = (*(name for name in Callback.__annotations__ if not name.startswith("_")), IGNORE_ATTRIBUTE)
 """The settings of a callback: class attributes that an instance may override."""
 
-# The maximum depth of nesting. With the document around it, this is the maximum depth of the checkpoint format, which is used here.
+# The maximum depth of nesting in a value: one less than in the checkpoint format, because `encode` puts the value into a document.
 _MAX_DEPTH = 99
 _LENGTH_BYTES = 8  # each encoded part begins with the part's length, as a number of this many bytes
 

@@ -69,7 +69,7 @@ class _Fingerprinter:
         if isinstance(value, torch.Tensor):
             node = self._tensor(value, path)
         elif kind in (set, frozenset):
-            # Sort the members by what represents them, because the order of a set differs between processes.
+            # Sort the members by their nodes, because the order of a set differs between processes.
             members = sorted((self.node_of(member, path) for member in value), key=json.dumps)
             node = [name_of(kind), {f"[{i}]": member for i, member in enumerate(members)}]
         else:
@@ -83,7 +83,7 @@ class _Fingerprinter:
         return node
 
     def _met_before(self, value: object, path: str, key: Hashable = None) -> Node | None:
-        """Return a node that names an earlier place with this object, or None. Objects with the same `key` count as the same object."""
+        """Return a node with the earlier path if this object occurred before, else None. Objects with equal `key` count as one."""
         key = id(value) if key is None else key
         if key in self._met:
             return ["same", self._met[key][1]]
@@ -98,7 +98,7 @@ class _Fingerprinter:
             return self._labelled(enumerate(value), path)
         if type(value) is dict:
             return self._labelled(value.items(), path)
-        # Pickle would store `__dict__` too, which is None or empty: the encoder's `vars(value)` creates it, in the sender only.
+        # Leave out a partial's empty `__dict__`. Only in the sender, where the encoder has called `vars`, it is {} instead of None.
         if type(value) is functools.partial and not vars(value):
             keywords = {f"({name})": argument for name, argument in value.keywords.items()}
             return {"function": value.func, "arguments": value.args, **keywords}
@@ -118,17 +118,17 @@ class _Fingerprinter:
         """Return what pickle would store of an object of an unknown type."""
         kind = type(value)
         try:
-            with warnings.catch_warnings():  # from Python 3.12 on, the iterators of itertools warn
+            with warnings.catch_warnings():  # from Python 3.12 on, iterators of itertools warn if they are pickled
                 warnings.simplefilter("ignore")
                 reduced = copyreg.dispatch_table[kind](value) if kind in copyreg.dispatch_table else value.__reduce_ex__(4)
         except Exception:  # the value cannot be pickled
-            # The position of an iterator would be lost. A file is an iterator too, but each process opens its own.
+            # An iterator would lose its position. A file is an iterator too, but is ignored: each process opens its own file.
             return _NOT_INSPECTED if isinstance(value, Iterator) and not isinstance(value, io.IOBase) else ""
         if isinstance(reduced, str):
             return reduced
         make, args, state, items, pairs = (*reduced, None, None, None, None)[:5]
         parts = {"how it is made": make, "arguments": args}
-        given = getattr(kind, IGNORE_ATTRIBUTE, ())  # the object may be a callback of another framework
+        given = getattr(kind, IGNORE_ATTRIBUTE, ())  # a callback of another framework may have this attribute too
         ignored = given if isinstance(given, (tuple, list, set, frozenset)) else ()
         parts |= (
             {f".{name}": part for name, part in state.items() if name not in ignored}
@@ -168,7 +168,7 @@ def _text_of(value: Any) -> str | None:
 
 
 def _is_value(value: Any) -> bool:
-    """Return whether equal objects of this type are interchangeable, so it does not matter whether two places share one object."""
+    """Return whether equal objects of this type are interchangeable. Then two places may share an object or have equal objects."""
     kind: Any = type(value)
     if isinstance(value, torch.Tensor):
         return False
@@ -186,7 +186,7 @@ def _inside_callback(callback: Callback) -> dict[str, Any]:
     given = inspect.signature(type(callback).__init__).bind(callback, *args, **kwargs).arguments
     inside |= {f"({name})": value for name, value in list(given.items())[1:]}
     for kind in type(callback).__mro__:
-        # A user may have changed the attributes of a class since it was imported. For a method, compare the qualified name.
+        # Compare class attributes too, because a user may have changed them after the import. Of a method, compare only its name.
         if not issubclass(kind, Callback) or kind.__module__.split(".")[0] == "callsheet":
             continue
         for name, value in sorted(vars(kind).items()):

@@ -16,7 +16,7 @@ from callsheet.errors import ConfigError, did_you_mean
 MAIN_MODULE = "__main__"
 # multiprocessing imports a child's main script as `__mp_main__`, so that code under a `__main__` guard does not run.
 _IMPORTED_MAIN = "__mp_main__"
-# The characters before the name at the beginning of a line are those that Python prints before the exceptions of a group.
+# At the beginning of a line, spaces and `|` may come before the name: Python indents the exceptions of a group with them.
 _IMPORTED_MAIN_PATTERN = re.compile(rf"^([ |]*){_IMPORTED_MAIN}\.", re.MULTILINE)
 
 
@@ -36,7 +36,7 @@ def main_script() -> str:
 
 
 def path_of(thing: object) -> str:
-    """Return the import path of a class or function, or an empty string if importing that path would not return `thing`.
+    """Return the import path of the class or function `thing`, or an empty string if `thing` cannot be imported by its path.
 
     A path `__main__.Name` means that `Name` is defined in the script that was started.
     """
@@ -74,7 +74,7 @@ def name_of(kind: Any) -> str:
 
 
 def with_script_names(text: str) -> str:
-    """Return the text of an exception with the names that classes have in a process that runs the script, not in one that imports it.
+    """Return the text of an exception, in which classes of the imported script (`__mp_main__`) are named as in the running script.
 
     Python writes a class of the script without a module where it begins a line, as in `Odd: message`.
     """
@@ -122,7 +122,7 @@ def main_module(script: str) -> ModuleType:
     except BaseException:
         del sys.modules[_IMPORTED_MAIN]
         raise
-    module.__spec__ = None  # as in a script: multiprocessing then imports the module by its file's path, not by its name
+    module.__spec__ = None  # a running script has no spec either; multiprocessing then imports it by its path, not by its name
     return module
 
 

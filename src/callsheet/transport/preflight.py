@@ -85,7 +85,8 @@ def main() -> None:
     """In the new interpreter, decode the payload, and send its fingerprint to the process that started the check."""
     from callsheet.transport.payload import open_payload  # imported only here, because `payload` imports `preflight`
 
-    end_with_parent()  # then no process waits for the result of the check
+    # End this process if the process that started the check ends, because no process then waits for the result.
+    end_with_parent()
     path = Path(os.environ["CALLSHEET_PAYLOAD"])
     answer: dict[str, Any]
     try:

@@ -37,7 +37,7 @@ _LOCK_FILE = "lock"
 
 
 class TransportError(CallsheetError, ValueError):
-    """An object cannot be sent to another process, or did not arrive as it was sent."""
+    """An object cannot be sent to another process, or the object that arrived differs from the one that was sent."""
 
 
 @dataclass(frozen=True, slots=True)

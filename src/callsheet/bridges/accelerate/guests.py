@@ -62,7 +62,7 @@ class TrackerGuest(Guest, Logger):
             self.foreign.start()
 
     def log_hyperparameters(self, ctx: Context, values: Mapping[str, Any]) -> None:
-        """Pass the settings to the tracker.
+        """Pass the run's settings to the tracker.
 
         Nested settings get dotted names, and lists become text, because most trackers accept nothing else.
         """

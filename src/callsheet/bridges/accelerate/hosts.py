@@ -228,7 +228,7 @@ class AcceleratedRun(AttachedRun):
         return bool(self._accelerator.sync_gradients)
 
     def _fetch(self, batches: Iterator[Any], group: list[Any]) -> None:
-        """Append the next batch to `group`, if there is one. For the first batch of a step, also fire the fetch events.
+        """Get the next batch, if any, and append it to `group`. For the first batch of a step, also fire the fetch events.
 
         Batches are not fetched in advance, because the accelerator saves the dataloader's position.
         """
@@ -247,7 +247,7 @@ class AcceleratedRun(AttachedRun):
         if batch is None:
             self._position.is_exhausted = True
         else:
-            # Store the batch before events are fired, so that the loop gets the batch even if firing the events fails.
+            # Append the batch before further events are fired, so that the loop gets the batch even if an event's handler fails.
             group.append(batch)
         if is_first:
             ctx.batch = batch
@@ -323,7 +323,7 @@ class AcceleratedRun(AttachedRun):
             logger.warning("%s holds no states of callbacks: accelerator.register_for_checkpointing(run) adds them", folder)
         try:
             if may_fire:
-                # Pass a function that does nothing, because the accelerator has already written the callbacks' states.
+                # Let `fire_checkpoint` write nothing, because the accelerator has already written the callbacks' states.
                 self._run.fire_checkpoint(str(folder), lambda info: None)
         except Exception as error:
             self._give_up(error)
@@ -343,11 +343,12 @@ class AcceleratedRun(AttachedRun):
         if self._loaded is not None:
             return dict(self._loaded)
         if self._unobserved is not None:
-            return {}  # an error in callsheet ended the run earlier, so the callbacks' states are older than this checkpoint
+            # An error in callsheet has ended the run, so the callbacks' states are outdated. Do not save them in this checkpoint.
+            return {}
         return {**own_state(run), **self._position.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the callbacks' states and the run's progress, at once if the run's `with` block has begun, else when it begins.
+        """Restore the callbacks' states and the run's progress. Before the run's `with` block, only store them until it begins.
 
         Raises:
             RequestRejected: `load_state_dict` is called within an epoch.

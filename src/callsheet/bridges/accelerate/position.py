@@ -41,7 +41,7 @@ class AcceleratePosition(DataPosition):
             return loader  # type: ignore[no-any-return]
         left = self._accelerator.skip_first_batches(loader, self.taken)
         if hasattr(loader, "iteration"):
-            # Before Accelerate 1.15, the dataloader `left` would shuffle as in the first epoch, so set its epoch here.
+            # Before Accelerate 1.15, the new dataloader `left` begins at epoch 0 and shuffles as in that epoch. So set its epoch.
             left.iteration = loader.iteration
         return left  # type: ignore[no-any-return]
 

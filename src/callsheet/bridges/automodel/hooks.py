@@ -130,7 +130,7 @@ class CalledModel(ModelCalls):
             run.eval.end()
         driver, watch = run.driver, self._watch
         if self._scheduler.epoch != self._epoch:
-            # The previous epoch is still open if its length is unknown, because then its last step was not recognized.
+            # If the number of steps in an epoch is unknown, the host cannot know the last step. So it ends the epoch only here.
             if driver.is_open("epoch"):
                 run.end_epoch(is_whole=True)
             self._epoch = self._scheduler.epoch
@@ -138,7 +138,7 @@ class CalledModel(ModelCalls):
             driver.start("epoch")
         if driver.listen():
             self._listens_to_forward = driver.listens_to("forward")
-            # If the backward pass has listeners, both results are True, because the backward pass ends when these spans start.
+            # Both results are also True if the backward pass has listeners, because the start of either span ends the backward pass.
             watch.listen(driver.listens_to("clip_gradients") or driver.listens_to("optimizer_step"))
             self._optimizer.listen(driver.is_read)
         self._is_in_step = True

@@ -188,7 +188,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
     def on_train_end(self, run: HostedRun, recipe: Any, **_: Any) -> None:
         """End the run of callsheet's callbacks, because AutoModel has finished training."""
         self._is_over = True
-        # The last epoch is still open if its length is unknown, or if its last batch was not reported.
+        # The last epoch is still open if its length is unknown, or if AutoModel has not reported the epoch's last batch.
         if run.driver.is_open("epoch"):
             scheduler = recipe.step_scheduler
             is_whole = not _is_leaving(recipe) and scheduler.step < scheduler.max_steps
@@ -250,7 +250,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
             if getattr(recipe.step_scheduler, "is_last_batch", False):
                 run.end_epoch(is_whole=True)
                 self._stop_if_asked(run)
-            # Read this only now, because AutoModel also validates if a callback has requested a save or a stop.
+            # Read `is_val_step` only now: if a callback has just requested a save or a stop, AutoModel validates too.
             if not called.is_wrapped:
                 called.is_validating = bool(getattr(recipe.step_scheduler, "is_val_step", False))
             called.is_inert = False
@@ -306,7 +306,8 @@ class AutoModelHost(HostBase, AutoModelCallback):
 
         AutoModel calls this method even if AutoModel writes no checkpoints; in this case, the method does nothing.
         """
-        self._publish(run)  # publish the previous checkpoint, for whose completion AutoModel has waited
+        # AutoModel has waited until the previous checkpoint was completely written, so publish that checkpoint.
+        self._publish(run)
         if "save" not in run.control.able:
             return
         if _is_leaving(recipe):
@@ -372,7 +373,7 @@ def _scalar(measured: Any) -> Tensor:
 
 
 def _only(given: Any) -> Any:
-    """Return the first item of a list such as `model_parts` (None if it is empty), or `given` itself if it is not a list.
+    """Return the first item of a list such as `model_parts`, or None if the list is empty. Return any other object unchanged.
 
     A recipe has such lists for pipeline parallelism."""
     return next(iter(given), None) if isinstance(given, (list, tuple)) else given

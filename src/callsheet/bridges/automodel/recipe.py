@@ -110,7 +110,7 @@ class StepScheduler(Facade):
 
     @max_steps.setter
     def max_steps(self, steps: int) -> None:
-        """Stop training after the current step. Raise NotSupported if `steps` is so large that more steps would follow."""
+        """Stop training after the current step. Raise NotSupported if `steps` is not reached with the current step."""
         if steps > self.step + 1:
             raise NotSupported(
                 f"{self.REPLACED_OBJECT}: max_steps={steps} at step {self.step}: a guest can end training only with the current step, not later"

@@ -86,7 +86,7 @@ class EventTables:
         self._make(handlers)
 
     def listen(self, driver: LifecycleDriver) -> None:
-        """Before a step, make new tables with the needed handlers for the forward pass, the loss and the optimizer, if others are needed."""
+        """Before a step, find out which handlers of forward pass, loss and optimizer are needed. If others are, make new tables."""
         needed: set[str] = set()
         for events, is_needed in (
             (_MICROBATCH_EVENTS, driver.listens_to("forward")),
@@ -123,7 +123,7 @@ class EventTables:
 
 
 def _repeated(handlers: Mapping[str, Handler]) -> EventTable:
-    """Return a table with these handlers that does not check the order of events: after each event, the same table is used again."""
+    """Return a table of `handlers` that does not check the order of events: after each event, the host keeps using this table."""
     table: EventTable = {event.value: None for event in Event}
     table.update({event: (handler, table) for event, handler in handlers.items()})
     return table

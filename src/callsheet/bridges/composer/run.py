@@ -131,19 +131,19 @@ class ComposerRun:
         self.loss = ctx.loss if ctx.has("loss") else None
 
     def count(self, before: Timestamp, now: Timestamp, counted: Counted) -> None:
-        """Set the counters to `counted`, and remember those before this change.
+        """Store the present counters in `previous`, and set the counters to `counted`.
 
-        `before` and `now` are callsheet's timestamps before and after it.
+        `before` and `now` are callsheet's timestamps before and after this change.
         """
         self.previous, self._now, self.counted = (before, self.counted), now, counted
 
     def count_end(self, now: Timestamp, counted: Counted) -> None:
-        """Count the end of an epoch or iteration. `now` is callsheet's timestamp after it."""
+        """Count the end of an epoch or iteration. `now` is callsheet's timestamp after this end."""
         self.count(self._now or now, now, counted)
 
     @contextmanager
     def before_last_change(self) -> Iterator[None]:
-        """While the `with` block runs, let `state.timestamp` be the timestamp before the last step, epoch or iteration was counted."""
+        """Within the `with` block, let `state.timestamp` leave out the step, epoch or iteration that was counted last."""
         self.looks_back = True
         try:
             yield

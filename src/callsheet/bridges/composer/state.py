@@ -59,7 +59,7 @@ class State(Facade):
 
     @property
     def previous_timestamp(self) -> Any:
-        """The timestamp before the last step or, at the end of an epoch or iteration, before that was counted."""
+        """The timestamp without the step, epoch or iteration that was counted last."""
         run = self._run
         return run.timestamp_of(*(run.previous or (run.ctx.state.previous_timestamp, run.counted)))
 

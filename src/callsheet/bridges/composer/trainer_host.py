@@ -109,7 +109,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         self._table = self._tables.after[""]
 
     def _loads(self) -> CheckpointInfo | None:
-        """Load the callbacks' states from the checkpoint that Composer has loaded. Return its description; None for a new run."""
+        """Load the callbacks' states from Composer's checkpoint. Return the checkpoint's `CheckpointInfo`; None for a new run."""
         run, saved, self._saved = self._run, self._saved, None
         at = self._state.timestamp
         if saved is not None:
@@ -180,7 +180,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
             self._tables.listen(driver)
             self._table = self._tables.after[OurEvent.BEFORE_DATALOADER.value]
             self._stepped.listen(driver.is_loss_read)
-        # The fetch is still open if a resumed Trainer has skipped a batch that was trained on before the resume.
+        # A resumed Trainer skips batches that it has already trained on, without `after_dataloader`. So the fetch may still be open.
         if not driver.is_open("fetch"):
             driver.start("fetch")
 

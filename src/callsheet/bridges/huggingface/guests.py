@@ -286,7 +286,7 @@ class HuggingFaceGuest(Guest):
                 ctx.control.stop(f"{self.name} set control.{flag}", replicated=self._replicated)
 
     def _ask_for_checkpoint(self, ctx: Context) -> None:
-        """Request the checkpoint for which the callback has asked. If an evaluation is due first, leave this to a later call."""
+        """Request the checkpoint for which the callback has asked. If an evaluation is due, request it after the evaluation."""
         if self._save_kind and ctx.boundary != "before_eval":
             kind, self._save_kind = self._save_kind, ""
             ctx.control.save(f"{self.name} set control.should_save", kind=kind, by=self.name, replicated=self._replicated)
@@ -356,7 +356,7 @@ class HuggingFaceGuest(Guest):
             self._update_best(found)
 
     def _update_best(self, found: Mapping[str, float]) -> None:
-        """Update the best metric. Called after `on_evaluate`, so callbacks read the earlier value there, as in transformers."""
+        """Update the best metric. As in transformers, this is done after `on_evaluate`, which still gets the earlier best metric."""
         args, state = self.args, self.state
         if args.metric_for_best_model is None:
             return

@@ -152,7 +152,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
             return
 
         def train(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            earlier = _run_of(reference)  # if a run has begun before this call, an error in this call must not end that run
+            earlier = _run_of(reference)  # an error in this call must not end a run that had begun before this call
             try:
                 return method(*args, **kwargs)
             except BaseException as error:
@@ -336,7 +336,8 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
                 if driver.is_read and not self._has_engine:
                     driver.start("optimizer_step")
             if driver.has_listeners:
-                driver.end_step()  # ends the optimizer's step and the training step; without listeners, `on_step_end` does it
+                # End the optimizer's step and the training step here. In a step without listeners, `on_step_end` ends both.
+                driver.end_step()
         except BaseException as error:
             self._leave(error)
 
@@ -489,7 +490,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
             self._begin_evaluation(run, is_own=True)
         if run.eval.driver.is_open("eval_all"):
             found = found_in(given.get("metrics") or {}, prefix)
-            if not run.eval.driver.is_open("eval"):  # the model was not called, so no dataset was begun in this evaluation
+            if not run.eval.driver.is_open("eval"):  # the model was not called, so `on_eval_start` was not fired
                 run.eval.begin(_dataset(prefix))
             run.eval.end_dataset(_dataset(prefix), found)
             if not is_open:
@@ -510,7 +511,8 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         self._requests.is_written, self._path, self._step = True, _checkpoint(args, state), state.global_step
         order = run.eval.order
         if order.allows("DS"):
-            self._fire_due(run)  # at `on_checkpoint_due`, callbacks may request the checkpoint that was just written
+            # If callbacks request a checkpoint now, the checkpoint that the Trainer has just written satisfies their request.
+            self._fire_due(run)
             self._fire_checkpoint(run)
         elif order.allows("S"):
             self._fire_checkpoint(run)
@@ -528,7 +530,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
 
 
 def _load_states(run: HostedRun, args: TrainingArguments, state: TrainerState) -> CheckpointInfo:
-    """Load the callbacks' states from the checkpoint from which the Trainer resumes. Return the checkpoint's description."""
+    """Load the callbacks' states from the checkpoint from which the Trainer resumes. Return the checkpoint's `CheckpointInfo`."""
     given = args.resume_from_checkpoint
     paths = [Path(given)] if isinstance(given, str) else []
     paths.append(_checkpoint(args, state))

@@ -120,7 +120,7 @@ class IgniteGuest(Guest):
         """Return whether an Ignite handler is attached for the event `theirs`."""
         if theirs in EVALUATOR_EVENTS:
             events = EVALUATOR_EVENTS[theirs]
-            # Also listen to an iteration's start if only its end has handlers: they read a count that `_evaluator_iteration_started` updates.
+            # Handlers of an iteration's end read a count that `_evaluator_iteration_started` updates. So they need the start, too.
             if theirs == "evaluator_iteration_started":
                 events += EVALUATOR_EVENTS["evaluator_iteration_completed"]
             return any(engine.listens_to(event) for engine in self.foreign.evaluators.values() for event in events)
@@ -224,7 +224,7 @@ class IgniteGuest(Guest):
         try:
             self.foreign._fire_event(Events.EXCEPTION_RAISED, ctx.exception)
         except BaseException as raised:
-            # If Ignite's handlers raise the run's own error again, ignore it, because callsheet raises that error itself.
+            # If an Ignite handler raises `ctx.exception` again, ignore that, because callsheet raises this exception itself.
             if raised is not ctx.exception:
                 raise
 

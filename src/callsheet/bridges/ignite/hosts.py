@@ -376,7 +376,7 @@ class IgniteHost(HostBase):
             training, iteration = self._training, trainer.state.iteration
             earlier, self._completed_iteration = self._completed_iteration, iteration
             if not training.backward.is_on:
-                if iteration != earlier:  # the start of this iteration was not reported
+                if iteration != earlier:  # Ignite has not reported the start of this iteration
                     run.counts.doubt()
                 return
             training.backward.is_on = False
@@ -430,7 +430,7 @@ class IgniteHost(HostBase):
             run.step_skipped = not self._training.optimizer.has_stepped
 
     def _reach(self, run: HostedRun) -> None:
-        """If actions after an epoch, such as a save, were postponed until the epoch's evaluation had ended, carry them out now."""
+        """Carry out the actions after an epoch, such as a save, if they were postponed until the epoch's evaluation ends."""
         if self._evaluations.is_awaited:
             self._evaluations.is_awaited = False
             run.boundaries.reach("epoch")
@@ -486,7 +486,8 @@ class IgniteHost(HostBase):
         run, evaluations = self._run, self._evaluations
         begun = evaluations.begun
         if run is None or name in begun or (begun and not run.eval.driver.is_open("eval_all")):
-            return  # the lifecycle allows only one evaluation between two steps, so a second one is not reported
+            # In callsheet's order of events, at most one evaluation comes between two steps. Fire no events for a second one.
+            return
         evaluations.dataset, evaluations.is_between_steps = name, True
         begun.add(name)
         self._eval_hooks.listen(run.eval.listens_to_outputs("eval"))

@@ -139,7 +139,8 @@ class InstructLabHost(HostBase):
             self.manager, HOST, strict=strict, hint="leave the callback out, or pass strict=False to continue without that"
         )
         self._lock_timeout_seconds = checked_lock_timeout(lock_timeout_seconds)
-        # The context of a save at an epoch's last step, whose events are fired after the epoch's end. None if there is none.
+        # InstructLab's context at a save after an epoch's last step, until the epoch ends and the events of this save are fired.
+        # Otherwise None.
         self._saved: TrainingContext | None = None
         self._is_between = False  # whether training is between two steps
         self._reject()
@@ -246,7 +247,7 @@ class InstructLabHost(HostBase):
     def on_step_begin(self, run: HookedRun, context: TrainingContext) -> None:
         """Fire the start of a step."""
         if run.step_of(context) <= run.ctx.step:
-            run.counts.doubt()  # this hook was called for this step before, so the counts may be wrong
+            run.counts.doubt()  # InstructLab has already called this hook for this step, so the counts may be wrong
         else:
             self._begin_step(run, context)
 
@@ -254,7 +255,7 @@ class InstructLabHost(HostBase):
     def on_before_forward(self, run: HookedRun, context: TrainingContext) -> None:
         """Fire the start of a microbatch and of its forward pass."""
         if run.driver.is_open("microbatch"):
-            run.counts.doubt()  # the end of the last microbatch was not reported
+            run.counts.doubt()  # InstructLab has not reported the end of the last microbatch
         run.driver.start("microbatch")
         run.driver.start("forward")
 
@@ -313,7 +314,7 @@ class InstructLabHost(HostBase):
         """Record that training is between two steps. The step's events were already fired at `on_log`."""
         self._is_between = True
         if run.driver.is_open("train_step"):
-            run.counts.doubt()  # `on_log` was not called
+            run.counts.doubt()  # InstructLab has not called `on_log`
             run.driver.end_step()
 
     @in_a_run

@@ -257,7 +257,7 @@ class CallbackManager:
             close([self._lane])
 
     def _deliver(self) -> bool:
-        """Wait until all fired hooks were called. Return False if they were not."""
+        """Wait until all fired hooks were called. If no hook ends within `_PATIENCE_SECONDS`, stop waiting and return False."""
         done = -1
         while (left := drain([self._lane], _PATIENCE_SECONDS)) and self._lane.done > done:
             done = self._lane.done
@@ -266,7 +266,7 @@ class CallbackManager:
         return not left
 
     def _run(self, item: tuple[Callable[..., Any], TrainingContext] | None) -> None:
-        """Call a hook; None: wait for the tasks that hooks have started."""
+        """Call the hook in `item`. If `item` is None, wait for the tasks that hooks have started."""
         # All hooks run in one event loop, because a network client can be used only in the event loop that created it.
         self._runner = self._runner or asyncio.Runner()
         self._runner.run(call_hook(*item) if item is not None else finish_tasks())
@@ -277,7 +277,7 @@ class CallbackManager:
 
 
 def check(callback: Any) -> None:
-    """Raise TypeError if `callback` is not an instance of `TrainerCallback`, callsheet's copy or InstructLab's own class."""
+    """Raise TypeError if `callback` is not an instance of `TrainerCallback` (either callsheet's copy or InstructLab's own class)."""
     if not isinstance(callback, bases()):
         is_class = isinstance(callback, type)
         hint = (

@@ -37,7 +37,7 @@ class KerasRun(Common):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._total, self._samples = state["total"], state["samples"]
-        self._val_logs = dict(state.get("val_logs", {}))  # a checkpoint of an earlier version has none
+        self._val_logs = dict(state.get("val_logs", {}))  # checkpoints of earlier callsheet versions do not have `val_logs`
 
     def on_train_start(self, ctx: Context) -> None:
         """Store the run's context, which later calls of Keras's callbacks use."""
@@ -72,11 +72,11 @@ class KerasRun(Common):
         self._end(is_known=not ctx.state.evaluators)
 
     def on_checkpoint_due(self, ctx: Context) -> None:
-        """If an epoch has ended and was not evaluated, let the Keras callbacks' `on_epoch_end` be called now."""
+        """If an epoch has ended without an evaluation, make the guests call Keras's `on_epoch_end` at this event."""
         self._end(is_known=ctx.boundary == "epoch")
 
     def on_train_end(self, ctx: Context) -> None:
-        """If `on_epoch_end` of the Keras callbacks was not called for the last epoch yet, let it be called now."""
+        """If the guests have not yet called Keras's `on_epoch_end` for the last epoch, make them call it at this event."""
         self._end(is_known=True)
 
     def on_eval_all_start(self, ctx: Context) -> None:
@@ -109,7 +109,7 @@ class KerasRun(Common):
     on_predict_step_start = on_eval_step_start
 
     def _end(self, *, is_known: bool) -> None:
-        """If no evaluation of the ended epoch can follow (`is_known`), let the guests call Keras's `on_epoch_end` for it now."""
+        """If an epoch has ended and no evaluation of it can follow (`is_known`), make the guests call Keras's `on_epoch_end` now."""
         self.ended = None
         if is_known:
             self.ended, self._open = self._open, None

@@ -265,7 +265,8 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
                 watch.total, run.step_skipped = None, True
                 self._stepped.has_begun = False
             watch.is_on, watch.before = True, watch.total
-            if self._is_in_batch:  # the end of the last batch was not reported, or the start of this batch was reported twice
+            if self._is_in_batch:
+                # Lightning has not reported the end of the last batch, or has reported the start of this batch twice.
                 run.counts.doubt()
             self._is_in_batch = True
             given = ctx.batch
@@ -286,7 +287,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             return
         try:
             watch, stepped = self._watch, self._stepped
-            if not self._is_in_batch:  # the start of this batch was not reported
+            if not self._is_in_batch:  # Lightning has not reported the start of this batch
                 run.counts.doubt()
             # If this step has begun already, the optimizer is calling its closure again, or a second optimizer is stepping.
             if stepped.has_begun:
@@ -324,7 +325,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             watch, stepped = self._watch, self._stepped
             if stepped.fault is not None:
                 raise stepped.fault
-            if not self._is_in_batch:  # the start of this batch was not reported, or its end was reported twice
+            if not self._is_in_batch:  # Lightning has not reported the start of this batch, or has reported its end twice
                 run.counts.doubt()
             self._is_in_batch = False
             watch.is_on = watch.is_in_closure = False
@@ -370,7 +371,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             self._run.ctx.log(logged)
 
     def _new_metrics(self, trainer: Any) -> dict[str, Tensor]:
-        """Return the metrics that Lightning has logged since the last call of this method: those whose tensor object is new."""
+        """Return the metrics that Lightning has logged since the last call of this method. Each of them is a new tensor object."""
         known, self._known = self._known, dict(trainer.callback_metrics)
         return {name: value for name, value in self._known.items() if known.get(name) is not value and value.numel() == 1}
 
@@ -535,7 +536,8 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             return {}
         if run is None:
             return dict(self._loaded or {})
-        if self._has_given_up:  # an error in callsheet ended the run earlier, so the run's state is older than this checkpoint
+        if self._has_given_up:
+            # An error in callsheet has ended the run, so the run's state is outdated. Do not save it in this checkpoint.
             distributed.gather({})
             return {}
         own = own_state(run)
@@ -546,7 +548,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         self._loaded = state_dict or None
 
     def _load(self, trainer: Any, run: HostedRun) -> CheckpointInfo | None:
-        """Load the callbacks' states from the checkpoint that the Trainer has loaded. Return its description; None for a new run."""
+        """Load the callbacks' states from the Trainer's checkpoint. Return the checkpoint's `CheckpointInfo`; None for a new run."""
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             ranks = loaded["ranks"]

@@ -30,22 +30,22 @@ class ModuleFacade(OfGuest):
 
     @property
     def configure_model(self) -> Any:
-        """`LightningModule.configure_model` itself, so that Lightning's check whether the method is overridden says no."""
+        """LightningModule's own `configure_model`, so that Lightning does not consider this method overridden."""
         return self._inherited("configure_model")
 
     @property
     def optimizer_step(self) -> Any:
-        """`LightningModule.optimizer_step` itself, so that Lightning's check whether the method is overridden says no."""
+        """LightningModule's own `optimizer_step`, so that Lightning does not consider this method overridden."""
         return self._inherited("optimizer_step")
 
     @property
     def optimizer_zero_grad(self) -> Any:
-        """LightningModule's own `optimizer_zero_grad`, so that Lightning does not consider it overridden."""
+        """LightningModule's own `optimizer_zero_grad`, so that Lightning does not consider this method overridden."""
         return self._inherited("optimizer_zero_grad")
 
     @property
     def configure_gradient_clipping(self) -> Any:
-        """LightningModule's own `configure_gradient_clipping`, so that Lightning does not consider it overridden."""
+        """LightningModule's own `configure_gradient_clipping`, so that Lightning does not consider this method overridden."""
         return self._inherited("configure_gradient_clipping")
 
     def _inherited(self, name: str) -> Any:

@@ -59,9 +59,7 @@ class StepHooks(ForwardHooks):
         self._methods = Methods(module)
         self._of_child: tuple[Hook, ...] = ()
         self._is_inside = False  # whether the module's step method is running
-        self._caller: nn.Module | None = (
-            None  # the module whose running forward pass callbacks see as `on_forward_start` and `on_forward_end`
-        )
+        self._caller: nn.Module | None = None  # the module whose forward pass is running, if its events are fired; otherwise None
         self.replaced: Any = None
         """A list with only the new batch, if a callback has replaced the step's batch; otherwise None."""
 
@@ -180,7 +178,7 @@ class Saves:
 
 
 class Cadence:
-    """Carries out callbacks' requests for evaluations, by changing Lightning's evaluation interval for a while."""
+    """Carries out callbacks' requests for evaluations, by changing Lightning's evaluation interval temporarily."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -188,7 +186,7 @@ class Cadence:
 
     @staticmethod
     def is_able(trainer: Any) -> bool:
-        """Return whether `ask` can work. It cannot if the Trainer has no `val_check_batch`, because it evaluates at time intervals."""
+        """Return whether `ask` can work. A Trainer that evaluates at time intervals does not have the needed `val_check_batch`."""
         return getattr(trainer, "val_check_batch", None) is not None
 
     def ask(self) -> None:

@@ -135,7 +135,7 @@ def about(bridge: str) -> str:
 
 
 def _limits(framework: Framework) -> list[tuple[str, str, Cell]]:
-    """Return a tuple (trainer, check, result) for each trainer in `framework.derived` and each of its results that has a reason."""
+    """Return all results of the trainers in `framework.derived` that have a reason (`why`), as tuples (trainer, check, result)."""
     return [(name, check, cell) for name, row in framework.derived.items() for check, cell in row.checks.items() if cell.why]
 
 

@@ -130,7 +130,7 @@ class MegatronBridgeGuest(Guest):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.common.steps["consumed_valid_samples"] = state["consumed_valid_samples"]
         self.common.user_state.update(state.get("user_state", {}))
-        # Earlier versions saved only the state of a callback that was alone, under the key `callback`.
+        # Earlier callsheet versions saved a state only if the guest wrapped a single callback, under the key `callback`.
         states = state.get("callbacks", {f"0.{type(self._alone).__name__}": state["callback"]} if "callback" in state else {})
         for place, each in self._stateful().items():
             if place in states:

@@ -265,7 +265,7 @@ class MegatronBridgeHost(HostBase):
             if norm is not None and run.manager.has_listeners.on_log:
                 run.records.metrics.log({"train/grad_norm": norm}, over="mean", across="same")
             if run.end_step() or not self._is_checked:
-                self._after_step(run, 1)  # 1, because Megatron has not counted this step yet
+                self._after_step(run, 1)  # 1 is the number of steps that Megatron has not counted yet: this step
             if self._is_pipelined:
                 run.records.last_loss = (
                     None  # only the last pipeline stage has a loss, and a mean over all ranks would need a collective

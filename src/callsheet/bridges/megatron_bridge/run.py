@@ -127,14 +127,14 @@ class MegatronBridgeRun(Common):
         return model if type(model) is list else [model]
 
     def _samples_before(self, ctx: Context, step: int) -> int:
-        """Return how many samples the first `step` steps had, which are all steps, or all except the last one."""
+        """Return how many samples the first `step` steps had. `step` is the number of completed steps, or one less."""
         now, tally, before = ctx.state.timestamp, ctx.tally, self._samples
         self._samples = samples = now.sample + (tally.uncounted_samples if tally is not None else 0)
         if step == now.batch:
             return samples
         if before is not None:
             return before
-        # This is the first event, so the samples before the last step are estimated: all steps had the same number.
+        # At the first event, the samples before the last step are not known. Estimate them as if all steps had equally many samples.
         begun, steps = (
             ctx.state.baseline.sample + (tally.resumed_samples if tally is not None else 0),
             now.batch - ctx.state.baseline.batch,

@@ -61,7 +61,7 @@ class Settings:
 
     def stop(self, ahead: int) -> None:
         """Make Megatron end training before its next step. `ahead` is the number of steps that Megatron has not counted yet."""
-        assert self.step is not None  # without a known step, the request would have been rejected
+        assert self.step is not None  # a stop can be requested only if Megatron's state, which has the step, is available
         self._set("train.train_iters", self.step + ahead)
 
     def save_now(self, requests: tuple[Request, ...]) -> None:
@@ -109,7 +109,7 @@ class Settings:
 
 
 def load_states(run: HostedRun, settings: Settings) -> CheckpointInfo | None:
-    """Load the callbacks' states from the checkpoint from which Megatron resumes. Return a description of the checkpoint, or None."""
+    """Load the callbacks' states from Megatron's checkpoint. Return its `CheckpointInfo`, or None if no states were found."""
     step, load = settings.step or 0, settings.get("checkpoint.load")
     if not step:
         return None

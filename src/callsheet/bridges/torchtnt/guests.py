@@ -99,7 +99,8 @@ class TorchTNTGuest(Guest):
         self._unit = GuestUnit(self, attributes)
         self._state = GuestState(self)
         self._replicated = replicated
-        if attributes:  # these handlers record callsheet's metrics, so that the unit's attributes can show them
+        if attributes:
+            # These handlers store values of callsheet's metrics, which torchtnt's callbacks read as attributes of the unit.
             self.OWN_HANDLERS = {  # type: ignore[misc]
                 "on_train_step_end": "_take_loss",
                 "on_log": "_take_record",

@@ -265,12 +265,12 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             driver, ctx, training = run.driver, run.ctx, self._training
             if training.backward.is_on:
                 if self._progress.num_steps_completed == self._steps_fired:
-                    return  # the start of the same batch was reported twice
-                run.counts.doubt()  # the end of the last batch was not reported
+                    return  # torchtnt has reported the start of the same batch twice
+                run.counts.doubt()  # torchtnt has not reported the end of the last batch
             try:
                 counted = counts_of(ctx.batch)
             except FieldNotAvailable:
-                # `ctx.batch` is deleted when its step ends, so torchtnt has reported this step's start once more: fire nothing.
+                # The end of a step deletes `ctx.batch`. So torchtnt reports the start of an ended step again: fire nothing.
                 return
             if driver.spans["train_step"].is_open:
                 run.counted = run.counted[0] + counted[0], run.counted[1] + counted[1]
@@ -296,14 +296,14 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             self._steps_fired = steps = progress.num_steps_completed
             if not training.backward.is_on:
                 if steps == earlier:
-                    return  # the end of the same batch was reported twice
-                run.counts.doubt()  # the start of this batch was not reported
+                    return  # torchtnt has reported the end of the same batch twice
+                run.counts.doubt()  # torchtnt has not reported the start of this batch
                 if not run.driver.is_open("train_step"):
                     return
             training.backward.is_on = False
             if not training.optimizer.has_stepped:
                 would = training.is_scaled and progress.num_steps_completed_in_epoch % self._accumulate == 0
-                if training.optimizer.has_strayed:  # the start of this batch was reported only after the optimizer's step
+                if training.optimizer.has_strayed:  # torchtnt reported the batch's start after the optimizer's step
                     run.counts.doubt()
                 elif not would:
                     self._accumulates = True
@@ -341,7 +341,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             self._reach(run, state)
 
     def _reach(self, run: HostedRun, state: State) -> None:
-        """If the actions after a step or epoch, such as a save, were postponed until torchtnt's evaluation ends, carry them out."""
+        """Carry out the actions after a step or epoch, such as a save, if they were postponed until torchtnt's evaluation ends."""
         waiting, self._waiting = self._waiting, ""
         if waiting == "step":
             self._end_step(run, state)
@@ -466,7 +466,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         self._restored = torch.load(io.BytesIO(state["states"]), weights_only=True) if state["states"] else None
 
     def _load_restored(self, run: HostedRun, unit: Any) -> CheckpointInfo:
-        """Restore the callbacks' states from the checkpoint that torchtnt has loaded. Return its description."""
+        """Restore the callbacks' states from the checkpoint that torchtnt has loaded. Return the checkpoint's `CheckpointInfo`."""
         restored, self._restored = self._restored, None
         assert restored is not None
         if (progress := getattr(unit, "train_progress", None)) is not None and progress.num_steps_completed != restored["steps"]:

@@ -41,7 +41,7 @@ class TorchTNTRun(Common):
         self._late: float | None = None  # the duration of the last step; None once it is recorded
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the progress of evaluation and prediction. That of training is left out, because the run's timestamp has it."""
+        """Return the progress of evaluation and prediction. The run's timestamp already contains the progress of training."""
         return {phase: self.progress[phase].state_dict() for phase in ("eval", "predict")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

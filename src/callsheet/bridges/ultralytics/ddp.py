@@ -85,7 +85,7 @@ def _cleaning(given: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
 
 
 def _reporting(given: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Ultralytics' `train` to call the hosts' `teardown` even if training fails. Ultralytics does this since 8.4.177."""
+    """Wrap Ultralytics' `train`, so that the hosts' `teardown` is called even if training fails, as in Ultralytics since 8.4.177."""
 
     @functools.wraps(given)
     def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -254,7 +254,7 @@ class UltralyticsHost(HostBase):
         is_open = run.driver.is_open("epoch")
         is_repeated = self._epochs == trainer.epoch + (not is_open)
         earlier, self._repeats = self._repeats, _repeats_of(trainer)
-        # If Ultralytics has counted no further repetition, it has only fired the event twice, and does not repeat the epoch.
+        # If Ultralytics' count of repetitions is unchanged, Ultralytics does not repeat the epoch, but has fired this event twice.
         if is_repeated and self._repeats == earlier is not None:
             run.counts.doubt()
             return
@@ -270,7 +270,8 @@ class UltralyticsHost(HostBase):
         self._begin_epoch_counts(len(trainer.train_loader))
         self._stage = _BETWEEN_BATCHES
         self._epochs = trainer.epoch
-        if is_repeated:  # callsheet counts the repeated steps twice and Ultralytics may not, so accept this difference
+        if is_repeated:
+            # callsheet counts the steps of a repeated epoch twice. Ultralytics may count them only once: accept this difference.
             run.counts.follow(self._counts_of(trainer))
         run.counts.check()
         run.driver.start("epoch")
@@ -303,7 +304,7 @@ class UltralyticsHost(HostBase):
         run.close_epoch(is_whole=after.is_whole)
 
     def _reach(self, run: HostedRun, trainer: Any) -> None:
-        """If an epoch has ended and the actions after it, such as a requested save or stop, are still due, carry them out."""
+        """Carry out the actions after the latest epoch, such as a requested save or stop, if they are still due."""
         after = self._after_epoch
         if not after.is_waiting:
             return
@@ -342,7 +343,8 @@ class UltralyticsHost(HostBase):
     @in_a_run
     def on_train_batch_start(self, run: HostedRun, trainer: Any) -> None:
         """Record that the next call of `preprocess_batch` gets a batch of the training loop."""
-        if self._stage != _BETWEEN_BATCHES:  # the end of the last batch is missing, or the start of this batch is repeated
+        if self._stage != _BETWEEN_BATCHES:
+            # Ultralytics has not reported the end of the last batch, or has reported the start of this batch twice.
             run.counts.doubt()
         self._stage = _BATCH_IS_DUE
 
@@ -400,7 +402,8 @@ class UltralyticsHost(HostBase):
         if run is None:
             return
         try:
-            if self._stage != _IN_BATCH:  # the start of this batch was not reported, or its end was reported twice
+            if self._stage != _IN_BATCH:
+                # Ultralytics has not reported the start of this batch, or has reported its end twice.
                 run.counts.doubt()
             self._training.backward.is_on, self._stage = False, _BETWEEN_BATCHES
             self._batches += 1
@@ -487,7 +490,7 @@ class UltralyticsHost(HostBase):
         run.eval.end()
         run.fire_record()
         if name == BEST:
-            # `best.pt` is loaded as a new model, whose forward pass cannot be observed, so do not warn of missing events.
+            # Ultralytics loads `best.pt` as a new model. Its forward pass cannot be observed, so do not warn of missing events.
             run.eval.driver.synthesized.clear()
         else:
             self._support(run).after_first_step(run.eval.driver)

@@ -93,7 +93,7 @@ class Address:
         return f"{'slack:' if self.kind == 'slack' else ''}{parts.scheme}://{parts.hostname}{HIDDEN_PATH}"
 
     def destination(self) -> Destination | None:
-        """Return an object that sends to this address, with secrets read from the environment; None if there is no address.
+        """Return an object that sends notifications to this address; None if there is no address. Read secrets from the environment.
 
         Raises:
             ConfigError: a variable is not set, or holds no URL.
@@ -210,7 +210,8 @@ class Mail:
             raise NotDelivered(str(error) or type(error).__name__) from None
         except Exception as error:  # leave out the error's message, since it may contain the password
             raise NotDelivered(type(error).__name__, is_final=True) from None
-        if rejected:  # no retry, since the server would send the mail again to recipients that it has accepted
+        # The server has already accepted the mail for the other recipients. Do not retry, so that they do not get it twice.
+        if rejected:
             of = len(self._recipients.split(","))
             raise NotDelivered(f"it rejected {len(rejected)} of {of} recipients", is_final=True)
 

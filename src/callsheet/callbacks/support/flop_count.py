@@ -143,7 +143,8 @@ class StepFlops:
             if self._needs_rate:
                 self.trouble = "torch.compile has been used in this process, and compiled code cannot be counted"
         elif _get_current_dispatch_mode() is None:
-            # Count only if no other dispatch mode is active, because the modes might not be exited in reverse order.
+            # Count only if no other dispatch mode is active. Modes must be exited in the reverse of the order in which they were
+            # entered, and another mode may be exited before this one.
             self.is_done = True
             self.counter = OperationCounter()
             self.counter.__enter__()  # type: ignore[no-untyped-call]
@@ -208,7 +209,10 @@ class StepFlops:
 
 
 def flops_reported_by(model: Any) -> Any:
-    """Return the method or number with which the model (perhaps inside a wrapper such as DDP) reports a batch's FLOPs, or None."""
+    """Return the method or number with which the model reports the FLOPs of a batch; None if the model has neither.
+
+    If the model is a wrapper, such as DDP, the method or number may belong to the wrapped model.
+    """
     while model is not None:
         for name in _FLOPS_METHODS:
             if (reported := getattr(model, name, None)) is not None:

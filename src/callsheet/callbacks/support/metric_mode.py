@@ -14,7 +14,7 @@ MODES_AND_AUTO: tuple[ModeOrAuto, ...] = get_args(ModeOrAuto)
 
 
 def sign_of(mode: Mode) -> float:
-    """Return the number by which the values of the metric are multiplied, so that lower values are better.
+    """Return 1 or -1. The values of the metric are multiplied by this number, so that lower values are always better.
 
     Raises:
         ConfigError: the mode is unknown.

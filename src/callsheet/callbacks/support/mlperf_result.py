@@ -118,9 +118,9 @@ class ResultFile:
         self._file.flush()
 
     def complaints(self, rest: Iterable[tuple[str, Any]], ruleset: str, **metadata: Any) -> list[str]:
-        """Return what MLPerf's compliance checker would reject about the file if the lines `rest` were added to it.
+        """Append the lines `rest` to a copy of the file. Return the complaints of MLPerf's compliance checker about the copy.
 
-        The list is empty if the checker accepts the file.
+        The list is empty if the checker accepts the copy.
         """
         text = self.path.read_text(encoding="utf-8") + "".join(_line(key, value, now_ms(), metadata) for key, value in rest)
         rules = _rules()
@@ -134,7 +134,7 @@ class ResultFile:
         logging.getLogger().addHandler(guard)
         try:
             checker.check_loglines(lines, f"training_{ruleset}/common.yaml")
-        except Exception as error:  # a rule may raise if a value is missing, because it relies on an earlier rule's check
+        except Exception as error:  # some rules assume that an earlier rule has found a value, and raise if it is missing
             checker.put_message(f"the checker itself failed: {error!r}")
         finally:
             logging.getLogger().removeHandler(guard)

@@ -106,7 +106,7 @@ def predictions_in(outputs: Any, channels_last: bool | None, images: Tensor) -> 
 
 
 def classes(tensor: Tensor, channels_last: bool | None, images: Tensor, *, are_scores: bool = False) -> Tensor:
-    """Return class indices (N, H, W) from a tensor of indices or of scores per class, resized to `images` (N, H, W, C)."""
+    """Convert class indices, or scores for each class, to class indices of shape (N, H, W). Resize them to the size of `images`."""
     size = images.shape[1:3]
     if tensor.dim() == 4:
         if channels_last is None:

@@ -53,7 +53,7 @@ def withdraw_request(file: str | os.PathLike[str], line: str) -> None:
 
 
 def _change(path: Path, change: Callable[[list[str]], list[str]]) -> None:
-    """Replace the requests in the trigger file by those that the function `change` returns for them.
+    """Call `change` with the requests in the trigger file. Write the requests that `change` returns to the file.
 
     The file is replaced atomically, because the job may read it at any time.
     """

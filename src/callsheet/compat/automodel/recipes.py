@@ -69,7 +69,7 @@ class StepScheduler(Scheduled):
 
     @property
     def is_val_step(self) -> bool:
-        """Whether a validation runs after the current step. A validation also runs before each checkpoint, except that of a preemption."""
+        """Whether a validation runs after the current step. One also runs before each checkpoint, except a preemption checkpoint."""
         every = self.val_every_steps
         return bool(every and (self.step + 1) % every == 0) or self._plans_ckpt
 
@@ -81,7 +81,7 @@ class StepScheduler(Scheduled):
 
 
 class _AsScheduled(Callback):
-    """A callback that requests evaluations, checkpoints and the end of training when AutoModel's step scheduler plans them."""
+    """A callback that requests evaluations, checkpoints and the end of training at the steps that AutoModel's settings specify."""
 
     phase = "decide"
 

@@ -313,7 +313,7 @@ class ExportForInferenceCallback(callbacks.ExportForInferenceCallback):
         input_names: Sequence[str] | None = None,
         output_names: Sequence[str] | None = None,
     ) -> None:
-        kind: Any = str(getattr(save_format, "value", save_format))  # checked by the base class
+        kind: Any = str(getattr(save_format, "value", save_format))  # the base class rejects an unknown format
         reject(
             "ExportForInferenceCallback",
             {

@@ -233,7 +233,7 @@ class EpochScheduler(LRScheduler):
 
 
 class StepsSchedulers(Callback):
-    """A callback that starts the learning-rate schedulers, and steps those that are stepped at the end of every complete epoch.
+    """A callback that starts the learning-rate schedulers and, if these step once an epoch, steps them after complete epochs.
 
     Its handlers are called before those of other callbacks.
     """
@@ -249,7 +249,7 @@ class StepsSchedulers(Callback):
             self._scheduler.start()
 
     def on_epoch_end(self, ctx: Context) -> None:
-        """Call `step` of the schedulers if they are stepped once an epoch and the epoch is complete."""
+        """If the schedulers step once an epoch, and the epoch is complete, step them."""
         if not self._scheduler.every_batch and ctx.state.timestamp.epoch >= ctx.epoch:
             with self._run.before_last_change():  # Composer steps the schedulers before it counts the epoch
                 self._scheduler.step_all()

@@ -78,7 +78,7 @@ class TorchrunArgs(HasModelFields):
     def __post_init__(self) -> None:
         self.convert_fields()
         if self.nproc_per_node != "gpu" and not isinstance(self.nproc_per_node, bool):
-            with suppress(TypeError, ValueError):  # rejected below
+            with suppress(TypeError, ValueError):  # the check of `is_number` below rejects such values
                 self.nproc_per_node = whole_number(self.nproc_per_node)
         if self.rdzv_endpoint and self.master_addr:
             raise ConfigError("Provide either `rdzv_endpoint` OR both `master_addr` and `master_port`, not both.")

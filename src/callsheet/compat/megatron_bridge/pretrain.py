@@ -184,7 +184,7 @@ def job_of(config: ConfigContainer) -> PretrainConfig:
         run_name=run_name,
         resume=_resume(config.checkpoint.load, Path(runs_folder) / run_name),
         seed=config.rng.seed,
-        max_duration=f"{train.train_iters or 1}ba",  # with 0, nothing is trained; see `do_train`
+        max_duration=f"{train.train_iters or 1}ba",  # if `train_iters` is 0, `do_train` is False, and nothing is trained
         eval_interval=None,
         log_interval=config.logger.log_interval,
         stop_on_nan=False,  # leave out callsheet's NaNMonitor, because Megatron Bridge does not have it

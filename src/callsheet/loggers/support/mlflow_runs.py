@@ -1,4 +1,4 @@
-"""Access to MLflow: requests with short timeouts, finding or creating a run, and allowed names."""
+"""Access to MLflow: sets short timeouts for requests, finds or creates runs, and makes names that MLflow allows."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def new_run(mlflow: Any, client: Any, experiment: str | None, name: str, tags: M
 
 
 def allowed(name: str) -> str:
-    """Return `name` as MLflow allows it: other characters become `_`, and empty path parts are removed."""
+    """Convert `name` to a name that MLflow allows: replace invalid characters by `_`, and remove empty path parts."""
     parts = re.sub(r"[^\w.\- :/]", "_", name, flags=re.ASCII).split("/")
     return "/".join(part if part.strip(".") else part.replace(".", "_") for part in parts if part)[:MAX_NAME_CHARACTERS] or "_"
 

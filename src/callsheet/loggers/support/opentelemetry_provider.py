@@ -1,4 +1,4 @@
-"""Access to OpenTelemetry through the application's provider or through callsheet's own, which is closed within a time limit.
+"""The OpenTelemetry provider that receives the spans: the application's, or a new one. Closing the new one has a time limit.
 
 This module is imported only when a run is opened, because it needs the package `opentelemetry`. Nothing here draws from Python's
 `random`, because that would change the random numbers that training gets.

@@ -1,4 +1,4 @@
-"""A log file of a process's output. Of a line that is rewritten, such as a progress bar, only the last state is kept.
+"""A log file of a process's output. If the process rewrites a line, as a progress bar does, the file has only the last state.
 
 This module imports only the standard library and nothing of callsheet. Run as a script, this module copies what is written to
 file descriptors to such a file; see `descriptor_capture`.
@@ -57,7 +57,7 @@ class OutputLog:
                 self._append("".join(f"{line}\n" for line in shown).encode("utf-8", "backslashreplace"))
 
     def failure(self) -> OSError | None:
-        """Return the error if a write has failed since the last call, else None. Of failures in a row, only the first counts."""
+        """Return the error if writing has begun to fail since the last call, else None. Repeated errors are returned only once."""
         failure, self._failure = self._failure, None
         return failure
 
@@ -104,7 +104,7 @@ class OutputLog:
 
 
 def _shown(line: str) -> str | None:
-    """Return the text that a terminal shows after all control codes in `line`; None if `line` consists only of control codes."""
+    """Return the text that a terminal shows if `line` is printed; None if the line consists only of control codes."""
     written = line.rstrip("\r")
     seen = _CONTROL_CODES.sub("", _ERASING_CODES.split(written)[-1])
     return seen if seen or not written else None

@@ -26,7 +26,10 @@ class ValidRecords:
     step: int = 0
 
     def are_repeated_by(self, step: int) -> bool:
-        """Return whether a record at `step` replaces the records of the checkpoint's step that were logged after the checkpoint."""
+        """Return whether a new record at `step` replaces records that are already in the run's folder.
+
+        The replaced records are those of the checkpoint's step that were logged after the checkpoint.
+        """
         return self.kept > self.before and step <= self.step
 
 

@@ -1,4 +1,4 @@
-"""A thread that, if nothing has been shown for a while, shows which handler is running and for how long."""
+"""A thread that shows which handler is running, and for how long, while nothing else is shown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EVENT_NAMES = frozenset(str(event) for event in Event)
 
 
 class SilenceWatch:
-    """A thread that waits until nothing else was shown for `patience` seconds, and then calls `show` with a text every second.
+    """A thread that calls `show` with a text once a second while nothing else has been shown for at least `patience` seconds.
 
     The text counts the seconds. If the thread that created this object is running a handler, the text names the handler.
 

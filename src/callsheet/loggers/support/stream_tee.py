@@ -29,7 +29,7 @@ class StreamTee:
 
     @property
     def under(self) -> Any:
-        """The stream that this tee replaced or, if that stream is a closed tee, the stream that the closed tee replaced."""
+        """The stream that this tee replaced. If that stream is a closed tee, the stream below the closed tee is returned instead."""
         under: Any = self._under
         return under.under if isinstance(under, StreamTee) and under._take is None else under
 

@@ -121,7 +121,7 @@ class Tracker(Logger):
                 self._close(ctx, ctx.run.outcome or Outcome.FINISHED)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the tracker's run id and the training run's name. If another run loads both, it opens a new tracker run."""
+        """Return the tracker's run id and the training run's name. A run with another name opens a new run in the tracker."""
         return dict(self._saved) if self._saved.get("run_id") else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -145,7 +145,7 @@ class Tracker(Logger):
         raise NotImplementedError
 
     def _module(self) -> Any:
-        """Import and return the tracker's package. It is not stored in an attribute, because modules cannot be copied."""
+        """Import and return the tracker's package. No attribute stores the package, because modules cannot be copied."""
         return load(self.package, extra=self.extra, wanted_by=type(self).__name__)
 
 

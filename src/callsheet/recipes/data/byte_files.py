@@ -133,7 +133,7 @@ class ByteFiles:
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """A dataset of windows of `length` tokens, cut from one token sequence: every `step`-th window, and at most `most` of them."""
+    """A dataset that cuts a token sequence into windows of `length` tokens. It has every `step`-th window, up to `most` windows."""
 
     def __init__(self, data: NDArray[Any], length: int, *, step: int = 1, most: int | None = None) -> None:
         self._starts = range(0, len(data) - length + 1, length * step)[:most]

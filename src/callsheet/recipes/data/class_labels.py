@@ -86,7 +86,7 @@ class ClassLabels:
 
 
 def agreed_with_head(labels: ClassLabels, model: LanguageModel, *, may_reorder: bool) -> ClassLabels:
-    """Return the labels with the class indices that the pretrained model's classification head uses, if it has such a head.
+    """Return the labels. If the pretrained model has a classification head, they get the class indices that the head uses.
 
     If the head has the same class names, the labels are put in the head's order. If the labels are only numbers, they get the head's names.
 

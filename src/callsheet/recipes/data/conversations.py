@@ -102,7 +102,7 @@ class Conversations:
             messages = given
             while messages and messages[-1]["role"] == "assistant":
                 messages = messages[:-1]
-            if not messages:  # the model is to begin the chat
+            if not messages:  # all messages are answers, so the model begins the chat
                 return self._ids(self._before_first(self._rendered(given[:1], tools, place), given[0], tools, place))
             return self._ids(self._rendered(messages, tools, place, add_generation_prompt=True))
         if "prompt" not in row:
@@ -159,7 +159,7 @@ class Conversations:
         return text, found
 
     def _before_first(self, text: str, message: Message, tools: Any, place: str) -> str:
-        """Return the beginning of `text`, the rendered first `message` of the assistant: what the template adds before its content.
+        """Return the beginning of `text`, up to the content of `message`. `text` is a rendered chat that has only this message.
 
         Many templates cannot render an empty list of messages. Therefore, search for the start of an answer, as the template renders
         it after a user's message.
@@ -168,7 +168,7 @@ class Conversations:
         begun = self._rendered(asked, tools, place, add_generation_prompt=True)
         start = begun.removeprefix(self._rendered(asked, tools, place))
         content = message["content"]
-        # A default message of the system may contain the start of an answer too, so take the last one before the content.
+        # The template may add a system message that contains `start` too, so take the last `start` before the content.
         end = text.rfind(content.strip()) if isinstance(content, str) and content.strip() else len(text)
         begins = text.rfind(start, 0, end) if start else -1
         if begins < 0:

@@ -182,7 +182,8 @@ class ImageText:
         if file.is_file():
             return file.parent
         path = Path(self._rows.path if self._rows is not None else ".")
-        is_pattern = glob.has_magic(str(path)) and not path.exists()  # a file's name may have brackets
+        # An existing file is no pattern, even if its name has brackets.
+        is_pattern = glob.has_magic(str(path)) and not path.exists()
         return path if path.is_dir() else Path(glob.glob(str(path))[0]).parent if is_pattern else path.parent
 
 

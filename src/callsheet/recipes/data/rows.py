@@ -71,7 +71,8 @@ class Rows:
         """
         if self.limit is not None and self.limit < 1:
             raise ConfigError(f"limit={self.limit}: give 1 or more rows")
-        is_pattern = glob.has_magic(self.path) and not Path(self.path).exists()  # a file's name may have brackets
+        # An existing file is no pattern, even if its name has brackets.
+        is_pattern = glob.has_magic(self.path) and not Path(self.path).exists()
         files = sorted(glob.glob(self.path)) if is_pattern else self._of_folder() or [self.path]
         if is_pattern and not files:
             raise ConfigError(f"no file matches {self.path}")
@@ -81,9 +82,9 @@ class Rows:
         return self._dataset(files, columns)
 
     def _of_folder(self) -> list[str]:
-        """Return the files in the folder `path`, or nothing if there are no JSON-lines files, because `datasets` reads such a folder.
+        """Return the files with rows in the folder `path`. Return no files if the library `datasets` must read the folder.
 
-        If file names begin with splits' names, return only `split`'s files.
+        `datasets` reads a folder without JSON-lines files. If file names begin with splits' names, return only the files of `split`.
         """
         folder = Path(self.path)
         if not folder.is_dir() or any((folder / name).exists() for name in _FILES_OF_DATASETS):
@@ -121,7 +122,7 @@ class Rows:
         try:
             if is_parquet or is_json:
                 kind = "parquet" if is_parquet else "json"
-                escaped = [glob.escape(file) for file in files]  # `datasets` takes names for patterns
+                escaped = [glob.escape(file) for file in files]  # escape the names, because `datasets` reads them as patterns
                 found = datasets.load_dataset(kind, data_files=escaped, split="train", streaming=self.streaming)
             elif (Path(self.path) / "state.json").exists() or (Path(self.path) / "dataset_dict.json").exists():
                 found = datasets.load_from_disk(self.path)
@@ -289,12 +290,12 @@ def check_columns(place: str, there: Collection[str], wanted: Collection[str]) -
 
 
 def _own_row(row: Row, features: Mapping[str, Any] | None) -> Row:
-    """Return a row of the library `datasets`. Its values have only their own keys; the row itself keeps all columns."""
+    """Return a row without the null keys that Arrow adds inside the row's values (see `_own_keys`). All columns are kept."""
     return {name: _own_keys(value, (features or {}).get(name)) for name, value in row.items()}
 
 
 def _own_keys(value: Any, feature: Any) -> Any:
-    """Return the value without the keys that only other rows have.
+    """Return the value without null keys, which Arrow adds for keys that only other rows have.
 
     In an Arrow column of objects (a struct), every object has the keys of all rows. A key that an object did not have is null there,
     and cannot be distinguished from a key that was null. Therefore, all null keys of objects are removed.

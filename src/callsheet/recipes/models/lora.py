@@ -22,8 +22,8 @@ from callsheet.errors import ConfigError
 ALL_LINEAR = "all-linear"
 
 _HARMLESS_WARNINGS = (
-    "fan_in_fan_out is set to",  # peft warns that it has adapted this option to the layer's type, which is right
-    "`is_gradient_checkpointing` is deprecated",  # peft itself reads this attribute of transformers
+    "fan_in_fan_out is set to",  # peft corrects this option for the layer's type, and then warns of the correction
+    "`is_gradient_checkpointing` is deprecated",  # peft's own code reads this deprecated attribute of transformers' models
 )
 """The beginnings of those warnings of peft that are irrelevant to the user, and are suppressed."""
 

@@ -164,7 +164,7 @@ class VisionLanguageModel(LanguageModel):
             if word not in TOWERS:
                 freeze(model, [word])
                 continue
-            # Do not freeze a projector that a model has inside its vision tower: it does not count as a part of the tower.
+            # Some models have the projector inside the vision tower. Freezing `vision_tower` must not freeze the projector.
             inside = tuple(_places(model, "projector", needed=False)) if word == "vision_tower" else ()
             prefixes = tuple(_places(model, word))
             for name, parameter in model.named_parameters():
@@ -242,7 +242,7 @@ def _freeze_unused(model: nn.Module, vectors: list[Tensor]) -> None:
 
 
 def _places(model: nn.Module, word: str, *, needed: bool = True) -> list[str]:
-    """Return the names of the modules that are one part of the model, as prefixes of parameters' names. `word` names the part: `vision_tower`."""
+    """Return the prefixes of the names of parameters in one part of the model. `word` names the part, such as `vision_tower`."""
     modules = {name for name, _ in model.named_modules()}
     found = [f"{name}." for owner in ("model.", "") for alias in TOWERS[word] if (name := owner + alias) in modules]
     if not found and needed:

@@ -156,7 +156,8 @@ def anatomy(groups: Sequence[Sequence[Anatomy]]) -> list[dict[str, Any]]:
     """
     order: list[Key] = [("step", STEP_SECONDS), *(("span", name) for name in _spans_of_a_step())]
     rows: list[dict[str, Any]] = []
-    whole = [""] * len(groups)  # for each group, the mark of the whole step, on which the marks of the step's parts depend
+    # For each group, the `mark` of the whole step. `_cell` needs it to decide whether the change of a part may be noise.
+    whole = [""] * len(groups)
     for key in order + _callbacks([each for group in groups for each in group]):
         kind, name = key
         found = [[each.parts[key] for each in group if key in each.parts] for group in groups]
@@ -188,7 +189,7 @@ def _means(parts: Sequence[Part]) -> tuple[float, float]:
 
 
 def _may_be_noise(kind: Kind, baseline: Sequence[Part], parts: Sequence[Part], is_as_whole: bool) -> bool:
-    """Return whether two groups of runs differ so little in the time of one part of a step that the difference may be noise.
+    """Return whether the difference between two groups of runs, in the time of one part of a step, may be noise.
 
     If a group has several runs, the spread over the runs decides. With one run in each group, whole steps are compared as in
     `difference`. Spans are compared by a rank test of their timing windows (Mann and Whitney, 1947), because a few slow windows

@@ -34,7 +34,7 @@ class Compared:
     parts: dict[str, tuple[int, Any]] = field(default_factory=dict)
 
     def once(self, part: str, compute: Callable[[RunFolder], Any], *, limit: int = 0) -> Any:
-        """Return `compute(run)`. The result is cached under the name `part`; a call with another `limit` computes it again."""
+        """Return `compute(run)` and cache it under the name `part`. If `limit` differs from the last call's, compute it again."""
         if part not in self.parts or self.parts[part][0] != limit:
             self.parts[part] = (limit, compute(self.run))
         return self.parts[part][1]
@@ -234,7 +234,7 @@ def _groups(names: Sequence[str], given: Sequence[Mapping[str, Mapping[str, str]
 
 
 def _last_part(setting: str) -> str:
-    """Return the last part of a setting's dotted name, such as `lr` for `optimizer.lr`. The names of groups contain this part."""
+    """Return the last part of a setting's dotted name, such as `lr` for `optimizer.lr`. Group names such as `lr=0.1` use it."""
     return setting.rpartition(".")[2]
 
 

@@ -111,7 +111,7 @@ def judge(
     margin = 0.0 if math.isnan(found.margin) else found.margin / scale
     nearest = amount - margin if ">" in condition.compare else amount + margin
     rounding = 1e-12 * (max(abs(found.baseline), abs(found.baseline + found.absolute)) / scale + abs(condition.limit))
-    if abs(nearest - condition.limit) <= rounding:  # equal, but for the rounding of the subtraction
+    if abs(nearest - condition.limit) <= rounding:  # equal to the limit, except for a rounding error
         nearest = condition.limit
     fails = _COMPARISONS[condition.compare](nearest, condition.limit)
     return Verdict(condition, fails, _line(condition, fails, amount, margin, found, name))

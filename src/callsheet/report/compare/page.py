@@ -69,7 +69,7 @@ def data(comparison: Comparison, metrics: Sequence[str] = ()) -> dict[str, Any]:
             "images": _images(runs),
         }
     )
-    # Do not call `plain` for the large curves and axes: they contain no NaN or infinity, which `plain` would replace.
+    # The curves and axes are large and contain no NaN or infinity, so skip `plain`, which replaces such values.
     return content | {"axes": [_axis(each, len(runs)) for each in runs], "curves": curves}
 
 
@@ -161,7 +161,7 @@ def _curves(comparison: Comparison, metrics: Sequence[str]) -> tuple[dict[str, A
         ]
         for name in shown
     }
-    # Each metric has its own chart, because in one chart nobody could distinguish several metrics of many runs.
+    # Each metric has its own chart, because lines of several metrics and many runs are hard to tell apart in one chart.
     charts = [
         {"name": family["name"], "charts": [_chart(curve["name"]) for chart in family["charts"] for curve in chart["curves"] if curve["name"] in curves]}
         for family in grouped

@@ -61,7 +61,9 @@ def settings(run: RunFolder) -> dict[str, dict[str, str]]:
 
 
 def differences(runs: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, dict[str, list[str]]]:
-    """Return the settings that differ between the runs: by kind of setting and name, each run's value (empty if it has none).
+    """Return the settings that differ between the runs: for each group in `GROUPS`, a dict from a setting's name to its values.
+
+    There is one value for each run. It is empty if the run does not have the setting.
 
     A run that did not record a group, such as its packages, is left out of the comparison of that group only.
 
@@ -72,7 +74,7 @@ def differences(runs: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, di
     for group in GROUPS:
         names = dict.fromkeys(name for run in runs for name in run[group])
         rows = {name: [run[group].get(name, "") for run in runs] for name in names}
-        # If a run recorded settings but no callbacks, it had no callbacks. Then its empty list is compared too.
+        # A run that recorded settings but no callbacks had no callbacks, so compare its empty list of callbacks too.
         is_recorded = [any(run[group].values()) or (group == "callbacks" and any(run["settings"].values())) for run in runs]
         different = {
             name: values
@@ -85,7 +87,7 @@ def differences(runs: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, di
 
 
 def _of_classes(specs: Sequence[Any]) -> list[tuple[str, str]]:
-    """Return the listed classes as settings: `EarlyStopper: yes` for each class, and `EarlyStopper.patience: 3` for each option."""
+    """Return callbacks and loggers as settings: `EarlyStopper: yes` for a class, and `EarlyStopper.patience: 3` for an option."""
     found: list[tuple[str, str]] = []
     for spec in specs:
         content = _mapping(spec)

@@ -116,7 +116,7 @@ def _tables(comparison: Comparison, metrics: Sequence[str]) -> list[Table]:
 
 
 def _is_of_one_parameter(metric: str) -> bool:
-    """Return whether the metric is about one parameter or layer. The last part of its name then contains a dot."""
+    """Return whether the metric is about one parameter or layer, that is, whether the last part of its name contains a dot."""
     return "/" in metric and "." in metric.rpartition("/")[2]
 
 
@@ -139,7 +139,7 @@ def _spread(row: Mapping[str, Any]) -> str:
 def _with_deviation(mean: float, deviation: float) -> str:
     if not deviation or not math.isfinite(deviation) or abs(mean) >= 100_000:
         return f"{_number(mean)} ± {_number(deviation)}"
-    # Show two significant digits of the deviation, but all digits before the decimal point. Show the mean with as many decimals.
+    # The deviation gets two significant digits, or no decimals if it is 10 or more. The mean gets the same number of decimals.
     places = max(0, 1 - math.floor(math.log10(deviation)))
     if places > 12:
         return f"{_number(mean)} ± {_number(deviation)}"
@@ -186,7 +186,7 @@ def _cell(value: str) -> str:
 
 
 def _cells(values: Sequence[str]) -> list[str]:
-    """Return the values as table cells. If long values begin with the same words, replace these words by `...`, except the last one."""
+    """Return the values as table cells. If long values begin with the same words, `...` replaces these words except the last."""
     lines = [" ".join(value.split()) for value in values]
     given = [line for line in lines if line]
     same = next((place for place, letters in enumerate(zip(*given, strict=False)) if len(set(letters)) > 1), min(map(len, given)))

@@ -218,14 +218,18 @@ def _welch(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
     absolute = _mean(other) - _mean(one)
     if error == 0:
         return 0.0, 0.0 if absolute else 1.0
-    shares = [variance / sum(variances) for variance in variances]  # the squares of the variances themselves may overflow
+    # Compute with shares of the variances, because the squares of the variances may overflow.
+    shares = [variance / sum(variances) for variance in variances]
     freedom = 1 / sum(share**2 / (len(side) - 1) for share, side in zip(shares, (one, other), strict=True))
     student = load("scipy.stats", extra="report", wanted_by="a comparison with spread").t
     return float(student.ppf(0.975, freedom)) * error, float(2 * student.sf(abs(absolute) / error, freedom))
 
 
 def _one_more(several: Sequence[float], absolute: float) -> tuple[float, float]:
-    """Return the confidence margin and p-value of a t-test of one value against several, assuming the same variance."""
+    """Return the margin of the 95 % confidence interval, and the p-value, of a t-test that compares one value with several.
+
+    The test assumes that the one value has the same variance as the others.
+    """
     error, freedom = math.sqrt(_variance(several) * (1 + 1 / len(several))), len(several) - 1
     if error == 0:
         return 0.0, 0.0 if absolute else 1.0

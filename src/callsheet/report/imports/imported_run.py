@@ -61,7 +61,7 @@ class Metrics:
         return list(self._columns)
 
     def add(self, name: str, step: Any, value: float, time: float = math.nan) -> None:
-        """Add a value of a metric. If the step is not a whole number, or there are too many values, count it as left out."""
+        """Add a value of a metric. If the step is not a whole number, or there are too many values, count the value as left out."""
         whole = as_step(step)
         if whole is None:
             self.left_out["values with a step that is not a whole number"] += 1

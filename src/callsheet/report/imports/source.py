@@ -1,4 +1,4 @@
-"""Finds other tools' files below a path. Symbolic links to other places are not followed."""
+"""Finds other tools' files below a path. Symbolic links to folders, and to files outside of the path, are not followed."""
 
 from __future__ import annotations
 

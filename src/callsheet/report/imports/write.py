@@ -74,7 +74,7 @@ class Origin:
 
 
 def write(run: ImportedRun, to: Path, origin: Origin, *, name: str | None, taken: set[str]) -> Imported:
-    """Write an imported run to a folder in `to`, in place of an earlier import of this run. Add its name to the set `taken`.
+    """Write an imported run to a folder in `to`, in place of an earlier import of this run. Add the folder's name to `taken`.
 
     Args:
         run: what to write.
@@ -260,7 +260,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def renamed(run: ImportedRun, names: Mapping[str, str]) -> Iterator[str]:
-    """Rename metrics of the run, and yield those old names that match a metric. An old name that ends with `/` is a prefix.
+    """Rename metrics of the run, and yield each key of `names` that matches a metric. A key that ends with `/` matches as a prefix.
 
     Raises:
         ConfigError: two metrics would get the same name.

@@ -41,7 +41,7 @@ _GENERATOR_NAMES = {"python": "Python's random state", "numpy": "NumPy's random 
 
 
 class PreshardedData:
-    """The strategy `presharded`: each rank uses its own dataloader. The dataset or sampler is wrapped if a resumed run could not repeat an epoch's order otherwise.
+    """The strategy `presharded`: each rank uses its own dataloader. Its dataset or sampler is wrapped if a resume requires that.
 
     A dataloader with `state_dict` and `load_state_dict` saves its position within an epoch. For any other dataloader, a resumed
     run restores the random states of the epoch's start, draws the batches that were already trained on, and discards them. If the
@@ -82,8 +82,8 @@ class PreshardedData:
         has_states = restore_samplers(self._given, start, self._argument)
         self._warn_of_workers(is_new_epoch=True)
         if epoch is not None and epoch > 1 and self._loader is not self._given and hasattr(self._loader, "state_dict"):
-            # Starting persistent workers draws random numbers, so start them before the random states are restored below.
-            # An uninterrupted run starts its workers in the first epoch, so in a later epoch it draws no random numbers for starting them.
+            # Starting persistent workers draws random numbers. An uninterrupted run starts its workers only in the first epoch.
+            # Therefore, start the workers here, and then restore the random states.
             iter(self._loader)
             restore_random_state_of(self._given, start)
         return self._shared_out(self._open(epoch, start if has_states else None), 0)
@@ -112,8 +112,10 @@ class PreshardedData:
         return self._shared_out(batches, taken)
 
     def position(self, taken: int) -> dict[str, Any]:
-        """Return what a resumed run needs to find this position in the epoch again: the random states at the epoch's start, and the
-        dataloader's state if there is one."""
+        """Return the position in the epoch, for a checkpoint.
+
+        The position contains the random states at the epoch's start, and the dataloader's state if there is one.
+        """
         has_ended = self._shared is not None and self._shared.ended_after is not None and self._shared.ended_after <= taken
         keeps_position = hasattr(self._loader, "state_dict") and not has_ended
         return {
@@ -131,7 +133,7 @@ class PreshardedData:
         return self.length - taken if self.length is not None else None
 
     def _repeatable(self, loader: Any) -> Any:
-        """Return the loader, or a copy with a wrapped dataset or sampler if the loader alone could not repeat its epochs."""
+        """Return the loader or, if it cannot repeat an epoch after a resume, a copy with a wrapped dataset or sampler."""
         if (
             not isinstance(loader, DataLoader)
             or makes_own_batches(loader)
@@ -213,7 +215,7 @@ class PreshardedData:
             )
 
     def _must_redraw(self, state: Mapping[str, Any]) -> bool:
-        """Return whether the caller must draw the batches again to reach the position in an epoch, instead of loading `state`.
+        """Return whether a resume must draw the earlier batches again, instead of loading the dataloader's saved `state`.
 
         This is so for a StatefulDataLoader without workers over an iterable dataset without state. The loader would also draw the
         batches again, but only the caller checks them.

@@ -98,7 +98,7 @@ class _Seeds:
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
-        # The epoch and the flag that `note` sets, in shared memory: persistent workers read the epoch and set the flag.
+        # Two numbers in shared memory: the epoch, which persistent workers read, and a flag, which they set by `note`.
         self._shared = torch.zeros(2, dtype=torch.int64).share_memory_()
         self._epoch: int | None = None
         self._own: list[Any] | None = None
@@ -123,7 +123,7 @@ class _Seeds:
             self._own = own_generators(chain_of(self.dataset))
         if epoch != self._epoch:
             self._epoch = epoch
-            # The Trainer cannot reach a worker's copy of the dataset, so a worker takes the epoch from shared memory.
+            # The Trainer cannot call `set_epoch` of a worker's copy of the dataset, so the worker itself calls it here.
             if get_worker_info() is not None:
                 for dataset in chain_of(self.dataset):
                     if hasattr(dataset, "set_epoch"):
