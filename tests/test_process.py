@@ -45,10 +45,10 @@ class Counts(Callback):
 
 
 class DiesAfterFork(Callback):
-    """Forks a process, which keeps the connection open and writes its number to a file, and ends its own process."""
+    """Forks a process, which keeps the connection open, and ends its own process, perhaps within a message."""
 
-    def __init__(self, *, path: str) -> None:
-        self.path = path
+    def __init__(self, *, path: str, is_within_message: bool) -> None:
+        self.path, self.is_within_message = path, is_within_message
 
     def on_train_step_end(self, ctx: Context) -> None:
         child = os.fork()
@@ -56,6 +56,8 @@ class DiesAfterFork(Callback):
             time.sleep(100)
             os._exit(0)
         Path(self.path).write_text(str(child))
+        if self.is_within_message:
+            os.write(int(sys.argv[1]), b"\0")  # the first byte of a message; `argv[1]` is the descriptor of the connection
         os._exit(7)
 
 
@@ -154,7 +156,7 @@ def test_close_ends_the_process_although_a_third_process_holds_the_connection_op
     fire_steps(manager, ctx, range(1, 2))
     manager.drain(ctx)
     assert far._connection is not None
-    held = os.dup(far._connection.fileno())  # a dataloader's worker that was forked in between holds it in the same way
+    held = os.dup(far._connection._line.fileno())  # a dataloader's worker that was forked in between holds it in the same way
     manager.close()
     os.close(held)
     assert (tmp_path / "ended").read_text() == "ended"  # it noticed the end itself and was not killed
@@ -162,10 +164,11 @@ def test_close_ends_the_process_although_a_third_process_holds_the_connection_op
 
 @pytest.mark.test_all
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.parametrize("is_within_message", [False, True])
 def test_a_process_that_dies_is_noticed_although_a_process_that_it_forked_still_runs(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    is_within_message: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    manager, ctx = opened(Process(DiesAfterFork(path=str(tmp_path / "pid")), deadline=60))
+    manager, ctx = opened(Process(DiesAfterFork(path=str(tmp_path / "pid"), is_within_message=is_within_message), deadline=60))
     fire_steps(manager, ctx, range(1, 2))
     manager.drain(ctx)
     noticed = "ProcessDied: the process of DiesAfterFork died, exit code 7" in caplog.text
@@ -182,13 +185,13 @@ def test_a_forked_child_does_not_use_its_parent_s_process() -> None:
     manager, ctx = opened(counts)
     fire_steps(manager, ctx, range(1, 4))
     manager.drain(ctx)
-    line = counts._connection
-    assert line is not None
+    assert counts._connection is not None
+    line = counts._connection._line
     number = line.fileno()
     child = os.fork()
     if not child:  # this branch raises no assertion error: the child would run the rest of the tests
         signal.alarm(20)
-        fine = counts.pid is None and line.closed
+        fine = counts.pid is None and line.fileno() == -1
         try:
             os.fstat(number)
             fine = False

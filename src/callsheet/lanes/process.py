@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import pickle
@@ -14,7 +13,6 @@ import time
 import weakref
 from collections.abc import Mapping
 from math import inf
-from multiprocessing.connection import Connection
 from typing import Any, cast
 
 from callsheet.core.background import END_SECONDS, Background
@@ -23,13 +21,13 @@ from callsheet.core.lane_options import Overflow
 from callsheet.core.lifecycle import FIELDS
 from callsheet.core.spec import CallbackSpec, import_path
 from callsheet.errors import CallsheetError, ConfigError, text_of
+from callsheet.lanes.message_socket import MessageSocket
 from callsheet.lanes.snapshot import LaneControl, Snapshot
 
 logger = logging.getLogger("callsheet")
 
 _START_SECONDS = 120.0  # how long a process may take to import the callback's module and build the callback
 _ANSWER_SECONDS = 1.0  # how long an idle process may take to answer, before the process is killed
-_LOOK_SECONDS = 0.5  # while an answer is awaited, the time between two checks whether the process still runs
 
 _started: weakref.WeakSet[Process] = weakref.WeakSet()  # the `Process` wrappers that have started a child process
 
@@ -82,7 +80,7 @@ class Process(Background):
         self._users: set[object] = set()  # the lanes of the runs in progress: more than one if a run is nested in another run
         self._child: subprocess.Popen[bytes] | None = None
         self._ending: subprocess.Popen[bytes] | None = None  # the child process that was asked to end
-        self._connection: Connection | None = None
+        self._connection: MessageSocket | None = None
         self._theirs: socket.socket | None = None  # the child's end of the connection, until the child process has started
         self._state: Mapping[str, Any] | None = None  # the last known state of the callback
         # The `LaneControl` of the last call. It receives all messages of the process, even those between two calls: a thread of the
@@ -174,10 +172,7 @@ class Process(Background):
     def _close_line(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            with contextlib.suppress(OSError), socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as line:
-                # `shutdown` ends the connection for all processes; after `close`, a forked process could still keep the connection open.
-                line.shutdown(socket.SHUT_RDWR)
-            connection.close()
+            connection.shut_down()
 
     def _disown(self) -> None:
         """In a forked child, forget the callback's process and its connection, because both belong to the parent."""
@@ -222,29 +217,32 @@ class Process(Background):
     def _asked(self, message: bytes, seconds: float | None) -> Any:
         connection, child = self._connection, self._child
         if connection is None or child is None:
-            connection, child = self._start()
+            connection = self._start()
         elif child.poll() is not None:
             raise EOFError
-        connection.send_bytes(message)
-        began = time.monotonic()
-        while True:
-            what, value = _received(connection, child, inf if seconds is None else seconds, since=began)
-            if what == "message" and self._control is not None:
-                self._control.forward(value)
-            elif what == "done":
-                return value
-            elif what == "failed":
-                raise RemoteError(value)
+        until = inf if seconds is None else time.monotonic() + seconds
+        try:
+            connection.send(message, until=until)
+            while True:
+                what, value = pickle.loads(connection.receive(until=until))
+                if what == "message" and self._control is not None:
+                    self._control.forward(value)
+                elif what == "done":
+                    return value
+                elif what == "failed":
+                    raise RemoteError(value)
+        except TimeoutError:
+            raise TimeoutError(f"no answer within {seconds:g} s") from None
 
-    def _start(self) -> tuple[Connection, subprocess.Popen[bytes]]:
+    def _start(self) -> MessageSocket:
         if not self._users:
             raise EOFError
         self._close_line()  # the connection to a process that was killed at an earlier run's end may still be open
         _started.add(self)
         ours, self._theirs = socket.socketpair()
-        self._connection = connection = Connection(ours.detach())
+        self._connection = connection = MessageSocket(ours)
         with self._theirs as theirs:
-            self._child = child = subprocess.Popen(
+            self._child = connection.child = subprocess.Popen(
                 [sys.executable, "-m", "callsheet.lanes.process_worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
@@ -256,32 +254,16 @@ class Process(Background):
             raise EOFError
         spec = CallbackSpec.of(self.callback)
         state = self._state if self._state is not None else spec.state
-        connection.send_bytes(pickle.dumps((spec.class_path, spec.init_args, self.name, dict(state))))
+        until = time.monotonic() + _START_SECONDS
         try:
-            what, value = _received(connection, child, _START_SECONDS, since=time.monotonic())
+            connection.send(pickle.dumps((spec.class_path, spec.init_args, self.name, dict(state))), until=until)
+            what, value = pickle.loads(connection.receive(until=until))
         except TimeoutError:
             raise TimeoutError(f"the process of {self.name} has not started within {_START_SECONDS:g} s") from None
         if what == "failed":
             self._end_child()
             raise RemoteError(value)
-        return connection, child
-
-
-def _received(connection: Connection, child: subprocess.Popen[bytes], seconds: float, *, since: float) -> Any:
-    """Wait for a message of the child process, until `seconds` after `since`, and return it.
-
-    Raises:
-        TimeoutError: no message has arrived in time.
-        EOFError, OSError: the child process has ended.
-    """
-    until = since + seconds
-    while not connection.poll(max(0.0, min(_LOOK_SECONDS, until - time.monotonic()))):
-        # The connection stays open after the child has ended if a process that the child has forked still runs.
-        if child.poll() is not None and not connection.poll():
-            raise EOFError
-        if time.monotonic() >= until:
-            raise TimeoutError(f"no answer within {seconds:g} s")
-    return pickle.loads(connection.recv_bytes())
+        return connection
 
 
 def _wait(child: subprocess.Popen[bytes] | None, seconds: float) -> None:

@@ -9,15 +9,16 @@ import inspect
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import traceback
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from callsheet.core.callback import Callback
 from callsheet.core.parent_process import end_with_parent
 from callsheet.core.spec import CallbackSpec
+from callsheet.lanes.message_socket import MessageSocket
 from callsheet.lanes.snapshot import Inbox, LaneControl, LaneMessage, control_of, snapshot_of
 
 if TYPE_CHECKING:
@@ -27,13 +28,13 @@ if TYPE_CHECKING:
 class _Sender:
     """Sends messages to the process of the run, from any thread. A lock lets only one thread send at a time."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: MessageSocket) -> None:
         self._connection = connection
         self._lock = threading.Lock()
 
     def send(self, content: bytes) -> None:
         with self._lock:
-            self._connection.send_bytes(content)
+            self._connection.send(content)
 
 
 class _RemoteInbox(Inbox):
@@ -47,14 +48,14 @@ class _RemoteInbox(Inbox):
         self._sender.send(pickle.dumps(("message", message)))
 
 
-def serve(connection: Connection) -> None:
+def serve(connection: MessageSocket) -> None:
     """Construct the callback and carry out the calls that arrive on the connection, until the connection is closed."""
     callback: Callback | None = None
     runner: asyncio.Runner | None = None
     sender, process = _Sender(connection), os.getpid()
     while True:
         try:
-            received = connection.recv_bytes()
+            received = connection.receive()
         except (EOFError, OSError):
             return
         try:
@@ -100,4 +101,4 @@ if __name__ == "__main__":
     descriptor = int(sys.argv[1])
     # Processes that the callback starts must not inherit the connection, because they would keep it open.
     os.set_inheritable(descriptor, False)
-    serve(Connection(descriptor))
+    serve(MessageSocket(socket.socket(fileno=descriptor)))
