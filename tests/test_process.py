@@ -61,6 +61,18 @@ class DiesAfterFork(Callback):
         os._exit(7)
 
 
+class WaitsForFile(Callback):
+    """Writes a file, and waits until another file exists."""
+
+    def __init__(self, *, path: str) -> None:
+        self.path = path
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        Path(self.path, "begun").touch()
+        while not Path(self.path, "release").exists():
+            time.sleep(0.01)
+
+
 class WritesAtEnd(Counts):
     """Writes a file when its process ends regularly."""
 
@@ -205,6 +217,34 @@ def test_a_forked_child_does_not_use_its_parent_s_process() -> None:
     fire_steps(manager, ctx, range(4, 6))
     assert manager.state_dict()["callbacks"]["Counts"]["steps"] == [1, 2, 3, 4, 5]
     manager.close()
+
+
+@pytest.mark.test_all
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_that_is_forked_during_a_call_can_use_the_callback_in_a_run_of_its_own(tmp_path: Path) -> None:
+    far = Process(WaitsForFile(path=str(tmp_path)), deadline=60)
+    manager, ctx = opened(far)
+    fire_steps(manager, ctx, range(1, 2))
+    end = time.monotonic() + 60
+    while not (tmp_path / "begun").exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            (tmp_path / "release").touch()
+            own, own_ctx = opened(far)
+            fire_steps(own, own_ctx, range(1, 2))
+            own.drain(own_ctx)
+            code = 0 if far.pid is not None and own.cost_report(1).failures == () else 2
+            own.close()
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    manager.close()
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 @pytest.mark.test_all

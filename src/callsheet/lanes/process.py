@@ -184,6 +184,7 @@ class Process(Background):
                 end.close()
         self._child = self._ending = self._connection = self._theirs = None
         self._users.clear()
+        self._lock = threading.Lock()  # the thread that may hold the lock runs only in the parent
 
     def _ask(self, message: tuple[Any, ...], *, seconds: float | None = None) -> Any:
         """Send a message to the callback's process and return the answer.
