@@ -6,6 +6,7 @@ import atexit
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -71,6 +72,7 @@ class WaitsForFile(Callback):
         Path(self.path, "begun").touch()
         while not Path(self.path, "release").exists():
             time.sleep(0.01)
+        ctx.log_table("steps", ["step"], [[ctx.step]])
 
 
 class WritesAtEnd(Counts):
@@ -297,6 +299,45 @@ def test_a_process_that_a_nested_run_also_uses_ends_with_the_outer_run() -> None
     assert pid is not None
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+class ObservedLock:
+    """A lock that counts the threads that have tried to acquire it."""
+
+    def __init__(self) -> None:
+        self.attempts = 0
+        self._lock = threading.Lock()
+
+    def acquire(self, *, timeout: float) -> bool:
+        self.attempts += 1
+        return self._lock.acquire(timeout=timeout)
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+@pytest.mark.test_all
+def test_what_a_process_logs_belongs_to_the_run_that_has_called_it(tmp_path: Path) -> None:
+    far = Process(WaitsForFile(path=str(tmp_path)), deadline=60)
+    far._lock = lock = ObservedLock()  # type: ignore[assignment]
+    logged: list[tuple[int, Any]] = []
+    runs = []
+    end = time.monotonic() + 60
+    for number in (1, 2):
+        manager = CallbackManager([far])
+        ctx = Context(RunInfo("by hand"), loggers=lambda method, ctx, /, **payload: logged.append((ctx.step, payload["rows"])))
+        manager.open(ctx)
+        fire_steps(manager, ctx, range(number, number + 1))
+        while lock.attempts < number:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        runs.append((manager, ctx))
+    (tmp_path / "release").touch()
+    for manager, ctx in runs:
+        manager.drain(ctx)
+    for manager, _ in runs:
+        manager.close()
+    assert logged == [(1, [[1]]), (2, [[2]])]
 
 
 # --- values that the process cannot rebuild ---

@@ -97,8 +97,8 @@ class Process(Background):
             payload: the other arguments of the method, by name.
         """
         fields = {name: _sendable(getattr(snapshot, name)) for name in FIELDS if name != "control" and snapshot.has(name)}
-        self._control = control = cast("LaneControl", snapshot.control)
-        self._ask(("call", method, fields, dict(payload), control.values()))
+        control = cast("LaneControl", snapshot.control)
+        self._ask(("call", method, fields, dict(payload), control.values()), control=control)
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the current state of the callback, as read from the callback's process.
@@ -186,7 +186,7 @@ class Process(Background):
         self._users.clear()
         self._lock = threading.Lock()  # the thread that may hold the lock runs only in the parent
 
-    def _ask(self, message: tuple[Any, ...], *, seconds: float | None = None) -> Any:
+    def _ask(self, message: tuple[Any, ...], *, control: LaneControl | None = None, seconds: float | None = None) -> Any:
         """Send a message to the callback's process and return the answer.
 
         With `seconds`, wait at most that long, including the time until another call of the lane has ended.
@@ -198,6 +198,7 @@ class Process(Background):
         if seconds is not None:
             seconds = min(seconds, max(self.patience, _ANSWER_SECONDS))
         try:
+            self._control = control or self._control
             return self._asked(packed, seconds)
         except RemoteError:
             raise
