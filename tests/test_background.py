@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import shutil
@@ -42,8 +43,6 @@ class AsyncSteps(Callback):
         self.steps: list[int] = []
 
     async def on_train_step_end(self, ctx: Context) -> None:
-        import asyncio
-
         await asyncio.sleep(0.001 if ctx.step % 7 == 0 else 0)
         self.steps.append(ctx.step)
 
@@ -102,6 +101,23 @@ def opened(*callbacks: Callback) -> tuple[CallbackManager, Context]:
 def fire_steps(manager: CallbackManager, ctx: Context, steps: range) -> None:
     for ctx.step in steps:
         manager.fire("on_train_step_end", ctx)
+
+
+class StartsTasks(Callback):
+    """Records the steps in asyncio tasks, which its handler does not await. A negative step is never recorded."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    async def on_train_step_end(self, ctx: Context) -> None:
+        self.task = asyncio.create_task(self.record(ctx.step))
+
+    async def record(self, step: int) -> None:
+        for _ in range(100):
+            await asyncio.sleep(0)
+        if step < 0:
+            await asyncio.Event().wait()
+        self.steps.append(step)
 
 
 # --- the end ---
@@ -230,6 +246,29 @@ def test_a_handler_can_start_a_run_with_its_own_callback() -> None:
     fire_steps(manager, ctx, range(1, 4))
     manager.close()
     assert callback.steps == [1, 2, 11, 12, 13, 3]
+
+
+def test_the_end_of_a_run_waits_for_tasks_that_a_handler_has_started(caplog: pytest.LogCaptureFixture) -> None:
+    callback = StartsTasks()
+    manager, ctx = opened(Background(callback, deadline=60))
+    fire_steps(manager, ctx, range(1, 6))
+    manager.close()
+    assert callback.steps == [1, 2, 3, 4, 5]
+    assert caplog.text == ""
+
+
+def test_tasks_that_do_not_end_are_named_and_cancelled_at_the_deadline(caplog: pytest.LogCaptureFixture) -> None:
+    callback = StartsTasks()
+    manager, ctx = opened(Background(callback, deadline=0.5, overflow="latest"))
+    fire_steps(manager, ctx, range(-1, 0))
+    manager.close()
+    assert "asyncio tasks of callback StartsTasks are not done after" in caplog.text
+    assert "and are cancelled: StartsTasks.record. Await them" in caplog.text
+    end = time.monotonic() + 60
+    while not callback.task.done():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    assert callback.task.cancelled()
 
 
 def test_undelivered_events_are_in_the_failures_at_the_end_of_the_run(hangs: Hangs) -> None:

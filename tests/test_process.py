@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import os
 import signal
@@ -73,6 +74,21 @@ class WaitsForFile(Callback):
         while not Path(self.path, "release").exists():
             time.sleep(0.01)
         ctx.log_table("steps", ["step"], [[ctx.step]])
+
+
+class WritesInTask(Callback):
+    """Starts an asyncio task, which writes a file, and does not await it."""
+
+    def __init__(self, *, path: str) -> None:
+        self.path = path
+
+    async def on_train_step_end(self, ctx: Context) -> None:
+        self.task = asyncio.create_task(self.write())
+
+    async def write(self) -> None:
+        for _ in range(100):
+            await asyncio.sleep(0)
+        Path(self.path).write_text("written")
 
 
 class WritesAtEnd(Counts):
@@ -161,6 +177,14 @@ def test_processes_that_do_not_end_are_killed_after_one_common_timeout() -> None
         assert pid is not None
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+@pytest.mark.test_all
+def test_a_process_waits_at_its_end_for_tasks_that_a_handler_has_started(tmp_path: Path) -> None:
+    manager, ctx = opened(Process(WritesInTask(path=str(tmp_path / "file")), deadline=60))
+    fire_steps(manager, ctx, range(1, 2))
+    manager.close()
+    assert (tmp_path / "file").read_text() == "written"
 
 
 @pytest.mark.test_all

@@ -15,7 +15,7 @@ from callsheet.core.context import Context
 from callsheet.core.wrappers import failed
 from callsheet.errors import text_of
 from callsheet.lanes.capture import DeviceNumbers, SnapshotCapture, Values, copied
-from callsheet.lanes.queue import Lane, close
+from callsheet.lanes.queue import Lane, close, drain
 from callsheet.lanes.snapshot import Inbox, Snapshot
 from callsheet.lanes.turn import turn_of
 
@@ -75,6 +75,33 @@ class CallbackLane:
         if inspect.isawaitable(answer):
             self._await(answer)
 
+    def begin_to_finish_tasks(self) -> bool:
+        """Let the callback's thread wait for the asyncio tasks that handlers have started. Return False if there are none.
+
+        The wait ends with the lane's deadline. `finish_tasks` waits for it.
+        """
+        if self._runner is None or not self.lane.is_idle:
+            return False
+        import asyncio
+
+        from callsheet.lanes.tasks import finish_tasks
+
+        if not asyncio.all_tasks(self._runner.get_loop()):
+            return False
+        runner, label = self._runner, f"callback {self.registration.label}"
+
+        def finish(_: Values) -> None:
+            runner.run(finish_tasks(self.seconds_left, label))
+
+        finish.kind = "tasks"  # type: ignore[attr-defined]  # the lane reads `kind` from the items of its queue
+        self.lane.put((finish,))
+        return True
+
+    @property
+    def seconds_left(self) -> float:
+        """How long the end of the run may still wait for this lane."""
+        return max(0.0, self.lane.options.deadline - self.lane.waited)
+
     def _await(self, result: Any) -> None:
         import asyncio
 
@@ -97,6 +124,12 @@ def join(lanes: Iterable[CallbackLane]) -> None:
     until = time.monotonic() + END_SECONDS
     for lane in lanes:
         lane.join(max(0.0, until - time.monotonic()))
+
+
+def finish_tasks(lanes: Iterable[CallbackLane]) -> None:
+    """Wait for the asyncio tasks that handlers in these lanes have started, for each lane until its deadline."""
+    seconds = {each.lane: each.seconds_left for each in lanes if each.begin_to_finish_tasks()}
+    drain(seconds, lambda lane: seconds[lane] + END_SECONDS)
 
 
 class LaneDelivery:

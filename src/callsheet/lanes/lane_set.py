@@ -23,7 +23,7 @@ from callsheet.core.states import keeps_state, results_of, starts_without, state
 from callsheet.core.wrappers import Handler
 from callsheet.errors import text_of
 from callsheet.lanes.capture import DeviceNumbers
-from callsheet.lanes.delivery import CallbackLane, LaneDelivery, join
+from callsheet.lanes.delivery import CallbackLane, LaneDelivery, finish_tasks, join
 from callsheet.lanes.process import Process
 from callsheet.lanes.queue import drain
 from callsheet.lanes.snapshot import Inbox
@@ -139,6 +139,7 @@ class LaneSet:
                     return lane
                 # The callback has a new `Background` wrapper and therefore a new thread, so end the old thread.
                 drain([lane.lane], lane.lane.options.deadline)
+                finish_tasks([lane])
                 if (
                     isinstance(old.thing, Callback)
                     and isinstance(registration.thing, Callback)
@@ -214,6 +215,7 @@ class LaneSet:
         try:
             for undelivered in self.drain(share=1.0):
                 logger.error("The run ends, and a lane has not delivered all events: %s", undelivered)
+            finish_tasks(lanes)
         finally:
             for registration, each in self._lanes.items():
                 self._dropped[registration] = each.lane.dropped

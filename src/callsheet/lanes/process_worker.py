@@ -15,7 +15,8 @@ import threading
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from callsheet.core.callback import Callback
+from callsheet.core.background import END_SECONDS
+from callsheet.core.callback import Callback, label_of
 from callsheet.core.parent_process import end_with_parent
 from callsheet.core.spec import CallbackSpec
 from callsheet.lanes.message_socket import MessageSocket
@@ -23,6 +24,10 @@ from callsheet.lanes.snapshot import Inbox, LaneControl, LaneMessage, control_of
 
 if TYPE_CHECKING:
     import asyncio
+
+
+# How long this process waits, at its end, for asyncio tasks that handlers have started: a little less than until it is killed.
+_TASKS_SECONDS = 0.8 * END_SECONDS
 
 
 class _Sender:
@@ -57,7 +62,7 @@ def serve(connection: MessageSocket) -> None:
         try:
             received = connection.receive()
         except (EOFError, OSError):
-            return
+            break
         try:
             message = pickle.loads(received)  # an error here, such as a class that cannot be imported, fails only this call
             answer = None
@@ -79,6 +84,11 @@ def serve(connection: MessageSocket) -> None:
         if os.getpid() != process:
             os._exit(0)
         sender.send(reply)
+    if callback is not None and runner is not None:
+        from callsheet.lanes.tasks import finish_tasks
+
+        runner.run(finish_tasks(_TASKS_SECONDS, f"callback {label_of(callback)}"))
+        runner.close()
 
 
 def _called(callback: Callback, message: tuple[Any, ...], inbox: Inbox) -> Any:

@@ -9,18 +9,19 @@ from callsheet.bridges.guest_base import Guest, no_guest
 from callsheet.bridges.instructlab.internals import PACKAGE
 from callsheet.bridges.instructlab.names import (
     HOOK_NAMES,
+    TASKS_SECONDS,
     TrainingContext,
     bases,
     call_hook,
-    finish_tasks,
     listens_to,
     seen,
 )
-from callsheet.core.callback import Phase
+from callsheet.core.callback import Phase, label_of
 from callsheet.core.context import Context
 from callsheet.core.lane_options import LaneOptions
 from callsheet.core.run_state import CheckpointInfo
 from callsheet.core.time import TimeUnit
+from callsheet.lanes.tasks import finish_tasks
 
 
 def guest(
@@ -197,7 +198,7 @@ class InstructLabGuest(Guest):
 
     async def _run_ends(self, ctx: Context) -> None:
         await self._call(*self._ended())
-        await finish_tasks()
+        await finish_tasks(TASKS_SECONDS, f"InstructLab's callback {label_of(self)}")
 
     # --- paths in the context ---
 

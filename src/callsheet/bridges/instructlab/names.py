@@ -21,6 +21,7 @@ from callsheet.core.lane_options import LaneOptions
 from callsheet.errors import did_you_mean
 from callsheet.lanes.capture import copied
 from callsheet.lanes.queue import Lane, close, drain
+from callsheet.lanes.tasks import finish_tasks
 
 logger = logging.getLogger("callsheet")
 
@@ -269,7 +270,7 @@ class CallbackManager:
         """Call the hook in `item`. If `item` is None, wait for the tasks that hooks have started."""
         # All hooks run in one event loop, because a network client can be used only in the event loop that created it.
         self._runner = self._runner or asyncio.Runner()
-        self._runner.run(call_hook(*item) if item is not None else finish_tasks())
+        self._runner.run(call_hook(*item) if item is not None else finish_tasks(TASKS_SECONDS, "InstructLab's callbacks"))
 
     def _finish(self) -> None:
         if self._runner is not None:
@@ -304,20 +305,6 @@ async def call_hook(method: Callable[[TrainingContext], Any], context: TrainingC
             await result
     except BaseException as error:  # catches SystemExit too, because a hook must not end the program
         log_failure(method, context, error)
-
-
-async def finish_tasks() -> None:
-    """Wait until all other tasks of the event loop are done, for at most `TASKS_SECONDS`. Log an error if some are not."""
-    loop = asyncio.get_running_loop()
-    until = loop.time() + TASKS_SECONDS
-    while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
-        _, left = await asyncio.wait(tasks, timeout=max(0.0, until - loop.time()))
-        if left:
-            names = ", ".join(sorted(getattr(task.get_coro(), "__qualname__", task.get_name()) for task in left))
-            logger.error(
-                "asyncio tasks of InstructLab's callbacks are not done after %g s, and are cancelled: %s", TASKS_SECONDS, names
-            )
-            return
 
 
 def log_failure(method: Callable[..., Any], context: TrainingContext, error: BaseException) -> None:
