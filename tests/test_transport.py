@@ -525,9 +525,33 @@ class Timed(TrainerCallback):
         self.began = self.token = random.SystemRandom().random()
 
 
-def test_ignored_attributes_of_other_frameworks_callbacks_are_not_compared() -> None:
-    one, other = ({"it": _SentCallback.of(Timed())} for _ in range(2))
-    assert differences(fingerprint(one), fingerprint(other)) == ["it.foreign.token: a float with another value there"]
+class Slots:
+    """An object without a `__dict__`, with an attribute that differs between processes."""
+
+    __slots__ = ("began", "token")
+    transport_ignore: tuple[str, ...] = ("began",)
+
+    def __init__(self) -> None:
+        self.began = self.token = random.SystemRandom().random()
+
+
+class SlotsAndMore(Slots):
+    """An object with slots and a `__dict__`."""
+
+    transport_ignore = ("began", "more")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = self.other = self.token
+
+
+def test_ignored_attributes_of_other_objects_are_not_compared() -> None:
+    def compared(make: Callable[[], object]) -> list[str]:
+        return differences(*(fingerprint({"it": make()}) for _ in range(2)))
+
+    assert compared(lambda: _SentCallback.of(Timed())) == ["it.foreign.token: a float with another value there"]
+    assert compared(Slots) == ["it.token: a float with another value there"]
+    assert compared(SlotsAndMore) == [f"it.{name}: a float with another value there" for name in ("other", "token")]
 
 
 @pytest.mark.test_all

@@ -128,6 +128,10 @@ class _Fingerprinter:
             return reduced
         make, args, state, items, pairs = (*reduced, None, None, None, None)[:5]
         parts = {"how it is made": make, "arguments": args}
+        match state:
+            # Python's own state of an object whose class has `__slots__`.
+            case (None | dict() as attributes, dict() as slots) if getattr(kind, "__getstate__", None) is object.__getstate__:
+                state = (attributes or {}) | slots
         given = getattr(kind, IGNORE_ATTRIBUTE, ())  # a callback of another framework may have this attribute too
         ignored = given if isinstance(given, (tuple, list, set, frozenset)) else ()
         parts |= (
