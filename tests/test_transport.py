@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
@@ -325,6 +325,36 @@ def test_an_encoded_value_that_is_nested_too_deeply_is_rejected_with_its_path(le
         TransportError, match=r"^it \(SavesWhatItHas\): its state\['value'\](\[0\])+: nested deeper than 99 levels"
     ):
         encode({"it": callback}, allow_pickle=False)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any = None
+
+
+@dataclass(frozen=True)
+class Box:
+    content: Any
+
+
+@pytest.mark.parametrize(
+    ("nest", "levels"),
+    [
+        pytest.param(lambda value: [value], 99, id="lists"),
+        pytest.param(lambda value: {"a": value}, 99, id="dicts"),
+        pytest.param(lambda value: frozenset({value}), 49, id="sets"),
+        pytest.param(Box, 33, id="dataclasses"),
+        pytest.param(Pair, 33, id="named tuples"),
+        pytest.param(lambda value: functools.partial(at_the_top, factor=value), 33, id="partials"),
+    ],
+)
+def test_the_limits_of_nesting_are_those_of_the_docs(nest: Callable[[Any], Any], levels: int) -> None:
+    value: Any = 1
+    for _ in range(levels):
+        value = nest(value)
+    decode(encode(value, allow_pickle=False))
+    with pytest.raises(TransportError, match=r"nested deeper than (99|100) levels; flatten"):
+        encode(nest(value), allow_pickle=False)
 
 
 def test_dataclasses_and_enums_are_equal_after_encoding_and_decoding() -> None:

@@ -43,7 +43,8 @@ from callsheet.transport.sealed import MAX_CONTENT_BYTES, TransportError
 CALLBACK_SETTINGS = (*(name for name in Callback.__annotations__ if not name.startswith("_")), IGNORE_ATTRIBUTE)
 """The settings of a callback: class attributes that an instance may override."""
 
-# The maximum depth of nesting in a value: one less than in the checkpoint format, because `encode` puts the value into a document.
+# The maximum depth of nesting in a value: one less than in the checkpoint format, because `encode` puts the value into a document. An
+# object that is written as `{"@dataclass": [path, {...}]}` or in a similar form takes two or three levels of that format.
 _MAX_DEPTH = 99
 _LENGTH_BYTES = 8  # each encoded part begins with the part's length, as a number of this many bytes
 
