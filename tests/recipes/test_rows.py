@@ -11,7 +11,7 @@ from datasets import Dataset, DatasetDict
 from torch.utils.data import DataLoader
 
 from callsheet.errors import ConfigError
-from callsheet.recipes.data.rows import Rows, Table
+from callsheet.recipes.data.rows import Rows, Stream, Table
 from callsheet.recipes.data.text_rows import TextRows
 from callsheet.recipes.models.byte_tokenizer import byte_tokenizer
 
@@ -82,6 +82,68 @@ def test_half_of_a_surrogate_pair_is_rejected_with_its_line(tmp_path: Path) -> N
     Path(half).write_bytes(b'{"text": "\xed\xa0\xbd"}\n')
     with pytest.raises(ConfigError, match=r"half\.jsonl:1: this line has half of a surrogate pair"):
         Rows(half).read(["text"])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "a', r"b\.jsonl:2: this line is not JSON"),
+        ("[1]", r"b\.jsonl:2: this line is a JSON list, not an object"),
+        ('{"words": "a"}', r"b\.jsonl:2: there is no column 'text' \(it has words\)"),
+        ('{"text": "\\ud83d"}', r"b\.jsonl:2: this line has half of a surrogate pair"),
+        ('{"text": 5}', r"b\.jsonl:2: the column 'text' holds int, not a text"),
+    ],
+)
+def test_a_damaged_line_of_a_stream_is_rejected_with_its_file_and_line(
+    line: str, message: str, workers: int, tmp_path: Path
+) -> None:
+    write(tmp_path / "a.jsonl", ["whole"] * 3)
+    damaged = Path(write(tmp_path / "b.jsonl", ["whole"]))
+    damaged.write_text(f"{damaged.read_text()}{line}\n")
+    dataset = TextRows(Rows(str(tmp_path), streaming=True), sequence_length=2).sets(byte_tokenizer()).datasets["train"]
+    with pytest.raises(ConfigError, match=message):
+        list(DataLoader(dataset, batch_size=None, num_workers=workers))
+
+
+def test_a_stream_keeps_the_types_and_null_keys_of_json_lines(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"text": "2024-01-01"}, {"text": 5, "more": [1]}, {"text": {"a": None}}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert list(Rows(str(tmp_path / "rows.jsonl"), streaming=True).read(["text"])) == rows
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_file_of_a_stream_that_was_deleted_is_named(kind: str, tmp_path: Path) -> None:
+    for name in "ab":
+        if kind == "jsonl":
+            write(tmp_path / f"{name}.jsonl", [name])
+        else:
+            Dataset.from_list([{"text": name}]).to_parquet(tmp_path / f"{name}.parquet")
+    rows = Rows(str(tmp_path / f"*.{kind}"), streaming=True).read(["text"])
+    (tmp_path / f"b.{kind}").unlink()
+    assert next(iter(rows))["text"] == "a"
+    with pytest.raises(ConfigError, match=rf"there is no file .*b\.{kind}"):
+        list(rows)
+
+
+def test_a_parquet_file_of_a_stream_with_other_columns_is_named(tmp_path: Path) -> None:
+    Dataset.from_list([{"text": "a"}] * 2).to_parquet(tmp_path / "a.parquet")
+    Dataset.from_list([{"words": "b"}]).to_parquet(tmp_path / "b.parquet")
+    rows = Rows(str(tmp_path / "*.parquet"), streaming=True).read(["text"])
+    with pytest.raises(
+        ConfigError, match=r"b\.parquet, row 1: this row or one of the next rows cannot be read: CastError: .*; repair"
+    ):
+        list(rows)
+
+
+@pytest.mark.parametrize(("files", "texts"), [("ab", ["a0", "a1", "b0"]), ("a", ["a0", "a1", "a2"])])
+def test_workers_share_the_limit_of_a_stream(files: str, texts: list[str], tmp_path: Path) -> None:
+    for name in files:
+        write(tmp_path / f"{name}.jsonl", [f"{name}{number}" for number in range(5)])
+    rows = Rows(str(tmp_path), streaming=True, limit=3).read(["text"])
+    assert isinstance(rows, Stream)
+    assert [row["text"] for row in rows] == ["a0", "a1", "a2"]
+    assert sorted(row["text"] for row in DataLoader(rows, batch_size=None, num_workers=2)) == texts
 
 
 def test_a_folder_of_json_lines_and_parquet_files_is_rejected(tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ import re
 from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from callsheet.errors import ConfigError, did_you_mean
 
@@ -61,7 +62,7 @@ class Rows:
     def read(self, columns: Collection[str]) -> Table | Stream:
         """Return the rows as a table or, if `streaming` is set, as a stream.
 
-        Streamed rows are not read here, so only their column names are checked, if they are known.
+        Streamed rows are not read here, so only the columns of the first row are checked, if they are known.
 
         Args:
             columns: the columns that every row must have.
@@ -77,8 +78,10 @@ class Rows:
         if is_pattern and not files:
             raise ConfigError(f"no file matches {self.path}")
         self._check_kinds(files)
-        if all(file.endswith(_JSON_ENDINGS) for file in files) and not self.streaming:
-            return LineTable([Path(file) for file in files], columns, self.limit)
+        is_local = not any("://" in file for file in files)
+        if all(file.endswith(_JSON_ENDINGS) for file in files) and (is_local or not self.streaming):
+            paths = [Path(file) for file in files]
+            return (LineStream if self.streaming else LineTable)(paths, columns, self.limit)
         return self._dataset(files, columns)
 
     def _of_folder(self) -> list[str]:
@@ -140,7 +143,8 @@ class Rows:
         if names is not None:
             check_columns(self.path, names, columns)
         if self.streaming:
-            return Stream(found if self.limit is None else found.take(self.limit), self.path)
+            found = found if self.limit is None else found.take(self.limit)
+            return DatasetStream(found, self.path, columns, files if is_parquet else ())
         if not len(found):
             raise ConfigError(f"{self.path} has no rows")
         return DatasetTable(found if self.limit is None else found.select(range(min(self.limit, len(found)))), self.path)
@@ -169,22 +173,16 @@ class LineTable(Table):
         self._file, self._start, self._line = array("L"), array("Q"), array("Q")
         self._maps: dict[int, mmap.mmap] = {}
         for number, file in enumerate(files):
-            if not file.is_file():
-                raise ConfigError(f"there is no file {file}")
-            with file.open("rb") as lines:
-                start = 0
-                for line_number, line in enumerate(lines, 1):
-                    if limit is not None and len(self) >= limit:
-                        break
-                    if line.strip():
-                        row = _parsed(line, f"{file}:{line_number}")
-                        check_columns(f"{file}:{line_number}", row, columns)
-                        self._file.append(number)
-                        self._start.append(start)
-                        self._line.append(line_number)
-                    start += len(line)
+            for line_number, start, line in _lines(file):
+                if limit is not None and len(self) >= limit:
+                    break
+                row = _parsed(line, f"{file}:{line_number}")
+                check_columns(f"{file}:{line_number}", row, columns)
+                self._file.append(number)
+                self._start.append(start)
+                self._line.append(line_number)
         if not len(self):
-            raise ConfigError(f"{', '.join(map(str, files))}: the file has no rows; give one with a JSON object on each line")
+            _reject_empty(files)
 
     def __len__(self) -> int:
         return len(self._start)
@@ -225,22 +223,97 @@ class DatasetTable(Table):
 
 
 class Stream(IterableDataset[Any]):
-    """Rows that can only be read in sequence, without the null keys that Arrow adds (see `_own_keys`).
+    """Rows that can only be read in sequence. If there are several workers, each reads its own part of the rows.
 
     A resumed run reads the rows again that it had already used, and skips them.
     """
 
-    def __init__(self, source: Any, path: str) -> None:
-        self._source = source
-        self._path = path
+    def places(self) -> Iterator[tuple[str, Row]]:
+        """Yield each row with its place, such as `train.jsonl:17`, for error messages.
+
+        Raises:
+            ConfigError: a row cannot be read, or a column is missing; the message names the place.
+        """
+        raise NotImplementedError
 
     def __iter__(self) -> Iterator[Row]:
-        features = self._source.features
-        return (_own_row(row, features) for row in self._source)
+        return (row for _, row in self.places())
+
+
+class LineStream(Stream):
+    """A stream of the rows in files of JSON lines. Each line is checked when it is read."""
+
+    def __init__(self, files: Sequence[Path], columns: Collection[str] = (), limit: int | None = None) -> None:
+        self._files = files
+        self._columns = columns
+        self._limit = limit
+        if next(self.places(), None) is None:
+            _reject_empty(files)
 
     def places(self) -> Iterator[tuple[str, Row]]:
-        """Yield each row with its place, such as `train.jsonl:17`, for error messages."""
-        return ((f"{self._path}, row {number}", row) for number, row in enumerate(self, 1))
+        """Yield each row with its file and line number, counted from 1."""
+        files, limit = list(self._files), self._limit
+        if (worker := get_worker_info()) is not None:
+            files = _own_files(files)
+            readers = min(worker.num_workers, len(self._files))
+            limit = limit and limit // readers + (worker.id < limit % readers)
+        lines = ((f"{file}:{number}", line) for file in files for number, _, line in _lines(file))
+        for place, line in islice(lines, limit):
+            row = _parsed(line, place)
+            check_columns(place, row, self._columns)
+            yield place, row
+
+
+class DatasetStream(Stream):
+    """A stream of rows from a dataset of the library `datasets`, without the null keys that Arrow adds (see `_own_keys`).
+
+    Args:
+        source: the dataset.
+        path: what the user has given as the path.
+        columns: the columns that every row must have.
+        parquet: the files, if the dataset is read from Parquet files.
+    """
+
+    def __init__(self, source: Any, path: str, columns: Collection[str] = (), parquet: Sequence[str] = ()) -> None:
+        self._source = source
+        self._path = path
+        self._columns = columns
+        self._parquet = parquet
+
+    def places(self) -> Iterator[tuple[str, Row]]:
+        """Yield each row with the data's path and the row's number, counted from 1."""
+        features, rows = self._source.features, iter(self._source)
+        for number in count(1):
+            place = f"{self._path}, row {number}"
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except Exception as error:  # `datasets` and the hub raise many kinds of errors
+                place = self._place_in_file(number) or place
+                if isinstance(error, FileNotFoundError):
+                    raise ConfigError(f"there is no file {error.filename or place}") from error
+                raise ConfigError(
+                    f"{place}: this row or one of the next rows cannot be read: "
+                    f"{type(error).__name__}: {' '.join(str(error).split())}; repair the data, or leave the row out"
+                ) from error
+            check_columns(place, row, self._columns)
+            yield place, _own_row(row, features)
+
+    def _place_in_file(self, number: int) -> str:
+        """Return the Parquet file of the row `number`, with the row's number in this file. Return an empty string if it is unknown."""
+        from pyarrow import ArrowException
+        from pyarrow.parquet import read_metadata
+
+        for file in _own_files(self._parquet):
+            try:
+                rows = read_metadata(file).num_rows
+            except (OSError, ArrowException):  # the file is missing or damaged
+                return str(file)
+            if number <= rows:
+                return f"{file}, row {number}"
+            number -= rows
+        return ""
 
 
 class Prepared(Dataset[Any]):
@@ -287,6 +360,35 @@ def check_columns(place: str, there: Collection[str], wanted: Collection[str]) -
     for column in wanted:
         if column not in there:
             reject(place, f"there is no column {column!r}{did_you_mean(column, there)} (it has {', '.join(there) or 'none'})")
+
+
+def _lines(file: Path) -> Iterator[tuple[int, int, bytes]]:
+    """Yield the number, the start and the content of each line of a file that is not blank.
+
+    Raises:
+        ConfigError: the file does not exist, or cannot be read.
+    """
+    if not file.is_file():
+        raise ConfigError(f"there is no file {file}")
+    try:
+        with file.open("rb") as lines:
+            start = 0
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield number, start, line
+                start += len(line)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def _reject_empty(files: Sequence[Path]) -> NoReturn:
+    raise ConfigError(f"{', '.join(map(str, files))}: the file has no rows; give one with a JSON object on each line")
+
+
+def _own_files(files: Sequence[Any]) -> list[Any]:
+    """Return the files that this worker reads, as `datasets` divides them; all files if there are no workers."""
+    worker = get_worker_info()
+    return list(files) if worker is None else list(files[worker.id :: worker.num_workers])
 
 
 def _own_row(row: Row, features: Mapping[str, Any] | None) -> Row:
