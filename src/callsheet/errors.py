@@ -82,6 +82,12 @@ class MissingPackage(CallsheetError, ImportError):
 class ConfigError(CallsheetError, ValueError):
     """An argument or a configuration value is invalid. The message names the argument or value and says what to do."""
 
+    def __init__(self, message: object = "", *more: object) -> None:
+        if isinstance(message, str) and message.startswith(f"Caught {type(self).__name__} in DataLoader worker process "):
+            # torch raises an error of a worker again with the worker's traceback as the message, which ends with this line.
+            message = message.rpartition(f"\n{type(self).__module__}.{type(self).__name__}: ")[2].rstrip("\n")
+        super().__init__(message, *more)
+
 
 class UnknownArgument(ConfigError, TypeError):
     """A class or function was called with a keyword argument that it does not have. The message suggests the right argument."""
