@@ -174,6 +174,14 @@ def test_a_folder_that_datasets_saved_is_read_by_split(tmp_path: Path) -> None:
     assert texts_of(Rows(str(tmp_path / "saved"), split="test")) == ["test"]
 
 
+def test_a_missing_split_of_a_saved_folder_is_an_error_that_names_the_splits(tmp_path: Path) -> None:
+    DatasetDict({name: Dataset.from_list([{"text": name}]) for name in ("train", "validation")}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(
+        ConfigError, match=r"saved has no split 'valid'; did you mean 'validation'\? \(it has train, validation\)$"
+    ):
+        Rows(str(tmp_path / "saved"), split="valid").read(["text"])
+
+
 def test_the_name_of_a_file_may_have_brackets(tmp_path: Path) -> None:
     lines = write(tmp_path / "rows[1].jsonl", ["a", "b"])
     Dataset.from_list([{"text": "c"}]).to_parquet(tmp_path / "rows[1].parquet")

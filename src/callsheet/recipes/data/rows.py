@@ -128,12 +128,13 @@ class Rows:
                 escaped = [glob.escape(file) for file in files]  # escape the names, because `datasets` reads them as patterns
                 found = datasets.load_dataset(kind, data_files=escaped, split="train", streaming=self.streaming)
             elif (Path(self.path) / "state.json").exists() or (Path(self.path) / "dataset_dict.json").exists():
-                found = datasets.load_from_disk(self.path)
-                found = found[self.split] if isinstance(found, datasets.DatasetDict) else found
+                found = self._saved(datasets.load_from_disk(self.path))
             else:
                 found = datasets.load_dataset(
                     self.path, self.name, split=self.split, revision=self.revision, streaming=self.streaming
                 )
+        except ConfigError:
+            raise
         except Exception as error:  # `datasets` and the hub raise many kinds of errors
             raise ConfigError(
                 f"no rows could be read from {self.path}: {type(error).__name__}: {error}; give a file of JSON lines or a Parquet file, "
@@ -148,6 +149,15 @@ class Rows:
         if not len(found):
             raise ConfigError(f"{self.path} has no rows")
         return DatasetTable(found if self.limit is None else found.select(range(min(self.limit, len(found)))), self.path)
+
+    def _saved(self, found: Any) -> Any:
+        """Return the dataset that `datasets` has loaded from a saved folder; of several splits, the split `split`."""
+        if isinstance(found, Mapping):
+            if self.split not in found:
+                near = did_you_mean(self.split, found)
+                raise ConfigError(f"{self.path} has no split {self.split!r}{near} (it has {', '.join(found) or 'none'})")
+            found = found[self.split]
+        return found
 
 
 class Table(Sequence[Row]):
