@@ -174,6 +174,17 @@ def test_a_folder_that_datasets_saved_is_read_by_split(tmp_path: Path) -> None:
     assert texts_of(Rows(str(tmp_path / "saved"), split="test")) == ["test"]
 
 
+def test_workers_share_the_rows_of_a_saved_folder(tmp_path: Path) -> None:
+    rows = [{"text": str(number)} for number in range(6)]
+    Dataset.from_list(rows).save_to_disk(tmp_path / "saved", num_shards=2)
+    for limit in (None, 4):
+        stream = Rows(str(tmp_path / "saved"), streaming=True, limit=limit).read(["text"])
+        assert isinstance(stream, Stream)
+        assert list(stream) == rows[:limit]
+        read = list(DataLoader(stream, batch_size=None, num_workers=2))
+        assert len(read) == len({row["text"] for row in read}) == (limit or len(rows))
+
+
 def test_a_missing_split_of_a_saved_folder_is_an_error_that_names_the_splits(tmp_path: Path) -> None:
     DatasetDict({name: Dataset.from_list([{"text": name}]) for name in ("train", "validation")}).save_to_disk(tmp_path / "saved")
     with pytest.raises(

@@ -157,7 +157,8 @@ class Rows:
                 near = did_you_mean(self.split, found)
                 raise ConfigError(f"{self.path} has no split {self.split!r}{near} (it has {', '.join(found) or 'none'})")
             found = found[self.split]
-        return found
+        # As an iterable dataset, it is divided among the workers of a dataloader, one part for each of its files.
+        return found.to_iterable_dataset(max(1, len(found.cache_files))) if self.streaming else found
 
 
 class Table(Sequence[Row]):
