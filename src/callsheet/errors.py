@@ -133,6 +133,15 @@ def did_you_mean(name: str, valid: Iterable[str], *, cutoff: float = 0.5) -> str
     return f"; did you mean {by_folded[near[0]]!r}?" if near else ""
 
 
+def check_characters(text: str, place: str) -> None:
+    """Raise ConfigError if a text has half of a surrogate pair, which no tokenizer can encode. `place` says where the text is."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise ConfigError(f"{place}: half of a surrogate pair, {half!a}, is not a character; remove it") from None
+
+
 def unknown_arguments(strays: Sequence[str], options: Iterable[str]) -> str:
     """Return an error message for unknown arguments of a command. The message suggests an option similar to the first unknown one."""
     wrong = next((word.partition("=")[0] for word in strays if word.startswith("--")), None)

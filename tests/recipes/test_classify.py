@@ -171,6 +171,8 @@ def test_a_trained_encoder_s_results_answers_and_export_agree(data: Path, encode
     assert sum(answers[0]["probabilities"].values()) == pytest.approx(1)
     with pytest.raises(ConfigError, match="row 2: there is no column 'text'"):
         list(opened.answers([{"text": "a"}, {"txt": "b"}]))
+    with pytest.raises(ConfigError, match="row 2: half of a surrogate pair"):
+        list(opened.answers([{"text": "a"}, {"text": "\ud83d"}]))
 
 
 def test_a_resumed_run_ends_with_the_same_weights(data: Path, tmp_path: Path) -> None:

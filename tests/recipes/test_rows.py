@@ -11,9 +11,12 @@ from datasets import Dataset, DatasetDict
 from torch.utils.data import DataLoader
 
 from callsheet.errors import ConfigError
-from callsheet.recipes.data.rows import Rows, Stream, Table
+from callsheet.recipes.data.rows import Rows, Stream, Table, numbered
 from callsheet.recipes.data.text_rows import TextRows
+from callsheet.recipes.distill import DistillConfig
+from callsheet.recipes.finetune import FinetuneConfig
 from callsheet.recipes.models.byte_tokenizer import byte_tokenizer
+from callsheet.recipes.pretrain import PretrainConfig
 
 
 def write(path: Path, texts: list[str]) -> str:
@@ -77,10 +80,10 @@ def test_half_of_a_surrogate_pair_is_rejected_with_its_line(tmp_path: Path) -> N
     whole = write(tmp_path / "whole.jsonl", ["\U0001f600", "\\ud83d"])  # a pair, and a backslash with text
     assert texts_of(Rows(whole)) == ["\U0001f600", "\\ud83d"]
     half = write(tmp_path / "half.jsonl", ["a", "\ud83d"])
-    with pytest.raises(ConfigError, match=r"half\.jsonl:2: this line has half of a surrogate pair, '\\ud83d'"):
+    with pytest.raises(ConfigError, match=r"half\.jsonl:2: half of a surrogate pair, '\\ud83d'"):
         Rows(half).read(["text"])
     Path(half).write_bytes(b'{"text": "\xed\xa0\xbd"}\n')
-    with pytest.raises(ConfigError, match=r"half\.jsonl:1: this line has half of a surrogate pair"):
+    with pytest.raises(ConfigError, match=r"half\.jsonl:1: half of a surrogate pair"):
         Rows(half).read(["text"])
 
 
@@ -91,7 +94,7 @@ def test_half_of_a_surrogate_pair_is_rejected_with_its_line(tmp_path: Path) -> N
         ('{"text": "a', r"b\.jsonl:2: this line is not JSON"),
         ("[1]", r"b\.jsonl:2: this line is a JSON list, not an object"),
         ('{"words": "a"}', r"b\.jsonl:2: there is no column 'text' \(it has words\)"),
-        ('{"text": "\\ud83d"}', r"b\.jsonl:2: this line has half of a surrogate pair"),
+        ('{"text": "\\ud83d"}', r"b\.jsonl:2: half of a surrogate pair"),
         ('{"text": 5}', r"b\.jsonl:2: the column 'text' holds int, not a text"),
     ],
 )
@@ -105,6 +108,21 @@ def test_a_damaged_line_of_a_stream_is_rejected_with_its_file_and_line(
     with pytest.raises(ConfigError, match=rf"^\S*{message}") as found:
         list(DataLoader(dataset, batch_size=None, num_workers=workers))
     assert "\n" not in str(found.value)
+
+
+def test_half_of_a_surrogate_pair_is_rejected_with_the_row_of_a_program(tmp_path: Path) -> None:
+    given: list[dict[str, Any]] = [{"text": "\U0001f600", "image": object()}, {"messages": [{"content": "a\ud83d"}]}]
+    rows = numbered(given)
+    assert next(rows) == ("row 1", given[0])
+    with pytest.raises(ConfigError, match=r"^row 2: half of a surrogate pair, '\\ud83d', is not a character; remove it$"):
+        next(rows)
+
+
+@pytest.mark.parametrize("config", [PretrainConfig, FinetuneConfig, DistillConfig])
+def test_half_of_a_surrogate_pair_is_rejected_with_its_prompt(config: Any) -> None:
+    assert config(prompts=["\U0001f600"]).prompts == ["\U0001f600"]
+    with pytest.raises(ConfigError, match=r"^prompts\[1\]: half of a surrogate pair, '\\ud83d'"):
+        config(prompts=["a", "b\ud83d"])
 
 
 def test_a_stream_keeps_the_types_and_null_keys_of_json_lines(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import json
 import mmap
 import re
 from array import array
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from callsheet.errors import ConfigError, did_you_mean
+from callsheet.errors import ConfigError, check_characters, did_you_mean
 
 _JSON_ENDINGS = (".jsonl", ".ndjson", ".json")
 _FILES_OF_DATASETS = ("metadata.jsonl", "dataset_info.json", "dataset_dict.json")
@@ -26,9 +26,7 @@ _FILES_OF_DATASETS = ("metadata.jsonl", "dataset_info.json", "dataset_dict.json"
 _SPLIT_PREFIXES = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
 """For each split of a dataset, the prefixes of its file names, such as `valid` for `validation`."""
 _SURROGATE_PATTERN = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-"""Matches each part of a surrogate pair in the bytes of a JSON text."""
-_LONE_SURROGATE_PATTERN = re.compile("[\ud800-\udfff]")
-"""Matches a part of a surrogate pair in a parsed JSON text. The parser has combined the parts of whole pairs to one character."""
+"""Matches each part of a surrogate pair in the bytes of a JSON text. The parser combines the parts of whole pairs to one character."""
 
 Row = Mapping[str, Any]
 Transform = Callable[["Row", str], Any]
@@ -357,6 +355,17 @@ def prepared(rows: Table | Stream, transform: Transform) -> Prepared | PreparedS
     return Prepared(rows, transform) if isinstance(rows, Table) else PreparedStream(rows, transform)
 
 
+def numbered(rows: Iterable[Row]) -> Iterator[tuple[str, Row]]:
+    """Yield each row that a program has given, with its place, such as `row 3`, for error messages.
+
+    Raises:
+        ConfigError: a text in a row has half of a surrogate pair.
+    """
+    for number, row in enumerate(rows, 1):
+        check_characters(json.dumps(row, ensure_ascii=False, skipkeys=True, default=lambda value: None), f"row {number}")
+        yield f"row {number}", row
+
+
 def reject(place: str, why: str) -> NoReturn:
     """Raise ConfigError for the row at `place`. The text `why` says what is wrong and what to do."""
     raise ConfigError(f"{place}: {why}")
@@ -428,14 +437,12 @@ def _own_keys(value: Any, feature: Any) -> Any:
 def _parsed(line: bytes, place: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-        may_have_half = _SURROGATE_PATTERN.search(line) is not None
-        half = _LONE_SURROGATE_PATTERN.search(json.dumps(row, ensure_ascii=False)) if may_have_half else None
+        text = json.dumps(row, ensure_ascii=False) if _SURROGATE_PATTERN.search(line) else ""
     except ValueError as error:  # the line is not JSON or not UTF-8
         reject(place, f"this line is not JSON: {error}; give one JSON object per line")
     except RecursionError:
         reject(place, "the values of this line are nested too deeply to be read; give one flat JSON object per line")
-    if half is not None:
-        reject(place, f"this line has half of a surrogate pair, {half.group()!a}, which is not a character; remove it")
+    check_characters(text, place)
     if not isinstance(row, dict):
         reject(place, f"this line is a JSON {type(row).__name__}, not an object; give an object with a value for each column")
     return row
