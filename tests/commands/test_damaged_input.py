@@ -40,7 +40,7 @@ def test_resuming_over_a_damaged_configuration_names_the_file_and_what_to_do(
     content: bytes, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.yaml").write_bytes(content)
-    with pytest.raises(ConfigError, match=rf"config\.yaml{message}.*restore it.*--resume new") as found:
+    with pytest.raises(ConfigError, match=rf"config\.yaml{message}.*restore it.*resume='new'") as found:
         reject_another_job(tmp_path / "config.yaml", "seed: 1\n", ())
     assert "\n" not in str(found.value)
 

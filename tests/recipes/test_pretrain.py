@@ -230,7 +230,7 @@ def test_a_run_that_was_started_in_python_can_be_evaluated_and_resumed(
     recipe = pretrain(config(tmp_path), callbacks=[CheckpointSaver(save_interval="3ba")])
     assert main(["evaluate", str(tmp_path / "runs" / "pretrain")]) == 0
     assert f"{recipe.results['held_out/loss']:.5f}" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="holds a run with another batch_size"):
+    with pytest.raises(ConfigError, match=r"holds a run with another batch_size.*; resume='new' sets the run aside"):
         pretrain(config(tmp_path, batch_size=2, max_duration="9ba"))
     again = pretrain(config(tmp_path, max_duration="9ba"), callbacks=[CheckpointSaver(save_interval="3ba")])
     assert again.trainer.state.timestamp.batch == 9

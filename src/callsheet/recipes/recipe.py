@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
@@ -72,6 +73,8 @@ class Recipe(Generic[AnyConfig]):
     results_are_in: ClassVar[str] = "the results"
     new_run_hint: str = NEW_RUN_HINT
     """How to start a new run if a run cannot be resumed, for messages. Set it if the user's program has other names for the settings."""
+    setting_names: Mapping[str, str] = MappingProxyType({})
+    """The names of keys in the user's program, for messages, if they are not the keys of this recipe: `{"lora": "peft"}`."""
 
     def __init__(
         self,
@@ -206,7 +209,7 @@ class Recipe(Generic[AnyConfig]):
                 aside = set_aside(folder)
                 return [None, str(aside) if aside is not None else None]
             if resume == "auto":
-                reject_another_job(folder / "config.yaml", written, config.may_change, self.new_run_hint)
+                reject_another_job(folder / "config.yaml", written, config.may_change, self.new_run_hint, self.setting_names)
             return [resume, None]
 
         try:
