@@ -270,9 +270,18 @@ REJECTED: dict[str, tuple[list[Any] | str, list[str], str]] = {
     "weights": (
         [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}],
         ["--class_weights", "[1, 2, 3]"],
-        "class_weights has 3 numbers, but there are 2 classes",
+        "class_weights: 3 weights are given for 2 classes (x, y); give one for each class",
     ),
 }
+
+
+def test_less_data_than_a_batch_is_rejected_by_the_batch_size(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}])
+    config = ClassifyConfig(train=Rows(str(tmp_path / "rows.jsonl")), batch_size=3, runs_folder=str(tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"^batch_size=3: the data to train on has only 2 samples, .*; give a smaller batch_size"
+    ):
+        Classify(config).setup()
 
 
 @pytest.mark.parametrize("case", REJECTED)

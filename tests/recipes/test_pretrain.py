@@ -128,6 +128,12 @@ def test_a_stream_can_be_trained_on(tmp_path: Path) -> None:
     assert list(recipe.results) == ["held_out/loss", "test/loss"]
 
 
+def test_a_one_cycle_schedule_that_ends_before_the_run_is_rejected_by_its_key(tmp_path: Path) -> None:
+    schedule = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=2)
+    with pytest.raises(ConfigError, match=r"^scheduler: Tried to step 3 times.*; give OneCycleLR more total_steps"):
+        pretrain(config(tmp_path, scheduler=schedule))
+
+
 def test_losses_equal_those_of_a_plain_loop(tmp_path: Path) -> None:
     """The same model, data and order, for 50 steps."""
     recipe = Pretrain(config(tmp_path, max_duration="50ba", clip_grad_norm=1.0, prompts=[]), callbacks=[history := History()])

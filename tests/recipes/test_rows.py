@@ -95,7 +95,7 @@ def test_half_of_a_surrogate_pair_is_rejected_with_its_line(tmp_path: Path) -> N
         ("[1]", r"b\.jsonl:2: this line is a JSON list, not an object"),
         ('{"words": "a"}', r"b\.jsonl:2: there is no column 'text' \(it has words\)"),
         ('{"text": "\\ud83d"}', r"b\.jsonl:2: half of a surrogate pair"),
-        ('{"text": 5}', r"b\.jsonl:2: the column 'text' holds int, not a text"),
+        ('{"text": 5}', r"b\.jsonl:2: the column 'text' holds int, not a text; give a text"),
     ],
 )
 def test_a_damaged_line_of_a_stream_is_rejected_with_its_file_and_line(
@@ -222,12 +222,16 @@ def test_the_name_of_a_file_may_have_brackets(tmp_path: Path) -> None:
     ("rows", "message"),
     [
         ({"path": "nothing-*.jsonl"}, "no file matches"),
-        ({"path": "nothing.jsonl"}, "there is no file"),
+        ({"path": "nothing.jsonl"}, "there is no file .*nothing.jsonl$"),
+        ({"path": "hero.jsonl"}, "there is no file .*hero.jsonl; did you mean 'here.jsonl'?"),
+        ({"path": "hero.jsonl", "streaming": True}, "there is no file .*hero.jsonl; did you mean 'here.jsonl'?"),
+        ({"path": "nothing.parquet"}, "there is no file .*nothing.parquet$"),
         ({"path": "here.jsonl", "limit": 0}, "limit=0"),
         ({"path": "nothing"}, "no rows could be read from"),
     ],
 )
 def test_a_missing_file_or_a_bad_limit_is_rejected(rows: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write(tmp_path / "here.jsonl", ["a"])
     rows = {**rows, "path": str(tmp_path / rows["path"])}
     with pytest.raises(ConfigError, match=message):
         Rows(**rows).read(["text"])

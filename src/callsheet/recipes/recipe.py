@@ -44,6 +44,9 @@ RESULTS = "results.json"
 TRIAL_BATCHES, TRIAL_SECONDS, TRIAL_TOKENS = 20, 10, 16
 """A run of at most `TRIAL_BATCHES` batches or `TRIAL_SECONDS` seconds is a trial. Its samples have at most `TRIAL_TOKENS` tokens."""
 
+_ONE_CYCLE_ERROR = "Tried to step "
+"""The start of the error message that `OneCycleLR` raises after its last step."""
+
 AnyConfig = TypeVar("AnyConfig", bound=JobConfig)
 
 
@@ -279,6 +282,7 @@ class Recipe(Generic[AnyConfig]):
 
         Raises:
             NonFiniteError: the loss is NaN or infinite, and `stop_on_nan` is set.
+            ConfigError: a `OneCycleLR` has fewer steps than the run.
         """
         with self.trainer as trainer:
             self.begin()
@@ -288,6 +292,10 @@ class Recipe(Generic[AnyConfig]):
                 if not self.config.stop_on_nan:
                     raise
                 raise NonFiniteError(f"{error}; set stop_on_nan=false to train on regardless") from error
+            except ValueError as error:
+                if not str(error).startswith(_ONE_CYCLE_ERROR):
+                    raise
+                raise ConfigError(f"scheduler: {error}; give OneCycleLR more total_steps, or use another scheduler") from error
             if trainer.preempted:
                 return self.results
             self.evaluate()
@@ -399,10 +407,18 @@ class Recipe(Generic[AnyConfig]):
             collate: makes a batch of a list of samples; None: torch's default.
             train: whether the batches are for training. Then all batches have the same size, and the samples of a map-style dataset
                 are shuffled. Otherwise, the samples are in the dataset's order.
+
+        Raises:
+            ConfigError: the data to train on is smaller than a batch.
         """
         config = self.config
         if not train and self.is_trial and not self._is_opened:
             dataset = _first(dataset, TRIAL_BATCHES * (config.eval_batch_size or config.batch_size))
+        if train and not isinstance(dataset, IterableDataset) and len(dataset) < config.batch_size:
+            raise ConfigError(
+                f"batch_size={config.batch_size}: the data to train on has only {len(dataset)} samples, fewer than a batch; give a "
+                "smaller batch_size, or more data"
+            )
         return DataLoader(
             dataset,
             batch_size=config.batch_size if train else config.eval_batch_size or config.batch_size,

@@ -486,7 +486,8 @@ class Checkpoints:
         if os.fspath(resume) != AUTO:
             if "://" not in os.fspath(resume) and not Path(resume).exists():
                 raise CheckpointError(
-                    f"resume={os.fspath(resume)!r}: there is no such checkpoint{did_you_mean(os.fspath(resume), [AUTO])}"
+                    f"resume={os.fspath(resume)!r}: there is no such checkpoint{did_you_mean(os.fspath(resume), [AUTO])}; give the path of a "
+                    "checkpoint, or 'auto' for the newest one of this run"
                 )
             return [os.fspath(resume)]
         found = find_checkpoints(self.folder)

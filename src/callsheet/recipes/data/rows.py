@@ -77,6 +77,9 @@ class Rows:
             raise ConfigError(f"no file matches {self.path}")
         self._check_kinds(files)
         is_local = not any("://" in file for file in files)
+        for file in files if is_local else ():
+            if file.endswith(".parquet") and not Path(file).is_dir():
+                _check_exists(Path(file))
         if all(file.endswith(_JSON_ENDINGS) for file in files) and (is_local or not self.streaming):
             paths = [Path(file) for file in files]
             return (LineStream if self.streaming else LineTable)(paths, columns, self.limit)
@@ -388,8 +391,7 @@ def _lines(file: Path) -> Iterator[tuple[int, int, bytes]]:
     Raises:
         ConfigError: the file does not exist, or cannot be read.
     """
-    if not file.is_file():
-        raise ConfigError(f"there is no file {file}")
+    _check_exists(file)
     try:
         with file.open("rb") as lines:
             start = 0
@@ -399,6 +401,13 @@ def _lines(file: Path) -> Iterator[tuple[int, int, bytes]]:
                 start += len(line)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def _check_exists(file: Path) -> None:
+    """Raise ConfigError if a file does not exist."""
+    if not file.is_file():
+        beside = [each.name for each in file.parent.iterdir()] if file.parent.is_dir() else []
+        raise ConfigError(f"there is no file {file}{did_you_mean(file.name, beside, cutoff=0.8)}")
 
 
 def _reject_empty(files: Sequence[Path]) -> NoReturn:
