@@ -304,8 +304,8 @@ def yolo(folder: Path) -> None:
 
 def nanochat(folder: Path) -> None:
     """Write the tokenizer and the data that nanochat's scripts read."""
-    import pyarrow  # type: ignore[import-untyped]
-    import pyarrow.parquet  # type: ignore[import-untyped]
+    import pyarrow
+    import pyarrow.parquet
     import tiktoken  # type: ignore[import-not-found]
     import torch
 

@@ -193,7 +193,9 @@ def test_resuming_with_other_settings_is_rejected(recipe: Path, capsys: pytest.C
     assert main(arguments) == 0
     before = Path("runs/tiny/config.yaml").read_text()
     assert main([*arguments, "--max_duration", "9ba", "--batch_size", "4", "--optimizer.lr", "0.5"]) == 2
-    assert "holds a run with another batch_size, optimizer (" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "holds a run with another batch_size, optimizer (" in error
+    assert "--resume new sets the run aside and starts a new one; --run_name NAME" in error
     assert Path("runs/tiny/config.yaml").read_text() == before
 
 

@@ -65,7 +65,7 @@ def test_a_second_process_is_rejected_until_the_first_releases(start: Callable[.
     assert first.answer() == "acquired"
     rejected = start().answer()
     assert rejected.startswith(f"rejected: {tmp_path}/runs/x is being trained by process {first.process.pid} on machine ")
-    assert rejected.endswith("Use `--run_name` to start another run beside it.")
+    assert rejected.endswith("Give the run another name or folder to train beside it.")
     assert first.send("check") == "owner"
     assert first.send("release") == "released"
     assert list(tmp_path.iterdir()) == []  # the folder `runs` is removed too, because only the lock needed it

@@ -82,6 +82,12 @@ class MissingPackage(CallsheetError, ImportError):
 class ConfigError(CallsheetError, ValueError):
     """An argument or a configuration value is invalid. The message names the argument or value and says what to do."""
 
+    def __init__(self, message: object = "", *more: object) -> None:
+        if isinstance(message, str) and message.startswith(f"Caught {type(self).__name__} in DataLoader worker process "):
+            # torch raises an error of a worker again with the worker's traceback as the message, which ends with this line.
+            message = message.rpartition(f"\n{type(self).__module__}.{type(self).__name__}: ")[2].rstrip("\n")
+        super().__init__(message, *more)
+
 
 class UnknownArgument(ConfigError, TypeError):
     """A class or function was called with a keyword argument that it does not have. The message suggests the right argument."""
@@ -125,6 +131,15 @@ def did_you_mean(name: str, valid: Iterable[str], *, cutoff: float = 0.5) -> str
             return f"; did you mean {each!r}?"
     near = difflib.get_close_matches(name.lower(), list(by_folded), n=1, cutoff=cutoff)
     return f"; did you mean {by_folded[near[0]]!r}?" if near else ""
+
+
+def check_characters(text: str, place: str) -> None:
+    """Raise ConfigError if a text has half of a surrogate pair, which no tokenizer can encode. `place` says where the text is."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise ConfigError(f"{place}: half of a surrogate pair, {half!a}, is not a character; remove it") from None
 
 
 def unknown_arguments(strays: Sequence[str], options: Iterable[str]) -> str:

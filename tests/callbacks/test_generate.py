@@ -427,8 +427,9 @@ def test_rejects_bad_arguments(options: dict[str, Any], message: str) -> None:
         Generate(**options)
 
 
-def test_an_empty_prompt_is_rejected_before_any_step(tmp_path: Path) -> None:
-    with trainer(tmp_path, Generate(prompts=["a", ""])) as trained, pytest.raises(ConfigError, match="the prompt ''"):
+@pytest.mark.parametrize(("prompt", "message"), [("", "the prompt ''"), ("\ud83d", r"prompts\[1\]: half of a surrogate pair")])
+def test_an_unusable_prompt_is_rejected_before_any_step(prompt: str, message: str, tmp_path: Path) -> None:
+    with trainer(tmp_path, Generate(prompts=["a", prompt])) as trained, pytest.raises(ConfigError, match=message):
         trained.fit()
     assert trained.state.timestamp.batch == 0
 

@@ -40,7 +40,7 @@ def test_resuming_over_a_damaged_configuration_names_the_file_and_what_to_do(
     content: bytes, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.yaml").write_bytes(content)
-    with pytest.raises(ConfigError, match=rf"config\.yaml{message}.*restore it.*--resume new") as found:
+    with pytest.raises(ConfigError, match=rf"config\.yaml{message}.*restore it.*resume='new'") as found:
         reject_another_job(tmp_path / "config.yaml", "seed: 1\n", ())
     assert "\n" not in str(found.value)
 
@@ -54,6 +54,7 @@ def test_resuming_over_a_damaged_configuration_names_the_file_and_what_to_do(
         ),
         ("a:\n\tb: 1\n", "bad.yaml:2: this is not YAML: found character '\\t' that cannot start any token"),
         ("a: 1\nb: \x07\n", "bad.yaml:2: this is not YAML: the character 0x07 is not allowed"),
+        ('a: 1\nb: ["\\ud83d"]\n', "bad.yaml:2: half of a surrogate pair, '\\ud83d', is not a character"),
         ("a: b: c\n", "bad.yaml:1: this is not YAML: mapping values are not allowed here"),
         ("a: 2001-99-99\n", "bad.yaml: a value cannot be read: month must be in 1..12; put it in quotes if it is a text"),
         (f"a: {DEEP}\n", "bad.yaml: its lists and mappings are nested too deeply"),
@@ -99,6 +100,19 @@ def test_a_value_that_is_nested_too_deeply_is_rejected(
             assert error_line(capsys).startswith("callsheet: CALLSHEET_PROMPTS: its lists and mappings are nested too deeply")
     assert main(["show", "mine.yaml", "--seed", "2001-99-99"]) == 2
     assert "seed" in error_line(capsys)
+
+
+def test_half_of_a_surrogate_pair_in_a_value_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(BASE)
+    for value in ('["\\ud83d"]', "\udcff"):  # Python reads a byte that is not UTF-8 as half of a surrogate pair
+        assert main(["show", "mine.yaml", "--prompts", value]) == 2
+        assert error_line(capsys).startswith("callsheet: --prompts: half of a surrogate pair, ")
+    monkeypatch.setenv("CALLSHEET_PROMPTS", '["\\ud83d"]')
+    assert main(["show", "mine.yaml"]) == 2
+    assert error_line(capsys).startswith("callsheet: CALLSHEET_PROMPTS: half of a surrogate pair, ")
 
 
 def test_a_row_that_is_nested_too_deeply_is_rejected_with_its_line(tmp_path: Path) -> None:

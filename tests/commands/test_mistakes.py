@@ -107,7 +107,7 @@ def test_a_resume_with_other_values_names_them_and_what_to_do(tmp_path: Path) ->
     config_file.write_text("batch_size: 8\noptimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.1}}\n")
     now = "batch_size: 8\noptimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.2}}\n"
     with pytest.raises(
-        ConfigError, match=r"another optimizer \(optimizer\.lr: 0\.1 in the run, 0\.2 now\).*--resume new.*--run_name"
+        ConfigError, match=r"another optimizer \(optimizer\.lr: 0\.1 in the run, 0\.2 now\).*resume='new'.*another run_name"
     ):
         reject_another_job(config_file, now, ())
 

@@ -61,7 +61,7 @@ def test_a_second_process_cannot_train_the_same_run(recipe_folder: Path) -> None
         output = second.communicate(timeout=120)[0]
         assert second.returncode == 1, output
         assert f"runs/tiny is being trained by process {first.pid} on machine " in output
-        assert "Use `--run_name` to start another run beside it." in output
+        assert "Give the run another name or folder to train beside it." in output
         assert "Traceback" not in output
     assert sorted(path.name for path in Path("runs").iterdir()) == before  # the run's folder is not moved
     first.kill()

@@ -351,7 +351,12 @@ def test_a_resume_with_other_values_says_what_to_set_in_the_configuration(tmp_pa
     run(llm(tmp_path))
     cfg = llm(tmp_path)
     cfg["optimizer"]["weight_decay"] = 0.5
-    with pytest.raises(ConfigError, match=r"weight_decay.*; another checkpoint\.checkpoint_dir starts a new run$") as found:
+    cfg["step_scheduler"]["local_batch_size"] = 2
+    with pytest.raises(
+        ConfigError,
+        match=r"another step_scheduler\.local_batch_size, .*optimizer \(step_scheduler\.local_batch_size: 4 in the run, 2 now; .*"
+        r"optimizer\.weight_decay: .*; another checkpoint\.checkpoint_dir starts a new run$",
+    ) as found:
         run(cfg)
     assert "--" not in str(found.value)
 

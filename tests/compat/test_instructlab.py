@@ -592,13 +592,16 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_resume_with_other_values_says_which_argument_starts_a_new_run(base: Path, tmp_path: Path) -> None:
     for rate in (1e-3, 2e-3):
-        args = arguments(base, ckpt_output_dir=str(tmp_path), num_epochs=1, learning_rate=rate)
+        args = arguments(base, ckpt_output_dir=str(tmp_path), num_epochs=1, learning_rate=rate, random_seed=int(1000 * rate))
         job = job_of(args, *rows_of(args), [])
         if rate == 1e-3:
             job.setup()
             job.run()
             continue
-        with pytest.raises(ConfigError, match=r"lr: 0\.001 in the run.*; another ckpt_output_dir starts a new run$") as found:
+        with pytest.raises(
+            ConfigError,
+            match=r"learning_rate: 0\.001 in the run, .*random_seed: 1 in the run, 2 now\).*; another ckpt_output_dir starts a new run$",
+        ) as found:
             job.setup()
         assert "--" not in str(found.value)
 

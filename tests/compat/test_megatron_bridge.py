@@ -458,8 +458,10 @@ def test_pretrain_saves_the_states_of_its_callbacks(config: ConfigContainer) -> 
 def test_a_resume_with_other_values_says_what_to_set_in_the_configuration(config: ConfigContainer) -> None:
     pretrain(config, forward_step)
     config.optimizer.weight_decay = 0.5
+    config.model.num_layers += 1
     with pytest.raises(
-        ConfigError, match=r"weight_decay.*; checkpoint\.load=None sets .*; another checkpoint\.save starts"
+        ConfigError,
+        match=r"\(model\.num_layers: \d+ in the run, .*optimizer\.weight_decay: .*; checkpoint\.load=None sets .*; another checkpoint\.save starts",
     ) as found:
         pretrain(config, forward_step)
     assert "--" not in str(found.value)

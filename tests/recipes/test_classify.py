@@ -171,6 +171,8 @@ def test_a_trained_encoder_s_results_answers_and_export_agree(data: Path, encode
     assert sum(answers[0]["probabilities"].values()) == pytest.approx(1)
     with pytest.raises(ConfigError, match="row 2: there is no column 'text'"):
         list(opened.answers([{"text": "a"}, {"txt": "b"}]))
+    with pytest.raises(ConfigError, match="row 2: half of a surrogate pair"):
+        list(opened.answers([{"text": "a"}, {"text": "\ud83d"}]))
 
 
 def test_a_resumed_run_ends_with_the_same_weights(data: Path, tmp_path: Path) -> None:
@@ -268,9 +270,18 @@ REJECTED: dict[str, tuple[list[Any] | str, list[str], str]] = {
     "weights": (
         [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}],
         ["--class_weights", "[1, 2, 3]"],
-        "class_weights has 3 numbers, but there are 2 classes",
+        "class_weights: 3 weights are given for 2 classes (x, y); give one for each class",
     ),
 }
+
+
+def test_less_data_than_a_batch_is_rejected_by_the_batch_size(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}])
+    config = ClassifyConfig(train=Rows(str(tmp_path / "rows.jsonl")), batch_size=3, runs_folder=str(tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"^batch_size=3: the data to train on has only 2 samples, .*; give a smaller batch_size"
+    ):
+        Classify(config).setup()
 
 
 @pytest.mark.parametrize("case", REJECTED)

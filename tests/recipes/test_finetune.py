@@ -194,6 +194,8 @@ def test_the_exported_folder_has_the_model_and_the_tokenizer_s_end_token(data: P
         answers = list(opened.answers(rows))
         with pytest.raises(ConfigError, match="row 1: a prompt of 132 tokens and 8 generated tokens are more than the 128"):
             list(opened.answers([{"prompt": "a" * 130}]))
+        with pytest.raises(ConfigError, match="row 1: half of a surrogate pair"):
+            list(opened.answers([{"prompt": "\ud83d"}]))
     assert answers[0] == answers[1]
     assert set(answers[2]) == {"completion"}
 

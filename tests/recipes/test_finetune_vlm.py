@@ -453,5 +453,5 @@ def test_invalid_configurations_are_rejected(values: dict[str, Any], message: st
 
 def test_a_freeze_pattern_that_matches_no_parameter_is_rejected() -> None:
     model = tiny_model(freeze=["lm_heads.*"])
-    with pytest.raises(ConfigError, match="no parameter matches lm_heads"):
+    with pytest.raises(ConfigError, match=r"^model\.freeze: no parameter matches lm_heads.*; give patterns"):
         model.make_model(byte_processor(8, 2), 64)

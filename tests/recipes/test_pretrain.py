@@ -128,6 +128,12 @@ def test_a_stream_can_be_trained_on(tmp_path: Path) -> None:
     assert list(recipe.results) == ["held_out/loss", "test/loss"]
 
 
+def test_a_one_cycle_schedule_that_ends_before_the_run_is_rejected_by_its_key(tmp_path: Path) -> None:
+    schedule = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=2)
+    with pytest.raises(ConfigError, match=r"^scheduler: Tried to step 3 times.*; give OneCycleLR more total_steps"):
+        pretrain(config(tmp_path, scheduler=schedule))
+
+
 def test_losses_equal_those_of_a_plain_loop(tmp_path: Path) -> None:
     """The same model, data and order, for 50 steps."""
     recipe = Pretrain(config(tmp_path, max_duration="50ba", clip_grad_norm=1.0, prompts=[]), callbacks=[history := History()])
@@ -230,7 +236,7 @@ def test_a_run_that_was_started_in_python_can_be_evaluated_and_resumed(
     recipe = pretrain(config(tmp_path), callbacks=[CheckpointSaver(save_interval="3ba")])
     assert main(["evaluate", str(tmp_path / "runs" / "pretrain")]) == 0
     assert f"{recipe.results['held_out/loss']:.5f}" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="holds a run with another batch_size"):
+    with pytest.raises(ConfigError, match=r"holds a run with another batch_size.*; resume='new' sets the run aside"):
         pretrain(config(tmp_path, batch_size=2, max_duration="9ba"))
     again = pretrain(config(tmp_path, max_duration="9ba"), callbacks=[CheckpointSaver(save_interval="3ba")])
     assert again.trainer.state.timestamp.batch == 9

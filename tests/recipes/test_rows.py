@@ -11,9 +11,12 @@ from datasets import Dataset, DatasetDict
 from torch.utils.data import DataLoader
 
 from callsheet.errors import ConfigError
-from callsheet.recipes.data.rows import Rows, Table
+from callsheet.recipes.data.rows import Rows, Stream, Table, numbered
 from callsheet.recipes.data.text_rows import TextRows
+from callsheet.recipes.distill import DistillConfig
+from callsheet.recipes.finetune import FinetuneConfig
 from callsheet.recipes.models.byte_tokenizer import byte_tokenizer
+from callsheet.recipes.pretrain import PretrainConfig
 
 
 def write(path: Path, texts: list[str]) -> str:
@@ -77,11 +80,89 @@ def test_half_of_a_surrogate_pair_is_rejected_with_its_line(tmp_path: Path) -> N
     whole = write(tmp_path / "whole.jsonl", ["\U0001f600", "\\ud83d"])  # a pair, and a backslash with text
     assert texts_of(Rows(whole)) == ["\U0001f600", "\\ud83d"]
     half = write(tmp_path / "half.jsonl", ["a", "\ud83d"])
-    with pytest.raises(ConfigError, match=r"half\.jsonl:2: this line has half of a surrogate pair, '\\ud83d'"):
+    with pytest.raises(ConfigError, match=r"half\.jsonl:2: half of a surrogate pair, '\\ud83d'"):
         Rows(half).read(["text"])
     Path(half).write_bytes(b'{"text": "\xed\xa0\xbd"}\n')
-    with pytest.raises(ConfigError, match=r"half\.jsonl:1: this line has half of a surrogate pair"):
+    with pytest.raises(ConfigError, match=r"half\.jsonl:1: half of a surrogate pair"):
         Rows(half).read(["text"])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "a', r"b\.jsonl:2: this line is not JSON"),
+        ("[1]", r"b\.jsonl:2: this line is a JSON list, not an object"),
+        ('{"words": "a"}', r"b\.jsonl:2: there is no column 'text' \(it has words\)"),
+        ('{"text": "\\ud83d"}', r"b\.jsonl:2: half of a surrogate pair"),
+        ('{"text": 5}', r"b\.jsonl:2: the column 'text' holds int, not a text; give a text"),
+    ],
+)
+def test_a_damaged_line_of_a_stream_is_rejected_with_its_file_and_line(
+    line: str, message: str, workers: int, tmp_path: Path
+) -> None:
+    write(tmp_path / "a.jsonl", ["whole"] * 3)
+    damaged = Path(write(tmp_path / "b.jsonl", ["whole"]))
+    damaged.write_text(f"{damaged.read_text()}{line}\n")
+    dataset = TextRows(Rows(str(tmp_path), streaming=True), sequence_length=2).sets(byte_tokenizer()).datasets["train"]
+    with pytest.raises(ConfigError, match=rf"^\S*{message}") as found:
+        list(DataLoader(dataset, batch_size=None, num_workers=workers))
+    assert "\n" not in str(found.value)
+
+
+def test_half_of_a_surrogate_pair_is_rejected_with_the_row_of_a_program(tmp_path: Path) -> None:
+    given: list[dict[str, Any]] = [{"text": "\U0001f600", "image": object()}, {"messages": [{"content": "a\ud83d"}]}]
+    rows = numbered(given)
+    assert next(rows) == ("row 1", given[0])
+    with pytest.raises(ConfigError, match=r"^row 2: half of a surrogate pair, '\\ud83d', is not a character; remove it$"):
+        next(rows)
+
+
+@pytest.mark.parametrize("config", [PretrainConfig, FinetuneConfig, DistillConfig])
+def test_half_of_a_surrogate_pair_is_rejected_with_its_prompt(config: Any) -> None:
+    assert config(prompts=["\U0001f600"]).prompts == ["\U0001f600"]
+    with pytest.raises(ConfigError, match=r"^prompts\[1\]: half of a surrogate pair, '\\ud83d'"):
+        config(prompts=["a", "b\ud83d"])
+
+
+def test_a_stream_keeps_the_types_and_null_keys_of_json_lines(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"text": "2024-01-01"}, {"text": 5, "more": [1]}, {"text": {"a": None}}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert list(Rows(str(tmp_path / "rows.jsonl"), streaming=True).read(["text"])) == rows
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_file_of_a_stream_that_was_deleted_is_named(kind: str, tmp_path: Path) -> None:
+    for name in "ab":
+        if kind == "jsonl":
+            write(tmp_path / f"{name}.jsonl", [name])
+        else:
+            Dataset.from_list([{"text": name}]).to_parquet(tmp_path / f"{name}.parquet")
+    rows = Rows(str(tmp_path / f"*.{kind}"), streaming=True).read(["text"])
+    (tmp_path / f"b.{kind}").unlink()
+    assert next(iter(rows))["text"] == "a"
+    with pytest.raises(ConfigError, match=rf"there is no file .*b\.{kind}"):
+        list(rows)
+
+
+def test_a_parquet_file_of_a_stream_with_other_columns_is_named(tmp_path: Path) -> None:
+    Dataset.from_list([{"text": "a"}] * 2).to_parquet(tmp_path / "a.parquet")
+    Dataset.from_list([{"words": "b"}]).to_parquet(tmp_path / "b.parquet")
+    rows = Rows(str(tmp_path / "*.parquet"), streaming=True).read(["text"])
+    with pytest.raises(
+        ConfigError, match=r"b\.parquet, row 1: this row or one of the next rows cannot be read: CastError: .*; repair"
+    ):
+        list(rows)
+
+
+@pytest.mark.parametrize(("files", "texts"), [("ab", ["a0", "a1", "b0"]), ("a", ["a0", "a1", "a2"])])
+def test_workers_share_the_limit_of_a_stream(files: str, texts: list[str], tmp_path: Path) -> None:
+    for name in files:
+        write(tmp_path / f"{name}.jsonl", [f"{name}{number}" for number in range(5)])
+    rows = Rows(str(tmp_path), streaming=True, limit=3).read(["text"])
+    assert isinstance(rows, Stream)
+    assert [row["text"] for row in rows] == ["a0", "a1", "a2"]
+    assert sorted(row["text"] for row in DataLoader(rows, batch_size=None, num_workers=2)) == texts
 
 
 def test_a_folder_of_json_lines_and_parquet_files_is_rejected(tmp_path: Path) -> None:
@@ -111,6 +192,25 @@ def test_a_folder_that_datasets_saved_is_read_by_split(tmp_path: Path) -> None:
     assert texts_of(Rows(str(tmp_path / "saved"), split="test")) == ["test"]
 
 
+def test_workers_share_the_rows_of_a_saved_folder(tmp_path: Path) -> None:
+    rows = [{"text": str(number)} for number in range(6)]
+    Dataset.from_list(rows).save_to_disk(tmp_path / "saved", num_shards=2)
+    for limit in (None, 4):
+        stream = Rows(str(tmp_path / "saved"), streaming=True, limit=limit).read(["text"])
+        assert isinstance(stream, Stream)
+        assert list(stream) == rows[:limit]
+        read = list(DataLoader(stream, batch_size=None, num_workers=2))
+        assert len(read) == len({row["text"] for row in read}) == (limit or len(rows))
+
+
+def test_a_missing_split_of_a_saved_folder_is_an_error_that_names_the_splits(tmp_path: Path) -> None:
+    DatasetDict({name: Dataset.from_list([{"text": name}]) for name in ("train", "validation")}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(
+        ConfigError, match=r"saved has no split 'valid'; did you mean 'validation'\? \(it has train, validation\)$"
+    ):
+        Rows(str(tmp_path / "saved"), split="valid").read(["text"])
+
+
 def test_the_name_of_a_file_may_have_brackets(tmp_path: Path) -> None:
     lines = write(tmp_path / "rows[1].jsonl", ["a", "b"])
     Dataset.from_list([{"text": "c"}]).to_parquet(tmp_path / "rows[1].parquet")
@@ -122,12 +222,16 @@ def test_the_name_of_a_file_may_have_brackets(tmp_path: Path) -> None:
     ("rows", "message"),
     [
         ({"path": "nothing-*.jsonl"}, "no file matches"),
-        ({"path": "nothing.jsonl"}, "there is no file"),
+        ({"path": "nothing.jsonl"}, "there is no file .*nothing.jsonl$"),
+        ({"path": "hero.jsonl"}, "there is no file .*hero.jsonl; did you mean 'here.jsonl'?"),
+        ({"path": "hero.jsonl", "streaming": True}, "there is no file .*hero.jsonl; did you mean 'here.jsonl'?"),
+        ({"path": "nothing.parquet"}, "there is no file .*nothing.parquet$"),
         ({"path": "here.jsonl", "limit": 0}, "limit=0"),
         ({"path": "nothing"}, "no rows could be read from"),
     ],
 )
 def test_a_missing_file_or_a_bad_limit_is_rejected(rows: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write(tmp_path / "here.jsonl", ["a"])
     rows = {**rows, "path": str(tmp_path / rows["path"])}
     with pytest.raises(ConfigError, match=message):
         Rows(**rows).read(["text"])

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LRScheduler, OneCycleLR, SequentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from callsheet import Callback, CallsheetError, Context, Outcome, Trainer
@@ -149,6 +150,46 @@ def test_a_schedule_that_ends_before_the_run_causes_a_warning_before_the_first_s
         whole.fit(max_duration)
         assert whole.state.timestamp.batch == steps
     assert "OneCycleLR" not in caplog.text
+
+
+def _chained(optimizer: Optimizer, total_steps: int) -> LRScheduler:
+    return ChainedScheduler([ConstantLR(optimizer), OneCycleLR(optimizer, 0.1, total_steps)], optimizer)
+
+
+def _first(optimizer: Optimizer, total_steps: int) -> LRScheduler:
+    return SequentialLR(optimizer, [OneCycleLR(optimizer, 0.1, total_steps), ConstantLR(optimizer)], [4])
+
+
+def _last(optimizer: Optimizer, total_steps: int) -> LRScheduler:
+    return SequentialLR(optimizer, [ConstantLR(optimizer), OneCycleLR(optimizer, 0.1, total_steps)], [2])
+
+
+@pytest.mark.parametrize(("make", "possible", "needed"), [(_chained, 2, 6), (_first, 2, 3), (_last, 4, 4)])
+def test_a_short_schedule_within_another_causes_a_warning_before_the_first_step(
+    make: Callable[[Optimizer, int], LRScheduler],
+    possible: int,
+    needed: int,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def trainer(total_steps: int) -> Trainer:
+        return trainer_of(
+            tmp_path / str(total_steps), max_duration="6ba", scheduler=lambda optimizer: make(optimizer, total_steps)
+        )
+
+    with trainer(2) as short, pytest.raises(ValueError, match="Tried to step"):
+        short.fit()
+    assert short.state.timestamp.batch == possible
+    assert (
+        f"OneCycleLR raises an error after {possible} steps, and the run takes 6 (max_duration=6ba); give total_steps={needed}"
+        in caplog.text
+    )
+    caplog.clear()
+    with trainer(needed) as whole:
+        whole.fit("3ba")
+        whole.fit("6ba")
+    assert "OneCycleLR" not in caplog.text
+    assert whole.state.timestamp.batch == 6
 
 
 @pytest.mark.parametrize("argument", ["log_interval", "eval_interval", "max_duration"])

@@ -162,6 +162,8 @@ def test_a_run_that_a_callback_stopped_is_complete(tmp_path: Path, caplog: pytes
     assert again.steps == ()
     assert (again.run.outcome, again.run.outcome_reason) == (first.run.outcome, first.run.outcome_reason)
     assert f"{tmp_path / 'x'} was stopped by EarlyStopper at step 9: no improvement" in caplog.text
+    assert "To train from the start, give the run another name or folder" in caplog.text
+    assert "--" not in caplog.text
     assert "change the settings of EarlyStopper" in caplog.text
     assert fit(tmp_path, *early(patience=3), resume="auto").steps == (10, 11, 12)
 

@@ -779,7 +779,9 @@ def test_a_save_that_takes_longer_than_the_grace_is_reported(
 def test_auto_does_not_start_again_over_checkpoints_that_do_not_fit(hidden: int, run_of_three: Path) -> None:
     before = {path: path.read_bytes() for path in run_of_three.rglob("*") if path.is_file()}
     model = nn.Sequential(nn.Linear(3, hidden), nn.ReLU(), nn.Dropout(0.3), nn.Linear(hidden, 1))
-    with pytest.raises(CheckpointError, match=r"none of the 3 sealed checkpoint.*could be resumed from.*model.*another run_name"):
+    with pytest.raises(
+        CheckpointError, match=r"none of the 3 sealed checkpoint.*could be resumed from.*model.*another name or folder"
+    ):
         other(run_of_three.parent.parent, model=model, run_name="small", resume="auto")
     assert {path: path.read_bytes() for path in run_of_three.rglob("*") if path.is_file()} == before
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from callsheet.cli import environment
 from callsheet.errors import ConfigError
-from callsheet.recipes.yaml_file import line_of, loaded, read_yaml, reject_deep
+from callsheet.recipes.yaml_file import line_of, loaded, read_yaml, reject_unreadable
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def sources_of(path: Path, variables: Mapping[str, str], overrides: Sequence[str
     """
     yield _file(path)
     for key, value in variables.items():
-        reject_deep(value, environment.variable(key))
+        reject_unreadable(value, environment.variable(key))
         yield Source({key: value}, variable=environment.variable(key))
     words = iter(overrides)
     for word in words:
@@ -93,7 +93,7 @@ def sources_of(path: Path, variables: Mapping[str, str], overrides: Sequence[str
             continue
         if not equals and (value := next(words, "")) == "":  # skip a key without a value; jsonargparse reports it
             continue
-        reject_deep(value, f"--{key}")
+        reject_unreadable(value, f"--{key}")
         yield _file(Path(value)) if key == "config" else Source({key: value})
 
 

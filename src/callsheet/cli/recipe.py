@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from callsheet.recipes.recipe import Recipe
 
 
+NEW_RUN_HINT = "--resume new sets the run aside and starts a new one; --run_name NAME starts another beside it"
+"""How to start a new run on the command line, for messages."""
+
 CONFIG = "config.yaml"
 """The name of the recipe file in a run's folder. The file has the values with which the run was trained."""
 
@@ -73,6 +76,7 @@ class Values:
                 raise
             raise ConfigError(f"{self._place_of(rejected)}{rejected}") from error
         job = self.kind(config, callbacks=made.callbacks, loggers=made.loggers, resolved=resolved)
+        job.new_run_hint = NEW_RUN_HINT
         return Prepared(self.path, job, resolved)
 
     def _place_of(self, error: ConfigError) -> str:

@@ -18,7 +18,7 @@ from callsheet.recipes.data.class_labels import WEIGHTS, ClassLabels, Weights, a
 from callsheet.recipes.data.labeled_texts import TOO_LONG, LabeledTexts, TooLong
 from callsheet.recipes.data.package_pieces import PackagePieces
 from callsheet.recipes.data.padding import Padding
-from callsheet.recipes.data.rows import Rows, Stream, Table, prepared
+from callsheet.recipes.data.rows import Rows, Stream, Table, numbered, prepared
 from callsheet.recipes.job import JobConfig
 from callsheet.recipes.models.language_model import LanguageModel
 from callsheet.recipes.recipe import Recipe
@@ -184,9 +184,9 @@ class Classify(Recipe[ClassifyConfig]):
         Every rank must call this method. Rank 0 gets the predictions.
         """
         collate, size = Padding(self.tokenizer.pad_token_id), self.config.eval_batch_size or self.config.batch_size
-        numbered = enumerate(rows, 1)
-        while some := list(islice(numbered, size)):
-            batch = collate([{"input_ids": self.texts.ids(row, f"row {number}")} for number, row in some])
+        questions = numbered(rows)
+        while some := list(islice(questions, size)):
+            batch = collate([{"input_ids": self.texts.ids(row, place)} for place, row in some])
             for outputs in self.trainer.predict([batch]):
                 for of_row in outputs.logits.float().softmax(-1).tolist():
                     named = dict(zip(self.labels.names, of_row, strict=True))

@@ -220,7 +220,11 @@ class Distill(Finetune):
         silent: dict[str, Any] = {"evaluate_first": False, "prompts": [], "samples": 0}
         config = FinetuneConfig(**kept | own | silent | {"model": model, "lora": lora})
         resolved = yaml.safe_dump({**yaml.safe_load(as_file(Finetune, config)), "recipe": "finetune"}, sort_keys=False)
-        return _InnerFinetune(config, [CheckpointSaver(keep=1)], [ProgressBarLogger(), JSONLLogger()], resolved=resolved)
+        recipe = _InnerFinetune(config, [CheckpointSaver(keep=1)], [ProgressBarLogger(), JSONLLogger()], resolved=resolved)
+        key = "teacher" if name == TEACHER_FOLDER else "model"
+        recipe.new_run_hint = self.new_run_hint
+        recipe.setting_names = {**self.setting_names, "model": self.setting_names.get(key, key)}
+        return recipe
 
 
 class _InnerFinetune(Finetune):

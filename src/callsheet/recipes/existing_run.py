@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -27,8 +28,8 @@ _MAX_SHOWN_VALUES, _MAX_VALUE_CHARACTERS = 4, 60
 NEW = "new"
 """The value of `resume` with which the folder of an earlier run is renamed, and a new run starts."""
 
-NEW_RUN_HINT = "--resume new sets the run aside and starts a new one; --run_name NAME starts another beside it"
-"""How to start a new run on the command line, for messages."""
+NEW_RUN_HINT = "resume='new' sets the run aside and starts a new one; another run_name starts one beside it"
+"""How a program starts a new run, for messages."""
 
 
 def of_rank_zero(ranks: Ranks, decide: Callable[[], Any], *, timeout: float) -> Any:
@@ -113,11 +114,18 @@ def resumable(folder: Path, resume: str) -> str | None:
     return resume
 
 
-def reject_another_job(path: Path, resolved: str, may_change: Collection[str], hint: str = NEW_RUN_HINT) -> None:
+def reject_another_job(
+    path: Path,
+    resolved: str,
+    may_change: Collection[str],
+    hint: str = NEW_RUN_HINT,
+    names: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Raise ConfigError if the run would be resumed with another model, other data or another optimizer.
 
     Args:
         hint: says how to start a new run.
+        names: the names of keys in the user's program, where they are others (see `_named`).
 
     Raises:
         ConfigError: the configuration at `path` cannot be read, or differs from `resolved` in a key that is not in `may_change`.
@@ -127,12 +135,13 @@ def reject_another_job(path: Path, resolved: str, may_change: Collection[str], h
     before, now = with_current_names(_settings_in(path, hint)), yaml.safe_load(resolved)
     changed = sorted(key for key in now if key not in may_change and now[key] != before.get(key))
     if changed:
-        values = [each for key in changed for each in _differences(key, before.get(key), now[key])]
+        values = [each for key in changed for each in _differences(key, before.get(key), now[key], names)]
         shown = "; ".join(values[:_MAX_SHOWN_VALUES]) + (
             f"; and {len(values) - _MAX_SHOWN_VALUES} more" if len(values) > _MAX_SHOWN_VALUES else ""
         )
         raise ConfigError(
-            f"{path.parent} holds a run with another {', '.join(changed)} ({shown}). Give the run's own values to resume it; {hint}"
+            f"{path.parent} holds a run with another {', '.join(_named(key, names) for key in changed)} ({shown}). Give the run's own "
+            f"values to resume it; {hint}"
         )
 
 
@@ -159,13 +168,26 @@ def with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     return current
 
 
-def _differences(key: str, before: Any, now: Any) -> list[str]:
+def _named(key: str, names: Mapping[str, str]) -> str:
+    """Return the name of a key in the user's program.
+
+    `names` has the names that differ from the keys. A name of a key also applies to the keys inside it: with `{"lora": "peft"}`, the
+    name of `lora.alpha` is `peft.alpha`.
+    """
+    outer, inner = key, ""
+    while outer and outer not in names:
+        outer, _, last = outer.rpartition(".")
+        inner = f".{last}{inner}"
+    return f"{names[outer]}{inner}" if outer else key
+
+
+def _differences(key: str, before: Any, now: Any, names: Mapping[str, str]) -> list[str]:
     """Return the differences of two configurations as texts such as `optimizer.lr: 0.002 in the run, 0.001 now`."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         parts = [part for part in dict.fromkeys([*before, *now]) if before.get(part) != now.get(part)]
         inside = [(key if part in ("init_args", "class_path") else f"{key}.{part}", part) for part in parts]
-        return [each for name, part in inside for each in _differences(name, before.get(part), now.get(part))]
-    return [f"{key}: {_short(before)} in the run, {_short(now)} now"]
+        return [each for name, part in inside for each in _differences(name, before.get(part), now.get(part), names)]
+    return [f"{_named(key, names)}: {_short(before)} in the run, {_short(now)} now"]
 
 
 def _short(value: Any) -> str:

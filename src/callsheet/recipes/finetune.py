@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from callsheet.callbacks.support.continuations import check_prompts
 from callsheet.core.callback import Callback, one_of
 from callsheet.core.manager import CallbackManager
 from callsheet.errors import ConfigError
@@ -18,7 +19,7 @@ from callsheet.recipes.data.docstrings import Docstrings
 from callsheet.recipes.data.example_sets import ExampleSets
 from callsheet.recipes.data.examples import TOO_LONG, Examples, TooLong
 from callsheet.recipes.data.packing import check_kept_apart
-from callsheet.recipes.data.rows import Rows, Stream, Table, reject
+from callsheet.recipes.data.rows import Rows, Stream, Table, numbered, reject
 from callsheet.recipes.job import JobConfig
 from callsheet.recipes.models.language_model import LanguageModel
 from callsheet.recipes.models.lora import Lora
@@ -87,6 +88,7 @@ class FinetuneConfig(JobConfig):
         one_of("too_long", self.too_long, TOO_LONG)
         for name in ("samples", "temperature"):
             not_negative(name, getattr(self, name))
+        check_prompts(self.prompts)
         if self.train is None and (self.validation or self.test is not None):
             raise ConfigError("validation or test is given without train; give the rows to train on as well, as train.path")
         if taken := {"train", "test"} & set(self.validation):
@@ -227,10 +229,10 @@ class Finetune(Recipe[FinetuneConfig]):
         """Yield the model's `completion` for each row's `messages` or `prompt`."""
         config, trainer = self.config, self.trainer
         batch_size = config.eval_batch_size or config.batch_size
-        numbered = enumerate(rows, 1)
+        questions = numbered(rows)
         # Take the rows of several batches at once, so that prompts of equal length are batched together.
-        while some := list(islice(numbered, 8 * batch_size)):
-            prompts = [self._prompt(row, f"row {number}") for number, row in some]
+        while some := list(islice(questions, 8 * batch_size)):
+            prompts = [self._prompt(row, place) for place, row in some]
             answers = continuations(
                 trainer,
                 prompts,

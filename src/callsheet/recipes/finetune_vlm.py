@@ -17,7 +17,7 @@ from callsheet.recipes.data.digits import PARTS, Digits
 from callsheet.recipes.data.image_answers import answered
 from callsheet.recipes.data.image_batches import TOO_LONG, ImageBatches, TooLong
 from callsheet.recipes.data.image_text import Example, ImageText, looked_at
-from callsheet.recipes.data.rows import Rows, Stream, Table, prepared
+from callsheet.recipes.data.rows import Rows, Stream, Table, numbered, prepared
 from callsheet.recipes.job import JobConfig
 from callsheet.recipes.models.vision_language_model import VisionLanguageModel, check_images
 from callsheet.recipes.recipe import TRIAL_BATCHES, Recipe
@@ -170,7 +170,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
         folder.
         """
         form = ImageText(self.vlm_processor, None, self.config.image_folder)
-        questions = (form.asked(row, f"row {number}") for number, row in enumerate(rows, 1))
+        questions = (form.asked(row, place) for place, row in numbered(rows))
         while some := list(islice(questions, self.config.eval_batch_size or self.config.batch_size)):
             yield from ({"completion": answer} for answer in self._answered(some))
 

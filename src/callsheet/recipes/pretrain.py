@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from callsheet.callbacks.support.continuations import check_prompts
 from callsheet.core.callback import Callback
 from callsheet.core.manager import CallbackManager
 from callsheet.errors import ConfigError
@@ -53,6 +54,7 @@ class PretrainConfig(JobConfig):
         super().__post_init__()
         if not all(self.prompts):
             raise ConfigError("prompts: a prompt needs at least one character")
+        check_prompts(self.prompts)
         positive("generated_tokens", self.generated_tokens, int)
         not_negative("temperature", self.temperature)
 

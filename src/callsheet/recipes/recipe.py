@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
@@ -43,6 +44,9 @@ RESULTS = "results.json"
 TRIAL_BATCHES, TRIAL_SECONDS, TRIAL_TOKENS = 20, 10, 16
 """A run of at most `TRIAL_BATCHES` batches or `TRIAL_SECONDS` seconds is a trial. Its samples have at most `TRIAL_TOKENS` tokens."""
 
+_ONE_CYCLE_ERROR = "Tried to step "
+"""The start of the error message that `OneCycleLR` raises after its last step."""
+
 AnyConfig = TypeVar("AnyConfig", bound=JobConfig)
 
 
@@ -72,6 +76,8 @@ class Recipe(Generic[AnyConfig]):
     results_are_in: ClassVar[str] = "the results"
     new_run_hint: str = NEW_RUN_HINT
     """How to start a new run if a run cannot be resumed, for messages. Set it if the user's program has other names for the settings."""
+    setting_names: Mapping[str, str] = MappingProxyType({})
+    """The names of keys in the user's program, for messages, if they are not the keys of this recipe: `{"lora": "peft"}`."""
 
     def __init__(
         self,
@@ -206,7 +212,7 @@ class Recipe(Generic[AnyConfig]):
                 aside = set_aside(folder)
                 return [None, str(aside) if aside is not None else None]
             if resume == "auto":
-                reject_another_job(folder / "config.yaml", written, config.may_change, self.new_run_hint)
+                reject_another_job(folder / "config.yaml", written, config.may_change, self.new_run_hint, self.setting_names)
             return [resume, None]
 
         try:
@@ -276,6 +282,7 @@ class Recipe(Generic[AnyConfig]):
 
         Raises:
             NonFiniteError: the loss is NaN or infinite, and `stop_on_nan` is set.
+            ConfigError: a `OneCycleLR` has fewer steps than the run.
         """
         with self.trainer as trainer:
             self.begin()
@@ -285,6 +292,10 @@ class Recipe(Generic[AnyConfig]):
                 if not self.config.stop_on_nan:
                     raise
                 raise NonFiniteError(f"{error}; set stop_on_nan=false to train on regardless") from error
+            except ValueError as error:
+                if not str(error).startswith(_ONE_CYCLE_ERROR):
+                    raise
+                raise ConfigError(f"scheduler: {error}; give OneCycleLR more total_steps, or use another scheduler") from error
             if trainer.preempted:
                 return self.results
             self.evaluate()
@@ -396,10 +407,18 @@ class Recipe(Generic[AnyConfig]):
             collate: makes a batch of a list of samples; None: torch's default.
             train: whether the batches are for training. Then all batches have the same size, and the samples of a map-style dataset
                 are shuffled. Otherwise, the samples are in the dataset's order.
+
+        Raises:
+            ConfigError: the data to train on is smaller than a batch.
         """
         config = self.config
         if not train and self.is_trial and not self._is_opened:
             dataset = _first(dataset, TRIAL_BATCHES * (config.eval_batch_size or config.batch_size))
+        if train and not isinstance(dataset, IterableDataset) and len(dataset) < config.batch_size:
+            raise ConfigError(
+                f"batch_size={config.batch_size}: the data to train on has only {len(dataset)} samples, fewer than a batch; give a "
+                "smaller batch_size, or more data"
+            )
         return DataLoader(
             dataset,
             batch_size=config.batch_size if train else config.eval_batch_size or config.batch_size,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from callsheet.errors import ConfigError
+from callsheet.errors import ConfigError, check_characters
 from callsheet.report.lines import is_shallow
 
 _TOO_DEEP_MESSAGE = ": its lists and mappings are nested too deeply; give at most 60 levels"
@@ -33,7 +34,7 @@ def read_yaml(path: Path) -> Any:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is not None:
-            _check_keys(node, path)
+            _check_nodes(node, path)
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}{_syntax_error(error, text)}") from None
@@ -57,16 +58,24 @@ def loaded(value: Any) -> Any:
     return content if is_shallow(content) else value
 
 
-def reject_deep(value: Any, place: str) -> None:
-    """Raise ConfigError if a value from the command line or the environment is YAML that is nested too deeply."""
+def reject_unreadable(value: Any, place: str) -> None:
+    """Check a value from the command line or the environment.
+
+    Raises:
+        ConfigError: the value is YAML that is nested too deeply, or has half of a surrogate pair.
+    """
+    check_characters(str(value), place)
+    content = value
     try:
-        is_read = is_shallow(yaml.safe_load(value) if isinstance(value, str) else value)
+        content = yaml.safe_load(value) if isinstance(value, str) else value
+        is_read = is_shallow(content)
     except (yaml.YAMLError, ValueError):
         return  # the value is plain text, or a later check rejects it with a message that names the key
     except RecursionError:
         is_read = False
     if not is_read:
         raise ConfigError(f"{place}{_TOO_DEEP_MESSAGE}")
+    check_characters(json.dumps(content, ensure_ascii=False, default=str), place)
 
 
 def _syntax_error(error: yaml.YAMLError, text: str) -> str:
@@ -108,14 +117,20 @@ def _entry(node: yaml.Node | None, word: str) -> tuple[yaml.Node, yaml.Node] | N
     return next(((key, value) for key, value in pairs if key.value == word), None)
 
 
-def _check_keys(node: yaml.Node, path: Path) -> None:
-    """Raise ConfigError if a mapping has the same key twice, because PyYAML would silently use the second value."""
+def _check_nodes(node: yaml.Node, path: Path) -> None:
+    """Check what PyYAML accepts, although it is a mistake.
+
+    Raises:
+        ConfigError: a mapping has the same key twice, or a text has half of a surrogate pair.
+    """
     waiting, seen = [(node, "")], set()
     while waiting:
         each, prefix = waiting.pop()
         if id(each) in seen:  # an alias (`*name`) of a node that was checked before
             continue
         seen.add(id(each))
+        if isinstance(each, yaml.ScalarNode):
+            check_characters(each.value, f"{path}:{each.start_mark.line + 1}")
         if isinstance(each, yaml.SequenceNode):
             waiting += [(item, f"{prefix}[{number}]") for number, item in enumerate(each.value)]
         elif isinstance(each, yaml.MappingNode):

@@ -219,8 +219,7 @@ class Boundaries:
         if ctx.run.is_world_process_zero:
             logger.warning(
                 "%s was stopped by %s at step %d: %s. The run is complete, and no further step is taken. To continue, change the settings of %s "
-                "or remove it, or give a longer max_duration. To train from the start, choose another run_name (for a "
-                "recipe, --resume new sets this run aside)",
+                "or remove it, or give a longer max_duration. To train from the start, give the run another name or folder",
                 ctx.run.folder or ctx.run.name,
                 request.by,
                 ctx.step,

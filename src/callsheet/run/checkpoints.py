@@ -82,7 +82,7 @@ class Typed:
         if state["class"] != type(self.part).__name__:
             raise ValueError(
                 f"the state was saved by a {state['class']}, and this is a {type(self.part).__name__}; give a {state['class']}, or start a "
-                "new run with another run_name"
+                "new run with another name or folder"
             )
         given = self._options()
         self.part.load_state_dict(state["state"])
@@ -90,7 +90,7 @@ class Typed:
             if name in given and given[name] != value:
                 logger.warning(
                     "%s: %s is %s in the checkpoint, and %s was given. Training continues with the checkpoint's; to change it, set it in "
-                    "the optimizer's param_groups after the resume, or start a new run with another run_name",
+                    "the optimizer's param_groups after the resume, or start a new run with another name or folder",
                     type(self.part).__name__, name, value, given[name],
                 )  # fmt: skip
 
@@ -421,7 +421,7 @@ class Checkpoints:
         if candidates:
             raise CheckpointError(
                 f"none of the {len(candidates)} sealed checkpoint(s) in {self.folder} could be resumed from: {'; '.join(rejected)}; "
-                "fix these problems, or start a new run with another run_name: this one would overwrite the checkpoints"
+                "fix these problems, or start a new run with another name or folder: this one would overwrite the checkpoints"
             )
         return None
 
@@ -486,7 +486,8 @@ class Checkpoints:
         if os.fspath(resume) != AUTO:
             if "://" not in os.fspath(resume) and not Path(resume).exists():
                 raise CheckpointError(
-                    f"resume={os.fspath(resume)!r}: there is no such checkpoint{did_you_mean(os.fspath(resume), [AUTO])}"
+                    f"resume={os.fspath(resume)!r}: there is no such checkpoint{did_you_mean(os.fspath(resume), [AUTO])}; give the path of a "
+                    "checkpoint, or 'auto' for the newest one of this run"
                 )
             return [os.fspath(resume)]
         found = find_checkpoints(self.folder)

@@ -221,8 +221,8 @@ class RunLock:
     def rejection(self, owner: Owner) -> str:
         """Return the error message for a run that could not acquire the lock, because `owner` holds it."""
         if owner.is_in_this_process:
-            return f"{self.folder} is being trained by another run of this process. End that run first, or use another run_name."
-        message = f"{self.folder} is being trained by {owner}. Use `--run_name` to start another run beside it."
+            return f"{self.folder} is being trained by another run of this process. End that run first, or give the run another name or folder."
+        message = f"{self.folder} is being trained by {owner}. Give the run another name or folder to train beside it."
         silent = max((time.monotonic() - since for _, since in self._seen.values()), default=0.0)
         if silent > 2 * HEARTBEAT_SECONDS:
             message += (

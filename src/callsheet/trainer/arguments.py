@@ -9,13 +9,13 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 from callsheet.core.background import inner
 from callsheet.core.callback import Callback, label_of
@@ -339,24 +339,54 @@ def checked_scheduler(given: Any, optimizer: Optimizer | None) -> LRScheduler:
 
 
 def warn_of_short_schedule(scheduler: LRScheduler | None, state: TrainState) -> None:
-    """Log a warning if the scheduler is a `OneCycleLR` whose `step` would raise an error before the end of the run.
+    """Log a warning for each `OneCycleLR` whose `step` would raise an error before the end of the run.
 
-    The length of the run is known only if it is given in batches or epochs, and a callback may end the run earlier.
+    The scheduler may be one, or contain some. The length of the run is known only if it is given in batches or epochs, and a callback
+    may end the run earlier.
     """
     longest, now, epoch = state.max_duration, state.timestamp, state.epoch_batches
-    if type(scheduler) is not OneCycleLR or longest is None:
+    if scheduler is None or longest is None:
         return
     if longest.unit is TimeUnit.BATCH:
-        left = int(longest.value) - now.batch
+        length = int(longest.value)
     elif longest.unit is TimeUnit.EPOCH and epoch:
-        left = (int(longest.value) - now.epoch) * epoch - now.batch_in_epoch
+        length = now.batch + (int(longest.value) - now.epoch) * epoch - now.batch_in_epoch
     else:
         return
-    if left > scheduler.total_steps - scheduler.last_epoch:
-        way_out = f"give total_steps={now.batch + left}"
+    for possible, needed in _short_cycles(scheduler, now.batch - _count_of(scheduler), length):
+        way_out = f"give total_steps={needed}"
         if state.baseline.batch:
             way_out = "total_steps is a part of the checkpoint: start a new run for another length, or use another scheduler"
         logger.warning(
             "scheduler: OneCycleLR raises an error after %d steps, and the run takes %d (max_duration=%s); %s",
-            scheduler.total_steps, now.batch + left, longest, way_out,
+            possible, length, longest, way_out,
         )  # fmt: skip
+
+
+def _count_of(scheduler: LRScheduler) -> int:
+    """Return how many steps the scheduler has taken, or 0 if it does not count them."""
+    if isinstance(scheduler, ChainedScheduler):
+        return _count_of(scheduler._schedulers[0])
+    return getattr(scheduler, "last_epoch", 0)
+
+
+def _short_cycles(scheduler: LRScheduler, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Find each `OneCycleLR` that is too short. It is the scheduler, or one of the schedulers within it.
+
+    Yield the step of the run after which it raises an error, and the `total_steps` that it needs.
+
+    Args:
+        begin: the step of the run from which the scheduler counts its steps.
+        end: the last step of the run in which the scheduler is used.
+    """
+    if type(scheduler) is OneCycleLR:
+        if end - begin > scheduler.total_steps:
+            yield begin + scheduler.total_steps, end - begin
+    elif isinstance(scheduler, ChainedScheduler):
+        for each in scheduler._schedulers:
+            yield from _short_cycles(each, begin, end)
+    elif isinstance(scheduler, SequentialLR):
+        begins = [begin, *(begin + milestone for milestone in scheduler._milestones)]
+        ends = [*(milestone - 1 for milestone in begins[1:]), end]
+        for each, first, last in zip(scheduler._schedulers, begins, ends, strict=True):
+            yield from _short_cycles(each, first, min(last, end))

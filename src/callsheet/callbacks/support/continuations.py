@@ -13,7 +13,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from callsheet.core.randomness import random_state, restore_random_state, seed_all
-from callsheet.errors import ConfigError, NonFiniteError
+from callsheet.errors import ConfigError, NonFiniteError, check_characters
 from callsheet.run.copies import add_hook
 
 Prompt = str | Sequence[int]
@@ -35,7 +35,7 @@ class Prompts:
             text as its ids, and shows ids as numbers.
 
     Raises:
-        ConfigError: a prompt has no tokens.
+        ConfigError: a prompt has no tokens, or half of a surrogate pair.
     """
 
     def __init__(self, prompts: Sequence[Prompt], tokenizer: Any = None) -> None:
@@ -45,6 +45,7 @@ class Prompts:
             tokenizer = AutoTokenizer.from_pretrained(tokenizer)
         self._tokenizer = tokenizer
         self._prompts = prompts
+        check_prompts(prompts)
         self.ids = [self._encoded(prompt) for prompt in prompts]
 
     def rows(self, written: Sequence[Sequence[int]]) -> list[tuple[str, str]]:
@@ -70,6 +71,13 @@ class Prompts:
             # Without a tokenizer, each token id is taken as a byte, so leave out ids above 255.
             return bytes(token for token in ids if token < 256).decode(errors="replace")
         return " ".join(map(str, ids))
+
+
+def check_prompts(prompts: Sequence[Prompt]) -> None:
+    """Raise ConfigError if a prompt is a text with half of a surrogate pair, which no tokenizer can encode."""
+    for number, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            check_characters(prompt, f"prompts[{number}]")
 
 
 def written(

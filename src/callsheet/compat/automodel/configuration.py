@@ -47,6 +47,54 @@ _HINTS = {
 }
 
 
+_NAMES = {
+    "batch_size": "step_scheduler.local_batch_size",
+    "gradient_accumulation_steps": "step_scheduler.global_batch_size / (local_batch_size * ranks)",
+    "seed": "rng.seed",
+    "clip_grad_norm": "clip_grad_norm.max_norm",
+    "optimizer": "optimizer",
+    "scheduler": "lr_scheduler",
+    "scheduler.total_steps": "lr_scheduler.lr_decay_steps",
+    "scheduler.warmup_steps": "lr_scheduler.lr_warmup_steps",
+    "scheduler.final": "lr_scheduler.min_lr / optimizer.lr",
+    "model": "model",
+    "model.path": "model.pretrained_model_name_or_path",
+    "model.attention": "model.attn_implementation",
+    "model.dtype": "model.torch_dtype",
+    "model.tokenizer": "tokenizer.pretrained_model_name_or_path",
+    "model.processor": "processor.pretrained_model_name_or_path",
+    "model.freeze": "freeze_config",
+    "teacher": "teacher_model",
+    "teacher.path": "teacher_model.pretrained_model_name_or_path",
+    "teacher.attention": "teacher_model.attn_implementation",
+    "teacher.dtype": "teacher_model.torch_dtype",
+    "mix": "1 - kd_ratio",
+    "kd_temperature": "kd_loss_fn.temperature",
+    "lora": "peft",
+    "lora.r": "peft.dim",
+    "lora.targets": "peft.target_modules",
+    "train": "dataset",
+    "train.path": "dataset.path_or_dataset_id",
+    "train.limit": "dataset.limit_dataset_samples",
+    "train.columns": "dataset.column_mapping",
+    "validation": "validation_dataset",
+    "text_column": "dataset.text_column",
+    "label_column": "dataset.label_column",
+    "completion_only": "dataset.answer_only_loss_mask",
+    "sequence_length": "dataset.seq_length or packed_sequence.packed_sequence_size",
+    "packing": "packed_sequence",
+}
+"""AutoModel's names of the keys of callsheet's recipes. For a value that is converted, the name is the expression that gives it."""
+
+
+def setting_names(kind: type[JobConfig]) -> dict[str, str]:
+    """Return the names in an AutoModel configuration of the keys of callsheet's class `kind`, for messages.
+
+    Keys that AutoModel does not have are in the section `callsheet`.
+    """
+    return {each.name: f"callsheet.{each.name}" for each in fields(kind)} | _NAMES
+
+
 @dataclass
 class Schedule:
     """The settings that say when AutoModel validates, saves checkpoints and ends training. AutoModel counts steps and epochs from 0."""

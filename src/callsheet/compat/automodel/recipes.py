@@ -11,7 +11,7 @@ from callsheet.bridges.automodel.guests import AutoModelGuest
 from callsheet.bridges.automodel.names import CallbackRunner
 from callsheet.bridges.automodel.recipe import ConfigNode, DistEnv, RecipeFacade
 from callsheet.bridges.automodel.recipe import StepScheduler as Scheduled
-from callsheet.compat.automodel.configuration import Schedule, configured, load_yaml_config
+from callsheet.compat.automodel.configuration import Schedule, configured, load_yaml_config, setting_names
 from callsheet.core.callback import Callback
 from callsheet.core.context import Context
 from callsheet.core.control import SaveKind
@@ -179,7 +179,9 @@ class BaseRecipe:
         """Set up the recipe, and resume from a checkpoint if there is one."""
         try:
             self.recipe = self.RECIPE_CLASS(self._config, self._callbacks)
-            self.recipe.new_run_hint = "another checkpoint.checkpoint_dir starts a new run"
+            if self._as_scheduled is not None:  # the configuration is AutoModel's
+                self.recipe.new_run_hint = "another checkpoint.checkpoint_dir starts a new run"
+                self.recipe.setting_names = setting_names(self.RECIPE_CLASS.Config)
             self.recipe.setup()
         except BaseException as error:
             self._guest.fire_exception(error)

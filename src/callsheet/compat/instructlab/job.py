@@ -31,6 +31,28 @@ RUN_NAME = "training"
 """The name of the run's folder in `ckpt_output_dir`. InstructLab's folder `hf_format` is next to it."""
 
 
+_NAMES = {
+    "model": "model_path",
+    "model.path": "model_path",
+    "model.attention": "disable_flash_attn",
+    "lora.r": "lora.rank",
+    "lora.targets": "lora.target_modules",
+    "train": "data_path",
+    "train.path": "data_path",
+    "validation": "validation_split",
+    "chat_template": "chat_tmpl_path",
+    "sequence_length": "max_seq_len",
+    "seed": "random_seed",
+    "batch_size": "effective_batch_size / ranks",
+    "microbatch_size": "max_batch_len / max_seq_len",
+    "optimizer.lr": "learning_rate",
+    "optimizer.weight_decay": "adamw_weight_decay",
+    "optimizer.betas": "adamw_betas",
+    "optimizer.eps": "adamw_eps",
+}
+"""InstructLab's names of the keys of callsheet's recipe. For a value that is converted, the name is the expression that gives it."""
+
+
 def job_of(args: TrainingArgs, train: str, validation: str | None, callbacks: list[Any]) -> Training:
     """Make the recipe and add the callbacks. Callbacks of InstructLab get a guest adapter, through which callsheet can call them."""
     job = Training(_config(args, train, validation, read_ranks().world_size))
@@ -51,6 +73,7 @@ class Training(Finetune):
     """The recipe `finetune`, with a learning-rate schedule over all steps of the training."""
 
     new_run_hint = "another ckpt_output_dir starts a new run"
+    setting_names = _NAMES
     args: TrainingArgs | None = None
     """The arguments of `run_training`; None if an existing run is only opened, for example to export its model."""
 

@@ -34,6 +34,35 @@ from callsheet.trainer.precision import PrecisionName
 
 logger = logging.getLogger("callsheet")
 
+_NAMES = {
+    "seed": "rng.seed",
+    "batch_size": "train.global_batch_size / ranks",
+    "microbatch_size": "train.micro_batch_size",
+    "clip_grad_norm": "optimizer.clip_grad",
+    "optimizer.betas": "optimizer.adam_beta1, adam_beta2",
+    "optimizer.eps": "optimizer.adam_eps",
+    "scheduler": "scheduler.lr_decay_style",
+    "scheduler.total_steps": "scheduler.lr_decay_iters (by default train.train_iters)",
+    "scheduler.warmup_steps": "scheduler.lr_warmup_iters",
+    "scheduler.final": "optimizer.min_lr / optimizer.lr",
+    "precision": "mixed_precision",
+    "model.tokenizer": "tokenizer.tokenizer_model",
+    "model.config": "model",
+    "model.config.intermediate_size": "model.ffn_hidden_size",
+    "model.config.num_hidden_layers": "model.num_layers",
+    "model.config.num_key_value_heads": "model.num_query_groups",
+    "model.config.max_position_embeddings": "model.seq_length",
+    "model.config.rope_theta": "model.rotary_base",
+    "model.config.rms_norm_eps": "model.layernorm_epsilon",
+    "model.config.tie_word_embeddings": "model.share_embeddings_and_output_weights",
+    "model.config.initializer_range": "model.init_method_std",
+    "data": "dataset",
+    "data.sequence_length": "model.seq_length",
+    "data.validation_windows": "train.eval_iters * train.global_batch_size",
+    "rows": "dataset.rows",
+}
+"""Megatron Bridge's names of the keys of callsheet's recipe. For a value that is converted, the name is the expression that gives it."""
+
 PRECISIONS: dict[Any, PrecisionName] = {None: "fp32", "bf16_mixed": "bf16", "fp16_mixed": "fp16"}
 
 
@@ -100,6 +129,7 @@ class BridgePretrain(Pretrain):
     """callsheet's recipe `pretrain`, with a model that has the call signature of Megatron's `GPTModel`."""
 
     new_run_hint = "checkpoint.load=None sets the run aside and starts a new one; another checkpoint.save starts one beside it"
+    setting_names = _NAMES
     state: GlobalState
 
     def make_model(self) -> nn.Module:

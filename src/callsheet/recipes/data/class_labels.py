@@ -146,7 +146,9 @@ def class_weights(given: str | Sequence[float], counts: Sequence[int], names: Se
             raise ConfigError(f"class_weights=balanced: the class {name} has no rows to train on; give the weights as a list")
         return [sum(counts) / (len(counts) * count) for count in counts]
     if len(given) != len(names):
-        raise ConfigError(f"class_weights has {len(given)} numbers, but there are {len(names)} classes: {', '.join(names)}")
+        raise ConfigError(
+            f"class_weights: {len(given)} weights are given for {len(names)} classes ({', '.join(names)}); give one for each class"
+        )
     return [float(weight) for weight in given]
 
 

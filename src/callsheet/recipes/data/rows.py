@@ -10,14 +10,15 @@ import json
 import mmap
 import re
 from array import array
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from callsheet.errors import ConfigError, did_you_mean
+from callsheet.errors import ConfigError, check_characters, did_you_mean
 
 _JSON_ENDINGS = (".jsonl", ".ndjson", ".json")
 _FILES_OF_DATASETS = ("metadata.jsonl", "dataset_info.json", "dataset_dict.json")
@@ -25,9 +26,7 @@ _FILES_OF_DATASETS = ("metadata.jsonl", "dataset_info.json", "dataset_dict.json"
 _SPLIT_PREFIXES = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
 """For each split of a dataset, the prefixes of its file names, such as `valid` for `validation`."""
 _SURROGATE_PATTERN = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-"""Matches each part of a surrogate pair in the bytes of a JSON text."""
-_LONE_SURROGATE_PATTERN = re.compile("[\ud800-\udfff]")
-"""Matches a part of a surrogate pair in a parsed JSON text. The parser has combined the parts of whole pairs to one character."""
+"""Matches each part of a surrogate pair in the bytes of a JSON text. The parser combines the parts of whole pairs to one character."""
 
 Row = Mapping[str, Any]
 Transform = Callable[["Row", str], Any]
@@ -61,7 +60,7 @@ class Rows:
     def read(self, columns: Collection[str]) -> Table | Stream:
         """Return the rows as a table or, if `streaming` is set, as a stream.
 
-        Streamed rows are not read here, so only their column names are checked, if they are known.
+        Streamed rows are not read here, so only the columns of the first row are checked, if they are known.
 
         Args:
             columns: the columns that every row must have.
@@ -77,8 +76,13 @@ class Rows:
         if is_pattern and not files:
             raise ConfigError(f"no file matches {self.path}")
         self._check_kinds(files)
-        if all(file.endswith(_JSON_ENDINGS) for file in files) and not self.streaming:
-            return LineTable([Path(file) for file in files], columns, self.limit)
+        is_local = not any("://" in file for file in files)
+        for file in files if is_local else ():
+            if file.endswith(".parquet") and not Path(file).is_dir():
+                _check_exists(Path(file))
+        if all(file.endswith(_JSON_ENDINGS) for file in files) and (is_local or not self.streaming):
+            paths = [Path(file) for file in files]
+            return (LineStream if self.streaming else LineTable)(paths, columns, self.limit)
         return self._dataset(files, columns)
 
     def _of_folder(self) -> list[str]:
@@ -125,12 +129,13 @@ class Rows:
                 escaped = [glob.escape(file) for file in files]  # escape the names, because `datasets` reads them as patterns
                 found = datasets.load_dataset(kind, data_files=escaped, split="train", streaming=self.streaming)
             elif (Path(self.path) / "state.json").exists() or (Path(self.path) / "dataset_dict.json").exists():
-                found = datasets.load_from_disk(self.path)
-                found = found[self.split] if isinstance(found, datasets.DatasetDict) else found
+                found = self._saved(datasets.load_from_disk(self.path))
             else:
                 found = datasets.load_dataset(
                     self.path, self.name, split=self.split, revision=self.revision, streaming=self.streaming
                 )
+        except ConfigError:
+            raise
         except Exception as error:  # `datasets` and the hub raise many kinds of errors
             raise ConfigError(
                 f"no rows could be read from {self.path}: {type(error).__name__}: {error}; give a file of JSON lines or a Parquet file, "
@@ -140,10 +145,21 @@ class Rows:
         if names is not None:
             check_columns(self.path, names, columns)
         if self.streaming:
-            return Stream(found if self.limit is None else found.take(self.limit), self.path)
+            found = found if self.limit is None else found.take(self.limit)
+            return DatasetStream(found, self.path, columns, files if is_parquet else ())
         if not len(found):
             raise ConfigError(f"{self.path} has no rows")
         return DatasetTable(found if self.limit is None else found.select(range(min(self.limit, len(found)))), self.path)
+
+    def _saved(self, found: Any) -> Any:
+        """Return the dataset that `datasets` has loaded from a saved folder; of several splits, the split `split`."""
+        if isinstance(found, Mapping):
+            if self.split not in found:
+                near = did_you_mean(self.split, found)
+                raise ConfigError(f"{self.path} has no split {self.split!r}{near} (it has {', '.join(found) or 'none'})")
+            found = found[self.split]
+        # As an iterable dataset, it is divided among the workers of a dataloader, one part for each of its files.
+        return found.to_iterable_dataset(max(1, len(found.cache_files))) if self.streaming else found
 
 
 class Table(Sequence[Row]):
@@ -169,22 +185,16 @@ class LineTable(Table):
         self._file, self._start, self._line = array("L"), array("Q"), array("Q")
         self._maps: dict[int, mmap.mmap] = {}
         for number, file in enumerate(files):
-            if not file.is_file():
-                raise ConfigError(f"there is no file {file}")
-            with file.open("rb") as lines:
-                start = 0
-                for line_number, line in enumerate(lines, 1):
-                    if limit is not None and len(self) >= limit:
-                        break
-                    if line.strip():
-                        row = _parsed(line, f"{file}:{line_number}")
-                        check_columns(f"{file}:{line_number}", row, columns)
-                        self._file.append(number)
-                        self._start.append(start)
-                        self._line.append(line_number)
-                    start += len(line)
+            for line_number, start, line in _lines(file):
+                if limit is not None and len(self) >= limit:
+                    break
+                row = _parsed(line, f"{file}:{line_number}")
+                check_columns(f"{file}:{line_number}", row, columns)
+                self._file.append(number)
+                self._start.append(start)
+                self._line.append(line_number)
         if not len(self):
-            raise ConfigError(f"{', '.join(map(str, files))}: the file has no rows; give one with a JSON object on each line")
+            _reject_empty(files)
 
     def __len__(self) -> int:
         return len(self._start)
@@ -225,22 +235,97 @@ class DatasetTable(Table):
 
 
 class Stream(IterableDataset[Any]):
-    """Rows that can only be read in sequence, without the null keys that Arrow adds (see `_own_keys`).
+    """Rows that can only be read in sequence. If there are several workers, each reads its own part of the rows.
 
     A resumed run reads the rows again that it had already used, and skips them.
     """
 
-    def __init__(self, source: Any, path: str) -> None:
-        self._source = source
-        self._path = path
+    def places(self) -> Iterator[tuple[str, Row]]:
+        """Yield each row with its place, such as `train.jsonl:17`, for error messages.
+
+        Raises:
+            ConfigError: a row cannot be read, or a column is missing; the message names the place.
+        """
+        raise NotImplementedError
 
     def __iter__(self) -> Iterator[Row]:
-        features = self._source.features
-        return (_own_row(row, features) for row in self._source)
+        return (row for _, row in self.places())
+
+
+class LineStream(Stream):
+    """A stream of the rows in files of JSON lines. Each line is checked when it is read."""
+
+    def __init__(self, files: Sequence[Path], columns: Collection[str] = (), limit: int | None = None) -> None:
+        self._files = files
+        self._columns = columns
+        self._limit = limit
+        if next(self.places(), None) is None:
+            _reject_empty(files)
 
     def places(self) -> Iterator[tuple[str, Row]]:
-        """Yield each row with its place, such as `train.jsonl:17`, for error messages."""
-        return ((f"{self._path}, row {number}", row) for number, row in enumerate(self, 1))
+        """Yield each row with its file and line number, counted from 1."""
+        files, limit = list(self._files), self._limit
+        if (worker := get_worker_info()) is not None:
+            files = _own_files(files)
+            readers = min(worker.num_workers, len(self._files))
+            limit = limit and limit // readers + (worker.id < limit % readers)
+        lines = ((f"{file}:{number}", line) for file in files for number, _, line in _lines(file))
+        for place, line in islice(lines, limit):
+            row = _parsed(line, place)
+            check_columns(place, row, self._columns)
+            yield place, row
+
+
+class DatasetStream(Stream):
+    """A stream of rows from a dataset of the library `datasets`, without the null keys that Arrow adds (see `_own_keys`).
+
+    Args:
+        source: the dataset.
+        path: what the user has given as the path.
+        columns: the columns that every row must have.
+        parquet: the files, if the dataset is read from Parquet files.
+    """
+
+    def __init__(self, source: Any, path: str, columns: Collection[str] = (), parquet: Sequence[str] = ()) -> None:
+        self._source = source
+        self._path = path
+        self._columns = columns
+        self._parquet = parquet
+
+    def places(self) -> Iterator[tuple[str, Row]]:
+        """Yield each row with the data's path and the row's number, counted from 1."""
+        features, rows = self._source.features, iter(self._source)
+        for number in count(1):
+            place = f"{self._path}, row {number}"
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except Exception as error:  # `datasets` and the hub raise many kinds of errors
+                place = self._place_in_file(number) or place
+                if isinstance(error, FileNotFoundError):
+                    raise ConfigError(f"there is no file {error.filename or place}") from error
+                raise ConfigError(
+                    f"{place}: this row or one of the next rows cannot be read: "
+                    f"{type(error).__name__}: {' '.join(str(error).split())}; repair the data, or leave the row out"
+                ) from error
+            check_columns(place, row, self._columns)
+            yield place, _own_row(row, features)
+
+    def _place_in_file(self, number: int) -> str:
+        """Return the Parquet file of the row `number`, with the row's number in this file. Return an empty string if it is unknown."""
+        from pyarrow import ArrowException
+        from pyarrow.parquet import read_metadata
+
+        for file in _own_files(self._parquet):
+            try:
+                rows = read_metadata(file).num_rows
+            except (OSError, ArrowException):  # the file is missing or damaged
+                return str(file)
+            if number <= rows:
+                return f"{file}, row {number}"
+            number -= rows
+        return ""
 
 
 class Prepared(Dataset[Any]):
@@ -273,6 +358,17 @@ def prepared(rows: Table | Stream, transform: Transform) -> Prepared | PreparedS
     return Prepared(rows, transform) if isinstance(rows, Table) else PreparedStream(rows, transform)
 
 
+def numbered(rows: Iterable[Row]) -> Iterator[tuple[str, Row]]:
+    """Yield each row that a program has given, with its place, such as `row 3`, for error messages.
+
+    Raises:
+        ConfigError: a text in a row has half of a surrogate pair.
+    """
+    for number, row in enumerate(rows, 1):
+        check_characters(json.dumps(row, ensure_ascii=False, skipkeys=True, default=lambda value: None), f"row {number}")
+        yield f"row {number}", row
+
+
 def reject(place: str, why: str) -> NoReturn:
     """Raise ConfigError for the row at `place`. The text `why` says what is wrong and what to do."""
     raise ConfigError(f"{place}: {why}")
@@ -287,6 +383,41 @@ def check_columns(place: str, there: Collection[str], wanted: Collection[str]) -
     for column in wanted:
         if column not in there:
             reject(place, f"there is no column {column!r}{did_you_mean(column, there)} (it has {', '.join(there) or 'none'})")
+
+
+def _lines(file: Path) -> Iterator[tuple[int, int, bytes]]:
+    """Yield the number, the start and the content of each line of a file that is not blank.
+
+    Raises:
+        ConfigError: the file does not exist, or cannot be read.
+    """
+    _check_exists(file)
+    try:
+        with file.open("rb") as lines:
+            start = 0
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield number, start, line
+                start += len(line)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def _check_exists(file: Path) -> None:
+    """Raise ConfigError if a file does not exist."""
+    if not file.is_file():
+        beside = [each.name for each in file.parent.iterdir()] if file.parent.is_dir() else []
+        raise ConfigError(f"there is no file {file}{did_you_mean(file.name, beside, cutoff=0.8)}")
+
+
+def _reject_empty(files: Sequence[Path]) -> NoReturn:
+    raise ConfigError(f"{', '.join(map(str, files))}: the file has no rows; give one with a JSON object on each line")
+
+
+def _own_files(files: Sequence[Any]) -> list[Any]:
+    """Return the files that this worker reads, as `datasets` divides them; all files if there are no workers."""
+    worker = get_worker_info()
+    return list(files) if worker is None else list(files[worker.id :: worker.num_workers])
 
 
 def _own_row(row: Row, features: Mapping[str, Any] | None) -> Row:
@@ -315,14 +446,12 @@ def _own_keys(value: Any, feature: Any) -> Any:
 def _parsed(line: bytes, place: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-        may_have_half = _SURROGATE_PATTERN.search(line) is not None
-        half = _LONE_SURROGATE_PATTERN.search(json.dumps(row, ensure_ascii=False)) if may_have_half else None
+        text = json.dumps(row, ensure_ascii=False) if _SURROGATE_PATTERN.search(line) else ""
     except ValueError as error:  # the line is not JSON or not UTF-8
         reject(place, f"this line is not JSON: {error}; give one JSON object per line")
     except RecursionError:
         reject(place, "the values of this line are nested too deeply to be read; give one flat JSON object per line")
-    if half is not None:
-        reject(place, f"this line has half of a surrogate pair, {half.group()!a}, which is not a character; remove it")
+    check_characters(text, place)
     if not isinstance(row, dict):
         reject(place, f"this line is a JSON {type(row).__name__}, not an object; give an object with a value for each column")
     return row

@@ -102,7 +102,9 @@ class TextSets:
     def _ids(self, place: str, row: Mapping[str, Any]) -> list[int]:
         text = row[self._column]
         if not isinstance(text, str):
-            reject(place, f"the column {self._column!r} holds {type(text).__name__}, not a text")
+            reject(
+                place, f"the column {self._column!r} holds {type(text).__name__}, not a text; give a text, or leave the row out"
+            )
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         end = self._tokenizer.eos_token_id
         return [*ids, end] if end is not None else list(ids)

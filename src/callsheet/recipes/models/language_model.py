@@ -306,6 +306,9 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     for pattern in patterns:
         matching = [name for name in names if fnmatchcase(name, pattern)]
         if not matching:
-            raise ConfigError(f"freeze: no parameter matches {pattern}{did_you_mean(pattern, list(names))}")
+            raise ConfigError(
+                f"model.freeze: no parameter matches {pattern}{did_you_mean(pattern, list(names))}; give patterns of parameter names, "
+                "such as 'model.embed_tokens.*'"
+            )
         for name in matching:
             names[name].requires_grad_(False)
