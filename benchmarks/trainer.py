@@ -110,7 +110,7 @@ def show_profile() -> None:
         if "callsheet" in Path(file).parts and own / STEPS * 1e6 >= 0.1:
             place = "/".join(Path(file).parts[Path(file).parts.index("callsheet") + 1 :])
             rows.append((own / STEPS * 1e6, calls / STEPS, f"{place}: {name}"))
-    print(f"{machine()}; {sum(calls for _, calls, _ in rows):.0f} calls per step of callsheet's functions\n")
+    print(f"{machine()}; in each step, functions of callsheet are called {sum(calls for _, calls, _ in rows):.0f} times\n")
     print("| µs per step, without callees | calls per step | function |\n| --- | --- | --- |")
     for own, calls, function in sorted(rows, reverse=True):
         print(f"| {own:.2f} | {calls:.1f} | `{function}` |")
