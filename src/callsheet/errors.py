@@ -80,7 +80,12 @@ class MissingPackage(CallsheetError, ImportError):
 
 
 class ConfigError(CallsheetError, ValueError):
-    """An argument or a configuration value is invalid. The message names the argument or value and says what to do."""
+    """An argument or a configuration value is invalid. The message names the argument or value and says what to do.
+
+    Args:
+        message: the message. Of an error that torch raises again for a worker of a dataloader, only the worker's own message is kept.
+        more: further arguments of the exception.
+    """
 
     def __init__(self, message: object = "", *more: object) -> None:
         if isinstance(message, str) and message.startswith(f"Caught {type(self).__name__} in DataLoader worker process "):

@@ -30,7 +30,7 @@ _EXTRAS = {
         "cloudpickle",
         "jinja2",
     ),
-    "hf": ("transformers", "tokenizers", "datasets", "peft", "huggingface_hub"),
+    "hf": ("transformers", "tokenizers", "datasets", "pyarrow", "peft", "huggingface_hub"),
     "digits": ("sklearn",),
     "report": ("plotly", "scipy"),
     "opentelemetry": ("opentelemetry",),
