@@ -12,6 +12,7 @@ import asyncio
 import inspect
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field, fields
@@ -258,7 +259,7 @@ class CallbackManager:
 
     def _deliver(self) -> bool:
         """Wait until all fired hooks were called. Return False if they were not."""
-        done = -1
+        done = self._lane.done
         while (left := drain([self._lane], _PATIENCE_SECONDS)) and self._lane.done > done:
             done = self._lane.done
         for undelivered in left:
@@ -313,7 +314,8 @@ async def finish_tasks() -> None:
     while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
         _, left = await asyncio.wait(tasks, timeout=max(0.0, until - loop.time()))
         if left:
-            names = ", ".join(sorted(getattr(task.get_coro(), "__qualname__", task.get_name()) for task in left))
+            counts = Counter(getattr(task.get_coro(), "__qualname__", task.get_name()) for task in left)
+            names = ", ".join(name if count == 1 else f"{name} ({count} tasks)" for name, count in sorted(counts.items()))
             logger.error(
                 "asyncio tasks of InstructLab's callbacks are not done after %g s, and are cancelled: %s", TASKS_SECONDS, names
             )
