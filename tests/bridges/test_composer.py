@@ -7,16 +7,21 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from callsheet import Trainer
+from callsheet import Callback as OurCallback
+from callsheet import Context, Trainer
 from callsheet.bridges.composer import EVENT_MAP, NOT_FIRED, guest
 from callsheet.bridges.composer.names import Callback, Event
+from callsheet.callbacks import CheckpointSaver
 from callsheet.core.lifecycle import EVENTS
 from callsheet.errors import NotSupported, RegistrationError
+from callsheet.testing import run_ranks
+from callsheet.trainer import Task
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-composer" / ("Scripts" if sys.platform == "win32" else "bin") / "python"
@@ -111,3 +116,97 @@ def test_an_error_names_the_attribute_that_a_guest_may_not_set(tmp_path: Path) -
     )  # fmt: skip
     with pytest.raises(NotSupported, match="may not write 'model'"):
         trainer.fit()
+
+
+class RecordsSamples(Callback):
+    def __init__(self) -> None:
+        self.in_training: list[tuple[int, int]] = []
+        self.at_epoch_ends: list[tuple[int, int]] = []
+        self.in_evaluations: list[int] = []
+        self.at_evaluation_ends: list[int] = []
+
+    def batch_end(self, state: Any, logger: object) -> None:
+        self.in_training.append((int(state.timestamp.sample), int(state.timestamp.sample_in_epoch)))
+
+    def epoch_end(self, state: Any, logger: object) -> None:
+        self.at_epoch_ends.append((int(state.timestamp.sample), int(state.timestamp.token)))
+
+    def eval_batch_end(self, state: Any, logger: object) -> None:
+        self.in_evaluations.append(int(state.eval_timestamp.sample))
+
+    def eval_end(self, state: Any, logger: object) -> None:
+        self.at_evaluation_ends.append(int(state.eval_timestamp.sample))
+
+
+class TokenTask(Task):
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        return model(batch["input_ids"])
+
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        return outputs.square().mean()
+
+
+def count_samples_on_rank(folder: str, shard_data: bool) -> dict[str, list[Any]]:
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    records = RecordsSamples()
+    # Three batches of two samples with five tokens each: the second rank has no third batch, and gets a filler.
+    batches = [{"input_ids": torch.arange(10).reshape(2, 5)} for _ in range(3)]
+    own = batches if shard_data else batches[: 2 - rank]
+    trainer = Trainer(
+        nn.Embedding(10, 4), TokenTask(), own, own, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), device="cpu",
+        runs_folder=folder, max_duration="2ep", parallel="ddp", shard_data=shard_data, callbacks=[guest(records)],
+    )  # fmt: skip
+    with trainer:
+        trainer.fit()
+    return vars(records)
+
+
+def test_a_guest_s_samples_do_not_include_fillers(tmp_path: Path) -> None:
+    expected = {
+        "in_training": [(4, 4), (6, 6), (10, 4), (12, 6)],
+        "at_epoch_ends": [(6, 30), (12, 60)],
+        "in_evaluations": [4, 6] * 2,
+        "at_evaluation_ends": [6] * 2,
+    }
+    assert run_ranks(count_samples_on_rank, 2, str(tmp_path), True) == [expected] * 2
+
+
+def test_a_guest_s_samples_of_presharded_data_are_exact_at_the_end_of_epochs_and_evaluations(tmp_path: Path) -> None:
+    expected = {"at_epoch_ends": [(6, 30), (12, 60)], "at_evaluation_ends": [6] * 2}
+    for records in run_ranks(count_samples_on_rank, 2, str(tmp_path), False):
+        assert {name: records[name] for name in expected} == expected
+        assert records["in_training"] == sorted(records["in_training"])
+
+
+def count_samples_after_a_resume(folder: str) -> list[Any]:
+    torch.set_num_threads(1)
+    recorded: list[Any] = []
+    for resume in (False, True):
+        records = RecordsSamples()
+        batches = [{"input_ids": torch.arange(10).reshape(2, 5)} for _ in range(8)]
+        trainer = Trainer(
+            nn.Embedding(10, 4), TokenTask(), batches, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            device="cpu", runs_folder=folder, run_name="resumed", max_duration="1ep", parallel="ddp",
+            callbacks=[guest(records), CheckpointSaver(save_interval="1ba"), *([] if resume else [StopsAt(2)])],
+            resume="auto" if resume else None,
+        )  # fmt: skip
+        with trainer:
+            trainer.fit()
+        recorded += [records.in_training, records.at_epoch_ends]
+    return recorded
+
+
+class StopsAt(OurCallback):
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_train_step_end(self, ctx: Context) -> None:
+        if ctx.step == self._step:
+            ctx.control.stop("enough", resumable=True)
+
+
+def test_a_guest_s_samples_continue_after_a_resume(tmp_path: Path) -> None:
+    # With several ranks, a stop acts one step after its request.
+    expected = [[(4, 4), (8, 8), (12, 12)], [], [(16, 16)], [(16, 80)]]
+    assert run_ranks(count_samples_after_a_resume, 2, str(tmp_path)) == [expected] * 2

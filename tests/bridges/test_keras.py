@@ -19,7 +19,7 @@ from torch import nn
 from callsheet import Callback, Context, Trainer
 from callsheet.callbacks import EMA, CheckpointSaver, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
 from callsheet.errors import ConfigError, NotSupported
-from callsheet.testing import Recorder, check_events
+from callsheet.testing import Recorder, check_events, run_ranks
 
 from .loops import keras as own_loop  # before keras, because it sets the backend
 from .loops.job import POINTS, Job
@@ -511,3 +511,25 @@ def test_a_guest_s_logs_of_an_epoch_have_the_results_of_its_last_evaluation(inte
         trainer.fit()
     assert history.history["val_loss"] == pytest.approx(list(dict(evaluated).values()))
     assert len(history.history["val_loss"]) == (2 if interval == "2ep" else 4)
+
+
+def epoch_means_on_rank(folder: str, gradient_accumulation_steps: int) -> tuple[list[float], list[float]]:
+    torch.set_num_threads(1)
+    history = keras.callbacks.History()
+    # Three batches of four samples: the second rank has no third batch, and gets a filler.
+    with Trainer(
+        LINE.made_model(), LINE.loss, list(LINE.batches())[:3], device="cpu", runs_folder=folder, parallel="ddp",
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0), max_duration="2ep", callbacks=[guest(history)],
+        gradient_accumulation_steps=gradient_accumulation_steps,
+    ) as trainer:  # fmt: skip
+        trainer.fit()
+        model = LINE.made_model()
+        losses = [float(LINE.loss(model(inputs), targets)) for inputs, targets in list(LINE.batches())[:3]]
+    return history.history["loss"], losses
+
+
+@pytest.mark.parametrize("gradient_accumulation_steps", [1, 2])
+def test_a_guest_s_epoch_mean_does_not_count_fillers(gradient_accumulation_steps: int, tmp_path: Path) -> None:
+    (first, losses), (second, _) = run_ranks(epoch_means_on_rank, 2, str(tmp_path), gradient_accumulation_steps)
+    assert first == pytest.approx([(losses[0] + losses[2]) / 2] * 2)
+    assert second == pytest.approx([losses[1]] * 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -328,10 +329,14 @@ def test_a_guest_that_listens_to_an_event_that_is_never_fired_is_rejected_by_nam
         guest(SimpleNamespace(callback_context=None, fire=None, has_callbacks=None))
 
 
+COUNTS_SAMPLES = ["on_eval_end", "on_eval_start", "on_eval_step_end"]
+"""The events at which a guest counts the samples of evaluations, although its callbacks do not listen to them."""
+
+
 def test_a_guest_listens_only_to_the_hooks_that_it_overrides() -> None:
     manager = OwnManager([guest(Decays())])
     received = [event for event in GUEST_EVENTS if manager.list_callbacks(event)]
-    assert received == ["on_eval_step_end", "on_train_step_start"]  # the guest counts samples at the first
+    assert received == [*COUNTS_SAMPLES, "on_train_step_start"]
 
 
 @pytest.mark.skipif(real is None, reason="megatron-bridge is not installed")
@@ -347,7 +352,7 @@ def test_the_package_s_own_callbacks_and_managers_are_accepted_as_guests(tmp_pat
     manager.register("on_train_step_end", lambda context: recorded.append(("function", context.state.train_state.step)))
     guests = [guest(RecordsSteps()), guest([RecordsSteps()], name="list"), guest(manager)]
     assert [event for event in GUEST_EVENTS if OwnManager([guests[0]]).list_callbacks(event)] == [
-        "on_eval_step_end",
+        *COUNTS_SAMPLES,
         "on_train_step_end",
     ]
     with trainer(tmp_path, guests, max_duration="1ba") as trained:
@@ -414,3 +419,17 @@ def evaluate_on_rank(folder: str) -> list[int]:
 
 def test_fillers_of_ranks_without_a_batch_are_not_counted(tmp_path: Path) -> None:
     assert run_ranks(evaluate_on_rank, 2, str(tmp_path)) == [[12, 12], [12, 12]]
+
+
+def evaluate_own_data_on_rank(folder: str) -> list[int]:
+    torch.set_num_threads(1)
+    adapted = guest(RecordsCalls())
+    # The ranks have two batches and one batch of their own, with four samples each.
+    own = list(POINTS.validation_batches())[: 2 - int(os.environ["RANK"])]
+    with trainer(Path(folder), [adapted], max_duration="1ba", eval_interval=None, parallel="ddp", shard_data=False) as trained:
+        trained.evaluate({"own": own})
+        return [adapted.state.train_state.consumed_valid_samples]
+
+
+def test_samples_of_ranks_own_data_are_exact_after_an_evaluation(tmp_path: Path) -> None:
+    assert run_ranks(evaluate_own_data_on_rank, 2, str(tmp_path)) == [[12], [12]]

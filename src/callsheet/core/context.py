@@ -57,11 +57,17 @@ class Accumulator(Protocol):
 class SampleCounter(Protocol):
     """Counts the samples of training; see `callsheet.run.tally`."""
 
+    samples: int
+    """How many samples this rank was trained on since `state.timestamp` was last updated."""
     resumed_samples: int
 
     @property
     def uncounted_samples(self) -> int:
         """How many samples of all ranks were trained on since `state.timestamp` was last updated."""
+
+    @property
+    def uncounted_tokens(self) -> int:
+        """How many tokens of all ranks were trained on since `state.timestamp` was last updated."""
 
 
 class LoggerLine(Protocol):
@@ -106,6 +112,7 @@ class Context:
         "_accumulator",
         "_loggers",
         "dispatcher",
+        "eval_samples",
         "excuse",
         "is_filler",
         "kept",
@@ -180,6 +187,8 @@ class Context:
         """
         self.samples_in_all: int | None = None
         """In an evaluation, the number of samples in the batches of all ranks, without fillers; None if it is not known."""
+        self.eval_samples: int | None = None
+        """At the end of an evaluation, the number of its samples on all ranks, without fillers; None if it is not known."""
         self.muting: Callable[[Context, Callback, tuple[str, ...], bool, int | None], None] | None = None
         """The function that `mute` and `unmute` call. The callback manager sets this attribute."""
         self.tally: SampleCounter | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 
 logger = logging.getLogger("callsheet")
 
@@ -20,7 +21,8 @@ async def finish_tasks(seconds: float, of: str) -> None:
     while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
         _, left = await asyncio.wait(tasks, timeout=max(0.0, until - loop.time()))
         if left:
-            names = ", ".join(sorted(getattr(task.get_coro(), "__qualname__", task.get_name()) for task in left))
+            counts = Counter(getattr(task.get_coro(), "__qualname__", task.get_name()) for task in left)
+            names = ", ".join(name if count == 1 else f"{name} ({count} tasks)" for name, count in sorted(counts.items()))
             logger.error(
                 "asyncio tasks of %s are not done after %.3g s, and are cancelled: %s. Await them in the handler, or end them at on_run_end",
                 *(of, seconds, names),

@@ -21,23 +21,39 @@ class Tally:
         self._groups = groups
         self.samples = 0
         self.tokens = 0
+        self._beyond_estimate = 0  # see `count`
         self._seconds = 0.0
         self._running_since: float | None = None
         self._record = (0, 0, 0.0)  # samples, tokens and seconds of training since the last metrics record
         self.resumed_samples = 0
         """In a resumed run, how many samples of all ranks were not yet counted in its first timestamp, the baseline."""
-        self._loaded = 0  # equals `resumed_samples` until these samples are added to the timestamp, and is 0 from then on
+        # The samples and tokens of all ranks that the next update of the timestamp adds to it; 0 after that.
+        self._loaded = self._loaded_tokens = 0
 
-    def count(self, samples: int, tokens: int) -> None:
-        """Count one training step, with the samples and tokens of its batches."""
+    def count(self, samples: int, tokens: int, samples_in_all: int | None = None) -> None:
+        """Count one training step, with the samples and tokens of its batches.
+
+        `samples_in_all` is the number of samples of all ranks, or None if it is not known.
+        """
         self.samples += samples
         self.tokens += tokens
+        if samples_in_all is not None:
+            self._beyond_estimate += samples_in_all - samples * self._groups.size
 
     @property
     def uncounted_samples(self) -> int:
-        """The samples of all ranks that the run's timestamp does not contain yet. Estimated from the samples of this rank."""
+        """The samples of all ranks that the run's timestamp does not contain yet.
+
+        If the number in all ranks' batches is not known, it is estimated from the samples of this rank.
+        """
         own = self.samples - (self._loaded if self._groups.rank == 0 else 0)
-        return self._loaded + own * self._groups.size
+        return self._loaded + own * self._groups.size + self._beyond_estimate
+
+    @property
+    def uncounted_tokens(self) -> int:
+        """The tokens of all ranks that the run's timestamp does not contain yet. Estimated from the tokens of this rank."""
+        own = self.tokens - (self._loaded_tokens if self._groups.rank == 0 else 0)
+        return self._loaded_tokens + own * self._groups.size
 
     def start(self) -> None:
         """Start the clock that measures the seconds of training."""
@@ -60,7 +76,7 @@ class Tally:
         state.timestamp = state.timestamp.with_counts(samples=int(samples), tokens=int(tokens), seconds=seconds)
         before = self._record
         self._record = (before[0] + int(samples), before[1] + int(tokens), before[2] + seconds)
-        self.samples = self.tokens = self._loaded = 0
+        self.samples = self.tokens = self._beyond_estimate = self._loaded = self._loaded_tokens = 0
         self._seconds = 0.0
 
     def since_record(self) -> tuple[int, int, float]:
@@ -89,5 +105,6 @@ class Tally:
         self.samples, self.tokens = (state["samples"], state["tokens"]) if is_counted else (0, 0)
         self._seconds = state["seconds"] if is_counted else 0.0
         self.resumed_samples = self._loaded = state["samples"]
+        self._loaded_tokens = state["tokens"]
         samples, tokens, seconds = state["record"]
         self._record = (samples, tokens, seconds)

@@ -308,10 +308,13 @@ class Evaluation:
         """
         totals: dict[str, Tensor] = {}
         weights: list[Any] = []
+        samples = 0
         metrics = EvalMetrics(self._task, self._device)
 
         def add(is_filler: bool) -> None:
+            nonlocal samples
             outputs, batch = self.ctx.outputs, self.ctx.batch
+            samples += 0 if is_filler else counts_of(batch)[0]
             with self._precision.casting_loss:
                 losses = self._task.loss(outputs, batch)
             weights.append(weight := 0 if is_filler else self._task.weight(batch))
@@ -331,7 +334,8 @@ class Evaluation:
         summed = (
             torch.stack(on_one_device([*totals.values(), total])).tolist() if totals else []
         )  # copy all sums from the device at once
-        *sums, weight = self._groups.sum(summed) if summed else [0.0]
+        *sums, weight, in_all = self._groups.sum([*summed, samples]) if summed else [0.0, 0.0]
+        self.ctx.eval_samples = int(in_all)
         found = {name: value / weight if weight else float("nan") for name, value in zip(totals, sums, strict=True)}
         losses = {name: torch.tensor(value, device=self._device) for name, value in found.items()}
         return losses, found | metrics.result()
@@ -341,7 +345,7 @@ class Evaluation:
         ctx, end, casting = self.ctx, SPANS[step.name].end_event, self._precision.casting
         batches = iter(loader)
         shares = batches if isinstance(batches, SharedBatches) else None
-        ctx.is_filler, ctx.samples_in_all = False, None
+        ctx.is_filler, ctx.samples_in_all, ctx.eval_samples = False, None, None
         with torch.no_grad():
             for batch in batches:
                 if shares is not None:

@@ -149,10 +149,19 @@ class MicrobatchPlan:
             self._scale = (mine / total.clamp(min=1e-12)).float()
         return self._scale
 
-    def counts(self, task: Task) -> tuple[int, int]:
-        """Return how many samples and tokens this rank has in the step."""
+    def counts(self, task: Task) -> tuple[int, int, int | None]:
+        """Return how many samples and tokens this rank has in the step, and how many samples all ranks have.
+
+        The last number is None if it is not known, or if the task counts other samples than the dataloader.
+        """
         counted = [task.counts(given.batch) for given in self._fetched if not given.is_filler]
-        return sum(samples for samples, _ in counted), sum(tokens for _, tokens in counted)
+        samples, tokens = sum(samples for samples, _ in counted), sum(tokens for _, tokens in counted)
+        here, in_all = 0, 0
+        for given in self._fetched:
+            if given.samples_here is None or given.samples_in_all is None:
+                return samples, tokens, None
+            here, in_all = here + given.samples_here, in_all + given.samples_in_all
+        return samples, tokens, in_all if here == samples else None
 
     def label_tokens(self, task: Task) -> Any:
         """Return the number of label tokens over which this rank's losses are means; None if the task does not count label tokens."""

@@ -86,7 +86,6 @@ class ComposerGuest(Guest):
     OWN_HANDLERS = {
         "on_run_start": "_begin",
         "on_train_start": "_start_clock",
-        "on_fetch_end": "_count_fetch",
         "on_train_step_end": "_count_step",
         "on_epoch_end": "_count_epoch",
         "on_round_end": "_count_round",
@@ -199,11 +198,7 @@ class ComposerGuest(Guest):
     def _start_clock(self, ctx: Context) -> None:
         if run := self._counts():
             run.state.restart()
-            run.start_clock()
-
-    def _count_fetch(self, ctx: Context) -> None:
-        if run := self._counts():
-            run.fetched(ctx)
+            run.start(ctx)
 
     def _count_step(self, ctx: Context) -> None:
         if run := self._counts():
@@ -211,6 +206,7 @@ class ComposerGuest(Guest):
 
     def _count_epoch(self, ctx: Context) -> None:
         if (run := self._counts()) and EVENT_CONDITIONS["epoch_end"](ctx):
+            run.count_exactly(ctx)
             run.count_end(ctx.state.timestamp, run.counted.next_epoch())
 
     def _count_round(self, ctx: Context) -> None:
@@ -231,6 +227,7 @@ class ComposerGuest(Guest):
 
     def _keep_eval_metrics(self, ctx: Context) -> None:
         if run := self._counts():
+            run.end_eval(ctx)
             logged = {name.removeprefix(f"{ctx.eval_name}/"): value for name, value in ctx.logged(ctx.eval_name).items()}
             run.evaluated[ctx.eval_name] = {**ctx.eval_losses, **logged}
 

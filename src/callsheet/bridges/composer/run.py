@@ -16,11 +16,9 @@ from typing import Any, NamedTuple
 from callsheet.bridges.composer import names
 from callsheet.bridges.composer import time as composer_time
 from callsheet.bridges.composer.state import Logger, State
+from callsheet.bridges.guest_base import counts_in_all
 from callsheet.core.context import Context
 from callsheet.core.time import Time, Timestamp
-from callsheet.trainer.tasks import Task
-
-_counts_of = Task().counts
 
 
 class Kinds(NamedTuple):
@@ -69,6 +67,16 @@ class Counted(NamedTuple):
             total + seconds, iteration + seconds, epoch + seconds, seconds,
         )  # fmt: skip
 
+    def with_more(self, samples: int, tokens: int) -> Counted:
+        """Return the counters with these samples and tokens added to the counters of the run, the iteration and the epoch."""
+        return self._replace(
+            sample=self.sample + samples,
+            token=self.token + tokens,
+            sample_in_epoch=self.sample_in_epoch + samples,
+            token_in_epoch=self.token_in_epoch + tokens,
+            token_in_iteration=self.token_in_iteration + tokens,
+        )
+
     def next_epoch(self) -> Counted:
         """Return the counters after the end of an epoch: the counters within the epoch start at 0 again."""
         return self._replace(sample_in_epoch=0, token_in_epoch=0, epoch=0.0, batch=0.0)
@@ -106,28 +114,19 @@ class ComposerRun:
         self.loss: Any = None
         """The loss of the last step, detached."""
         self._now: Timestamp | None = None  # callsheet's timestamp when Composer's counters were last changed
-        self._fetched = (0, 0)
         self._since = time.perf_counter()
         self._made: tuple[Any, Any, Any] = (None, None, None)
 
-    def fetched(self, ctx: Context) -> None:
-        """Add the samples and tokens of a fetched batch to the counts of the current step, which may have several batches."""
-        if ctx.batch is not None:
-            samples, tokens = _counts_of(ctx.batch)
-            self._fetched = self._fetched[0] + samples, self._fetched[1] + tokens
-
     def stepped(self, ctx: Context) -> None:
         """Count a training step in Composer's counters."""
-        samples, tokens = self._fetched
-        now, world_size = time.perf_counter(), ctx.run.world_size
-        self.count(
-            ctx.state.previous_timestamp,
-            ctx.state.timestamp,
-            self.counted.next_batch(samples * world_size, tokens * world_size, now - self._since),
-        )
+        samples, tokens = self._uncounted(ctx)
+        now = time.perf_counter()
+        # An earlier estimate may have been too high. The counters never decrease within an epoch, because intervals depend on them.
+        counted = self.counted.next_batch(max(0, samples), max(0, tokens), now - self._since)
+        self.count(ctx.state.previous_timestamp, ctx.state.timestamp, counted)
         if ctx.has("loss_dict") and len(ctx.loss_dict) > 1:
             self.loss_names = frozenset(ctx.loss_dict)
-        self._fetched, self._since = (0, 0), now
+        self._since = now
         self.loss = ctx.loss if ctx.has("loss") else None
 
     def count(self, before: Timestamp, now: Timestamp, counted: Counted) -> None:
@@ -136,6 +135,16 @@ class ComposerRun:
         `before` and `now` are callsheet's timestamps before and after this change.
         """
         self.previous, self._now, self.counted = (before, self.counted), now, counted
+
+    def count_exactly(self, ctx: Context) -> None:
+        """Set the counters of samples and tokens to those of all ranks, which are exact at the end of an epoch."""
+        self.counted = self.counted.with_more(*self._uncounted(ctx))
+
+    def _uncounted(self, ctx: Context) -> tuple[int, int]:
+        """Return how many samples and tokens of all ranks are not in the counters yet. Negative if earlier estimates were too high."""
+        now, tally = ctx.state.timestamp, ctx.tally
+        samples, tokens = now.sample - self.counted.sample, now.token - self.counted.token
+        return (samples, tokens) if tally is None else (samples + tally.uncounted_samples, tokens + tally.uncounted_tokens)
 
     def count_end(self, now: Timestamp, counted: Counted) -> None:
         """Count the end of an epoch or iteration. `now` is callsheet's timestamp after this end."""
@@ -158,9 +167,15 @@ class ComposerRun:
         """Pause the training clock during an evaluation."""
         self._paused = time.perf_counter()
 
-    def start_clock(self) -> None:
-        """Start the training clock, which measures the seconds of each step."""
+    def start(self, ctx: Context) -> None:
+        """Start the training clock, which measures the seconds of each step.
+
+        If a run is resumed without the counters, count the samples and tokens of the earlier run.
+        """
         self._since = time.perf_counter()
+        if not self.counted.sample:
+            samples, tokens = self._uncounted(ctx)
+            self.counted = self.counted._replace(sample=samples, token=tokens)
 
     def begin_eval(self) -> None:
         """Set the counters of evaluations to 0, because a prediction or the evaluation of a dataset begins."""
@@ -168,11 +183,15 @@ class ComposerRun:
 
     def eval_stepped(self, ctx: Context) -> None:
         """Count a batch of the evaluation or prediction."""
-        samples, tokens = _counts_of(ctx.batch)
-        now, world_size = time.perf_counter(), ctx.run.world_size
-        self.eval_counted = self.eval_counted.next_batch(samples * world_size, tokens * world_size, now - self._eval_since)
+        now = time.perf_counter()
+        self.eval_counted = self.eval_counted.next_batch(*counts_in_all(ctx), now - self._eval_since)
         self._eval_since = now
         self.eval_batches += 1
+
+    def end_eval(self, ctx: Context) -> None:
+        """Set the counter of samples to their exact number at the end of an evaluation, if it is known."""
+        if ctx.eval_samples is not None:
+            self.eval_counted = self.eval_counted._replace(sample=ctx.eval_samples)
 
     def timestamp(self, at: Timestamp, counted: Counted) -> Any:
         """Return the progress of the run as a Composer `Timestamp`.

@@ -259,7 +259,7 @@ class CallbackManager:
 
     def _deliver(self) -> bool:
         """Wait until all fired hooks were called. If no hook ends within `_PATIENCE_SECONDS`, stop waiting and return False."""
-        done = -1
+        done = self._lane.done
         while (left := drain([self._lane], _PATIENCE_SECONDS)) and self._lane.done > done:
             done = self._lane.done
         for undelivered in left:

@@ -29,6 +29,8 @@ class KerasRun(Common):
         self._open: int | None = None  # the index of an epoch that has ended, but for which `on_epoch_end` was not called yet
         self._total: Any = 0.0
         self._samples = 0
+        self._filler_loss: Any = None  # the loss of the last step that had only fillers; the mean if the epoch has no other steps
+        self._samples_before = 0  # this rank's count before the current step
         self._val_logs: dict[str, float] = {}  # the results of the last evaluation in this epoch, by their names in Keras's logs
 
     def state_dict(self) -> dict[str, Any]:
@@ -47,20 +49,29 @@ class KerasRun(Common):
         """Reset the mean loss of the epoch, unless a resumed run continues in the middle of the epoch."""
         if not ctx.state.timestamp.batch_in_epoch:
             self._total, self._samples, self._val_logs = 0.0, 0, {}
+            self._filler_loss = None
         self.logs = {}
 
     def on_train_step_start(self, ctx: Context) -> None:
         """Set the index of the batch in the epoch."""
         self.batch = ctx.state.timestamp.batch_in_epoch
+        if ctx.tally is not None:
+            self._samples_before = ctx.tally.samples
 
     def on_train_step_end(self, ctx: Context) -> None:
         """Add the batch's loss to the epoch's mean loss. If a Keras callback listens to batches, wait for the device, as Keras does."""
         if self.needs_loss:
-            samples = counts_of(ctx.batch)[0] or 1
-            self._total += (float(ctx.loss) if self.listens_to_batches else ctx.loss) * samples
-            self._samples += samples
+            loss = float(ctx.loss) if self.listens_to_batches else ctx.loss
+            # `tally` does not count fillers (batches that only keep the ranks in step), nor samples that it cannot recognize.
+            samples = ctx.tally.samples - self._samples_before if ctx.tally is not None else 0
+            if samples or not ctx.is_filler:
+                samples = samples or counts_of(ctx.batch)[0] or 1
+                self._total += loss * samples
+                self._samples += samples
+            else:
+                self._filler_loss = loss
             if self.listens_to_batches:
-                self.logs = {"loss": float(self._total) / self._samples}
+                self.logs = self._mean()
 
     def on_epoch_end(self, ctx: Context) -> None:
         """Put the epoch's mean loss, and the results of the last evaluation within the epoch, into the logs.
@@ -68,7 +79,7 @@ class KerasRun(Common):
         Guests are called later: Keras calls `on_epoch_end` after the epoch's evaluation.
         """
         self._open = ctx.epoch - 1
-        self.logs = ({"loss": float(self._total) / self._samples} if self._samples else {}) | self._val_logs
+        self.logs = self._mean() | self._val_logs
         self._end(is_known=not ctx.state.evaluators)
 
     def on_checkpoint_due(self, ctx: Context) -> None:
@@ -107,6 +118,12 @@ class KerasRun(Common):
         self.ctx, self.batch = ctx, -1
 
     on_predict_step_start = on_eval_step_start
+
+    def _mean(self) -> dict[str, float]:
+        """Return the mean loss of the epoch so far, as `loss`; an empty dictionary if there was no step."""
+        if self._samples:
+            return {"loss": float(self._total) / self._samples}
+        return {} if self._filler_loss is None else {"loss": float(self._filler_loss)}
 
     def _end(self, *, is_known: bool) -> None:
         """If an epoch has ended and no evaluation of it can follow (`is_known`), make the guests call Keras's `on_epoch_end` now."""

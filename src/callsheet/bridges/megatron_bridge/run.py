@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from callsheet.bridges.guest_base import Common
+from callsheet.bridges.guest_base import Common, counts_in_all
 from callsheet.bridges.megatron_bridge.names import VALID_EVENTS, CallbackContext
 from callsheet.bridges.megatron_bridge.state import Config, GlobalState, StepContext, call_when_moved
 from callsheet.core.context import Context
 from callsheet.core.run_state import RunConstants, TrainState
 from callsheet.core.time import Time, TimeUnit
 from callsheet.errors import NotSupported
-from callsheet.trainer.tasks import counts_of
 
 LM_LOSS = "lm loss"
 """Megatron's name for the loss."""
@@ -31,7 +30,10 @@ class MegatronBridgeRun(Common):
         user_state: the `user_state` of a guest that has its own; None: create the `user_state` that all guests share.
     """
 
-    LISTEN_ONLY = VALID_EVENTS - {"on_checkpoint_save", "on_eval_step_end"} | {"on_checkpoint_published"}
+    # The samples of evaluations are counted even if no guest listens to evaluations.
+    LISTEN_ONLY = VALID_EVENTS - {"on_checkpoint_save", "on_eval_start", "on_eval_step_end", "on_eval_end"} | {
+        "on_checkpoint_published"
+    }
 
     def __init__(self, state: GlobalState | None = None, user_state: dict[Any, Any] | None = None) -> None:
         self.is_alone = state is not None or user_state is not None
@@ -49,6 +51,7 @@ class MegatronBridgeRun(Common):
         """The duration of training and the number of steps in an epoch, as of the last event."""
         self._samples: int | None = None
         """How many samples were trained on before the last event."""
+        self._valid_samples = 0  # `consumed_valid_samples` before the current evaluation
         self._ctx: Context | None = None
         if state is None:  # callsheet's own state can call `drive`; for a user's state, the guest calls `drive` after each event
             call_when_moved(self.state, self.drive)
@@ -70,28 +73,35 @@ class MegatronBridgeRun(Common):
 
     def on_eval_start(self, ctx: Context) -> None:
         """Create the callbacks' context for this event, without optimizer and scheduler."""
+        self._valid_samples = self.steps["consumed_valid_samples"]
+        self.on_eval_step_start(ctx)
+
+    def on_eval_step_start(self, ctx: Context) -> None:
+        """Create the callbacks' context for this event, without optimizer and scheduler."""
         self.context = CallbackContext(self.state, self._at(ctx, ctx.state.timestamp.batch), self.user_state)
 
-    on_eval_step_start = on_test_start = on_test_step_start = on_test_step_end = on_eval_start
+    on_test_start = on_test_step_start = on_test_step_end = on_eval_step_start
 
     def on_eval_step_end(self, ctx: Context) -> None:
         """Count the evaluated samples, and create the callbacks' context."""
-        samples = ctx.samples_in_all
-        if samples is None:  # the other ranks' samples can only be estimated
-            samples = 0 if ctx.is_filler else counts_of(ctx.batch)[0] * ctx.run.world_size
+        samples, _ = counts_in_all(ctx)
         self.steps["consumed_valid_samples"] += samples
-        self.on_eval_start(ctx)
+        self.on_eval_step_start(ctx)
 
     def on_eval_end(self, ctx: Context) -> None:
-        """Create a new context for the callbacks, with the losses of the evaluation."""
-        self.on_eval_start(ctx)
-        self.context.total_loss_dict = _named(ctx.eval_losses)
+        """Count the evaluated samples exactly, and create a new context for the callbacks, with the losses of the evaluation."""
+        if ctx.eval_samples is not None:
+            self.steps["consumed_valid_samples"] = self._valid_samples + ctx.eval_samples
+        self.on_test_end(ctx)
 
-    on_test_end = on_eval_end
+    def on_test_end(self, ctx: Context) -> None:
+        """Create a new context for the callbacks, with the losses of the test."""
+        self.on_eval_step_start(ctx)
+        self.context.total_loss_dict = _named(ctx.eval_losses)
 
     def on_checkpoint_published(self, ctx: Context) -> None:
         """Create the callbacks' context for this event, with the optimizer but without the scheduler."""
-        self.on_eval_start(ctx)
+        self.on_eval_step_start(ctx)
         self.context.optimizer = ctx.optimizer
 
     def drive(self) -> None:
