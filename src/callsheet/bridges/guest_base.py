@@ -15,7 +15,6 @@ from callsheet.core.context import Context
 from callsheet.core.lifecycle import EVENTS as OURS
 from callsheet.core.wrappers import Handler
 from callsheet.errors import NotSupported, RegistrationError, where
-from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")
 
@@ -218,17 +217,6 @@ class Guest(Callback):
     def _reject(self, never: list[str], strict: bool) -> None:
         if never:
             reject_never(type(self.foreign).__name__, never, self.FRAMEWORK, strict)
-
-
-def counts_in_all(ctx: Context) -> tuple[int, int]:
-    """Return how many samples and tokens all ranks have in this batch of an evaluation.
-
-    Fillers (batches that only keep the ranks in step) are not counted. The numbers are estimated from this rank's batch, except for
-    the samples if the loop knows their number.
-    """
-    world_size = ctx.run.world_size
-    samples, tokens = (0, 0) if ctx.is_filler else counts_of(ctx.batch)
-    return samples * world_size if ctx.samples_in_all is None else ctx.samples_in_all, tokens * world_size
 
 
 def is_another_s(given: Any) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from callsheet.bridges.composer import names
 from callsheet.bridges.composer import time as composer_time
 from callsheet.bridges.composer.state import Logger, State
-from callsheet.bridges.guest_base import counts_in_all
+from callsheet.bridges.guest_counts import counts_in_all
 from callsheet.core.context import Context
 from callsheet.core.time import Time, Timestamp
 

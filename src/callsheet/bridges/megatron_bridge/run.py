@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from callsheet.bridges.guest_base import Common, counts_in_all
+from callsheet.bridges.guest_base import Common
+from callsheet.bridges.guest_counts import counts_in_all
 from callsheet.bridges.megatron_bridge.names import VALID_EVENTS, CallbackContext
 from callsheet.bridges.megatron_bridge.state import Config, GlobalState, StepContext, call_when_moved
 from callsheet.core.context import Context
