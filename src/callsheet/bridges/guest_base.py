@@ -241,7 +241,7 @@ def no_guest(given: Any, wanted: str) -> RegistrationError:
 
 
 def reject_never(listener: str, never: list[str], framework: str, strict: bool) -> None:
-    """Raise NotSupported, or log a warning, because `listener` listens to events that callsheet never fires."""
+    """Raise NotSupported if `strict`, else log a warning: `listener` listens to events that callsheet never fires."""
     message = f"{listener} listens to {', '.join(never)} of {framework}, which callsheet does not fire"
     if strict:
         raise NotSupported(f"{message}; leave the callback out, or pass strict=False to use it without")

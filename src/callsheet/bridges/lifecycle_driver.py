@@ -231,7 +231,10 @@ class LifecycleDriver:
             span.fire(span.starts)
 
     def _approach(self, driven: DrivenSpan) -> bool:
-        """Start the enclosing spans of a span, and start and end the spans before it. Return False if the span cannot start now."""
+        """Before a span starts, start the spans that contain it, and fire the events of the earlier spans in the same parent.
+
+        Return False if the span cannot start now.
+        """
         if driven.is_open and not driven.is_repeated:
             return False
         parent = driven.parent

@@ -214,9 +214,10 @@ class SnapshotCapture:
                 delattr(made, name)
 
     def snapshot_class_for(self, ctx: Context) -> tuple[type[Snapshot], TrainState | None]:
-        """Return the snapshot class for this run, and the `TrainState` for which the class is valid.
+        """Return the class for snapshots of this run, and the `TrainState` from which the class was made.
 
-        The class is valid as long as `ctx.state` is the returned `TrainState`. If None is returned, use the class only once.
+        The caller may use the class again as long as `ctx.state` is the returned `TrainState`. If None is returned instead of a
+        `TrainState`, the caller may use the class only once.
         """
         if self._state is None or self._state is not ctx.state:
             # `LaneControl` has only the requests that a callback in a lane (another thread) may make.
@@ -354,7 +355,7 @@ def _sequence_like(value: Any, items: list[Any]) -> Any:
         return items
     try:
         return tuple.__new__(type(value), items)  # not the constructor, which takes other arguments in a named tuple
-    except TypeError:  # types in C, such as `torch.Size` and `torch.return_types`, accept only their own constructor
+    except TypeError:  # `tuple.__new__` makes no types that are implemented in C, such as `torch.Size` and `torch.return_types`
         return type(value)(items)
 
 

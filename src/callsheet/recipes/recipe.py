@@ -454,7 +454,7 @@ class Recipe(Generic[AnyConfig]):
             task,
             train_dataloader=None
             if self._is_opened
-            # An opened run does not train, so leave out the training data. Its saved position may not fit the number of ranks.
+            # A run that was opened without training needs no training data, whose saved position may be that of other ranks.
             else self.train_data,
             eval_dataloader=self.validation_data(),
             optimizer=config.make_optimizer,

@@ -81,7 +81,7 @@ class Agreement:
         if self._steps >= self._next:
             self._read()
             self._send()
-            # If a step is long, wait for the other ranks now: that takes less time than to read their messages after the next step.
+            # If a step is long, wait for the messages of the other ranks now, because after the next step they would be read too late.
             if not self._period:
                 self._read()
 

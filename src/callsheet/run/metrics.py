@@ -47,7 +47,7 @@ class Reducer(Protocol):
 
 
 class Series:
-    """The logged values of one metric since the last metrics record, or of several metrics that are logged in one tensor.
+    """The values of one metric (or of several metrics that are logged in one tensor) that were logged since the last metrics record.
 
     The names of one tensor are a tuple, with a name for each number.
     """

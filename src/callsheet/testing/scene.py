@@ -171,7 +171,7 @@ class Scene:
 
     @property
     def comes_to(self) -> tuple[int, str]:
-        """The number of steps that the run made, and its outcome."""
+        """The result of the run: the number of steps that it made, and its outcome."""
         return len(self.watch.losses), self.watch.outcome
 
     def fit(self, until: str | None = None) -> Self:

@@ -86,7 +86,10 @@ class EventTables:
         self._make(handlers)
 
     def listen(self, driver: LifecycleDriver) -> None:
-        """Before a step, find out which handlers of forward pass, loss and optimizer are needed. If others are, make new tables."""
+        """Before a step, find out which events of the forward pass, the loss and the optimizer need a handler.
+
+        If these are other events than in the previous step, make the tables of handlers again.
+        """
         needed: set[str] = set()
         for events, is_needed in (
             (_MICROBATCH_EVENTS, driver.listens_to("forward")),

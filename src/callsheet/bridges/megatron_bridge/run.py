@@ -138,7 +138,7 @@ class MegatronBridgeRun(Common):
         return model if type(model) is list else [model]
 
     def _samples_before(self, ctx: Context, step: int) -> int:
-        """Return how many samples the first `step` steps had. `step` is the number of completed steps, or one less."""
+        """Return how many samples the first `step` steps had. `step` must be `ctx.state.timestamp.batch`, or one less."""
         now, tally, before = ctx.state.timestamp, ctx.tally, self._samples
         self._samples = samples = now.sample + (tally.uncounted_samples if tally is not None else 0)
         if step == now.batch:
