@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from callsheet import Callback, Context, Trainer
-from callsheet.bridges.composer import EVENT_MAP, guest, host
+from callsheet import Callback, CallbackManager, Context, Trainer
+from callsheet.bridges.composer import EVENT_MAP, NOT_FIRED, guest, host
 from callsheet.bridges.composer.names import Event as OurEvent
 from callsheet.bridges.matrix import Cell
 from callsheet.callbacks import EMA, CheckpointSaver, EarlyStopper, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
@@ -41,6 +41,7 @@ from .loops.composer import composer, made
 from .loops.composer import trained as as_composer_has_it
 from .loops.job import IMAGES, POINTS, Job
 from .rows import check_or_write_cell
+from .subsets import compare_subsets
 
 from callsheet.bridges.composer import trainer_host  # isort: skip  # after the loop, which declares torchvision's operators
 
@@ -807,3 +808,13 @@ def test_each_call_of_fit_is_a_run() -> None:
     found = [RunFolder.read(Path(f"runs/{name}")) for name in ("a", "a-2")]
     assert [(run.outcome, run.last_step) for run in found] == [("finished", 12), ("finished", 18)], observed.stderr
     assert "no state of these callbacks" not in observed.stderr
+
+
+@pytest.mark.parametrize("options", [{}, {"device_train_microbatch_size": 2}, {"eval_interval": "4ba"}])
+def test_callbacks_that_listen_to_some_events_receive_the_same_as_one_that_listens_to_all(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    def train_once(manager: CallbackManager) -> None:
+        fit(LINES, tmp_path, manager, **options)
+
+    compare_subsets(train_once, NOT_FIRED, seeds(20))

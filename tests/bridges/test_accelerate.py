@@ -19,16 +19,19 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 from torch.utils.data import DataLoader
 
-from callsheet import Callback, Context, Trainer
+from callsheet import Callback, CallbackManager, Context, Trainer
 from callsheet.bridges.accelerate import AcceleratedRun, guest, host
+from callsheet.bridges.accelerate.events import NOT_FIRED
 from callsheet.bridges.matrix import Cell
 from callsheet.callbacks import CheckpointSaver, EarlyStopper, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
 from callsheet.errors import NotSupported, RegistrationError, RequestRejected
 from callsheet.loggers import Logger
 from callsheet.testing import Recorder, check_events, run_ranks
 
+from .faults import seeds
 from .loops.job import POINTS
 from .rows import check_or_write_cell
+from .subsets import compare_subsets
 
 torch.set_num_threads(1)
 
@@ -605,3 +608,38 @@ def test_a_tracker_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
     ends = RecordsOutcomes()
     train(tmp_path, [guest(Fails()), ends])
     assert ends.outcomes == ["finished"]
+
+
+def train_with_clipping(folder: Path, callbacks: Any, accumulate: int = 1) -> None:
+    setup = Setup(folder, accumulate=accumulate)
+    with setup.host(callbacks, log_interval="2ba", max_duration="2ep") as run:
+        for _ in run.epochs(2):
+            for inputs, targets in run.steps(setup.data):
+                with setup.accelerator.accumulate(setup.model):
+                    setup.accelerator.backward(nn.functional.mse_loss(setup.model(inputs), targets))
+                    if setup.accelerator.sync_gradients:
+                        setup.accelerator.clip_grad_norm_(setup.model.parameters(), 1.0)
+                    setup.optimizer.step()
+                    setup.optimizer.zero_grad()
+            run.evaluated(setup.evaluate())
+
+
+def test_the_gradient_norm_is_not_available_after_a_step_that_no_callback_reads(tmp_path: Path) -> None:
+    readable: list[bool] = []
+
+    class ReadsAtEpochEnds(Callback):
+        def on_epoch_end(self, ctx: Context) -> None:
+            readable.append(ctx.has("grad_norm"))
+
+    train_with_clipping(tmp_path, [ReadsAtEpochEnds()])
+    assert readable == [False, False]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_callbacks_that_listen_to_some_events_receive_the_same_as_one_that_listens_to_all(
+    accumulate: int, tmp_path: Path
+) -> None:
+    def train_once(manager: CallbackManager) -> None:
+        train_with_clipping(tmp_path, manager, accumulate)
+
+    compare_subsets(train_once, NOT_FIRED, seeds(30))

@@ -42,18 +42,21 @@ from torchtnt.utils.early_stop_checker import EarlyStopChecker
 from torchtnt.utils.loggers.in_memory import InMemoryLogger
 from tqdm import tqdm  # type: ignore[import-untyped]  # the package has no types
 
-from callsheet import Callback, Context
+from callsheet import Callback, CallbackManager, Context
 from callsheet.bridges.matrix import Cell
 from callsheet.bridges.torchtnt import guest, host
+from callsheet.bridges.torchtnt.events import NOT_FIRED
 from callsheet.callbacks import EMA, CheckpointSaver, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
 from callsheet.errors import CheckpointError, NotSupported
 from callsheet.testing import Recorder, check_events, run_ranks
 
 from .cells import RecordsLoadedSteps
+from .faults import seeds
 from .loops import torchtnt as own_loop
 from .loops import trainer as our_loop
 from .loops.job import POINTS, Job
 from .rows import check_or_write_cell
+from .subsets import compare_subsets
 
 LINE = Job(lambda: nn.Linear(4, 1), POINTS.loss, POINTS.train, POINTS.validation)
 """A job without random numbers, so that its losses are the same in every loop."""
@@ -628,3 +631,14 @@ def test_a_guest_in_a_host_of_torchtnt_receives_the_same_calls(tmp_path: Path) -
     trained([in_framework], job=LINE)
     trained([hosted(tmp_path, guest(here))], job=LINE)
     assert [line.split()[0] for line in here.calls] == [line.split()[0] for line in in_framework.calls]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_callbacks_that_listen_to_some_events_receive_the_same_as_one_that_listens_to_all(
+    accumulate: int, tmp_path: Path
+) -> None:
+    def train_once(manager: CallbackManager) -> None:
+        unit_options = {"gradient_accumulation_steps": accumulate, "clip_grad_norm": 1.0}
+        trained([host(manager, run_name="small", runs_folder=tmp_path, log_interval="2ba")], job=LINE, unit_options=unit_options)
+
+    compare_subsets(train_once, NOT_FIRED, seeds(30))

@@ -516,8 +516,11 @@ class HostedRun(Run):
             ctx.loss, ctx.learning_rate = None, 0.0  # type: ignore[assignment]  # deleted below
             ctx.grad_norm, ctx.step_skipped = None, False
             del ctx.loss, ctx.learning_rate, ctx.grad_norm, ctx.step_skipped
-        elif not self.step_skipped:
-            self.records.last_loss = loss
+        else:
+            if not self.step_skipped:
+                self.records.last_loss = loss
+            ctx.grad_norm = None  # a host may have called `_set_grad_norm`, although the event has no listeners
+            del ctx.grad_norm
         ctx.batch = None
         del ctx.batch
 
