@@ -3,6 +3,8 @@
 import os
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # before torch is imported; tests/gpu has the tests for CUDA
+# MLflow's thread for telemetry changes environment variables, so another thread that reads all of them may get a KeyError.
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
 import ctypes
 import gc

@@ -100,7 +100,7 @@ class SupportCheck:
         driver.synthesized.clear()
 
     def served(self, never: Collection[str]) -> Callable[[Any], bool]:
-        """Return a function that tells whether a listener listens to any fired event, besides the start and the end of the run."""
+        """Return a function that tells whether a listener listens to any fired event other than the run's start and end."""
         fired = (event for event in EVENTS if event not in _ALWAYS_FIRED_EVENTS and event not in never)
         served = {_key(each) for event in fired for each in self._manager.list_callbacks(event)}
         return lambda listener: _key(listener) in served

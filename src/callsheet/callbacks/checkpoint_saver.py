@@ -112,7 +112,7 @@ class CheckpointSaver(Callback):
         is_over = ctx.state.is_complete or ctx.control.stop_requested is not None
         is_final = is_over and self._save_at_end and not is_early
         # If a stop was requested after this step's checkpoint was saved, save again, because a checkpoint records a requested
-        # stop. A run that is resumed from the new checkpoint stops again.
+        # stop, and `resume="auto"` does not continue a run with such a record.
         is_stopped = ctx.control.stop_requested is not None
         if (is_periodic or is_final) and (self._saved_at != step or (is_final and is_stopped and not self._saved_stop)):
             self._saved_at, self._saved_stop = step, is_stopped

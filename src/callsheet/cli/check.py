@@ -105,7 +105,8 @@ def _in_value(kind: Any, value: Any, at: str, owner: Any = None) -> Iterator[_Er
             yield from _in_value(each_kind, each, f"{at}.{name}", owner)
     elif is_mapping and parts:
         yield from _in_arguments(parts, content, at)
-    # An argument of a type such as `float | Tensor` may be a plain number. Only a value with a `class_path` names a class.
+    # An argument of a class, with a type such as `float | Tensor`, may be a plain number. So it names a class only if it has a
+    # `class_path`.
     elif names_code(kind) and not item and not parts and (owner is None or (is_mapping and "class_path" in content)):
         yield from _in_spec(kind, content, at)
     else:

@@ -77,7 +77,7 @@ def serve(connection: MessageSocket) -> None:
                     answer = runner.run(_awaited(answer))
             reply = pickle.dumps(("done", answer if message[0] == "state_dict" else None))
         except BaseException as error:  # catches SystemExit too, because a callback must not end this process
-            # If the callback has forked this process, end the process, because only its parent may answer.
+            # If the callback has forked, this may be the child. End the child, because only the original process may answer.
             if os.getpid() != process:
                 os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
             reply = pickle.dumps(("failed", traceback.format_exc()))

@@ -116,7 +116,9 @@ def _chain(error: BaseException | None) -> Iterable[BaseException]:
 def _is_of_others(error: BaseException) -> bool:
     from torch.distributed import DistError
 
-    return isinstance(error, DistributedError | DistError) or "Connection closed by peer" in text_of(error)
+    from callsheet.run.process_groups import LockLostElsewhere
+
+    return isinstance(error, DistributedError | DistError | LockLostElsewhere) or "Connection closed by peer" in text_of(error)
 
 
 def _with_source(text: str) -> str:

@@ -75,7 +75,7 @@ def reject_unreadable(value: Any, place: str) -> None:
         is_read = False
     if not is_read:
         raise ConfigError(f"{place}{_TOO_DEEP_MESSAGE}")
-    check_characters(json.dumps(content, ensure_ascii=False, default=str), place)
+    check_characters(json.dumps(content, ensure_ascii=False, skipkeys=True, default=str), place)
 
 
 def _syntax_error(error: yaml.YAMLError, text: str) -> str:

@@ -45,6 +45,10 @@ class HostGaveUp(DistributedError):
     """On another rank, callsheet could not follow the framework's loop and gave up; training continues there without callsheet."""
 
 
+class LockLostElsewhere(RunLockLostError):
+    """Rank 0 has lost the lock of the run's folder, so this rank ends too."""
+
+
 class Pending:
     """A reduction over the ranks that runs in the background."""
 
@@ -197,7 +201,7 @@ class ProcessGroups:
         """Return the error to raise after a collective has failed with `error`. Its message names the ranks at fault.
 
         The error is a `HostGaveUp` if a rank has left the run because its host could not follow the framework's loop, and a
-        `RunLockLostError` if rank 0 has lost the lock of the run's folder. Otherwise it is a `DistributedError` whose message
+        `LockLostElsewhere` if rank 0 has lost the lock of the run's folder. Otherwise it is a `DistributedError` whose message
         contains `what`, which says which operation failed.
         """
         traceback.clear_frames(error.__traceback__)  # variables in the frames would keep the failed group's connections open
@@ -206,7 +210,7 @@ class ProcessGroups:
         if self._notes.has_read_of(_GAVE_UP):
             return HostGaveUp(missing)
         if self._notes.has_read_of(_LOST_LOCK):
-            return RunLockLostError(missing)
+            return LockLostElsewhere(missing)
         return DistributedError(f"{missing}. On rank {self.rank}: {what}{first}")
 
     def _missing(self, step: int, error: BaseException) -> str:

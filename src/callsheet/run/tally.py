@@ -21,7 +21,8 @@ class Tally:
         self._groups = groups
         self.samples = 0
         self.tokens = 0
-        self._beyond_estimate = 0  # see `count`
+        # The difference between the estimates for all ranks and this rank's counts multiplied by the number of ranks; see `count`.
+        self._more_samples = self._more_tokens = 0
         self._seconds = 0.0
         self._running_since: float | None = None
         self._record = (0, 0, 0.0)  # samples, tokens and seconds of training since the last metrics record
@@ -30,30 +31,39 @@ class Tally:
         # The samples and tokens of all ranks that the next update of the timestamp adds to it; 0 after that.
         self._loaded = self._loaded_tokens = 0
 
-    def count(self, samples: int, tokens: int, samples_in_all: int | None = None) -> None:
+    def count(self, samples: int, tokens: int, samples_in_all: int | None = None, fillers: tuple[int, int] = (0, 0)) -> None:
         """Count one training step, with the samples and tokens of its batches.
 
-        `samples_in_all` is the number of samples of all ranks, or None if it is not known.
+        Args:
+            samples: the samples of this rank.
+            tokens: the tokens of this rank.
+            samples_in_all: the samples of all ranks, or None if their number is not known.
+            fillers: the samples and tokens of this rank's fillers (batches that only keep the ranks in step). The estimates for all
+                ranks contain them until the next update of the timestamp, so that the estimates are the same on all ranks if all
+                batches have the same size.
         """
         self.samples += samples
         self.tokens += tokens
         if samples_in_all is not None:
-            self._beyond_estimate += samples_in_all - samples * self._groups.size
+            self._more_samples += samples_in_all - samples * self._groups.size
+        else:
+            self._more_samples += fillers[0] * self._groups.size
+        self._more_tokens += fillers[1] * self._groups.size
 
     @property
     def uncounted_samples(self) -> int:
         """The samples of all ranks that the run's timestamp does not contain yet.
 
-        If the number in all ranks' batches is not known, it is estimated from the samples of this rank.
+        If the number in all ranks' batches is not known, it is estimated from the samples of this rank, including its fillers.
         """
         own = self.samples - (self._loaded if self._groups.rank == 0 else 0)
-        return self._loaded + own * self._groups.size + self._beyond_estimate
+        return self._loaded + own * self._groups.size + self._more_samples
 
     @property
     def uncounted_tokens(self) -> int:
-        """The tokens of all ranks that the run's timestamp does not contain yet. Estimated from the tokens of this rank."""
+        """The tokens of all ranks that the run's timestamp does not contain yet. Estimated from those of this rank and its fillers."""
         own = self.tokens - (self._loaded_tokens if self._groups.rank == 0 else 0)
-        return self._loaded_tokens + own * self._groups.size
+        return self._loaded_tokens + own * self._groups.size + self._more_tokens
 
     def start(self) -> None:
         """Start the clock that measures the seconds of training."""
@@ -76,7 +86,7 @@ class Tally:
         state.timestamp = state.timestamp.with_counts(samples=int(samples), tokens=int(tokens), seconds=seconds)
         before = self._record
         self._record = (before[0] + int(samples), before[1] + int(tokens), before[2] + seconds)
-        self.samples = self.tokens = self._beyond_estimate = self._loaded = self._loaded_tokens = 0
+        self.samples = self.tokens = self._more_samples = self._more_tokens = self._loaded = self._loaded_tokens = 0
         self._seconds = 0.0
 
     def since_record(self) -> tuple[int, int, float]:

@@ -149,19 +149,26 @@ class MicrobatchPlan:
             self._scale = (mine / total.clamp(min=1e-12)).float()
         return self._scale
 
-    def counts(self, task: Task) -> tuple[int, int, int | None]:
-        """Return how many samples and tokens this rank has in the step, and how many samples all ranks have.
+    def counts(self, task: Task) -> tuple[int, int, int | None, tuple[int, int]]:
+        """Return how many samples and tokens this rank has in the step, how many samples all ranks have, and the size of the fillers.
 
-        The last number is None if it is not known, or if the task counts other samples than the dataloader.
+        The number of samples of all ranks is None if it is not known, or if the task counts other samples than the dataloader. The
+        size of the fillers is their number of samples and of tokens.
         """
-        counted = [task.counts(given.batch) for given in self._fetched if not given.is_filler]
-        samples, tokens = sum(samples for samples, _ in counted), sum(tokens for _, tokens in counted)
-        here, in_all = 0, 0
+        samples, tokens, filling, filling_tokens = 0, 0, 0, 0
+        here: int | None = 0
+        in_all: int | None = 0
         for given in self._fetched:
-            if given.samples_here is None or given.samples_in_all is None:
-                return samples, tokens, None
-            here, in_all = here + given.samples_here, in_all + given.samples_in_all
-        return samples, tokens, in_all if here == samples else None
+            more, more_tokens = task.counts(given.batch)
+            if given.is_filler:
+                filling, filling_tokens = filling + more, filling_tokens + more_tokens
+            else:
+                samples, tokens = samples + more, tokens + more_tokens
+            if given.samples_here is None or given.samples_in_all is None or here is None or in_all is None:
+                here = in_all = None
+            else:
+                here, in_all = here + given.samples_here, in_all + given.samples_in_all
+        return samples, tokens, in_all if here == samples else None, (filling, filling_tokens)
 
     def label_tokens(self, task: Task) -> Any:
         """Return the number of label tokens over which this rank's losses are means; None if the task does not count label tokens."""

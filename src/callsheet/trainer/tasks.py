@@ -323,7 +323,7 @@ def counts_of(batch: Any) -> tuple[int, int]:
     padding, or 0 if the batch has no `input_ids`.
     """
     if type(batch) is dict:
-        if (ids := batch.get("input_ids")) is not None:
+        if isinstance(ids := batch.get("input_ids"), Tensor) and ids.ndim:
             return ids.size(0), ids.numel()
         batch = tuple(batch.values())
     if type(batch) in (list, tuple) and batch:  # a fast path, because this function is called at every step

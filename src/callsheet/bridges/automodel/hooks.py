@@ -130,7 +130,8 @@ class CalledModel(ModelCalls):
             run.eval.end()
         driver, watch = run.driver, self._watch
         if self._scheduler.epoch != self._epoch:
-            # If the number of steps in an epoch is unknown, the host cannot know the last step. So it ends the epoch only here.
+            # If the number of steps in an epoch is unknown, the host cannot know the last step. So the previous epoch may still
+            # be open here: end it.
             if driver.is_open("epoch"):
                 run.end_epoch(is_whole=True)
             self._epoch = self._scheduler.epoch

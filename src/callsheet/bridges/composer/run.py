@@ -191,7 +191,7 @@ class ComposerRun:
     def end_eval(self, ctx: Context) -> None:
         """Set the counter of samples to their exact number at the end of an evaluation, if it is known."""
         if ctx.eval_samples is not None:
-            self.eval_counted = self.eval_counted._replace(sample=ctx.eval_samples)
+            self.eval_counted = self.eval_counted._replace(sample=ctx.eval_samples, sample_in_epoch=ctx.eval_samples)
 
     def timestamp(self, at: Timestamp, counted: Counted) -> Any:
         """Return the progress of the run as a Composer `Timestamp`.

@@ -313,7 +313,7 @@ class TrainerFacade(OfGuest):
         interval = self._eval_interval
         if interval is None or interval.unit is TimeUnit.EPOCH:
             return 1.0
-        # Lightning has no other units. Return 0.5, which means evaluations within an epoch.
+        # For other units, return 0.5, which means evaluations within an epoch.
         return int(interval.value) if interval.unit is TimeUnit.BATCH else 0.5
 
     @property

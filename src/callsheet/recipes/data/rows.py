@@ -128,7 +128,7 @@ class Rows:
                 kind = "parquet" if is_parquet else "json"
                 escaped = [glob.escape(file) for file in files]  # escape the names, because `datasets` reads them as patterns
                 found = datasets.load_dataset(kind, data_files=escaped, split="train", streaming=self.streaming)
-            elif (Path(self.path) / "state.json").exists() or (Path(self.path) / "dataset_dict.json").exists():
+            elif is_saved := any((Path(self.path) / name).exists() for name in ("state.json", "dataset_dict.json")):
                 found = self._saved(datasets.load_from_disk(self.path))
             else:
                 found = datasets.load_dataset(
@@ -145,7 +145,8 @@ class Rows:
         if names is not None:
             check_columns(self.path, names, columns)
         if self.streaming:
-            found = found if self.limit is None else found.take(self.limit)
+            if self.limit is not None and not is_saved:  # `_saved` has applied the limit
+                found = found.take(self.limit)
             return DatasetStream(found, self.path, columns, files if is_parquet else ())
         if not len(found):
             raise ConfigError(f"{self.path} has no rows")
@@ -158,8 +159,16 @@ class Rows:
                 near = did_you_mean(self.split, found)
                 raise ConfigError(f"{self.path} has no split {self.split!r}{near} (it has {', '.join(found) or 'none'})")
             found = found[self.split]
+        if not self.streaming:
+            return found
+        columns = found.format["columns"]
+        found = found.with_format(None)  # rows have plain values, and a formatted dataset cannot be divided
+        if columns != found.column_names:
+            found = found.select_columns(columns)
+        if self.limit is not None:
+            found = found.select(range(min(self.limit, len(found))))
         # As an iterable dataset, it is divided among the workers of a dataloader, one part for each of its files.
-        return found.to_iterable_dataset(max(1, len(found.cache_files))) if self.streaming else found
+        return found.to_iterable_dataset(max(1, min(len(found.cache_files), len(found))))
 
 
 class Table(Sequence[Row]):
@@ -365,7 +374,11 @@ def numbered(rows: Iterable[Row]) -> Iterator[tuple[str, Row]]:
         ConfigError: a text in a row has half of a surrogate pair.
     """
     for number, row in enumerate(rows, 1):
-        check_characters(json.dumps(row, ensure_ascii=False, skipkeys=True, default=lambda value: None), f"row {number}")
+        try:
+            text = json.dumps(row, ensure_ascii=False, skipkeys=True, default=lambda value: None)
+        except (ValueError, RecursionError):
+            text = ""  # a value that the recipe does not use contains itself
+        check_characters(text, f"row {number}")
         yield f"row {number}", row
 
 

@@ -61,7 +61,7 @@ def settings(run: RunFolder) -> dict[str, dict[str, str]]:
 
 
 def differences(runs: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, dict[str, list[str]]]:
-    """Return the settings that differ between the runs: for each group in `GROUPS`, a dict from a setting's name to its values.
+    """Return the settings that differ between the runs: for each group in `GROUPS` that has differences, a dict from a setting's name to its values.
 
     There is one value for each run. It is empty if the run does not have the setting.
 
