@@ -102,6 +102,12 @@ def test_a_value_that_is_nested_too_deeply_is_rejected(
     assert "seed" in error_line(capsys)
 
 
+def test_a_date_as_the_key_of_a_value_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(BASE)
+    assert main(["show", "mine.yaml", "--model.config", "{2020-01-01: 1}"]) in (0, 2)  # an error of a type would be raised
+
+
 def test_half_of_a_surrogate_pair_in_a_value_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -203,6 +203,27 @@ def test_workers_share_the_rows_of_a_saved_folder(tmp_path: Path) -> None:
         assert len(read) == len({row["text"] for row in read}) == (limit or len(rows))
 
 
+def test_a_saved_folder_with_a_format_is_streamed_as_plain_rows(tmp_path: Path) -> None:
+    saved = Dataset.from_list([{"text": str(number), "other": number} for number in range(3)])
+    saved.set_format("torch", columns=["text"])
+    saved.save_to_disk(tmp_path / "saved")
+    assert list(Rows(str(tmp_path / "saved"), streaming=True).read(["text"])) == [{"text": str(number)} for number in range(3)]
+
+
+def test_workers_read_all_rows_up_to_the_limit_of_a_saved_folder(tmp_path: Path) -> None:
+    Dataset.from_list([{"text": str(number)} for number in range(12)]).save_to_disk(tmp_path / "saved", num_shards=3)
+    for limit in (1, 10, 12):
+        stream = Rows(str(tmp_path / "saved"), streaming=True, limit=limit).read(["text"])
+        read = {row["text"] for row in DataLoader(stream, batch_size=None, num_workers=2)}  # type: ignore[arg-type]
+        assert read == {str(number) for number in range(limit)}
+
+
+def test_a_row_with_a_value_that_contains_itself_is_used() -> None:
+    row: dict[str, Any] = {"text": "a"}
+    row["itself"] = row
+    assert [place for place, _ in numbered([row])] == ["row 1"]
+
+
 def test_a_missing_split_of_a_saved_folder_is_an_error_that_names_the_splits(tmp_path: Path) -> None:
     DatasetDict({name: Dataset.from_list([{"text": name}]) for name in ("train", "validation")}).save_to_disk(tmp_path / "saved")
     with pytest.raises(

@@ -19,6 +19,7 @@ from callsheet.errors import ConfigError
 from callsheet.testing import Recorder, check_events
 from callsheet.testing.ranks import run_ranks
 from callsheet.trainer import Evaluator
+from callsheet.trainer.tasks import counts_of
 
 STEPS = 12
 
@@ -267,3 +268,10 @@ def test_an_evaluation_that_a_signal_interrupts_is_repeated_on_resume(world_size
     assert (second["outcome"], second["steps"]) == (str(Outcome.FINISHED), 4)
     assert {name for step, name in second["names"] if step == 3} == {"a", "b", "c"}  # with the weights for which it was due
     assert second["results"][0] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("ids", [[torch.tensor([1.0, 2.0]), torch.tensor([3.0])], "text", torch.tensor(1.0)])
+def test_batches_whose_input_ids_are_no_tensor_of_samples_have_no_known_tokens(ids: Any) -> None:
+    samples, tokens = counts_of({"input_ids": ids, "labels": torch.ones(3, 1)})
+    assert samples
+    assert tokens == 0
