@@ -429,7 +429,7 @@ tested with torch {torch}. CI tests only the versions in `constraints.txt`. The 
   tests on two ranks.
 - The rows of PyTorch contain the results of the tests of callsheet's core, its Trainer, checkpoints and [hand-written loops](bare.md).
 - The rows of TRL, sentence-transformers and SetFit count trainings with [their trainers](huggingface.md#trainers-that-are-built-on-the-hugging-face-trainer),
-  which are built on the Hugging Face Trainer. The rows of PEFT count trainings of its adapters, with the trainers of TRL and transformers and with
+  which are built on the Hugging Face Trainer. The rows of PEFT count trainings of PEFT's adapters, with the trainers of TRL and transformers and with
   callsheet's recipe [`finetune`](../recipes.md).
 - InstructLab Training, Megatron Bridge and NeMo AutoModel can train only on GPUs. The tests run InstructLab's and Megatron Bridge's own callback
   classes in loops that imitate the loops of these frameworks. No release of NeMo AutoModel has [callbacks](automodel.md) yet, so its rows count tests
@@ -442,18 +442,19 @@ tested with torch {torch}. CI tests only the versions in `constraints.txt`. The 
 The verdicts are:
 
 - **works**: all tests pass. Tests of features that this version of the framework does not have are skipped.
-- **rejected**: with this version, `host` or `guest` raises a `NotSupported` error that names what the framework lacks. Training does not start.
-- **broken**: with this version, some tests fail. The table gives the reason.
+- **rejected**: with this version of the framework, `host` or `guest` raises a `NotSupported` error that names what the framework lacks. Training does
+  not start.
+- **broken**: with this version of the framework, some tests fail. The table gives the reason.
 
-**Versions that are not listed.** callsheet checks which version of a framework is installed. If no version of this minor release (such as 2.6) has
-the verdict **works** in the table, callsheet logs one warning, which names the releases that work. The versions of NeMo AutoModel, TRL,
+**Versions that are not listed.** callsheet checks which version of a framework is installed. If no version of the installed minor release (such as
+2.6) has the verdict **works** in the table, callsheet logs one warning, which names the releases that work. The versions of NeMo AutoModel, TRL,
 sentence-transformers, SetFit and PEFT are not checked. A bridge also uses parts of a framework that are not public API. If the installed version
 lacks a part that the bridge needs, `host` or `guest` raises a `NotSupported` error that names the part. The file `internals.py` in the folder of each
 bridge lists the parts that the bridge needs and the parts that it can do without; `bridges/torch_internals.py` lists the parts of PyTorch.
 
 {beside}**Run the tests again.** `make versions` tests the newest minor releases of each package, writes their results to
-`benchmarks/results/versions.json` and updates this page. It skips versions that have a result, so you can interrupt it and start it again. To test
-only one package:
+`benchmarks/results/versions.json` and updates this page. `make versions` skips versions that already have a result, so you can interrupt the command
+and start it again. To test only one package:
 
 ```sh
 python tools/versions.py --only keras           # versions without a result
