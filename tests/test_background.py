@@ -19,7 +19,6 @@ import pytest
 import callsheet
 from callsheet import Background, Callback, CallbackManager, Context, RunInfo
 from callsheet.core.costs import CostReport
-from callsheet.lanes.turn import turn_of
 from callsheet.loggers import Logger
 from callsheet.run.lifetime import Lifetime
 
@@ -179,7 +178,7 @@ def test_a_second_run_waits_for_the_handler_in_which_the_first_run_has_left_its_
     manager, ctx = opened(Background(callback, deadline=60))
     fire_steps(manager, ctx, range(11, 14))
     end = time.monotonic() + 60
-    while "A handler of callback CountsThreads that another run has called" not in caplog.text:
+    while "A handler of callback CountsThreads that an earlier run has called" not in caplog.text:
         assert time.monotonic() < end
         time.sleep(0.01)
     assert callback.steps == [1]
@@ -189,63 +188,22 @@ def test_a_second_run_waits_for_the_handler_in_which_the_first_run_has_left_its_
     assert callback.most_at_once == 1
 
 
-def test_two_runs_in_progress_call_one_callback_in_turn(caplog: pytest.LogCaptureFixture) -> None:
-    callback = CountsThreads()
-    first, first_ctx = opened(Background(callback, deadline=60))
-    second, second_ctx = opened(Background(callback, deadline=60))
-    fire_steps(first, first_ctx, range(1, 4))
-    assert callback.begun.wait(60)
-    fire_steps(second, second_ctx, range(11, 14))
-    end = time.monotonic() + 60
-    while "A handler of callback CountsThreads that another run has called" not in caplog.text:
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    assert callback.steps == [1]
-    callback.release.set()
-    first.drain(first_ctx)
-    second.close()
-    fire_steps(first, first_ctx, range(4, 5))
-    first.close()
-    assert [step for step in callback.steps if step < 10] == [1, 2, 3, 4]
-    assert [step for step in callback.steps if step > 10] == [11, 12, 13]
-    assert callback.most_at_once == 1
-
-
-def test_a_lane_lets_another_lane_of_its_callback_go_first() -> None:
-    class WaitsForOther(Steps):
+def test_a_handler_can_start_a_run_with_its_own_callback_whose_handler_does_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    class StartsRuns(Steps):
         def on_train_step_end(self, ctx: Context) -> None:
             super().on_train_step_end(ctx)
-            end = time.monotonic() + 60
-            while 11 not in self.steps and not turn_of(self).is_wanted:
-                assert time.monotonic() < end
-                time.sleep(0.001)
-
-    callback = WaitsForOther()
-    first, first_ctx = opened(Background(callback, deadline=60))
-    second, second_ctx = opened(Background(callback, deadline=60))
-    fire_steps(first, first_ctx, range(1, 6))
-    fire_steps(second, second_ctx, range(11, 12))
-    first.close()
-    second.close()
-    assert sorted(callback.steps) == [1, 2, 3, 4, 5, 11]
-    assert callback.steps.index(11) < 5  # before the first lane's queue was empty
-
-
-def test_a_handler_can_start_a_run_with_its_own_callback() -> None:
-    class StartsRun(Steps):
-        def on_train_step_end(self, ctx: Context) -> None:
-            super().on_train_step_end(ctx)
-            if ctx.step == 2:
+            if ctx.step in (2, 12):
                 own, own_ctx = opened(wrapper)
-                fire_steps(own, own_ctx, range(11, 14))
+                fire_steps(own, own_ctx, range(ctx.step + 9, ctx.step + 12))
                 own.close()
 
-    callback = StartsRun()
+    callback = StartsRuns()
     wrapper = Background(callback, deadline=60)
     manager, ctx = opened(wrapper)
     fire_steps(manager, ctx, range(1, 4))
     manager.close()
-    assert callback.steps == [1, 2, 11, 12, 13, 3]
+    assert callback.steps == [1, 2, 11, 12, 21, 22, 23, 13, 3]
+    assert caplog.text == ""
 
 
 def test_the_end_of_a_run_waits_for_tasks_that_a_handler_has_started(caplog: pytest.LogCaptureFixture) -> None:

@@ -126,3 +126,17 @@ def test_the_end_of_the_connection_ends_a_wait(is_shut_down_here: bool, ends: En
         theirs.close()
     waiting.join(60)
     assert len(errors) == 1
+
+
+def test_a_default_timeout_of_the_script_does_not_make_the_connection_non_blocking() -> None:
+    socket.setdefaulttimeout(30)
+    try:
+        ours, theirs = socket.socketpair()
+    finally:
+        socket.setdefaulttimeout(None)
+    with theirs:
+        assert not os.get_blocking(theirs.fileno())  # a child process gets this end with this flag
+        for end in (ours, theirs):
+            MessageSocket(end)
+            assert os.get_blocking(end.fileno())
+    ours.close()

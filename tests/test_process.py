@@ -91,6 +91,20 @@ class WritesInTask(Callback):
         Path(self.path).write_text("written")
 
 
+class LogsInTask(WritesInTask):
+    """Starts an asyncio task, which logs a value after the run has closed the connection, and then writes a file."""
+
+    async def on_train_step_end(self, ctx: Context) -> None:
+        self.ctx = ctx
+        await super().on_train_step_end(ctx)
+
+    async def write(self) -> None:
+        for _ in range(100):  # the handler returns at once, so the rest runs at the end of the process
+            await asyncio.sleep(0)
+        self.ctx.log({"late": 1.0})
+        await super().write()
+
+
 class WritesAtEnd(Counts):
     """Writes a file when its process ends regularly."""
 
@@ -185,6 +199,17 @@ def test_a_process_waits_at_its_end_for_tasks_that_a_handler_has_started(tmp_pat
     fire_steps(manager, ctx, range(1, 2))
     manager.close()
     assert (tmp_path / "file").read_text() == "written"
+
+
+@pytest.mark.test_all
+def test_a_task_that_logs_after_the_run_s_end_does_the_rest_of_its_work(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    manager, ctx = opened(Process(LogsInTask(path=str(tmp_path / "file")), deadline=60))
+    fire_steps(manager, ctx, range(1, 2))
+    manager.close()
+    assert (tmp_path / "file").read_text() == "written"
+    assert "Messages from the lane of LogsInTask came after the run's end, and are lost: log" in capfd.readouterr().err
 
 
 @pytest.mark.test_all

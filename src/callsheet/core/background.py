@@ -21,7 +21,7 @@ class Background(Callback):
     methods run one after the other, each to its end. A snapshot holds the fields that `snapshot_fields` names or, if
     `snapshot_fields` is empty, all fields that can be passed without a copy. A snapshot never holds the model. `ctx.log` and
     `ctx.control` work as usual. At the end of a run, the run waits for up to `deadline` seconds until all events are delivered.
-    Several runs that use one callback object call its handlers one after the other.
+    Give each of several runs at the same time its own callback object, because two threads could call a shared one at once.
 
     Args:
         callback: the callback.

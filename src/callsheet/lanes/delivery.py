@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -17,12 +20,18 @@ from callsheet.errors import text_of
 from callsheet.lanes.capture import DeviceNumbers, SnapshotCapture, Values, copied
 from callsheet.lanes.queue import Lane, close, drain
 from callsheet.lanes.snapshot import Inbox, Snapshot
-from callsheet.lanes.turn import turn_of
 
 if TYPE_CHECKING:
     import asyncio
 
     from callsheet.lanes.process import Process
+
+
+# The threads that were still in a handler of a callback when their run ended, by the ids of the callbacks. As long as such a thread is
+# in the handler, it keeps the callback alive, so no other callback has this id.
+_left_in_handler: weakref.WeakValueDictionary[int, threading.Thread] = weakref.WeakValueDictionary()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_left_in_handler.clear)  # the threads do not run in a forked child
 
 
 class LaneExit(Exception):
@@ -41,10 +50,13 @@ class CallbackLane:
         self.needs: tuple[str, ...] = owner.snapshot_fields
         self.inbox = inbox
         self._process: Process | None = cast("Process", registration.thing) if owner.lane == "process" else None
-        # A `Process` needs no lock of the callback, because it makes only one call at a time.
+        # Find out whether a thread of an earlier run is still in a handler of the callback. A `Process` needs no such check, because
+        # it makes only one call at a time.
         callback = registration.callback if self._process is None else None
-        turn = turn_of(callback) if callback is not None else None
-        self.lane = Lane(registration.label, None, owner.lane_options, kind=_kind, finish=self._finish, turn=turn)
+        earlier = _left_in_handler.get(id(callback)) if callback is not None else None
+        if earlier is threading.current_thread():  # that handler has itself started this run, so the run must not wait for it
+            earlier = None
+        self.lane = Lane(registration.label, None, owner.lane_options, kind=_kind, finish=self._finish, earlier=earlier)
         self._runner: asyncio.Runner | None = None
         if self._process is not None:
             self._process.begin(self)
@@ -58,6 +70,8 @@ class CallbackLane:
         close([self.lane])
         if self._process is not None:
             self._process.end(self, at_once=is_busy)
+        elif (thread := self.lane.busy_thread) is not None and self.registration.callback is not None:
+            _left_in_handler[id(self.registration.callback)] = thread
 
     def join(self, seconds: float) -> None:
         """Wait until the callback's process, if any, has exited. After `seconds`, kill it. The caller must call `end` before."""

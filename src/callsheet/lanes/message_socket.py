@@ -33,6 +33,7 @@ class MessageSocket:
         self.child: subprocess.Popen[bytes] | None = None
         """The child process that has the other end; None in the child process itself."""
         self._line = line
+        line.setblocking(True)  # after `socket.setdefaulttimeout`, new sockets do not block
         self._received = bytearray()  # what has arrived, beginning with the next message
         # When to stop reading after the child has ended. A process that the child has forked could send without end.
         self._last_read = inf

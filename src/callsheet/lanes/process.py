@@ -234,6 +234,8 @@ class Process(Background):
                 elif what == "failed":
                     raise RemoteError(value)
         except TimeoutError:
+            if seconds is None:  # unpickling the answer has raised this error
+                raise
             raise TimeoutError(f"no answer within {seconds:g} s") from None
 
     def _start(self) -> MessageSocket:

@@ -6,6 +6,7 @@ The program unpickles what it receives. That is safe, because only the run's pro
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import pickle
 import signal
@@ -25,6 +26,7 @@ from callsheet.lanes.snapshot import Inbox, LaneControl, LaneMessage, control_of
 if TYPE_CHECKING:
     import asyncio
 
+logger = logging.getLogger("callsheet")
 
 # How long this process waits, at its end, for asyncio tasks that handlers have started: a little less than until it is killed.
 _TASKS_SECONDS = 0.8 * END_SECONDS
@@ -48,9 +50,16 @@ class _RemoteInbox(Inbox):
     def __init__(self, sender: _Sender) -> None:
         super().__init__()
         self._sender = sender
+        self._has_ended = False  # whether the run has ended, and with it the connection
 
     def put(self, message: LaneMessage) -> None:
-        self._sender.send(pickle.dumps(("message", message)))
+        packed = pickle.dumps(("message", message))
+        try:
+            self._sender.send(packed)
+        except OSError:  # an asyncio task that still runs may do the rest of its work
+            if not self._has_ended:
+                self._has_ended = True
+                logger.error("Messages from the lane of %s came after the run's end, and are lost: %s", message.by, message.what)
 
 
 def serve(connection: MessageSocket) -> None:

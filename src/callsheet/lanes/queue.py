@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 from callsheet.core.lane_options import LaneOptions
 from callsheet.errors import text_of
 from callsheet.lanes.load_warnings import LoadWarnings
-from callsheet.lanes.turn import Turn
 
 logger = logging.getLogger("callsheet")
 
@@ -29,7 +28,7 @@ _starting = threading.RLock()  # this lock is held while a lane's thread is star
 _LOOK_SECONDS = 0.1  # time between two checks of a queue; a check wakes a thread, which delays training by about 0.2 ms
 _IDLE_LOOK_SECONDS = 0.4  # the longest time between two checks by the dispatcher thread, while all lanes are idle
 _WAIT_SECONDS = 0.002  # time between two checks of a lane while the training thread waits for the lane
-_TURN_SECONDS = 1.0  # how long a lane waits for another lane of its callback before it logs a warning
+_EARLIER_SECONDS = 1.0  # how long a lane waits for the handler of an earlier run before it logs a warning
 _ITEMS_PER_LOOK = 64  # while a lane always has items, it checks the processor time of its thread after this number of items
 
 
@@ -58,8 +57,8 @@ class Lane:
         options: see `LaneOptions`.
         kind: returns the kind of an item, for `overflow="latest"`.
         finish: called on the lane's thread when it ends.
-        turn: a lock that is held while an item is processed. The lanes of one callback share it, so that two threads do not call the
-            callback at once. None: a lock of the lane's own.
+        earlier: the thread of an earlier run that is still in a handler of the same callback, or None. The lane processes no item
+            before this thread has ended, so that two threads do not call the callback at once.
         wake_on_put: whether every `put` wakes the thread, so that an item is processed at once and not within a tenth of a second. It costs
             the caller some tens of microseconds an item.
     """
@@ -72,7 +71,7 @@ class Lane:
         *,
         kind: Callable[[Any], object] = type,
         finish: Callable[[], object] = lambda: None,
-        turn: Turn | None = None,
+        earlier: threading.Thread | None = None,
         wake_on_put: bool = False,
     ) -> None:
         self.name = name
@@ -108,8 +107,7 @@ class Lane:
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._helping = threading.Lock()  # held by a caller that processes the items itself, since no thread can start
-        self._turn = turn or Turn()
-        self._producer: int | None = None  # the identifier of the thread that puts items into the queue
+        self._earlier = earlier
         _dispatcher.take(self)
 
     def put(self, item: Any) -> None:
@@ -175,16 +173,17 @@ class Lane:
                 except RuntimeError:  # no thread can start while the interpreter shuts down
                     return False
                 self._thread, self._looked_from = thread, max(1, self._limit // 2)
-                self._producer = threading.get_ident()
                 self.room = 0 if self._forgets_kinds else self._looked_from
         return True
 
     def _help(self) -> None:
         """Process the waiting items in the calling thread. Used if the queue's own thread cannot be started."""
-        if self._helping.acquire(blocking=False):
+        is_blocked = self._earlier is not None and self._earlier.is_alive()
+        if not is_blocked and self._helping.acquire(blocking=False):
             self._thread = threading.current_thread()
+            self._load.begin()
             try:
-                self._run_waiting_items(waits=False)
+                self._run_waiting_items()
             finally:
                 self._thread = None
                 self._helping.release()
@@ -243,52 +242,52 @@ class Lane:
             done = self.done
             self._wake.wait(_LOOK_SECONDS if self.looks_itself else None)
             self._wake.clear()
-            self._run_waiting_items()
+            if self.items and self._waited_for_earlier():
+                self._run_waiting_items()
             self.looks_itself = self.done > done
         self._finish()
 
-    def _run_waiting_items(self, *, waits: bool = True) -> None:
-        """Process items until the queue is empty. Without `waits`, stop when another lane of the callback is processing an item."""
-        items, popleft, run, turn = self.items, self.items.popleft, self._run, self._turn
-        while items and self._acquired_turn(waits=waits):
-            self._in_hand = True  # set before the item leaves the queue, so that `left` counts the item at any time
-            try:
-                for _ in range(_ITEMS_PER_LOOK):
-                    try:
-                        item = popleft()
-                    except IndexError:  # the queue is empty, perhaps because its last item was just dropped
-                        break
-                    try:
-                        (run or item[0])(item)
-                    except BaseException as error:  # catches SystemExit too, which must not end the lane's thread
-                        logger.error(
-                            "An error in the lane of %s: %s: %s", self.name, type(error).__name__, text_of(error), exc_info=error
-                        )
-                    self.done += 1
-                    if turn.is_wanted:
-                        break
-            finally:
-                turn.release()
-            item = None  # release the item, so that it does not stay in memory while the lane waits
-            self._load.check_thread()
-        self._in_hand = False
+    @property
+    def busy_thread(self) -> threading.Thread | None:
+        """The thread that is processing an item of this lane, or None."""
+        return self._thread if self._in_hand else None
 
-    def _acquired_turn(self, *, waits: bool) -> bool:
-        """Wait until no other lane of the callback is processing an item. Return False if this lane is closed before, or without `waits`."""
-        if self._turn.acquire(0.0, self._producer):
-            return True
-        self._in_hand = is_logged = False
-        while waits and not self.is_inert:
-            if self._turn.acquire(_TURN_SECONDS, self._producer):
-                return True
-            if not is_logged:
+    def _waited_for_earlier(self) -> bool:
+        """Wait for the thread of an earlier run that is still in a handler of the callback. Return False if this lane is closed."""
+        is_logged = False
+        while self._earlier is not None and self._earlier.is_alive():
+            self._earlier.join(_EARLIER_SECONDS)
+            if self.is_inert:
+                return False
+            if self._earlier.is_alive() and not is_logged:
                 is_logged = True
                 logger.warning(
-                    "A handler of callback %s that another run has called has not returned yet. The events of this run wait until it "
+                    "A handler of callback %s that an earlier run has called has not returned yet. The events of this run wait until it "
                     "returns, because two threads must not call a callback at once; use another callback object for each run",
                     self.name,
                 )  # fmt: skip
-        return False
+        self._earlier = None
+        return True
+
+    def _run_waiting_items(self) -> None:
+        items, popleft, run = self.items, self.items.popleft, self._run
+        self._in_hand = True  # set before the item leaves the queue, so that `left` counts the item at any time
+        while items:
+            for _ in range(_ITEMS_PER_LOOK):
+                try:
+                    item = popleft()
+                except IndexError:  # the queue is empty, perhaps because its last item was just dropped
+                    break
+                try:
+                    (run or item[0])(item)
+                except BaseException as error:  # catches SystemExit too, which must not end the lane's thread
+                    logger.error(
+                        "An error in the lane of %s: %s: %s", self.name, type(error).__name__, text_of(error), exc_info=error
+                    )
+                self.done += 1
+            item = None  # release the item, so that it does not stay in memory while the lane waits
+            self._load.check_thread()
+        self._in_hand = False
 
 
 class _Waiting:
