@@ -155,16 +155,6 @@ def test_a_parquet_file_of_a_stream_with_other_columns_is_named(tmp_path: Path) 
         list(rows)
 
 
-@pytest.mark.parametrize(("files", "texts"), [("ab", ["a0", "a1", "b0"]), ("a", ["a0", "a1", "a2"])])
-def test_workers_share_the_limit_of_a_stream(files: str, texts: list[str], tmp_path: Path) -> None:
-    for name in files:
-        write(tmp_path / f"{name}.jsonl", [f"{name}{number}" for number in range(5)])
-    rows = Rows(str(tmp_path), streaming=True, limit=3).read(["text"])
-    assert isinstance(rows, Stream)
-    assert [row["text"] for row in rows] == ["a0", "a1", "a2"]
-    assert sorted(row["text"] for row in DataLoader(rows, batch_size=None, num_workers=2)) == texts
-
-
 def test_a_folder_of_json_lines_and_parquet_files_is_rejected(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", ["a"])
     Dataset.from_list([{"text": "b"}]).to_parquet(tmp_path / "b.parquet")
@@ -216,6 +206,16 @@ def test_workers_read_all_rows_up_to_the_limit_of_a_saved_folder(tmp_path: Path)
         stream = Rows(str(tmp_path / "saved"), streaming=True, limit=limit).read(["text"])
         read = {row["text"] for row in DataLoader(stream, batch_size=None, num_workers=2)}  # type: ignore[arg-type]
         assert read == {str(number) for number in range(limit)}
+
+
+def test_workers_read_the_first_rows_of_files_of_different_length(tmp_path: Path) -> None:
+    for name, texts in (("a", ["1"]), ("b", ["2", "3", "4", "5"]), ("c", ["6", "7", "8"])):
+        write(tmp_path / f"{name}.jsonl", texts)
+    for limit in (1, 4, 6, 20):
+        stream = Rows(str(tmp_path / "*.jsonl"), streaming=True, limit=limit).read(["text"])
+        for workers in (0, 2):
+            read = [row["text"] for row in DataLoader(stream, batch_size=None, num_workers=workers)]  # type: ignore[arg-type]
+            assert sorted(read) == [str(number) for number in range(1, min(limit, 8) + 1)]
 
 
 def test_a_row_with_a_value_that_contains_itself_is_used() -> None:

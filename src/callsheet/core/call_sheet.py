@@ -135,7 +135,7 @@ class CompositeHandler(ABC):
 
     @abstractmethod
     def parts(self, entry: HandlerEntry, earlier: Sequence[HandlerEntry]) -> Iterable[HandlerEntry]:
-        """Return one call-sheet row for each part of this handler. These rows replace `entry`, the row of the handler itself.
+        """Return one call-sheet row for each function that this handler calls. These rows replace `entry`, the row of the handler itself.
 
         `earlier` are the entries of the handlers that are called before `entry`.
         """

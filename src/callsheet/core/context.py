@@ -486,7 +486,7 @@ def _deleter(names: Iterable[str]) -> Callable[[Context], None]:
 
 
 class _Deleters(dict[str, Callable[[Context], None]]):
-    """For each event, the function that deletes the fields whose window ends at that event.
+    """For each event, the function that deletes the context's fields that are no longer available after that event.
 
     A function is compiled when it is first read, which takes about 0.1 ms.
     """

@@ -60,9 +60,9 @@ class DeviceNumbers:
         # Each tensor that was copied, with its `_version` at that time. A tensor whose version has changed is copied again.
         self._tensors: list[tuple[Any, int | None]] = []
         self._copies: dict[int, Any] = {}
-        # The step in which the tensors were copied, and the lanes that have received these copies. If such a lane calls `of` again,
-        # the event was fired a second time. Then `of` copies the tensors again, even if their versions are the same, because
-        # some changes in place, such as those of a collective, do not increase the version.
+        # The step in which the tensors were copied, and the lanes that have received these copies. If such a lane asks for copies
+        # again, the event was fired a second time. Then the tensors are copied again, even if their `_version` is the same, because
+        # some changes in place, such as those of a collective, do not increase it.
         self._step = -1
         self._served: set[int] = set()
 

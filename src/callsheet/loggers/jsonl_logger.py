@@ -30,7 +30,9 @@ from callsheet.loggers.support.jsonl_reader import METRICS, read_metrics
 from callsheet.loggers.support.line_writer import LineWriter
 from callsheet.loggers.support.resumption import ValidRecords, valid_records
 
-_ENVIRONMENT_SECONDS = 3.0  # how long the end of a run waits for the thread that reads the environment with git
+_ENVIRONMENT_SECONDS = (
+    3.0  # how long the end of a run waits for the thread that records the versions of packages and the git commit
+)
 _RECORD_FIELDS = tuple(field.name for field in fields(MetricsRecord))
 
 

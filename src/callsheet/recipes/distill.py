@@ -223,7 +223,12 @@ class Distill(Finetune):
         recipe = _InnerFinetune(config, [CheckpointSaver(keep=1)], [ProgressBarLogger(), JSONLLogger()], resolved=resolved)
         key = "teacher" if name == TEACHER_FOLDER else "model"
         recipe.new_run_hint = self.new_run_hint
-        recipe.setting_names = {**self.setting_names, "model": self.setting_names.get(key, key)}
+        # The user knows the keys of the model of this run, such as `model.path`, as keys of `key`, such as `teacher.path`.
+        renamed = {
+            f"model{ours.removeprefix(key)}": theirs for ours, theirs in self.setting_names.items() if ours.startswith(f"{key}.")
+        }
+        others = {ours: theirs for ours, theirs in self.setting_names.items() if not ours.startswith("model.")}
+        recipe.setting_names = {**others, **renamed, "model": self.setting_names.get(key, key)}
         return recipe
 
 

@@ -34,7 +34,7 @@ class ReadingBudget:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the next reading must wait, because earlier readings took too much time."""
+        """Whether the run's files must not be read yet, because reading them has taken too much of the core's time."""
         return time.monotonic() < self.not_before
 
     @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,20 +155,12 @@ class MicrobatchPlan:
         The number of samples of all ranks is None if it is not known, or if the task counts other samples than the dataloader. The
         size of the fillers is their number of samples and of tokens.
         """
-        samples, tokens, filling, filling_tokens = 0, 0, 0, 0
-        here: int | None = 0
-        in_all: int | None = 0
-        for given in self._fetched:
-            more, more_tokens = task.counts(given.batch)
-            if given.is_filler:
-                filling, filling_tokens = filling + more, filling_tokens + more_tokens
-            else:
-                samples, tokens = samples + more, tokens + more_tokens
-            if given.samples_here is None or given.samples_in_all is None or here is None or in_all is None:
-                here = in_all = None
-            else:
-                here, in_all = here + given.samples_here, in_all + given.samples_in_all
-        return samples, tokens, in_all if here == samples else None, (filling, filling_tokens)
+        fillers = _sums(task.counts(given.batch) for given in self._fetched if given.is_filler)
+        samples, tokens = _sums(task.counts(given.batch) for given in self._fetched if not given.is_filler)
+        here = [given.samples_here for given in self._fetched if given.samples_here is not None]
+        in_all = [given.samples_in_all for given in self._fetched if given.samples_in_all is not None]
+        is_known = len(here) == len(in_all) == len(self._fetched) and sum(here) == samples
+        return samples, tokens, sum(in_all) if is_known else None, fillers
 
     def label_tokens(self, task: Task) -> Any:
         """Return the number of label tokens over which this rank's losses are means; None if the task does not count label tokens."""
@@ -190,6 +182,14 @@ def _share(weight: Any, total: Any, parts: int) -> Any:
         # In a step without labels, `total` is 0. Return 0 instead of NaN then, so that all gradients become zero.
         return torch.where(total > 0, weight / total, 0.0)
     return weight / total if total else 1 / parts
+
+
+def _sums(counts: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """Return the sum of the first numbers, and the sum of the second numbers."""
+    first, second = 0, 0
+    for one, other in counts:
+        first, second = first + one, second + other
+    return first, second
 
 
 def trained_on(losses: Losses) -> Tensor:

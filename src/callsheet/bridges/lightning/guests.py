@@ -212,7 +212,7 @@ class LightningGuest(Guest):
 
     def _teardown_handler(self, method: Callable[..., Any]) -> Handler:
         def handle(ctx: Context) -> None:
-            # Lightning calls `teardown` only after a standalone evaluation, not within training.
+            # In Lightning, an evaluation ends with `teardown` only if it is standalone; one within `fit` does not.
             if not ctx.has("standalone") or ctx.standalone:
                 method(self.trainer, self.module, stage=self.trainer.state.fn)
 

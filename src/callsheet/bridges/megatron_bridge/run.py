@@ -31,7 +31,7 @@ class MegatronBridgeRun(Common):
         user_state: the `user_state` of a guest that has its own; None: create the `user_state` that all guests share.
     """
 
-    # The samples of evaluations are counted even if no guest listens to evaluations.
+    # The samples of evaluations are counted even if no Megatron Bridge callback has a method for evaluations.
     LISTEN_ONLY = VALID_EVENTS - {"on_checkpoint_save", "on_eval_start", "on_eval_step_end", "on_eval_end"} | {
         "on_checkpoint_published"
     }

@@ -267,22 +267,22 @@ class LineStream(Stream):
     def __init__(self, files: Sequence[Path], columns: Collection[str] = (), limit: int | None = None) -> None:
         self._files = files
         self._columns = columns
-        self._limit = limit
+        self._rows_of: dict[Path, int] = {}  # with a limit, how many rows to use of each file
+        if limit is not None:
+            for file in files:
+                self._rows_of[file] = sum(1 for _ in islice(_lines(file), limit))
+                limit -= self._rows_of[file]
         if next(self.places(), None) is None:
             _reject_empty(files)
 
     def places(self) -> Iterator[tuple[str, Row]]:
         """Yield each row with its file and line number, counted from 1."""
-        files, limit = list(self._files), self._limit
-        if (worker := get_worker_info()) is not None:
-            files = _own_files(files)
-            readers = min(worker.num_workers, len(self._files))
-            limit = limit and limit // readers + (worker.id < limit % readers)
-        lines = ((f"{file}:{number}", line) for file in files for number, _, line in _lines(file))
-        for place, line in islice(lines, limit):
-            row = _parsed(line, place)
-            check_columns(place, row, self._columns)
-            yield place, row
+        for file in _own_files(self._files):
+            for number, _, line in islice(_lines(file), self._rows_of.get(file)):
+                place = f"{file}:{number}"
+                row = _parsed(line, place)
+                check_columns(place, row, self._columns)
+                yield place, row
 
 
 class DatasetStream(Stream):
@@ -419,7 +419,7 @@ def _lines(file: Path) -> Iterator[tuple[int, int, bytes]]:
 def _check_exists(file: Path) -> None:
     """Raise ConfigError if a file does not exist."""
     if not file.is_file():
-        beside = [each.name for each in file.parent.iterdir()] if file.parent.is_dir() else []
+        beside = [each.name for each in file.parent.iterdir() if each.name != file.name] if file.parent.is_dir() else []
         raise ConfigError(f"there is no file {file}{did_you_mean(file.name, beside, cutoff=0.8)}")
 
 

@@ -98,7 +98,7 @@ class _Seeds:
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
-        # Two numbers in shared memory: the epoch, which persistent workers read, and a flag, which they set by `note`.
+        # Two numbers in shared memory: the epoch, which persistent workers read, and a flag, which a worker sets if its dataset has changed.
         self._shared = torch.zeros(2, dtype=torch.int64).share_memory_()
         self._epoch: int | None = None
         self._own: list[Any] | None = None
