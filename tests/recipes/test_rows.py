@@ -11,7 +11,7 @@ from datasets import Dataset, DatasetDict
 from torch.utils.data import DataLoader
 
 from callsheet.errors import ConfigError
-from callsheet.recipes.data.rows import Rows, Stream, Table, numbered
+from callsheet.recipes.data.rows import Rows, Stream, Table, numbered, prepared, reject
 from callsheet.recipes.data.text_rows import TextRows
 from callsheet.recipes.distill import DistillConfig
 from callsheet.recipes.finetune import FinetuneConfig
@@ -216,6 +216,17 @@ def test_workers_read_the_first_rows_of_files_of_different_length(tmp_path: Path
         for workers in (0, 2):
             read = [row["text"] for row in DataLoader(stream, batch_size=None, num_workers=workers)]  # type: ignore[arg-type]
             assert sorted(read) == [str(number) for number in range(1, min(limit, 8) + 1)]
+
+
+def test_a_worker_names_the_row_of_its_own_part(tmp_path: Path) -> None:
+    Dataset.from_list([{"text": str(number)} for number in range(4)]).save_to_disk(tmp_path / "saved", num_shards=2)
+
+    def rejects(row: Any, place: str) -> Any:
+        return row if row["text"] != "3" else reject(place, "a mistake")
+
+    rows = prepared(Rows(str(tmp_path / "saved"), streaming=True).read(["text"]), rejects)
+    with pytest.raises(ConfigError, match=r"saved, row 2 of the part of worker 1: a mistake"):
+        list(DataLoader(rows, batch_size=None, num_workers=2))
 
 
 def test_a_row_with_a_value_that_contains_itself_is_used() -> None:

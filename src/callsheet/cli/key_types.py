@@ -64,7 +64,7 @@ def parts_of(kind: Any) -> type | None:
 
 
 def item_of(kind: Any, container: type) -> Any:
-    """Return the item type of `kind`, such as int for `list[int]` or `list[int] | None`; None if `kind` has no `container`."""
+    """Return the item type of `kind`, such as int for `list[int]` or `list[int] | None`. Return None for other types."""
     if get_origin(kind) is container:
         return get_args(kind)[-1]
     is_union = get_origin(kind) in (Union, types.UnionType)

@@ -335,7 +335,7 @@ class Evaluation:
             torch.stack(on_one_device([*totals.values(), total])).tolist() if totals else []
         )  # copy all sums from the device at once
         *sums, weight, in_all = self._groups.sum([*summed, samples]) if summed else [0.0, 0.0]
-        self.ctx.eval_samples = int(in_all)
+        self.ctx.eval_samples = int(in_all) if summed else None
         found = {name: value / weight if weight else float("nan") for name, value in zip(totals, sums, strict=True)}
         losses = {name: torch.tensor(value, device=self._device) for name, value in found.items()}
         return losses, found | metrics.result()

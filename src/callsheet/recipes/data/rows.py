@@ -302,10 +302,11 @@ class DatasetStream(Stream):
         self._parquet = parquet
 
     def places(self) -> Iterator[tuple[str, Row]]:
-        """Yield each row with the data's path and the row's number, counted from 1."""
-        features, rows = self._source.features, iter(self._source)
+        """Yield each row with the data's path and the row's number, counted from 1. A worker counts the rows of its own part."""
+        features, rows, worker = self._source.features, iter(self._source), get_worker_info()
+        part = f" of the part of worker {worker.id}" if worker is not None else ""
         for number in count(1):
-            place = f"{self._path}, row {number}"
+            place = f"{self._path}, row {number}{part}"
             try:
                 row = next(rows)
             except StopIteration:
