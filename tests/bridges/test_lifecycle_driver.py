@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,14 +21,18 @@ words = st.tuples(st.sampled_from(("start", "end")), st.sampled_from(PARTS))
 
 def drive(manager: CallbackManager, steps: list[list[tuple[str, str]]]) -> LifecycleDriver:
     """Run a loop that reports a fetch, the start and end of each step, and the given calls in between."""
-    driver = LifecycleDriver(manager.spans(Context(RunInfo("small"))), {})
+    ctx = Context(RunInfo("small"))
+    fields = {"on_forward_backward_end": "loss", "on_clip_gradients_end": "grad_norm"}
+    driver = LifecycleDriver(manager.spans(ctx), {event: partial(setattr, ctx, field, None) for event, field in fields.items()})
     for step in steps:
         driver.listen()
         driver.start("fetch")
-        driver.start("train_step")
+        driver.start_step()
         for word, name in step:
+            if (word, name) == ("end", "forward") and driver.is_open("forward"):
+                ctx.outputs = None
             getattr(driver, word)(name)
-        driver.end("train_step")
+        driver.end_step()
     driver.end("train")
     return driver
 
@@ -40,16 +46,20 @@ def test_events_are_in_order_for_any_sequence_of_reports(steps: list[list[tuple[
 
 
 @given(st.lists(words, max_size=12), st.sets(st.sampled_from(EVENTS), max_size=4))
-def test_a_callback_receives_its_events_as_often_as_one_that_listens_to_all(
+def test_a_callback_receives_the_same_events_and_fields_as_one_that_listens_to_all(
     step: list[tuple[str, str]], received: set[str]
 ) -> None:
-    some, everything = list[str](), list[str]()
+    some, everything = list[tuple[str, list[str]]](), list[tuple[str, list[str]]]()
+
+    def record(ctx: Context, *, recorded: list[tuple[str, list[str]]]) -> None:
+        recorded.append((str(ctx.event), [field for field in ("outputs", "loss", "grad_norm") if ctx.has(field)]))
+
     for recorded, events in ((some, received), (everything, set(EVENTS))):
         manager = CallbackManager()
         for event in events:
-            manager.register(event, lambda ctx, recorded=recorded: recorded.append(str(ctx.event)))
+            manager.register(event, partial(record, recorded=recorded))
         drive(manager, [[*((word, name) for word in ("start", "end") for name in PARTS), *step]])
-    assert some == [event for event in everything if event in received]
+    assert some == [(event, fields) for event, fields in everything if event in received]
 
 
 def test_a_forward_after_the_optimizer_s_step_starts_no_microbatch() -> None:

@@ -177,9 +177,9 @@ class AttachedRun:
                     break
                 driver.start_step()
                 run.counted = counts_of(group[0])
-                for batch in group[1:]:
-                    samples, tokens = counts_of(batch)
-                    run.counted = (run.counted[0] + samples, run.counted[1] + tokens)
+                if len(group) > 1:
+                    samples, tokens = zip(*map(counts_of, group), strict=True)
+                    run.counted = (sum(samples), sum(tokens))
                 hooks.optimizer.has_stepped, hooks.backward.total = False, None
                 hooks.backward.is_on, has_listeners = True, hooks.listens_to_microbatch
                 position.taken += len(group)  # count the batches before the loop gets them, because the loop may `break`

@@ -13,8 +13,9 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
-from callsheet.core.context import Context
+from callsheet.core.context import DELETERS, Context
 from callsheet.core.lifecycle import FIELDS, SPANS, names_in
 from callsheet.core.spans import Span, Spans
 
@@ -67,8 +68,8 @@ class DrivenSpan:
     """
 
     __slots__ = (
-        *("act_at_end", "before_start", "closes", "done", "index", "is_open", "has_no_listeners", "is_repeated", "name"),
-        *("needed", "parent", "sequence", "span"),
+        *("act_at_end", "before_start", "closes", "delete", "done", "index", "is_open", "has_no_listeners", "is_passed"),
+        *("is_repeated", "name", "needed", "parent", "sequence", "span"),
     )
 
     def __init__(self, span: Span, before: Mapping[str, Act]) -> None:
@@ -77,6 +78,7 @@ class DrivenSpan:
         self.before_start = before.get(SPANS[name].start_event)
         self.act_at_end = before.get(SPANS[name].end_event)
         self.closes = SPANS[name].end_event if SPANS[name].end_event in _CLOSING_EVENTS else None
+        self.delete = DELETERS[self.closes] if self.closes is not None else None  # deletes the fields that `closes` closes
         self.is_repeated = name in _REPEATED_SPANS
         self.parent: DrivenSpan | None = None
         self.sequence: list[DrivenSpan] = []
@@ -84,6 +86,9 @@ class DrivenSpan:
         self.needed = 0
         self.index = -1  # the position of this span in its parent's `sequence`; -1 if the sequence does not contain it
         self.is_open = self.has_no_listeners = False
+        self.is_passed = (
+            False  # whether the span is over as soon as it starts, because it has no listeners, although its group has
+        )
         self.done = 0  # the events of the first `done` spans of `sequence` have been fired
 
 
@@ -93,7 +98,7 @@ class LifecycleDriver:
     Args:
         spans: the spans of the run's context.
         before: for each event, a function that is called just before the event is fired, for example to set the fields that become
-            available at this event.
+            available at this event. The events of the loss and `on_backward_start` cannot have one.
         step_passes: the function that is called, instead of the function in `before`, at the end of a step without any listener. It
             need not set any field, but must close fields that were set.
         is_recorded: returns whether anything except a handler reads the results of steps, such as metrics records. The result may
@@ -124,6 +129,7 @@ class LifecycleDriver:
         self._groups = [[driven[name] for name in names] for names in _STEP_GROUPS]
         self._step, self._step_passes = driven["train_step"], step_passes
         self._epoch, self._fetch = driven["epoch"], driven["fetch"]
+        self._forward_backward, self._loss, self._backward = (driven[name] for name in ("forward_backward", "loss", "backward"))
         self._is_recorded, self._is_loss_needed = is_recorded, is_loss_needed
         self.seen_links = -1
         """The version of the table of handlers (`Spans.links`) at the last `listen`."""
@@ -166,6 +172,12 @@ class LifecycleDriver:
         """
         return self.spans[name].is_open
 
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether the forward pass of the current microbatch has ended, and its backward pass has not begun."""
+        microbatch = self.spans["microbatch"]
+        return microbatch.is_open and microbatch.done == self._loss.index + 1
+
     def listen(self) -> bool:
         """Before a step, find out which of the step's spans (such as `forward`) have no listeners and can be left out.
 
@@ -196,6 +208,10 @@ class LifecycleDriver:
                 has_changed = True
                 for driven in group:
                     driven.has_no_listeners = has_no_listeners
+        loss = self._loss
+        loss.is_passed = loss.span.starts is None and loss.span.ends is None
+        # The end of `loss` makes fields unavailable. If `loss` is never open, the start of `backward` does so.
+        self._backward.before_start = partial(self._ctx.close, loss.closes) if loss.is_passed and loss.closes else None
         if has_changed:
             step.needed = max((at for at, driven in enumerate(step.sequence, 1) if not driven.has_no_listeners), default=0)
         return has_changed
@@ -215,7 +231,7 @@ class LifecycleDriver:
                 driven.before_start()
             return
         index, parent = driven.index, driven.parent
-        if index >= 0 and parent.is_open and parent.done == index:  # type: ignore[union-attr]  # a span with an index has a parent
+        if parent is not None and parent.done == index and parent.is_open:
             # The usual case: the parent is open, and this span is the next one in the parent's sequence.
             while self._open[-1] is not parent:
                 self._pop()
@@ -224,6 +240,8 @@ class LifecycleDriver:
             return
         if driven.before_start is not None:
             driven.before_start()
+        if driven.is_passed:
+            return
         self._open.append(driven)
         driven.is_open, driven.done = True, 0
         span = driven.span
@@ -288,6 +306,11 @@ class LifecycleDriver:
         span = step.span
         if span.starts is not None:
             span.fire(span.starts)
+        passes = self._forward_backward
+        if not passes.has_no_listeners and passes.span.starts is None:
+            # No handler can tell when the span starts, and to start it now is faster than to start it with the first microbatch.
+            self._open.append(passes)
+            passes.is_open, passes.done, step.done = True, 0, 1
 
     def end_step(self) -> None:
         """Do the same as `end("train_step")`, but faster if no event of the step has listeners.
@@ -297,8 +320,10 @@ class LifecycleDriver:
         """
         step, passes = self._step, self._step_passes
         is_read = step.needed or self._keeps_fields or (self.is_loss_read and (step.span.ends is not None or self._ctx.kept))
-        if passes is None or self._open[-1] is not step or is_read:
+        if self._open[-1] is not step:
             self.end("train_step")
+        elif passes is None or is_read:
+            self._pop()
         else:
             passes()
             self._open.pop()
@@ -306,6 +331,25 @@ class LifecycleDriver:
 
     def start_and_end(self, name: str) -> None:
         """Start a span and end it at once, because the loop is already past it or does nothing in it."""
+        driven = self.spans[name]
+        parent, span = driven.parent, driven.span
+        if (
+            span.starts is span.ends is None
+            and parent is not None
+            and parent.done == driven.index
+            and parent.is_open
+            and not driven.sequence
+        ):
+            # The same as below, but faster: the span is the next one in its parent, has no listeners, and contains no other spans.
+            while self._open[-1] is not parent:
+                self._pop()
+            parent.done = driven.index + 1
+            for act in (driven.before_start, driven.act_at_end):
+                if act is not None:
+                    act()
+            if driven.closes is not None:
+                self._ctx.close(driven.closes)
+            return
         self.start(name)
         self.end(name)
 
@@ -335,8 +379,11 @@ class LifecycleDriver:
         span = driven.span
         if span.ends is not None:
             span.fire(span.ends)
-        if driven.closes is not None:
-            self._ctx.close(driven.closes)
+        if driven.delete is not None:
+            if (ctx := self._ctx).kept:
+                ctx.close(driven.closes)  # type: ignore[arg-type]  # a span with `delete` has `closes`
+            else:
+                driven.delete(ctx)  # does the same as `close`, but saves a call at several events of every step
 
     def _synthesize(self, parent: DrivenSpan, until: int) -> None:
         """Fire the start and end of each span in `parent` that comes before position `until` and that the loop did not report.

@@ -398,7 +398,7 @@ class Context:
                     setattr(self, name, None)
                     delattr(self, name)
         else:
-            _DELETERS[event](self)
+            DELETERS[event](self)
 
     def close_all(self, *, before: str = "") -> None:
         """Delete all fields of the context, except those that are available at every event. Called at the end of a run.
@@ -496,4 +496,5 @@ class _Deleters(dict[str, Callable[[Context], None]]):
         return delete
 
 
-_DELETERS = _Deleters()
+DELETERS = _Deleters()
+"""For each event, the function with which `Context.close` deletes fields if no callback has `keep_fields`."""

@@ -66,8 +66,8 @@ class MegatronForwardHooks(ModelCalls):
 
     def _ends(self, model: nn.Module, args: Any, outputs: Any) -> Any:
         outputs = super()._ends(model, args, outputs)
-        is_loss_open = not self.is_inert and self._run.driver.is_open("loss")
-        if is_loss_open and self._listens_to_backward() and (tensor := _with_gradient(outputs)) is not None:
+        is_over = not self.is_inert and self._run.driver.awaits_backward
+        if is_over and self._listens_to_backward() and (tensor := _with_gradient(outputs)) is not None:
             tensor.register_hook(self._backward_begins)
         return outputs
 
@@ -79,7 +79,7 @@ class MegatronForwardHooks(ModelCalls):
     def _backward_begins(self, gradient: Tensor) -> None:
         try:
             driver = self._run.driver
-            if driver.is_open("loss"):
+            if driver.awaits_backward:
                 driver.start("backward")
                 engine = getattr(torch.autograd.Variable, "_execution_engine", None)
                 if engine is not None:
