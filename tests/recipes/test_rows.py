@@ -11,7 +11,8 @@ from datasets import Dataset, DatasetDict
 from torch.utils.data import DataLoader
 
 from callsheet.errors import ConfigError
-from callsheet.recipes.data.rows import Rows, Stream, Table, numbered, prepared, reject
+from callsheet.recipes.data.rows import Rows, numbered, prepared
+from callsheet.recipes.data.tables import Stream, Table, reject
 from callsheet.recipes.data.text_rows import TextRows
 from callsheet.recipes.distill import DistillConfig
 from callsheet.recipes.finetune import FinetuneConfig

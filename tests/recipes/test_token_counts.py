@@ -10,7 +10,7 @@ import pytest
 from callsheet.recipes.data.conversations import Example
 from callsheet.recipes.data.docstrings import Docstrings
 from callsheet.recipes.data.examples import Examples, Fit
-from callsheet.recipes.data.rows import Row, Table
+from callsheet.recipes.data.tables import Row, Table
 from callsheet.recipes.tasks.token_counts import TokenCounts
 
 

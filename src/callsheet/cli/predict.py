@@ -15,7 +15,7 @@ from callsheet.errors import ConfigError
 from callsheet.loggers.support.json_text import json_text
 
 if TYPE_CHECKING:
-    from callsheet.recipes.data.rows import Table
+    from callsheet.recipes.data.tables import Table
 
 
 def predict(run: str, overrides: Sequence[str], *, rows: str, checkpoint: str | None = None, out: str | None = None) -> str:
@@ -29,7 +29,8 @@ def predict(run: str, overrides: Sequence[str], *, rows: str, checkpoint: str | 
         ConfigError: there is no such run, checkpoint or file, or a row cannot be used; the message names its place.
         CallsheetError: the answers cannot be written, or the checkpoint is invalid.
     """
-    from callsheet.recipes.data.rows import Rows, Table
+    from callsheet.recipes.data.rows import Rows
+    from callsheet.recipes.data.tables import Table
 
     table = Rows(rows).read(())
     assert isinstance(table, Table)  # `read` returns a stream of rows only if that is requested

@@ -18,7 +18,8 @@ from callsheet.recipes.data.class_labels import WEIGHTS, ClassLabels, Weights, a
 from callsheet.recipes.data.labeled_texts import TOO_LONG, LabeledTexts, TooLong
 from callsheet.recipes.data.package_pieces import PackagePieces
 from callsheet.recipes.data.padding import Padding
-from callsheet.recipes.data.rows import Rows, Stream, Table, numbered, prepared
+from callsheet.recipes.data.rows import Rows, numbered, prepared
+from callsheet.recipes.data.tables import Stream, Table
 from callsheet.recipes.job import JobConfig
 from callsheet.recipes.models.language_model import LanguageModel
 from callsheet.recipes.recipe import Recipe

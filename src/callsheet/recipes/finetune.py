@@ -19,7 +19,8 @@ from callsheet.recipes.data.docstrings import Docstrings
 from callsheet.recipes.data.example_sets import ExampleSets
 from callsheet.recipes.data.examples import TOO_LONG, Examples, TooLong
 from callsheet.recipes.data.packing import check_kept_apart
-from callsheet.recipes.data.rows import Rows, Stream, Table, numbered, reject
+from callsheet.recipes.data.rows import Rows, numbered
+from callsheet.recipes.data.tables import Stream, Table, reject
 from callsheet.recipes.job import JobConfig
 from callsheet.recipes.models.language_model import LanguageModel
 from callsheet.recipes.models.lora import Lora

@@ -17,7 +17,8 @@ from callsheet.recipes.data.digits import PARTS, Digits
 from callsheet.recipes.data.image_answers import answered
 from callsheet.recipes.data.image_batches import TOO_LONG, ImageBatches, TooLong
 from callsheet.recipes.data.image_text import Example, ImageText, looked_at
-from callsheet.recipes.data.rows import Rows, Stream, Table, numbered, prepared
+from callsheet.recipes.data.rows import Rows, numbered, prepared
+from callsheet.recipes.data.tables import Stream, Table
 from callsheet.recipes.job import JobConfig
 from callsheet.recipes.models.vision_language_model import VisionLanguageModel, check_images
 from callsheet.recipes.recipe import TRIAL_BATCHES, Recipe

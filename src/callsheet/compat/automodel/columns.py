@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from callsheet.errors import ConfigError
-from callsheet.recipes.data.rows import Rows, Stream, Table, check_columns
+from callsheet.recipes.data.rows import Rows
+from callsheet.recipes.data.tables import Stream, Table, check_columns
 
 
 @dataclass

@@ -21,7 +21,8 @@ from callsheet.core.context import Context
 from callsheet.core.ranks import read_ranks
 from callsheet.core.run_state import CheckpointInfo
 from callsheet.errors import ConfigError
-from callsheet.recipes.data.rows import Rows, Stream
+from callsheet.recipes.data.rows import Rows
+from callsheet.recipes.data.tables import Stream
 from callsheet.recipes.finetune import Finetune, FinetuneConfig
 from callsheet.recipes.models.language_model import LanguageModel
 from callsheet.recipes.models.lora import ALL_LINEAR, Lora

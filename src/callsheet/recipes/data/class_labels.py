@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args
 
 from callsheet.errors import ConfigError, did_you_mean
-from callsheet.recipes.data.rows import reject
+from callsheet.recipes.data.tables import reject
 from callsheet.recipes.models.language_model import CLASSIFIER_SUFFIX, LanguageModel, loaded
 
 Weights = Literal["none", "balanced"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from callsheet.errors import ConfigError
-from callsheet.recipes.data.rows import Row, reject
+from callsheet.recipes.data.tables import Row, reject
 
 _GENERATION_PATTERN = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _COLUMNS_HINT = "`messages`, or `prompt` and `completion`, or `text`"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from callsheet.core.optional import load
-from callsheet.recipes.data.rows import Table
+from callsheet.recipes.data.tables import Table
 
 DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 QUESTION = "Which digit is this?"

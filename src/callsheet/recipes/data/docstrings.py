@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from callsheet.errors import ConfigError
-from callsheet.recipes.data.rows import Row, Table
+from callsheet.recipes.data.tables import Row, Table
 
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages"})
 

@@ -9,7 +9,7 @@ from callsheet.recipes.data.conversations import Conversations
 from callsheet.recipes.data.examples import Examples, ExampleStream, Fit, TooLong
 from callsheet.recipes.data.packing import Pack, Packed, PackedStream
 from callsheet.recipes.data.padding import Padding
-from callsheet.recipes.data.rows import Stream, Table
+from callsheet.recipes.data.tables import Stream, Table
 
 
 class ExampleSets:

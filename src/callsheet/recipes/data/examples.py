@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, IterableDataset
 from callsheet.core.callback import one_of
 from callsheet.errors import ConfigError
 from callsheet.recipes.data.conversations import Encode, Example
-from callsheet.recipes.data.rows import Stream, Table, reject
+from callsheet.recipes.data.tables import Stream, Table, reject
 from callsheet.trainer.tasks import IGNORED_LABEL
 
 logger = logging.getLogger("callsheet")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from callsheet.recipes.data.image_text import Example
-from callsheet.recipes.data.rows import reject
+from callsheet.recipes.data.tables import reject
 from callsheet.recipes.models.vision_language_model import image_token_id
 from callsheet.trainer.tasks import IGNORED_LABEL
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from callsheet.errors import ConfigError
 from callsheet.recipes.data.images import opened
-from callsheet.recipes.data.rows import Rows, check_columns, reject
+from callsheet.recipes.data.rows import Rows
+from callsheet.recipes.data.tables import check_columns, reject
 
 if TYPE_CHECKING:
     from PIL.Image import Image

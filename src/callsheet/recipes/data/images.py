@@ -7,7 +7,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from callsheet.recipes.data.rows import reject
+from callsheet.recipes.data.tables import reject
 
 if TYPE_CHECKING:
     from PIL.Image import Image

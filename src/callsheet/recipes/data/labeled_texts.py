@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from callsheet.recipes.data.class_labels import ClassLabels
-from callsheet.recipes.data.rows import check_columns, reject
+from callsheet.recipes.data.tables import check_columns, reject
 
 TooLong = Literal["truncate", "reject"]
 TOO_LONG: tuple[TooLong, ...] = get_args(TooLong)

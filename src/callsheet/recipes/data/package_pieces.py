@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from callsheet.errors import ConfigError, did_you_mean
-from callsheet.recipes.data.rows import Table
+from callsheet.recipes.data.tables import Table
 
 _LEFT_OUT_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__"})
 _MIN_FILES = 10  # smaller packages are not chosen automatically: training, validation and test each need files

@@ -14,7 +14,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from callsheet.errors import ConfigError
 from callsheet.recipes.data.byte_files import Windows
-from callsheet.recipes.data.rows import Rows, Stream, Table, reject
+from callsheet.recipes.data.rows import Rows
+from callsheet.recipes.data.tables import Stream, Table, reject
 
 
 @dataclass
