@@ -32,7 +32,8 @@ _FILES_OF_DATASETS = ("metadata.jsonl", "dataset_info.json", "dataset_dict.json"
 """Files that mark a folder which only the library `datasets` can read."""
 _SPLIT_PREFIXES = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
 """For each split of a dataset, the prefixes of its file names, such as `valid` for `validation`."""
-Transform = Callable[["Row", str], Any]
+
+Transform = Callable[[Row, str], Any]
 """A function that converts a row; its arguments are the row and the row's place.
 
 It rejects a row by calling `reject(place, why)`.
