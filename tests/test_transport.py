@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy
 import pytest
@@ -575,11 +575,25 @@ class SlotsAndMore(Slots):
         self.more = self.other = self.token
 
 
+def _random() -> float:
+    return random.SystemRandom().random()
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenSlots:
+    """A frozen dataclass with slots, whose state is a list."""
+
+    began: float = field(default_factory=_random)
+    token: float = field(default_factory=_random)
+    transport_ignore: ClassVar[tuple[str, ...]] = ("began",)
+
+
 def test_ignored_attributes_of_other_objects_are_not_compared() -> None:
     def compared(make: Callable[[], object]) -> list[str]:
         return differences(*(fingerprint({"it": make()}) for _ in range(2)))
 
     assert compared(lambda: _SentCallback.of(Timed())) == ["it.foreign.token: a float with another value there"]
+    assert compared(FrozenSlots) == ["it.token: a float with another value there"]
     assert compared(Slots) == ["it.token: a float with another value there"]
     assert compared(SlotsAndMore) == [f"it.{name}: a float with another value there" for name in ("other", "token")]
 

@@ -16,6 +16,7 @@ import json
 import threading
 import warnings
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -132,6 +133,9 @@ class _Fingerprinter:
             # Python's own state of an object whose class has `__slots__`.
             case (None | dict() as attributes, dict() as slots) if getattr(kind, "__getstate__", None) is object.__getstate__:
                 state = (attributes or {}) | slots
+            # Python's own state of a frozen dataclass with slots: the values of its fields.
+            case list(values) if is_dataclass(kind) and len(values) == len(fields(kind)):
+                state = dict(zip((field.name for field in fields(kind)), values, strict=True))
         given = getattr(kind, IGNORE_ATTRIBUTE, ())  # a callback of another framework may have this attribute too
         ignored = given if isinstance(given, (tuple, list, set, frozenset)) else ()
         parts |= (
