@@ -145,6 +145,34 @@ def driver_with(**reads: Callable[[], bool]) -> Callable[..., None]:
 INIT = LifecycleDriver.__init__
 
 
+def listen_to_each_span(self: LifecycleDriver) -> bool:
+    """Find out which spans have listeners. The loss is a span like all others, even if it has no listeners."""
+    has_changed = LISTEN(self)
+    loss, backward = self.spans["loss"], self.spans["backward"]
+    loss.is_passed, backward.before_start = False, None
+    return has_changed
+
+
+LISTEN = LifecycleDriver.listen
+
+
+def start_and_end(self: LifecycleDriver, name: str) -> None:
+    """Start a span and end it, also if it has no listeners."""
+    self.start(name)
+    self.end(name)
+
+
+@contextmanager
+def all_spans_opened() -> Iterator[None]:
+    """Let the driver open all spans of a step in which any span inside the step has listeners."""
+    with (
+        replaced(LifecycleDriver, "listen", listen_to_each_span),
+        replaced(LifecycleDriver, "start_and_end", start_and_end),
+        replaced(LifecycleDriver, "start_step", lambda self: self.start("train_step")),
+    ):
+        yield
+
+
 def advance_untimed(self: Costs, step: int, *, is_needed: bool) -> bool:
     """Begin a run without timing handlers in some windows: the windows depend on the time, and valgrind is slow."""
     if not self.has_begun:
@@ -160,6 +188,7 @@ Change = Callable[[], Any]
 
 CLOSE = "`Context.close`: a compiled function deletes the fields of an event"
 CAPTURE = "a lane's capture: compiled functions copy the fields of an event"
+PASSED = "`is_passed`, `start_and_end` and `start_step`: spans without listeners, beside spans with listeners, are not opened one by one"
 START_STEP = "`start_step`: a step begins without the general checks"
 END_STEP = "`end_step` and `step_passes`: a step without listeners ends without setting its fields"
 LOSS_READ = "`is_loss_read`: the loss is not computed if neither records nor checkpoints need it"
@@ -169,6 +198,7 @@ MUTING = "`ctx.mute(until=)`: handlers are unmuted at a step"
 CHANGES: dict[str, Change] = {
     CLOSE: partial(replaced, Context, "close", close),
     CAPTURE: partial(replaced, capture, "_compiled_functions", capture_functions),
+    PASSED: all_spans_opened,
     START_STEP: partial(replaced, LifecycleDriver, "start_step", lambda self: self.start("train_step")),
     END_STEP: partial(replaced, LifecycleDriver, "end_step", lambda self: self.end("train_step")),
     LOSS_READ: partial(replaced, LifecycleDriver, "__init__", driver_with(is_loss_needed=always)),
@@ -269,7 +299,7 @@ def loop_of(name: str) -> tuple[Callable[[Callable[[], None]], object] | None, t
 
     return host(loops.EMPTY), (
         Subject("nobody listens", (START_STEP, END_STEP, LOSS_READ, READ), host(loops.NOBODY)),
-        Subject("ten callbacks", (CLOSE,), host(loops.TEN)),
+        Subject("ten callbacks", (CLOSE, PASSED), host(loops.TEN)),
     )
 
 

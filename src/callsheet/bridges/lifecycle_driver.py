@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from callsheet.core.context import DELETERS, Context
+from callsheet.core.context import Context
 from callsheet.core.lifecycle import FIELDS, SPANS, names_in
 from callsheet.core.spans import Span, Spans
 
@@ -68,8 +68,8 @@ class DrivenSpan:
     """
 
     __slots__ = (
-        *("act_at_end", "before_start", "closes", "delete", "done", "index", "is_open", "has_no_listeners", "is_passed"),
-        *("is_repeated", "name", "needed", "parent", "sequence", "span"),
+        *("act_at_end", "before_start", "closes", "done", "index", "is_open", "has_no_listeners", "is_passed", "is_repeated"),
+        *("name", "needed", "parent", "sequence", "span"),
     )
 
     def __init__(self, span: Span, before: Mapping[str, Act]) -> None:
@@ -78,7 +78,6 @@ class DrivenSpan:
         self.before_start = before.get(SPANS[name].start_event)
         self.act_at_end = before.get(SPANS[name].end_event)
         self.closes = SPANS[name].end_event if SPANS[name].end_event in _CLOSING_EVENTS else None
-        self.delete = DELETERS[self.closes] if self.closes is not None else None  # deletes the fields that `closes` closes
         self.is_repeated = name in _REPEATED_SPANS
         self.parent: DrivenSpan | None = None
         self.sequence: list[DrivenSpan] = []
@@ -379,11 +378,8 @@ class LifecycleDriver:
         span = driven.span
         if span.ends is not None:
             span.fire(span.ends)
-        if driven.delete is not None:
-            if (ctx := self._ctx).kept:
-                ctx.close(driven.closes)  # type: ignore[arg-type]  # a span with `delete` has `closes`
-            else:
-                driven.delete(ctx)  # does the same as `close`, but saves a call at several events of every step
+        if driven.closes is not None:
+            self._ctx.close(driven.closes)
 
     def _synthesize(self, parent: DrivenSpan, until: int) -> None:
         """Fire the start and end of each span in `parent` that comes before position `until` and that the loop did not report.

@@ -398,7 +398,7 @@ class Context:
                     setattr(self, name, None)
                     delattr(self, name)
         else:
-            DELETERS[event](self)
+            _DELETERS[event](self)
 
     def close_all(self, *, before: str = "") -> None:
         """Delete all fields of the context, except those that are available at every event. Called at the end of a run.
@@ -496,5 +496,4 @@ class _Deleters(dict[str, Callable[[Context], None]]):
         return delete
 
 
-DELETERS = _Deleters()
-"""For each event, the function with which `Context.close` deletes fields if no callback has `keep_fields`."""
+_DELETERS = _Deleters()
