@@ -93,3 +93,17 @@ def test_listen_returns_whether_the_spans_with_listeners_have_changed() -> None:
     assert driver.listen()
     assert (before, driver.has_listeners) == (False, True)
     assert not driver.listens_to("optimizer_step")
+
+
+def test_a_handler_that_is_added_at_the_end_of_the_backward_pass_receives_the_next_event() -> None:
+    manager, recorded = CallbackManager(), list[str]()
+    manager.register(
+        "on_forward_backward_end", lambda ctx: manager.register("on_clip_gradients_start", lambda ctx: recorded.append("clip"))
+    )
+    driver = LifecycleDriver(manager.spans(Context(RunInfo("small"))), {})
+    driver.listen()
+    driver.start("fetch")
+    driver.start_step()
+    driver.start("backward")
+    driver.start_and_end("clip_gradients")
+    assert recorded == ["clip"]

@@ -332,23 +332,18 @@ class LifecycleDriver:
         """Start a span and end it at once, because the loop is already past it or does nothing in it."""
         driven = self.spans[name]
         parent, span = driven.parent, driven.span
-        if (
-            span.starts is span.ends is None
-            and parent is not None
-            and parent.done == driven.index
-            and parent.is_open
-            and not driven.sequence
-        ):
-            # The same as below, but faster: the span is the next one in its parent, has no listeners, and contains no other spans.
+        if parent is not None and parent.done == driven.index and parent.is_open and not driven.sequence:
+            # The usual case: the span is the next one in its parent, and contains no other spans.
             while self._open[-1] is not parent:
                 self._pop()
-            parent.done = driven.index + 1
-            for act in (driven.before_start, driven.act_at_end):
-                if act is not None:
-                    act()
-            if driven.closes is not None:
-                self._ctx.close(driven.closes)
-            return
+            if span.starts is span.ends is None:  # do the same as below, but faster
+                parent.done = driven.index + 1
+                for act in (driven.before_start, driven.act_at_end):
+                    if act is not None:
+                        act()
+                if driven.closes is not None:
+                    self._ctx.close(driven.closes)
+                return
         self.start(name)
         self.end(name)
 
