@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -107,3 +108,18 @@ def test_a_handler_that_is_added_at_the_end_of_the_backward_pass_receives_the_ne
     driver.start("backward")
     driver.start_and_end("clip_gradients")
     assert recorded == ["clip"]
+
+
+@pytest.mark.parametrize(
+    ("reports", "expected"),
+    [
+        ([], {"forward_backward", "microbatch"}),
+        ([("start", "forward_backward")], {"microbatch"}),
+        ([("start", "microbatch"), ("end", "microbatch"), ("start", "microbatch")], set()),
+    ],
+)
+def test_spans_that_the_host_has_not_reported_are_noticed(reports: list[tuple[str, str]], expected: set[str]) -> None:
+    manager = CallbackManager()
+    manager.register("on_forward_backward_end", lambda ctx: None)
+    driver = drive(manager, [reports])
+    assert driver.synthesized & {"forward_backward", "microbatch"} == expected

@@ -143,6 +143,7 @@ class LifecycleDriver:
 
         Otherwise, the host need not compute the loss.
         """
+        self._is_early = False  # whether `forward_backward` was started with the step, and the host has not reported it
         self._keeps_fields = False  # whether any callback had fields in `keep_fields` at the last `listen`
         self._warned: set[str] = set()
         self.give_up: Callable[[Exception], None] = _raise
@@ -253,6 +254,8 @@ class LifecycleDriver:
         Return False if the span cannot start now.
         """
         if driven.is_open and not driven.is_repeated:
+            if driven is self._forward_backward:
+                self._is_early = False
             return False
         parent = driven.parent
         if (parent is None or parent is self._open[0]) and self.is_barred(driven.name):
@@ -310,6 +313,7 @@ class LifecycleDriver:
             # No handler can tell when the span starts, and to start it now is faster than to start it with the first microbatch.
             self._open.append(passes)
             passes.is_open, passes.done, step.done = True, 0, 1
+            self._is_early = True
 
     def end_step(self) -> None:
         """Do the same as `end("train_step")`, but faster if no event of the step has listeners.
@@ -381,6 +385,8 @@ class LifecycleDriver:
 
         For spans without listeners, only call the functions in `before`, because these functions set fields that are read later.
         """
+        if self._is_early and parent is self._forward_backward and not parent.done:
+            self.synthesized.add(parent.name)  # the host has reported neither this span nor a microbatch
         for driven in parent.sequence[parent.done : until]:
             if not driven.has_no_listeners:
                 self.synthesized.add(driven.name)

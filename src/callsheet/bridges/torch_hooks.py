@@ -571,10 +571,7 @@ class BackwardWatch:
 
         Do nothing if `loss` has several elements, or if this is not the training thread.
         """
-        if not self._listens or self._is_running or get_ident() != self._thread:
-            return False
-        is_plain = type(loss) is Tensor and not loss.ndim  # the usual case
-        if not is_plain and loss.numel() != 1:
+        if not self._listens or self._is_running or loss.numel() != 1 or get_ident() != self._thread:
             return False
         if self._before is not None:
             self._before()
@@ -598,8 +595,8 @@ class BackwardWatch:
                         given = unscaled if scale is None else unscaled * scale
                 elif not self.is_in_closure:
                     return False
-            # The first case does the same as `value_of`, but without a function call.
-            value = loss.data.clone() if is_plain and unscaled is loss else value_of(unscaled)
+            # The first case is the usual one; it does the same as `value_of`, but without a function call.
+            value = unscaled.data.clone() if type(unscaled) is Tensor and not unscaled.ndim else value_of(unscaled)
             before = self.total
             if value is None:
                 self._driver.warn_once("Each rank has only a part of the loss, which is a DTensor, so the loss is not recorded")
