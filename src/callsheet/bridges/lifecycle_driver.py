@@ -5,7 +5,8 @@ host reports a span, the driver opens the spans that contain it, fires the event
 spans that must be over by then. So events are fired in lifecycle order, whatever the host leaves out. The spans that the driver
 fired although the host did not report them are in `synthesized`, which the host checks.
 
-`start_step`, `end_step`, `step_passes`, `is_read` and `is_loss_read` only save time; see `benchmarks/results/shortcuts.md`.
+`start_step`, `end_step`, `step_passes`, `is_read`, `is_loss_read`, `is_passed` and the usual case of `start_and_end` only save time;
+see `benchmarks/results/shortcuts.md`.
 """
 
 from __future__ import annotations
@@ -308,8 +309,7 @@ class LifecycleDriver:
         span = step.span
         if span.starts is not None:
             span.fire(span.starts)
-        passes = self._forward_backward
-        if not passes.has_no_listeners and passes.span.starts is None:
+        if step.needed and not (passes := self._forward_backward).has_no_listeners and passes.span.starts is None:
             # No handler can tell when the span starts, and to start it now is faster than to start it with the first microbatch.
             self._open.append(passes)
             passes.is_open, passes.done, step.done = True, 0, 1
