@@ -86,9 +86,7 @@ class DrivenSpan:
         self.needed = 0
         self.index = -1  # the position of this span in its parent's `sequence`; -1 if the sequence does not contain it
         self.is_open = self.has_no_listeners = False
-        self.is_passed = (
-            False  # whether the span is over as soon as it starts, because it has no listeners, although its group has
-        )
+        self.is_passed = False  # whether the span is over as soon as it starts: it has no listeners, but its group has
         self.done = 0  # the events of the first `done` spans of `sequence` have been fired
 
 
