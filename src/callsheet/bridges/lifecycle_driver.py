@@ -55,6 +55,9 @@ _STEP_GROUPS = (
 _BACKWARD_GROUP, _GROUPS_AFTER_BACKWARD = 1, (2, 3)
 """Indices into `_STEP_GROUPS`: the group that contains `backward`, and the two groups after this one."""
 
+_WITHOUT_FUNCTION = frozenset({"on_forward_backward_start", "on_loss_start", "on_loss_end", "on_backward_start"})
+"""Events for which `before` must not have a function: if they have no listeners, the driver need not start or end their spans."""
+
 Act = Callable[[], None]
 
 
@@ -96,7 +99,7 @@ class LifecycleDriver:
     Args:
         spans: the spans of the run's context.
         before: for each event, a function that is called just before the event is fired, for example to set the fields that become
-            available at this event. The events of the loss and `on_backward_start` cannot have one.
+            available at this event. The events in `_WITHOUT_FUNCTION` cannot have one.
         step_passes: the function that is called, instead of the function in `before`, at the end of a step without any listener. It
             need not set any field, but must close fields that were set.
         is_recorded: returns whether anything except a handler reads the results of steps, such as metrics records. The result may
@@ -113,6 +116,8 @@ class LifecycleDriver:
         is_recorded: Callable[[], bool] = lambda: True,
         is_loss_needed: Callable[[], bool] = lambda: True,
     ) -> None:
+        if rejected := _WITHOUT_FUNCTION & before.keys():
+            raise ValueError(f"`before` must not have a function for {', '.join(sorted(rejected))}")
         self._ctx: Context = spans.ctx
         self._run_spans = spans
         self.spans: Mapping[str, DrivenSpan] = {name: DrivenSpan(getattr(spans, name), before) for name in SPANS}
@@ -307,10 +312,11 @@ class LifecycleDriver:
         span = step.span
         if span.starts is not None:
             span.fire(span.starts)
-        if step.needed and not (passes := self._forward_backward).has_no_listeners and passes.span.starts is None:
-            # No handler can tell when the span starts, and to start it now is faster than to start it with the first microbatch.
-            self._open.append(passes)
-            passes.is_open, passes.done, step.done = True, 0, 1
+        inner = self._forward_backward
+        if not inner.has_no_listeners and inner.span.starts is None:
+            # No handler is called when this span starts, and starting it now is faster than with the first microbatch.
+            self._open.append(inner)
+            inner.is_open, inner.done, step.done = True, 0, 1
             self._is_early = True
 
     def end_step(self) -> None:
