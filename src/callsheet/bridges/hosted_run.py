@@ -327,7 +327,7 @@ class HostedRun(Run):
             return True
         if self.manager.has_listeners.on_checkpoint_due:
             self.boundaries.fire_checkpoint_due("step")
-            # If a handler has requested a stop at `on_checkpoint_due`, the stop is carried out only at the next boundary.
+            # A stop that a handler has requested at `on_checkpoint_due` is carried out only at the end of the next step or epoch.
             self.is_over = False
             return self.control.pending
         return False

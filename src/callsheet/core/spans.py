@@ -57,7 +57,7 @@ class Span:
             self.fire(self.ends)
 
     def fire(self, compiled: CompiledEvent) -> None:
-        """Call the handlers of one event of the span. `compiled` is `starts` or `ends`.
+        """Call the handlers of one event of the span: of its start (pass `self.starts`) or of its end (pass `self.ends`).
 
         The code repeats the body of `CallbackManager.fire` to save one call per event.
         """

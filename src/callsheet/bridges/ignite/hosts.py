@@ -254,7 +254,7 @@ class IgniteHost(HostBase):
     @in_a_run
     def _completed(self, run: HostedRun, trainer: Engine) -> None:
         self._continue_training(run)
-        run.driver.start("round")  # starts `train` and `round`, which are not open yet if no epoch was run
+        run.driver.start("round")  # if no epoch was run, the spans `train` and `round` were not started yet
         self._leave_step(run)
         self._finish()
 

@@ -296,9 +296,10 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             stepped.has_begun, watch.is_on, watch.is_in_closure = True, True, True
             if not run.driver.spans["clip_gradients"].has_no_listeners:
                 run.driver.start("clip_gradients")
-            watch.last, watch.total = watch.total, None
             if not self._clip.is_on:
                 self._clipped()
+            # Reset the sum only now, because the events above make the step's loss available.
+            watch.last, watch.total = watch.total, None
         except Exception as error:
             self._leave(error)
 
