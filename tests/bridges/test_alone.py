@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from callsheet import Callback, Context
+from callsheet.bridges.backward_watch import BackwardWatch
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.bridges.torch_hooks import BackwardWatch
 from callsheet.core.lifecycle import ALWAYS_AVAILABLE, FIELDS
 
 from .cells import loop_of

@@ -7,8 +7,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from callsheet.bridges.backward_watch import BackwardWatch
+from callsheet.bridges.forward_hooks import ForwardHooks
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.bridges.torch_hooks import BackwardWatch, ForwardHooks, OptimizerHooks
+from callsheet.bridges.optimizer_hooks import OptimizerHooks
 
 
 class TrainingHooks:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from callsheet.bridges.forward_hooks import start_forward
 from callsheet.bridges.giving_up import give_up
 from callsheet.bridges.lifecycle_driver import DrivenSpan
 from callsheet.bridges.support_check import SupportCheck
-from callsheet.bridges.torch_hooks import NotCopied, is_traced, not_compiled, start_forward
+from callsheet.bridges.torch_hooks import NotCopied, is_traced, not_compiled
 from callsheet.core.callback import Callback
 from callsheet.core.lifecycle import EVENTS
 from callsheet.core.ranks import read_ranks

@@ -16,7 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from callsheet.bridges.torch_hooks import not_compiled, untraced, value_of
+from callsheet.bridges.backward_watch import value_of
+from callsheet.bridges.torch_hooks import not_compiled, untraced
 from callsheet.errors import is_from_signal_handler
 from callsheet.exec.messages import log_failure, warn
 from callsheet.run.copies import without_additions

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from callsheet.bridges.torch_hooks import BackwardWatch, Hook, OptimizerHooks, untraced
+from callsheet.bridges.backward_watch import BackwardWatch
+from callsheet.bridges.optimizer_hooks import OptimizerHooks
+from callsheet.bridges.torch_hooks import Hook, untraced
 from callsheet.exec.log_pace import FIRST_INTERVAL_STEPS
 
 if TYPE_CHECKING:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from callsheet.bridges.backward_watch import BackwardWatch
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.lifecycle_driver import SEQUENCE
 from callsheet.bridges.model_calls import ModelCalls
-from callsheet.bridges.torch_hooks import BackwardWatch, OptimizerHooks
+from callsheet.bridges.optimizer_hooks import OptimizerHooks
 from callsheet.bridges.wrapped_methods import WrappedMethods
 from callsheet.trainer.tasks import counts_of
 

@@ -17,12 +17,13 @@ from torch import Tensor
 from callsheet.bridges.automodel.events import NOT_FIRED, NOT_FIRED_FOR_SEVERAL
 from callsheet.bridges.automodel.hooks import CalledModel
 from callsheet.bridges.automodel.names import Callback as AutoModelCallback
+from callsheet.bridges.backward_watch import BackwardWatch
 from callsheet.bridges.count_check import Counts
 from callsheet.bridges.host_base import Callbacks, HostBase, in_a_run, observing
 from callsheet.bridges.host_states import STATE, read_states, resume_without_states, write_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.loop_arguments import without_ddp
-from callsheet.bridges.torch_hooks import BackwardWatch, OptimizerHooks
+from callsheet.bridges.optimizer_hooks import OptimizerHooks
 from callsheet.core.callback import Callback
 from callsheet.core.control import Request
 from callsheet.core.manager import CallbackManager

@@ -27,7 +27,7 @@ from callsheet.bridges.count_check import Counts
 from callsheet.bridges.host_base import Callbacks, HostBase
 from callsheet.bridges.host_states import own_state, restore_states
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.bridges.torch_hooks import SteppedHooks
+from callsheet.bridges.optimizer_hooks import SteppedHooks
 from callsheet.bridges.versions import check_events
 from callsheet.core.control import Request
 from callsheet.core.run_state import CheckpointInfo, Outcome

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from callsheet.bridges.backward_watch import BackwardWatch
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.model_calls import ModelCalls
-from callsheet.bridges.torch_hooks import BackwardWatch
 from callsheet.trainer.tasks import counts_of
 
 TIMING_METRICS = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "jit_compilation_time")

@@ -16,6 +16,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from callsheet.bridges.count_check import Counts
+from callsheet.bridges.forward_hooks import ForwardHooks
 from callsheet.bridges.host_base import Callbacks, HostBase, in_a_run, observing
 from callsheet.bridges.host_states import own_state, restore_states, resume_without_states
 from callsheet.bridges.hosted_run import HostedRun
@@ -24,7 +25,6 @@ from callsheet.bridges.ignite.events import CHECKPOINT_EVENTS, EVALUATION_EVENTS
 from callsheet.bridges.ignite.internals import HOST, PACKAGE
 from callsheet.bridges.ignite.saves import Saves
 from callsheet.bridges.loop_arguments import check_accumulation, check_model, torch_optimizer, without_ddp
-from callsheet.bridges.torch_hooks import ForwardHooks
 from callsheet.bridges.training_hooks import TrainingHooks
 from callsheet.core.callback import Callback
 from callsheet.core.control import Request

@@ -24,13 +24,13 @@ except ModuleNotFoundError as error:
 from callsheet.bridges.count_check import Counts
 from callsheet.bridges.epoch_position import EpochPosition
 from callsheet.bridges.eval_events import EVALUATED
+from callsheet.bridges.forward_hooks import ForwardHooks
 from callsheet.bridges.host_base import Callbacks, HostBase, in_a_run, observing
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.keras.events import NOT_FIRED
 from callsheet.bridges.keras.guests import check_backend
 from callsheet.bridges.keras.internals import HOST, PACKAGE
 from callsheet.bridges.keras.optimizer import Scale, Steps, shown_optimizer
-from callsheet.bridges.torch_hooks import ForwardHooks
 from callsheet.bridges.training_hooks import TrainingHooks
 from callsheet.core.callback import Callback
 from callsheet.core.manager import CallbackManager

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from callsheet.bridges.forward_hooks import Mode
 from callsheet.bridges.host_base import Callbacks, HostBase, in_a_run, observing
 from callsheet.bridges.host_states import own_state, restore_states, resume_without_states
 from callsheet.bridges.hosted_run import HostedRun
@@ -29,7 +30,7 @@ from callsheet.bridges.lightning.parts import (
     duration_of,
     plain_name,
 )
-from callsheet.bridges.torch_hooks import Mode, SteppedHooks
+from callsheet.bridges.optimizer_hooks import SteppedHooks
 from callsheet.core import ranks as distributed
 from callsheet.core.callback import Callback
 from callsheet.core.control import Request

@@ -9,9 +9,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from callsheet.bridges.backward_watch import BackwardWatch
 from callsheet.bridges.count_check import Counts
+from callsheet.bridges.forward_hooks import ForwardHooks, Mode, start_forward
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
-from callsheet.bridges.torch_hooks import BackwardWatch, ForwardHooks, Hook, Mode, start_forward
+from callsheet.bridges.torch_hooks import Hook
 from callsheet.core.context import Context
 from callsheet.run.copies import replace
 

@@ -29,7 +29,7 @@ from callsheet.bridges.megatron_bridge.internals import PACKAGE
 from callsheet.bridges.megatron_bridge.names import CallbackContext
 from callsheet.bridges.megatron_bridge.run import LM_LOSS
 from callsheet.bridges.megatron_bridge.settings import Settings, load_states, move
-from callsheet.bridges.torch_hooks import OptimizerHooks
+from callsheet.bridges.optimizer_hooks import OptimizerHooks
 from callsheet.core.callback import Callback
 from callsheet.core.manager import CallbackManager
 from callsheet.core.run_state import Outcome

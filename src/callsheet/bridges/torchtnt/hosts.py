@@ -18,11 +18,11 @@ from torchtnt.utils.progress import estimated_steps_in_epoch
 from callsheet.bridges.count_check import Counts
 from callsheet.bridges.epoch_position import EpochPosition, warn_if_not_restored
 from callsheet.bridges.eval_events import EVALUATED
+from callsheet.bridges.forward_hooks import ForwardHooks
 from callsheet.bridges.host_base import Callbacks, HostBase, in_a_run, observing
 from callsheet.bridges.host_states import own_state, restore_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.loop_arguments import without_ddp
-from callsheet.bridges.torch_hooks import ForwardHooks
 from callsheet.bridges.torchtnt.events import NOT_FIRED
 from callsheet.bridges.torchtnt.internals import HOST, PACKAGE
 from callsheet.bridges.torchtnt.unit import Fetches, MeanLosses, duration_of, one_of_unit

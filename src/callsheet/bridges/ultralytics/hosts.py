@@ -14,11 +14,11 @@ from torch import Tensor
 from ultralytics.utils.callbacks.base import default_callbacks
 
 from callsheet.bridges.count_check import Counts
+from callsheet.bridges.forward_hooks import ForwardHooks
 from callsheet.bridges.host_base import Callbacks, HostBase, in_a_run, observing
 from callsheet.bridges.host_states import STATE, read_states, resume_without_states, write_states
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.loop_arguments import without_ddp
-from callsheet.bridges.torch_hooks import ForwardHooks
 from callsheet.bridges.training_hooks import TrainingHooks
 from callsheet.bridges.ultralytics import ddp
 from callsheet.bridges.ultralytics.events import HANDLED, NOT_FIRED
