@@ -63,9 +63,7 @@ def fields_read_while_training(where: str, folder: Path, *names: str) -> Read:
     return read
 
 
-@pytest.mark.parametrize(
-    "where", [pytest.param(name, marks=() if name in ("bare", "ignite") else pytest.mark.slow) for name in LOOPS]
-)
+@pytest.mark.parametrize("where", LOOPS)
 def test_a_callback_with_one_event_reads_the_same_fields_as_with_other_listeners(where: str, tmp_path: Path) -> None:
     try:
         whole = fields_read_while_training(where, tmp_path / "whole", *EVENTS)
