@@ -143,6 +143,8 @@ def test_training_from_the_saved_configuration_gives_the_same_losses(recipe: Pat
         (["train", "tiny.yaml", "--batch_size", "0"], "batch_size=0: give a whole number above 0"),
         (["train", "tiny.yaml", "--workers", "-1"], "workers=-1: give 0 or more processes"),
         (["train", "tiny.yaml", "--model.heads", "0"], "model.heads=0: give a whole number above 0"),
+        (["train", "distill", "--teacher.heads", "0"], "callsheet: teacher.heads=0: give a whole number above 0"),
+        (["train", "distill", "--teacher.hidden_size", "30"], "callsheet: teacher.hidden_size=30 does not divide into 4 heads"),
         (["train", "tiny.yaml", "--model.hiden_size", "8"], "did you mean 'model.hidden_size'?"),
         (["train", "tiny.yaml", "--callbacks", '[{"class_path": "test_cli.Misspelt"}]'], "did you mean 'on_train_step_end'?"),
         (["train", "broken.yaml"], "broken.yaml:1: this is not YAML"),

@@ -386,6 +386,10 @@ def test_invalid_configurations_are_rejected_before_the_run_starts(
             "'<|more|>' is token 262 of 263 of the teacher, and none of 262 of the student",
         ),
         ({"teacher": {"path": str(tmp_path / "nowhere")}}, "no tokenizer could be loaded from"),
+        (
+            {"teacher": {"path": str(teacher), "tokenizer": "bytes", "freeze": ["hed.*"]}, "sequence_length": 64},
+            "teacher.freeze: no parameter matches hed.*",
+        ),
         ({"mix": 1.5}, "mix=1.5"),
         ({"kd_temperature": 0.0}, "kd_temperature=0.0"),
         ({"teacher_duration": "long"}, "long"),

@@ -65,6 +65,7 @@ class ClassifyConfig(JobConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.model.check()
         positive("sequence_length", self.sequence_length, int)
         one_of("too_long", self.too_long, TOO_LONG)
         if isinstance(self.class_weights, str):

@@ -69,8 +69,13 @@ class DistillConfig(FinetuneConfig):
         if not 0 <= self.mix <= 1:
             raise ConfigError(f"mix={self.mix}: give a share from 0 (the teacher alone) to 1 (the labels alone)")
         self.teacher_length()
-        if self.teacher.path is None and self.teacher.tokenizer is None:
-            self.teacher = replace(self.teacher, tokenizer=self.model.tokenizer or self.model.path)
+        has_tokenizer = self.teacher.path is not None or self.teacher.tokenizer is not None
+        tokenizer = self.teacher.tokenizer if has_tokenizer else self.model.tokenizer or self.model.path
+        self.teacher = replace(
+            self.teacher, tokenizer=tokenizer
+        )  # a copy, because one object may be both the teacher and the student
+        self.teacher.key = "teacher"
+        self.teacher.check()
         if self.model.path is None and self.model.tokenizer is None:
             self.model = replace(self.model, tokenizer=self.teacher.tokenizer or self.teacher.path)
 

@@ -84,6 +84,7 @@ class FinetuneConfig(JobConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.model.check()
         for name in ("sequence_length", "generated_tokens"):
             positive(name, getattr(self, name), int)
         one_of("too_long", self.too_long, TOO_LONG)

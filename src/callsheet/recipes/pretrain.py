@@ -52,6 +52,7 @@ class PretrainConfig(JobConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.model.check()
         if not all(self.prompts):
             raise ConfigError("prompts: a prompt needs at least one character")
         check_prompts(self.prompts)

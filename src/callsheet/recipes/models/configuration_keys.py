@@ -10,7 +10,7 @@ from typing import Any
 from callsheet.errors import ConfigError, did_you_mean
 
 
-def check_made(given: Mapping[str, Any], config: Any, place: str = "model.config") -> None:
+def check_made(given: Mapping[str, Any], config: Any, place: str) -> None:
     """Raise ConfigError if a transformers configuration was constructed with keyword arguments that it does not know.
 
     Raises:
@@ -26,7 +26,7 @@ def check_made(given: Mapping[str, Any], config: Any, place: str = "model.config
         check_made(value, part, f"{place}.{key}")
 
 
-def check_changed(given: Mapping[str, Any], config: Any, place: str = "model.config") -> None:
+def check_changed(given: Mapping[str, Any], config: Any, place: str) -> None:
     """Raise ConfigError if `given`, which overrides values of a transformers configuration, has keys that the configuration lacks.
 
     Raises:

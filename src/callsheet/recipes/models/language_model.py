@@ -53,8 +53,7 @@ class LanguageModel:
         attention: how attention is computed, such as `sdpa`, `eager` or `flash_attention_2`; None leaves the choice to transformers.
         freeze: patterns of the names of parameters that are not trained, such as `model.embed_tokens.*`.
 
-    Raises:
-        ConfigError: an argument is invalid.
+    The recipe's configuration calls `check`, which raises ConfigError if an argument is invalid.
     """
 
     path: str | None = None
@@ -70,17 +69,23 @@ class LanguageModel:
     freeze: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.key = "model"
+        """The recipe's key for this model, for messages: `model`, or `teacher` for the teacher of a distillation."""
+
+    def check(self) -> None:
+        """Raise ConfigError if an argument is invalid."""
+        key = self.key
         if self.dtype not in _DTYPES:
-            raise ConfigError(f"model.dtype={self.dtype!r}{did_you_mean(self.dtype, _DTYPES)}: give one of {', '.join(_DTYPES)}")
+            raise ConfigError(f"{key}.dtype={self.dtype!r}{did_you_mean(self.dtype, _DTYPES)}: give one of {', '.join(_DTYPES)}")
         for size in ("hidden_size", "layers", "heads", "intermediate_size"):
             if getattr(self, size) < 1:
-                raise ConfigError(f"model.{size}={getattr(self, size)}: give a whole number above 0")
+                raise ConfigError(f"{key}.{size}={getattr(self, size)}: give a whole number above 0")
         if self.path is None and self.config is None and self.hidden_size % (2 * self.heads):
             raise ConfigError(
-                f"model.hidden_size={self.hidden_size} does not divide into {self.heads} heads of even width; give a multiple of {2 * self.heads}"
+                f"{key}.hidden_size={self.hidden_size} does not divide into {self.heads} heads of even width; give a multiple of {2 * self.heads}"
             )
         if self.path is None and self.config is not None and "model_type" not in self.config:
-            raise ConfigError("model.config needs a `model_type`, such as llama, where there is no model.path")
+            raise ConfigError(f"{key}.config needs a `model_type`, such as llama, where there is no {key}.path")
 
     def make_tokenizer(self) -> Any:
         """Return the tokenizer, with a padding token.
@@ -93,7 +98,7 @@ class LanguageModel:
             return byte_tokenizer()
         from transformers import AutoTokenizer
 
-        tokenizer = loaded(AutoTokenizer, name, "tokenizer", revision=self.revision if name == self.path else None)
+        tokenizer = loaded(AutoTokenizer, name, "tokenizer", self.revision if name == self.path else None, key=self.key)
         if tokenizer.pad_token is None:
             if tokenizer.eos_token is None:
                 raise ConfigError(
@@ -125,7 +130,7 @@ class LanguageModel:
             try:
                 model = auto.from_config(config, dtype=_DTYPES[self.dtype])
             except ValueError as error:  # the configuration is for another type of model
-                raise ConfigError(f"this recipe cannot train a model of model.config: {error}") from error
+                raise ConfigError(f"this recipe cannot train a model of {self.key}.config: {error}") from error
         self._check(model, vocabulary, longest)
         self._freeze(model)
         return model  # type: ignore[no-any-return]
@@ -135,9 +140,9 @@ class LanguageModel:
 
         if self.config:
             over = {name: value for name, value in self.config.items() if name != "attn_implementation"}
-            check_changed(over, loaded(AutoConfig, str(self.path), "model", self.revision))
-        model, found = loaded(auto, str(self.path), "model", self.revision, dtype=_DTYPES[self.dtype], use_safetensors=True,
-                              output_loading_info=True, **values)  # fmt: skip
+            check_changed(over, loaded(AutoConfig, str(self.path), "model", self.revision, key=self.key), f"{self.key}.config")
+        model, found = loaded(auto, str(self.path), "model", self.revision, key=self.key, dtype=_DTYPES[self.dtype],
+                              use_safetensors=True, output_loading_info=True, **values)  # fmt: skip
         lacking = sorted(name for name in found["missing_keys"] if not _is_of_new_head(name, model))
         if lacking:
             raise ConfigError(
@@ -174,20 +179,20 @@ class LanguageModel:
         kind = given["model_type"]
         if kind not in CONFIG_MAPPING:
             raise ConfigError(
-                f"model.config.model_type={kind!r} is unknown to transformers{did_you_mean(str(kind), list(CONFIG_MAPPING))}"
+                f"{self.key}.config.model_type={kind!r} is unknown to transformers{did_you_mean(str(kind), list(CONFIG_MAPPING))}"
             )
         config = AutoConfig.for_model(**given)
-        check_made(self.config or {}, config)
+        check_made(self.config or {}, config, f"{self.key}.config")
         return config
 
     def _freeze(self, model: nn.Module) -> None:
-        freeze(model, self.freeze)
+        freeze(model, self.freeze, self.key)
 
     def _check(self, model: Any, vocabulary: int, longest: int) -> None:
         has = model.get_input_embeddings().num_embeddings
         if has < vocabulary:
             raise ConfigError(
-                f"the tokenizer {self.tokenizer or self.path} has {vocabulary} tokens, and the model {self.path or 'of model.config'} "
+                f"the tokenizer {self.tokenizer or self.path} has {vocabulary} tokens, and the model {self.path or f'of {self.key}.config'} "
                 f"knows {has}; give the tokenizer that belongs to the model"
             )
         most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -206,10 +211,18 @@ def _is_of_new_head(name: str, model: Any) -> bool:
     return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
 
 
-def loaded(auto: Any, name: str, what: str, revision: str | None = None, **options: Any) -> Any:
+def loaded(auto: Any, name: str, what: str, revision: str | None = None, *, key: str = "model", **options: Any) -> Any:
     """Return `auto.from_pretrained(name)`, without running code of the model's repository.
 
     If `name` is not a local folder and the hub does not answer, only a copy from an earlier download is used.
+
+    Args:
+        auto: a class of transformers, such as `AutoTokenizer`.
+        name: a folder, or a name on the hub.
+        what: what is loaded, for messages: a model, a tokenizer or a processor.
+        revision: the revision on the hub.
+        key: the recipe's key for the model, for messages.
+        options: further arguments of `from_pretrained`.
 
     Raises:
         ConfigError: there is no such model, tokenizer or processor, or it cannot be loaded.
@@ -230,7 +243,7 @@ def loaded(auto: Any, name: str, what: str, revision: str | None = None, **optio
         ImportError,
         RuntimeError,
     ) as error:  # the causes include missing packages, and weights that do not fit the model
-        raise ConfigError(f"no {what} could be loaded from {name!r}: {_why_not_loaded(name, what, error)}") from error
+        raise ConfigError(f"no {what} could be loaded from {name!r}: {_why_not_loaded(name, what, key, error)}") from error
 
 
 def _is_name_on_hub(name: str) -> bool:
@@ -270,14 +283,14 @@ def _quiet_hub() -> Iterator[None]:
         hub.setLevel(level)
 
 
-def _why_not_loaded(name: str, what: str, error: BaseException) -> str:
+def _why_not_loaded(name: str, what: str, key: str, error: BaseException) -> str:
     """Return why a model cannot be loaded: a hint for a known error, otherwise the package's own message."""
     give = "give a folder that from_pretrained loads, or a model's name on the hub, such as owner/name"
     if (folder := Path(name)).is_dir():
         if not (folder / "config.json").is_file() and what == "model":
             return f"the folder has no config.json, so it holds no model; {give}"
         if what == "tokenizer" and not any(folder.glob("token*")):
-            return "the folder has no tokenizer; name one with model.tokenizer, such as bytes"
+            return f"the folder has no tokenizer; name one with {key}.tokenizer, such as bytes"
         return str(error)
     if not _is_name_on_hub(name):
         return f"there is no such folder; {give}"
@@ -288,7 +301,7 @@ def _why_not_loaded(name: str, what: str, error: BaseException) -> str:
     if "GatedRepoError" in causes:
         return "it is gated on the hub; request access on its page, and log in with `hf auth login`"
     if "RevisionNotFoundError" in causes:
-        return "the hub has the model, but no such revision of it; give another model.revision"
+        return f"the hub has the model, but no such revision of it; give another {key}.revision"
     if "RepositoryNotFoundError" in causes:
         return f"there is no such folder, and the hub has no model of that name, or a private one; {give}"
     if isinstance(error, OSError):
@@ -296,8 +309,8 @@ def _why_not_loaded(name: str, what: str, error: BaseException) -> str:
     return str(error)
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze the parameters whose names match one of the patterns.
+def freeze(model: nn.Module, patterns: Sequence[str], key: str) -> None:
+    """Freeze the parameters whose names match one of the patterns. `key` is the recipe's key for the model, for messages.
 
     Raises:
         ConfigError: a pattern matches no parameter.
@@ -307,7 +320,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         matching = [name for name in names if fnmatchcase(name, pattern)]
         if not matching:
             raise ConfigError(
-                f"model.freeze: no parameter matches {pattern}{did_you_mean(pattern, list(names))}; give patterns of parameter names, "
+                f"{key}.freeze: no parameter matches {pattern}{did_you_mean(pattern, list(names))}; give patterns of parameter names, "
                 "such as 'model.embed_tokens.*'"
             )
         for name in matching:

@@ -69,8 +69,8 @@ class VisionLanguageModel(LanguageModel):
     heads: int = 4
     intermediate_size: int = 128
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        super().check()
         if self.path is None and self.config is None:
             for name, value, divisor in (
                 ("image_size", self.image_size, self.patch_size),
@@ -162,7 +162,7 @@ class VisionLanguageModel(LanguageModel):
     def _freeze(self, model: nn.Module) -> None:
         for word in self.freeze:
             if word not in TOWERS:
-                freeze(model, [word])
+                freeze(model, [word], self.key)
                 continue
             # Some models have the projector inside the vision tower. Freezing `vision_tower` must not freeze the projector.
             inside = tuple(_places(model, "projector", needed=False)) if word == "vision_tower" else ()
