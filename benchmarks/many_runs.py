@@ -84,7 +84,7 @@ def main() -> None:
 
         found = {
             "parse": min(seconds("-c", PARSE, many) for _ in range(turns)),
-            "anew": min(without_index() for _ in range(turns)),
+            "without index": min(without_index() for _ in range(turns)),
             "again": min(seconds(*runs) for _ in range(turns)),
             "filtered": min(seconds(*runs, "--where", "lr = 0.01", "--sort", "lowest") for _ in range(turns)),
             "parse some": min(seconds("-c", PARSE, some) for _ in range(turns)),
@@ -98,7 +98,7 @@ def main() -> None:
     for what, key, floor, target in (
         (f"`callsheet runs`, {LISTED:,} runs, from the index", "again", "parse", "1 s"),
         ("the same with `--where` and `--sort`", "filtered", "parse", "1 s"),
-        ("the same without an index", "anew", "parse", ""),
+        ("the same without an index", "without index", "parse", ""),
         (f"`callsheet compare --json`, {COMPARED} runs of {RECORDS:,} records", "tables", "parse some", "10 s"),
         (f"`callsheet compare -o`, the same runs; a page of {size:.1f} MB (target 10 MB)", "page", "parse some", "10 s"),
     ):

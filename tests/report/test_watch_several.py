@@ -152,11 +152,11 @@ def test_the_data_equal_those_of_a_new_comparison(runs: list[Path]) -> None:
     wait_for(watched, lambda data: data["runs"][0]["steps"] == 9)
     log(runs[1], 5)
     found = wait_for(watched, lambda data: data["runs"][1]["steps"] == 5)
-    anew = news(LiveComparison(runs))
-    assert anew is not None
-    for each in (found, anew):
+    again = news(LiveComparison(runs))
+    assert again is not None
+    for each in (found, again):
         del each["generated"], each["version"]
-    assert found == anew
+    assert found == again
 
 
 def test_reading_takes_a_share_of_the_time_over_all_runs(runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

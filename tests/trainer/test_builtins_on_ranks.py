@@ -1,4 +1,4 @@
-"""All built-ins on two ranks: they change nothing, write once, and act alike on all ranks."""
+"""All built-ins on two ranks: they change nothing, write once, and do the same on all ranks."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from callsheet.core.optional import needed_by
+from callsheet.run.defaults import LOCK_TIMEOUT_SECONDS, LOG_INTERVAL, TIMEOUT_SECONDS
 
 with needed_by("callsheet.attach"):
     from torch import nn
@@ -26,7 +27,6 @@ from callsheet.core.manager import CallbackManager
 from callsheet.core.time import Time
 from callsheet.errors import names_unknown
 from callsheet.run.parts import Stateful
-from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.run.run_names import check_run_name
 
 _SHARED_ARGUMENTS = ("gradient_accumulation_steps", "max_duration", "log_interval", "loggers", "resume", "callbacks", "scheduler")
@@ -61,7 +61,7 @@ def attach(
     gradient_accumulation_steps: int = 1,
     scaler: GradScaler | None = None,
     max_duration: str | Time | None = None,
-    log_interval: str | int | Time = "10ba",
+    log_interval: str | int | Time = LOG_INTERVAL,
     run_name: str | None = None,
     runs_folder: str | os.PathLike[str] = "runs",
     resume: str | os.PathLike[str] | None = None,
@@ -69,7 +69,7 @@ def attach(
     config: Mapping[str, Any] | None = None,
     save_in_background: bool = False,
     preempt_signals: Iterable[str] = ("SIGTERM",),
-    timeout_seconds: float = 600.0,
+    timeout_seconds: float = TIMEOUT_SECONDS,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
     strict: bool = True,
 ) -> AttachedRun:

@@ -43,7 +43,7 @@ class HostEvaluation:
         self._ctx = ctx
         self._evaluates = evaluates
         self._fire = fire
-        self.asks: Callable[[], None] | None = None
+        self.request: Callable[[], None] | None = None
         """A function that asks the host for an evaluation that the host carries out and reports later.
 
         None: `evaluates` carries it out at once.
@@ -54,14 +54,14 @@ class HostEvaluation:
     def due(self, ctx: Context, is_over: bool) -> list[str]:
         """Return `[""]` (a single dataset without a name) if `evaluate` must be called now, otherwise an empty list.
 
-        If an evaluation was requested, and the host carries out evaluations later (see `asks`), ask the host for the evaluation.
+        If an evaluation was requested, and the host carries out evaluations later (see `request`), ask the host for the evaluation.
         """
         is_left = self.undone is not None and self.undone.step == ctx.step
         if ctx.control.evaluate_requested is None:
             return [""] if is_left and self._evaluates is not None else []
-        if self.asks is None:
+        if self.request is None:
             return [""]
-        self.asks()
+        self.request()
         ctx.control.done("evaluate")
         return []
 

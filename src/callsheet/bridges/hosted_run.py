@@ -32,11 +32,12 @@ from callsheet.core.run_state import CheckpointInfo, TrainState
 from callsheet.core.time import Time
 from callsheet.errors import mark_as_users
 from callsheet.run.checkpoints import Typed
+from callsheet.run.defaults import LOCK_TIMEOUT_SECONDS, LOG_INTERVAL, TIMEOUT_SECONDS
 from callsheet.run.log_ranks import LogRanks
 from callsheet.run.parts import Stateful
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.run.run import Run, run_info
-from callsheet.run.run_guard import LOCK_TIMEOUT_SECONDS, checked_lock_timeout
+from callsheet.run.run_guard import checked_lock_timeout
 from callsheet.run.run_names import check_folder, check_run_name, new_name
 from callsheet.run.signals import SignalWatch
 from callsheet.trainer.arguments import duration, log_boundary
@@ -102,14 +103,14 @@ class HostedRun(Run):
         runs_folder: str | os.PathLike[str] = "runs",
         config: Mapping[str, Any] | None = None,
         max_duration: str | Time | None = None,
-        log_interval: str | int | Time = "10ba",
+        log_interval: str | int | Time = LOG_INTERVAL,
         device: torch.device | str | None = None,
         evaluates: Evaluates | None = None,
         able: Iterable[str] = ("stop", "save"),
         signals: Collection[str] = (),
         save_in_background: bool = False,
         saves: Callable[[tuple[Request, ...]], None] | None = None,
-        timeout_seconds: float = 600.0,
+        timeout_seconds: float = TIMEOUT_SECONDS,
         lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
         is_alone: bool = False,
     ) -> None:

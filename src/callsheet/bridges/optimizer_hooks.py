@@ -44,8 +44,8 @@ class OptimizerHooks(NotCopied):
 
     Args:
         optimizers: the optimizers, in the order in which the loop steps them.
-        asks: whether the host reads `has_stepped` after every step, even if no callback or metrics record reads the step's
-            results.
+        is_always_observed: whether the host reads `has_stepped` after every step, even if no callback or metrics record reads the
+            step's results.
         watch: the object that sums the losses of the loop.
         ended: called after each step of the optimizer.
     """
@@ -54,7 +54,7 @@ class OptimizerHooks(NotCopied):
         self,
         driver: LifecycleDriver,
         *optimizers: Optimizer,
-        asks: bool = True,
+        is_always_observed: bool = True,
         watch: BackwardWatch | None = None,
         ended: Callable[[], None] | None = None,
     ) -> None:
@@ -64,7 +64,7 @@ class OptimizerHooks(NotCopied):
         """Whether the optimizer has stepped within a training step since the host last set this attribute to False."""
         self.has_strayed = False
         """Whether the optimizer has stepped outside training steps since the host last set this attribute to False."""
-        self._asks = asks
+        self._is_always_observed = is_always_observed
         self._watch = watch
         self._ended = ended
         self._is_given_closures = False  # whether the loop passes a closure to the optimizer
@@ -80,7 +80,7 @@ class OptimizerHooks(NotCopied):
         for hook in self._before:
             hook.install(is_read or self._is_given_closures, self._begins)
         for hook in self._after:
-            hook.install(is_read or self._asks, self._ends)
+            hook.install(is_read or self._is_always_observed, self._ends)
 
     def expect_closures(self) -> None:
         """Register the hook that wraps the optimizer's closure. Called only when the loop is known to pass closures."""

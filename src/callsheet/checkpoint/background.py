@@ -72,7 +72,7 @@ class AsyncWriter:
         Raises:
             CheckpointError: the previous checkpoint could not be written, and `result` has not raised this error yet.
         """
-        self._settle()
+        self._finish_write()
         if self._prepared is not None:
             # Ignore an error of `prepare`: if a buffer could not be allocated, `copy` allocates it below, or raises the error.
             wait([self._prepared])
@@ -120,12 +120,12 @@ class AsyncWriter:
             CheckpointError: the last checkpoint could not be written, and `result` has not raised this error yet.
         """
         try:
-            self._settle()
+            self._finish_write()
         finally:
             self._thread.shutdown()
             self._staging = Staging()
 
-    def _settle(self) -> None:
+    def _finish_write(self) -> None:
         if self._written is not None:
             self._written.exception()
             if not self._is_reported:

@@ -133,11 +133,11 @@ class RunConstants(NamedTuple):
     evaluators: tuple[str, ...] = ()
 
 
-def _course_property(name: str) -> Any:
+def _constant_property(name: str) -> Any:
     def write(state: TrainState, value: Any) -> None:
-        state.course = state.course._replace(**{name: value})
+        state.constants = state.constants._replace(**{name: value})
 
-    return property(attrgetter(f"course.{name}"), write)
+    return property(attrgetter(f"constants.{name}"), write)
 
 
 @dataclass(init=False, slots=True)
@@ -157,7 +157,7 @@ class TrainState:
 
     timestamp: Timestamp
     previous_timestamp: Timestamp
-    course: RunConstants
+    constants: RunConstants
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class TrainState:
         evaluators: tuple[str, ...] = (),
     ) -> None:
         self.timestamp, self.previous_timestamp = timestamp, previous_timestamp
-        self.course = RunConstants(max_duration, baseline, epoch_batches, evaluators)
+        self.constants = RunConstants(max_duration, baseline, epoch_batches, evaluators)
 
     if TYPE_CHECKING:  # for type checkers only: at run time, these annotations would become fields of the dataclass
         max_duration: Time | None
@@ -177,7 +177,7 @@ class TrainState:
         epoch_batches: int | None
         evaluators: tuple[str, ...]
     else:
-        max_duration, baseline, epoch_batches, evaluators = map(_course_property, RunConstants._fields)
+        max_duration, baseline, epoch_batches, evaluators = map(_constant_property, RunConstants._fields)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress of training as plain data."""

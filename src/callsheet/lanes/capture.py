@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from callsheet.lanes.queue import Lane
 
 _DEFAULT_FIELDS = tuple(name for name in FIELDS if name not in (*ALWAYS_AVAILABLE, *FIELDS_NOT_IN_LANES, *FIELDS_ON_REQUEST))
-_STATE_ATTRIBUTES = ("timestamp", "previous_timestamp", "course")
+_STATE_ATTRIBUTES = ("timestamp", "previous_timestamp", "constants")
 """Attributes of `TrainState` that every snapshot contains.
 
 They need no copy, because they are replaced and never changed in place.

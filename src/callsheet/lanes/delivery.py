@@ -167,7 +167,7 @@ class LaneDelivery:
         handler: Callable[[Snapshot], Any],
         capture: SnapshotCapture,
     ) -> None:
-        self._event, self._member, self._lane, self._capture = event, registration, lane, capture
+        self._event, self._registration, self._lane, self._capture = event, registration, lane, capture
         self._deliver = capture.deliverer(event, registration, handler, lane.answered, self._fails)
         self._deliver.kind = kind  # type: ignore[attr-defined]  # the lane reads `kind` from the items of its queue
 
@@ -199,12 +199,12 @@ class LaneDelivery:
 
         The training thread calls this method if a value must be copied or the callback may be disabled or muted.
         """
-        if self._member.is_off and self._member.is_silent_at(self._event):
+        if self._registration.is_off and self._registration.is_silent_at(self._event):
             return
         try:
             values = self._capture.take(self._deliver, ctx)
         except Exception as error:  # a value that cannot be copied counts as a failure of the callback
-            failed(self._member, self._event, ctx, error)
+            failed(self._registration, self._event, ctx, error)
         else:
             self._lane.lane.put(values)
 
@@ -213,7 +213,7 @@ class LaneDelivery:
 
         This method is called on the lane's thread. It also handles errors that would end a program, such as SystemExit.
         """
-        failed(self._member, self._event, ctx, error if isinstance(error, Exception) else as_failure(error))
+        failed(self._registration, self._event, ctx, error if isinstance(error, Exception) else as_failure(error))
 
 
 def _kind(values: Values) -> object:

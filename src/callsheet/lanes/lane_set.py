@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 _SHARE_BEFORE_RUN_END = 0.8  # a lane may use this fraction of its deadline for the events before `on_run_end`
 _SHARE_BEFORE_LOGGERS_END = 0.9  # before loggers handle `on_run_end`, other lanes may use this fraction of their deadlines
-_SETTLE_SECONDS = 0.2  # how long the last metrics record waits for values that callbacks in lanes log
+_FLUSH_SECONDS = 0.2  # how long the last metrics record waits for values that callbacks in lanes log
 _STATE_SECONDS = 1.0  # how long `state_dict` may take for a callback whose lane has hung before
 _MIN_STATE_SECONDS = 0.1  # `state_dict` is given at least this long, even if a preemption signal leaves no time
 _GRACE_SHARE = 1 / 3  # after a preemption signal, lanes may delay a checkpoint for this fraction of the time left
@@ -189,7 +189,7 @@ class LaneSet:
             for registration, each in self._lanes.items()
             if self._slow.get(registration) != each.lane.done
         }
-        drain(moving.values(), min(_SETTLE_SECONDS, self._seconds_for_states))
+        drain(moving.values(), min(_FLUSH_SECONDS, self._seconds_for_states))
         self._slow |= {registration: lane.done for registration, lane in moving.items() if not lane.is_idle}
 
     def limit_waits(self, seconds: float) -> None:

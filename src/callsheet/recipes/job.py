@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from callsheet.core.callback import one_of
 from callsheet.core.time import Interval
 from callsheet.errors import ConfigError
-from callsheet.run.run_guard import LOCK_TIMEOUT_SECONDS, checked_lock_timeout
+from callsheet.run.defaults import LOCK_TIMEOUT_SECONDS, TIMEOUT_SECONDS
+from callsheet.run.run_guard import checked_lock_timeout
 from callsheet.trainer.arguments import duration, log_boundary, positive
 from callsheet.trainer.parallel import KINDS, ParallelKind
 from callsheet.trainer.precision import PRECISIONS, PrecisionName
@@ -85,7 +86,7 @@ class JobConfig:
     device: str = "auto"
     workers: int = 0
     threads: int | None = None
-    timeout_seconds: float = 600.0
+    timeout_seconds: float = TIMEOUT_SECONDS
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS
     stop_on_nan: bool = True
     export: bool = False

@@ -14,7 +14,7 @@ from callsheet.core.run_state import RunInfo
 from callsheet.core.wrappers import NOT_WRITABLE_ERRNOS
 from callsheet.errors import ConfigError, RunInUseError
 from callsheet.run.process_groups import ProcessGroups
-from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS, RunLock
+from callsheet.run.run_lock import RunLock
 from callsheet.run.run_marker import mark_run
 
 logger = logging.getLogger("callsheet")
@@ -177,4 +177,4 @@ def checked_lock_timeout(seconds: float) -> float:
     return seconds
 
 
-__all__ = ["LOCK_TIMEOUT_SECONDS", "RunGuard", "checked_lock_timeout", "why_not_writable"]
+__all__ = ["RunGuard", "checked_lock_timeout", "why_not_writable"]

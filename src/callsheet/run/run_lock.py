@@ -51,8 +51,6 @@ from callsheet.errors import RunInUseError, RunLockLostError
 
 logger = logging.getLogger("callsheet")
 
-LOCK_TIMEOUT_SECONDS = 30.0
-"""How long a run waits by default for the lock of its folder, if another process holds it."""
 HEARTBEAT_SECONDS = 10.0
 """The interval at which the owner of a lock writes that it is alive."""
 STALE_SECONDS = 60.0

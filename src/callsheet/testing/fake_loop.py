@@ -105,7 +105,7 @@ class FakeLoop:
             able=("stop", "save", *(["evaluate"] if self._validation else [])),
             saves=self._ask_for_checkpoint,
         )
-        self._run.evaluation.asks = self._ask_for_evaluation
+        self._run.evaluation.request = self._ask_for_evaluation
         self._run.checkpoints.loads = self._load
         self._run.losses = lambda: self._step_loss
         self.saved: dict[int, dict[str, Any]] = {}

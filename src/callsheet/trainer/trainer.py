@@ -28,12 +28,12 @@ from callsheet.core.run_state import CheckpointInfo, Outcome, TrainState
 from callsheet.core.time import Interval, Time
 from callsheet.errors import CallsheetError, ConfigError, RequestRejected, names_unknown
 from callsheet.run.checkpoints import Typed
+from callsheet.run.defaults import LOCK_TIMEOUT_SECONDS, LOG_INTERVAL, TIMEOUT_SECONDS
 from callsheet.run.failures import is_of_collective, is_out_of_memory, out_of_memory_note
 from callsheet.run.log_ranks import LogRanks, LogRanksChoice
 from callsheet.run.parts import Stateful
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.run.run import Run, run_info
-from callsheet.run.run_guard import LOCK_TIMEOUT_SECONDS
 from callsheet.run.signals import GRACE_SECONDS, SignalWatch
 from callsheet.trainer.arguments import (
     agreed_name_and_seed,
@@ -61,7 +61,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("callsheet")
 
-LOG_INTERVAL = "10ba"
 _RECORDED_ARGUMENTS = (
     "microbatch_size", "gradient_accumulation_steps", "clip_grad_norm", "precision", "parallel", "shard_data", "compile",
     "gradient_checkpointing", "eval_interval", "log_interval", "epochs_per_round", "save_in_background", "seed",
@@ -187,7 +186,7 @@ class Trainer:
         device: str | torch.device = "auto",
         preempt_signals: str | Iterable[str | int] = ("SIGTERM",),
         grace_seconds: float = GRACE_SECONDS,
-        timeout_seconds: float = 600.0,
+        timeout_seconds: float = TIMEOUT_SECONDS,
         lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
         log_ranks: LogRanksChoice = "zero",
         config: Mapping[str, Any] | None = None,

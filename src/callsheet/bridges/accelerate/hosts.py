@@ -31,8 +31,8 @@ from callsheet.core.manager import CallbackManager
 from callsheet.core.run_state import CheckpointInfo
 from callsheet.core.time import Time
 from callsheet.errors import NotSupported, RequestRejected, mark_as_users
+from callsheet.run.defaults import LOCK_TIMEOUT_SECONDS, LOG_INTERVAL, TIMEOUT_SECONDS
 from callsheet.run.parts import Stateful
-from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.run.run_names import check_resume
 from callsheet.trainer.tasks import counts_of
 
@@ -50,14 +50,14 @@ def host(
     optimizer: Optimizer,
     scheduler: Stateful | None = None,
     max_duration: str | Time | None = None,
-    log_interval: str | int | Time = "10ba",
+    log_interval: str | int | Time = LOG_INTERVAL,
     run_name: str | None = None,
     runs_folder: str | os.PathLike[str] = "runs",
     resume: str | os.PathLike[str] | None = None,
     evaluate: Evaluates | None = None,
     config: Mapping[str, Any] | None = None,
     preempt_signals: Iterable[str] = ("SIGTERM",),
-    timeout_seconds: float = 600.0,
+    timeout_seconds: float = TIMEOUT_SECONDS,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
     strict: bool = True,
 ) -> AcceleratedRun:

@@ -29,7 +29,7 @@ from callsheet.core.control import Request
 from callsheet.core.manager import CallbackManager
 from callsheet.core.run_state import CheckpointInfo
 from callsheet.errors import NotSupported
-from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
+from callsheet.run.defaults import LOCK_TIMEOUT_SECONDS, LOG_INTERVAL
 
 logger = logging.getLogger("callsheet")
 
@@ -49,7 +49,7 @@ _ONLY_VALIDATION_SET = "default"
 def host(
     callbacks: CallbackManager | Callback | Iterable[Callback] | None,
     *,
-    log_interval: str | int = "10ba",
+    log_interval: str | int = LOG_INTERVAL,
     strict: bool = True,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> AutoModelHost:
@@ -166,7 +166,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
             saves=requests.save,
             **self._run_options,
         )
-        run.evaluation.asks = requests.evaluate
+        run.evaluation.request = requests.evaluate
         run.state.epoch_batches = getattr(scheduler, "epoch_len", None)
         run.state.evaluators = tuple(sets)
         if scheduler.step:
@@ -175,7 +175,9 @@ class AutoModelHost(HostBase, AutoModelCallback):
             run.checkpoints.loads = partial(_load, run, [*places, *output.glob(f"*step_{scheduler.step - 1}")], scheduler)
         self._watch = watch = BackwardWatch(run.driver, run.ctx)
         run.losses = watch.reader
-        self._called = CalledModel(run, watch, scheduler, model, OptimizerHooks(run.driver, optimizer, asks=False), sets)
+        self._called = CalledModel(
+            run, watch, scheduler, model, OptimizerHooks(run.driver, optimizer, is_always_observed=False), sets
+        )
         never = NOT_FIRED + (NOT_FIRED_FOR_SEVERAL if len(sets) > 1 else ())
         self._begin_run(run, [self._called, watch, self._called.wrap(recipe)], never)
         self._is_over, self._measured_step = True, -1

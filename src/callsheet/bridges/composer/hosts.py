@@ -10,14 +10,14 @@ from callsheet.core.callback import Callback
 from callsheet.core.manager import CallbackManager
 from callsheet.core.optional import needed_by
 from callsheet.core.time import Time
-from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
+from callsheet.run.defaults import LOCK_TIMEOUT_SECONDS, LOG_INTERVAL
 
 
 def host(
     callbacks: CallbackManager | Callback | Iterable[Callback] | None,
     *,
     strict: bool = True,
-    log_interval: str | int | Time = "10ba",
+    log_interval: str | int | Time = LOG_INTERVAL,
     run_name: str | None = None,
     runs_folder: str | os.PathLike[str] = "runs",
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,

@@ -100,7 +100,7 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
             saves=self._save,
             **self._run_options,
         )
-        run.evaluation.asks = self._evaluation_requests.ask
+        run.evaluation.request = self._evaluation_requests.ask
         run.checkpoints.loads = self._loads
         run.losses = self._losses.mean
         self._stepped = SteppedHooks(run, [optimizer] if optimizer is not None else [])

@@ -30,7 +30,7 @@ from callsheet.core.manager import CallbackManager
 from callsheet.core.run_state import CheckpointInfo
 from callsheet.errors import NotSupported
 from callsheet.run.copies import replace
-from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
+from callsheet.run.defaults import LOCK_TIMEOUT_SECONDS
 
 logger = logging.getLogger("callsheet")
 
@@ -197,7 +197,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
             saves=self._requests.save,
             **self._run_options,
         )
-        run.evaluation.asks = self._requests.evaluate
+        run.evaluation.request = self._requests.evaluate
         datasets = getattr(trainer, "eval_dataset", None)
         run.state.evaluators = tuple(datasets) if isinstance(datasets, Mapping) else self._eval_names
         if (length := length_of(train_dataloader)) is not None:

@@ -32,8 +32,8 @@ from callsheet.core.manager import CallbackManager
 from callsheet.core.run_state import CheckpointInfo, Outcome
 from callsheet.core.time import Time
 from callsheet.errors import CheckpointError, ConfigError, NotSupported
+from callsheet.run.defaults import LOCK_TIMEOUT_SECONDS, LOG_INTERVAL, TIMEOUT_SECONDS
 from callsheet.run.parts import Stateful
-from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")
@@ -49,12 +49,12 @@ def host(
     scaler: GradScaler | None = None,
     evaluators: Mapping[str, Engine] | None = None,
     evaluate: Callable[[], Any] | None = None,
-    log_interval: str | int | Time = "10ba",
+    log_interval: str | int | Time = LOG_INTERVAL,
     run_name: str | None = None,
     runs_folder: str | os.PathLike[str] = "runs",
     config: Mapping[str, Any] | None = None,
     preempt_signals: Iterable[str] = (),
-    timeout_seconds: float = 600.0,
+    timeout_seconds: float = TIMEOUT_SECONDS,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
     strict: bool = True,
 ) -> IgniteHost:

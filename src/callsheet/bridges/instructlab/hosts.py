@@ -7,7 +7,7 @@ from typing import Any
 
 from callsheet.core.callback import Callback
 from callsheet.core.manager import CallbackManager
-from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
+from callsheet.run.defaults import LOCK_TIMEOUT_SECONDS
 
 
 def host(

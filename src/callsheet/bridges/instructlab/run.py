@@ -12,6 +12,7 @@ import torch
 
 from callsheet.bridges.boundary_order import BoundaryOrder
 from callsheet.bridges.count_check import CountCheck, Counts
+from callsheet.bridges.host_states import STATE
 from callsheet.bridges.instructlab.names import TrainingContext
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
 from callsheet.checkpoint import read_checkpoint, write_checkpoint
@@ -33,9 +34,6 @@ from callsheet.run.signals import SignalWatch
 logger = logging.getLogger("callsheet")
 
 HOST = "InstructLab Training"
-
-STATE = "callsheet"
-"""The folder in InstructLab's checkpoints that contains the callbacks' states, in a subfolder for each rank."""
 
 UNAVAILABLE_FIELDS = ("model", "optimizer", "scheduler", "batch", "microbatch", "outputs")
 """Fields of the context that are not available in InstructLab."""

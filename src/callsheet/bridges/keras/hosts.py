@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn  # imported before Keras, which otherwise may import the package of another backend
 
 from callsheet.errors import ConfigError, NotSupported
+from callsheet.run.defaults import LOCK_TIMEOUT_SECONDS, LOG_INTERVAL
 
 try:
     import keras
@@ -36,7 +37,6 @@ from callsheet.core.callback import Callback
 from callsheet.core.manager import CallbackManager
 from callsheet.core.time import Time
 from callsheet.run.copies import replace
-from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
 from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")
@@ -50,7 +50,7 @@ def host(
     run_name: str | None = None,
     runs_folder: str | os.PathLike[str] = "runs",
     resume: str | os.PathLike[str] | None = None,
-    log_interval: str | int | Time = "10ba",
+    log_interval: str | int | Time = LOG_INTERVAL,
     preempt_signals: Iterable[str] = (),
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> KerasHost:

@@ -37,7 +37,7 @@ from callsheet.core.control import Request
 from callsheet.core.manager import CallbackManager
 from callsheet.core.run_state import CheckpointInfo, Outcome
 from callsheet.errors import mark_as_users
-from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
+from callsheet.run.defaults import LOCK_TIMEOUT_SECONDS
 from callsheet.trainer.tasks import counts_of
 
 try:
@@ -195,7 +195,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             ),
             saves=lambda requests: self._save(trainer),
         )
-        run.evaluation.asks = cadence.ask
+        run.evaluation.request = cadence.ask
         self._is_in_batch = self._listens_to_microbatch = False
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._watch = watch = ClosureWatch(run.driver, run.ctx, scaler)

@@ -33,7 +33,7 @@ from callsheet.bridges.optimizer_hooks import OptimizerHooks
 from callsheet.core.callback import Callback
 from callsheet.core.manager import CallbackManager
 from callsheet.core.run_state import Outcome
-from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
+from callsheet.run.defaults import LOCK_TIMEOUT_SECONDS
 
 logger = logging.getLogger("callsheet")
 
@@ -133,7 +133,7 @@ class MegatronBridgeHost(HostBase):
         self._is_checked = self._has_trained = self._listens_to_forward = False
         self._states: dict[int, Any] = {}  # step -> the callbacks' states, for each checkpoint that is still being written
         self._forward = MegatronForwardHooks(run, chunks[0])
-        self._steps = OptimizerHooks(run.driver, *torch_optimizers(context.optimizer), asks=False)
+        self._steps = OptimizerHooks(run.driver, *torch_optimizers(context.optimizer), is_always_observed=False)
         end = functools.partial(_end, settings)
         self._begin_run(run, [self._steps, self._forward], _not_fired(), end=end, data_is_made=data_is_made)
         run.counts.follow(lambda: Counts(settings.step))

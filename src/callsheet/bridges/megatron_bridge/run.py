@@ -47,7 +47,7 @@ class MegatronBridgeRun(Common):
         self.step, self.length = 0, self.train.train_iters
         """The values of `train_state.step` and `train.train_iters` before the guests handled the event."""
         self._knows_samples = hasattr(self.train, "global_batch_size")
-        self._course: RunConstants | None = None
+        self._constants: RunConstants | None = None
         self._length: tuple[Time | None, int | None] = (None, None)
         """The duration of training and the number of steps in an epoch, as of the last event."""
         self._samples: int | None = None
@@ -128,9 +128,11 @@ class MegatronBridgeRun(Common):
         self.steps["consumed_train_samples"] = (
             step * train.global_batch_size if self._knows_samples else self._samples_before(ctx, step)
         )
-        if (course := progress.course) is not self._course:  # `course` is a new object if one of its values has changed
-            self._course, before = course, self._length
-            self._length = length = (course.max_duration, course.epoch_batches)
+        if (
+            constants := progress.constants
+        ) is not self._constants:  # `constants` is a new object if one of its values has changed
+            self._constants, before = constants, self._length
+            self._length = length = (constants.max_duration, constants.epoch_batches)
             if length != before and isinstance(self.state.cfg, Config) and (steps := _steps_of(progress)) is not None:
                 # Write into `__dict__`, because assigning to the attribute would call `drive`.
                 train.__dict__["train_iters"] = steps

@@ -32,7 +32,7 @@ from callsheet.core.manager import CallbackManager
 from callsheet.core.run_state import CheckpointInfo
 from callsheet.core.time import Time
 from callsheet.errors import CheckpointError, FieldNotAvailable, NotSupported
-from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
+from callsheet.run.defaults import LOCK_TIMEOUT_SECONDS, LOG_INTERVAL
 from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")
@@ -46,7 +46,7 @@ def host(
     run_name: str | None = None,
     runs_folder: str | os.PathLike[str] = "runs",
     resume: str | os.PathLike[str] | None = None,
-    log_interval: str | int | Time = "10ba",
+    log_interval: str | int | Time = LOG_INTERVAL,
     preempt_signals: Iterable[str] = (),
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> TorchTNTHost:

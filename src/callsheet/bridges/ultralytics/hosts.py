@@ -31,7 +31,7 @@ from callsheet.core.manager import CallbackManager
 from callsheet.core.run_state import CheckpointInfo
 from callsheet.core.time import Time
 from callsheet.errors import ConfigError
-from callsheet.run.run_lock import LOCK_TIMEOUT_SECONDS
+from callsheet.run.defaults import LOCK_TIMEOUT_SECONDS, LOG_INTERVAL, TIMEOUT_SECONDS
 from callsheet.run.run_names import check_folder
 from callsheet.transport import TransportError, payload
 
@@ -77,10 +77,10 @@ _RUN_ATTRIBUTES = (
 def host(
     callbacks: CallbackManager | Callback | Iterable[Callback] | None,
     *,
-    log_interval: str | int | Time = "10ba",
+    log_interval: str | int | Time = LOG_INTERVAL,
     run_name: str | None = None,
     runs_folder: str | os.PathLike[str] = "runs",
-    timeout_seconds: float = 600.0,
+    timeout_seconds: float = TIMEOUT_SECONDS,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
     allow_pickle: bool = False,
     strict: bool = True,
