@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
@@ -126,7 +127,7 @@ class HostCheckpoints:
         """Return 0 as the number of finished background saves, because the framework does not report any."""
         return 0
 
-    def load(self, resume: str | None) -> None:
+    def load(self, resume: str | os.PathLike[str] | None) -> None:
         """Load the callbacks' states. The framework has already loaded the model and the optimizer."""
         loads, self.loads = self.loads, None
         with self._spans.checkpoint_load:

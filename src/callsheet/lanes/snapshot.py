@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Never, NoReturn
 
+from callsheet.core.callback import Callback
 from callsheet.core.context import NO_VALUES, Across, Context, Over, check_logged
 from callsheet.core.control import Control, Request, SaveKind
 from callsheet.core.events import Event
@@ -240,7 +241,7 @@ class Snapshot(Context):
         same = {"__slots__": (), "__module__": cls.__module__, "_lane": control, "control": control}
         return type(cls.__name__, (cls,), same | {"event": event, "run": run})
 
-    def mute(self, callback: Any, *events: str, until: int | None = None) -> None:
+    def mute(self, callback: Callback, *events: str, until: int | None = None) -> None:
         """Raise `RequestRejected`, because only the training thread may change which handlers are called."""
         raise RequestRejected("a callback in a lane cannot mute or unmute an event; run the callback inline")
 

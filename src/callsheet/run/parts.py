@@ -5,6 +5,7 @@ The Trainer implements these protocols, and so do hosts, which pass requests on 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -124,7 +125,7 @@ class CheckpointsPart(Protocol):
         Return None if another framework's loop saves the checkpoint later.
         """
 
-    def load(self, resume: Any) -> None:
+    def load(self, resume: str | os.PathLike[str] | None) -> None:
         """Load the checkpoint that `resume` names, or that a callback requests."""
 
     def check_writable(self) -> None:

@@ -194,7 +194,7 @@ class Run:
         self,
         shared: Mapping[str, Stateful],
         local: Mapping[str, Stateful],
-        resume: Any,
+        resume: str | os.PathLike[str] | None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         """Load the checkpoint that `resume` names into the objects of the loop, such as the model and the optimizer.

@@ -115,7 +115,7 @@ def host(
             log_interval=log_interval,
             device=accelerator.device,
             evaluates=evaluate,
-            saves=lambda requests: me()._save_as_requested(),  # type: ignore[union-attr]  # the AcceleratedRun outlives its HostedRun
+            saves=lambda requests: me._save_as_requested(),  # the AcceleratedRun outlives its HostedRun
             signals=("SIGINT", *preempt_signals),
             timeout_seconds=timeout_seconds,
             lock_timeout_seconds=lock_timeout_seconds,
@@ -126,7 +126,7 @@ def host(
         resume=os.fspath(resume) if resume is not None else None,
         strict=strict,
     )
-    me = weakref.ref(accelerated)
+    me = weakref.proxy(accelerated)
     return accelerated
 
 

@@ -124,7 +124,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         scheduler = one_of_unit(unit.tracked_lr_schedulers(), "lr_scheduler") if is_training else None
         self._accumulate = getattr(unit, "gradient_accumulation_steps", 1)
         self._accumulates = self._accumulate > 1  # whether a step has several batches
-        me = weakref.ref(self)
+        me = weakref.proxy(self)
         self._run = run = HostedRun(
             self.manager,
             model=without_ddp(module),
@@ -133,7 +133,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             host="torchtnt",
             config={"entry_point": state.entry_point.name, "unit": type(unit).__qualname__},
             max_duration=duration_of(state, self._accumulate),
-            evaluates=(lambda: me()._evaluate(state, unit)) if state.entry_point is EntryPoint.FIT else None,  # type: ignore[union-attr]
+            evaluates=(lambda: me._evaluate(state, unit)) if state.entry_point is EntryPoint.FIT else None,
             able=("stop", "save") if is_training else (),
             **self._run_options,
         )
@@ -161,7 +161,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             run.checkpoints.loads = lambda: self._load_restored(run, unit)
         self._begin_run(run, hooks, NOT_FIRED, resume=self._resume_path)
         if is_training and self._progress is not None:
-            run.counts.follow(lambda: me()._counted())  # type: ignore[union-attr]
+            run.counts.follow(lambda: me._counted())
         return run
 
     def _counted(self) -> Counts:
