@@ -31,7 +31,6 @@ from callsheet.core.ranks import Ranks, read_ranks
 from callsheet.core.run_state import CheckpointInfo, TrainState
 from callsheet.core.time import Time
 from callsheet.errors import mark_as_users
-from callsheet.run.checkpoints import Typed
 from callsheet.run.defaults import LOCK_TIMEOUT_SECONDS, LOG_INTERVAL, TIMEOUT_SECONDS
 from callsheet.run.log_ranks import LogRanks
 from callsheet.run.parts import Stateful
@@ -40,6 +39,7 @@ from callsheet.run.run import Run, run_info
 from callsheet.run.run_guard import checked_lock_timeout
 from callsheet.run.run_names import check_folder, check_run_name, new_name
 from callsheet.run.signals import SignalWatch
+from callsheet.run.typed_state import Typed
 from callsheet.trainer.arguments import duration, log_boundary
 
 _CHECKPOINT_EVENTS = ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published")

@@ -26,7 +26,7 @@ from callsheet.recipes.models.language_model import LanguageModel
 from callsheet.recipes.models.lora import Lora
 from callsheet.recipes.settings import as_file
 from callsheet.recipes.tasks.distillation_task import DistillationTask
-from callsheet.run.checkpoints import AUTO
+from callsheet.run.resumption import AUTO
 from callsheet.trainer import Trainer
 from callsheet.trainer.arguments import duration, positive
 from callsheet.trainer.tasks import Task

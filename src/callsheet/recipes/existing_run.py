@@ -16,7 +16,7 @@ from callsheet.checkpoint import find_checkpoints
 from callsheet.core.ranks import Ranks
 from callsheet.errors import ConfigError, DistributedError
 from callsheet.recipes.yaml_file import read_yaml
-from callsheet.run.checkpoints import AUTO
+from callsheet.run.resumption import AUTO
 from callsheet.run.run_marker import MARKER, is_marked
 from callsheet.run.store import attempt_store, keeper_of_store, within
 

@@ -1,13 +1,10 @@
-"""Save and load the run's checkpoints, fire the events for checkpoints, and choose the checkpoint to resume from."""
+"""Save and load the run's checkpoints, and fire the events for checkpoints."""
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import logging
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,21 +14,15 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from callsheet.checkpoint import (
     AsyncWriter,
-    Loaded,
-    RankLost,
     Seal,
     all_finite,
     delete_later,
-    find_checkpoints,
     flatten,
     point_latest,
-    read_checkpoint,
     write_checkpoint,
 )
 from callsheet.checkpoint.disk_thread import finish_deletions
@@ -44,68 +35,15 @@ from callsheet.core.events import Event
 from callsheet.core.manager import CallbackManager
 from callsheet.core.run_state import CheckpointInfo
 from callsheet.core.spans import Spans
-from callsheet.errors import CallsheetError, CheckpointError, ConfigError, did_you_mean
+from callsheet.errors import CheckpointError
 from callsheet.run.parts import Stateful
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.run.reasons import one_line
+from callsheet.run.resumption import Resumption, checkpoints_folder, stop_conditions
 from callsheet.run.run_guard import RunGuard, why_not_writable
-from callsheet.run.run_marker import is_marked
+from callsheet.run.typed_state import Typed
 
 logger = logging.getLogger("callsheet")
-
-AUTO = "auto"
-"""The value of `resume` that resumes the run from its newest valid checkpoint."""
-
-_OPTIMIZER_STATE_PATTERN = re.compile(r"optimizer\.state\.state\.(\d+)\.")
-
-
-class Typed:
-    """Saves and loads the state of an optimizer or scheduler. Rejects a state that was saved by an object of another class.
-
-    Without this check, the state of another class would be loaded, and an error would appear only later.
-
-    Args:
-        part: the optimizer or scheduler.
-        rate_is_fixed: whether only the user sets the optimizer's learning rate, and no scheduler changes it.
-    """
-
-    def __init__(self, part: Any, *, rate_is_fixed: bool = False) -> None:
-        self.part = part
-        self._rate_is_fixed = rate_is_fixed
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizer or scheduler, and the name of its class."""
-        return {"class": type(self.part).__name__, "state": self.part.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state. Warn if loading changes the optimizer's options. Raise ValueError if another class saved the state."""
-        if state["class"] != type(self.part).__name__:
-            raise ValueError(
-                f"the state was saved by a {state['class']}, and this is a {type(self.part).__name__}; give a {state['class']}, or start a "
-                "new run with another name or folder"
-            )
-        given = self._options()
-        self.part.load_state_dict(state["state"])
-        for name, value in self._options().items():
-            if name in given and given[name] != value:
-                logger.warning(
-                    "%s: %s is %s in the checkpoint, and %s was given. Training continues with the checkpoint's; to change it, set it in "
-                    "the optimizer's param_groups after the resume, or start a new run with another name or folder",
-                    type(self.part).__name__, name, value, given[name],
-                )  # fmt: skip
-
-    def _options(self) -> dict[str, Any]:
-        """Return the optimizer's options by name, for each parameter group.
-
-        For the learning rate, return the initial rate. If `initial_lr` is not stored, leave out a rate that a scheduler may change.
-        """
-        found: dict[str, Any] = {}
-        for number, group in enumerate(getattr(self.part, "param_groups", ())):
-            rate = {"lr": group["initial_lr"]} if "initial_lr" in group else {} if self._rate_is_fixed else {"lr": None}
-            for name, value in {**group, **rate}.items():
-                if isinstance(value, (bool, int, float, str, tuple)) and name != "initial_lr":
-                    found[f"{name} (group {number})" if number else name] = value
-        return found
 
 
 class Checkpoints:
@@ -147,6 +85,7 @@ class Checkpoints:
         self._spans = spans
         self._groups = groups
         self._guard = guard
+        self._resumption = Resumption(manager, ctx, groups)
         self._writer = AsyncWriter(groups.saving) if in_background else None
         self._pending: CheckpointInfo | None = None  # the background save that is not yet published
         self._grace = grace
@@ -154,17 +93,13 @@ class Checkpoints:
         self._began = 0.0  # when the background save began
         self._written: set[str] = set()  # the paths of the checkpoints that this process has written
         self._not_saved: set[str] = set()  # entries of `user_state` that no checkpoint can hold; each is logged only once
-        self._is_auto = False  # whether the run was resumed with "auto"
-        self._stop: Mapping[str, Any] | None = None  # the stop request in the checkpoint from which `resume="auto"` continued
-        self._abandoned: list[str] = []  # unfinished checkpoints of earlier processes, kept until this run has published one
         self._prepare_at = sys.maxsize if self._writer is None else 0  # the step at which to allocate the writer's buffers
         self._prepare_again = 1  # number of steps until the next attempt to allocate the buffers; it doubles each time
-        self._tensors: dict[str, Tensor] | None = None  # the model's tensors, while a checkpoint is loaded
 
     @property
     def folder(self) -> str:
         """The folder of the run's checkpoints: a path or a URL."""
-        return self._ctx.run.checkpoints or "checkpoints"
+        return checkpoints_folder(self._ctx)
 
     @property
     def is_writing(self) -> bool:
@@ -276,7 +211,7 @@ class Checkpoints:
         record["run"] = self._ctx.run.name
         stop = self._ctx.control.stop_requested or self.stopped_by
         if stop is not None and not stop.resumable:
-            record["stop"] = {"by": stop.by, "why": one_line(stop.why), **self._stop_conditions(stop.by)}
+            record["stop"] = {"by": stop.by, "why": one_line(stop.why), **stop_conditions(self._manager, self._ctx, stop.by)}
         return record
 
     @property
@@ -357,7 +292,7 @@ class Checkpoints:
             except CheckpointError as error:  # the file `latest` is only for users, so a failure must not end the run
                 logger.warning("the file %r does not name the newest checkpoint: %s", LATEST, error)
         if is_in_folder:  # this run holds the folder's lock, so no other process is still writing the unfinished checkpoints
-            abandoned, self._abandoned = self._abandoned, []
+            abandoned, self._resumption.abandoned = self._resumption.abandoned, []
             for path in abandoned:
                 if path != info.path:
                     logger.info("deleting %s, which a killed process left unfinished", path)
@@ -393,159 +328,14 @@ class Checkpoints:
             if loads is not None:
                 ctx.checkpoint = loads()
             else:
-                ctx.checkpoint = self._restore_newest(self._candidates(ctx.control.load_path or resume))
+                ctx.checkpoint = self._resumption.restore(
+                    ctx.control.load_path or resume, shared=self.shared, local=self.local, optional=self.optional
+                )
         ctx.close("on_checkpoint_load_end")
 
-    def _restore_newest(self, candidates: list[str]) -> CheckpointInfo | None:
-        """Restore the first checkpoint of `candidates` that is valid on all ranks. Log why earlier candidates are not valid.
-
-        Raise CheckpointError if there are candidates and none of them is valid.
-        """
-        rejected: list[str] = []
-        for path in candidates:
-            try:
-                found = read_checkpoint(path, group=self._groups.saving, target=partial(self._target, path))
-            except CheckpointError as error:
-                if not self._is_auto or isinstance(error, RankLost):
-                    raise
-                logger.warning("not resuming from %s: %s", path, error)
-                rejected.append(str(error))
-                continue
-            info = _info(path, found)
-            self._restore({**found.shared, **found.local}, path)
-            self._tensors = None
-            stop = found.info.get("stop") if self._is_auto else None
-            self._stop = stop if isinstance(stop, Mapping) else None
-            logger.debug("resumed from %s, step %d", path, info.step)
-            return info
-        if candidates:
-            raise CheckpointError(
-                f"none of the {len(candidates)} sealed checkpoint(s) in {self.folder} could be resumed from: {'; '.join(rejected)}; "
-                "fix these problems, or start a new run with another name or folder: this one would overwrite the checkpoints"
-            )
-        return None
-
     def earlier_stop(self) -> Request | None:
-        """Return the request that stopped the run before it was resumed with `"auto"`, or None if training may continue.
-
-        Training may continue if `max_duration` or the settings of the callback that made the request have changed since.
-        """
-        stop = self._stop
-        if stop is None:
-            return None
-        by = str(stop.get("by"))
-        if any(stop.get(name) != now for name, now in self._stop_conditions(by).items()):
-            return None
-        return Request("stop", str(stop.get("why")), by)
-
-    def _stop_conditions(self, by: str) -> dict[str, str]:
-        """Return the settings that decide whether a resumed run may continue after the callback `by` has stopped it.
-
-        Training continues only if at least one of these settings has changed.
-        """
-        made = [
-            # Include the signature, because it contains the default values, which a user may change in the class.
-            (type(each).__qualname__, str(inspect.signature(type(each).__init__)), each._arguments)
-            for each in self._manager.callbacks
-            if label_of(each) == by
-        ]
-        return {
-            "max_duration": str(self._ctx.state.max_duration),
-            # Save only a digest, because settings may contain secrets.
-            # Remove the addresses of objects from the text, because addresses differ between processes.
-            "settings": hashlib.blake2s(re.sub(r" at 0x[0-9a-f]+", "", repr(made)).encode(), digest_size=8).hexdigest(),
-        }
-
-    def _candidates(self, resume: str | os.PathLike[str] | None) -> list[str]:
-        """Return the paths of the checkpoints to try to resume from, the best first. Rank 0 finds them for all ranks."""
-        found: list[str] | CallsheetError = []
-        if self._groups.rank == 0:
-            try:
-                found = self._listed(resume)
-            except CallsheetError as error:  # keep the error, which is raised below on all ranks
-                found = error
-        found = self._groups.of_rank_zero(found)
-        if isinstance(found, CallsheetError):
-            raise found
-        self._is_auto = resume is not None and os.fspath(resume) == AUTO
-        return found
-
-    def _listed(self, resume: str | os.PathLike[str] | None) -> list[str]:
-        """Return the paths of the checkpoints that `resume` names: one path or, for `"auto"`, several.
-
-        For `"auto"`, return the valid checkpoints, the newest first, and log why others are not used.
-        """
-        folder = self._ctx.run.folder
-        if resume is None:
-            is_begun = folder is not None and is_marked(folder)
-            if is_begun or find_checkpoints(self.folder).checkpoints:
-                raise ConfigError(
-                    f"{folder if is_begun else self.folder} already holds a run; resume it with resume='auto', or choose another run_name"
-                )
-            return []
-        if os.fspath(resume) != AUTO:
-            if "://" not in os.fspath(resume) and not Path(resume).exists():
-                raise CheckpointError(
-                    f"resume={os.fspath(resume)!r}: there is no such checkpoint{did_you_mean(os.fspath(resume), [AUTO])}; give the path of a "
-                    "checkpoint, or 'auto' for the newest one of this run"
-                )
-            return [os.fspath(resume)]
-        found = find_checkpoints(self.folder)
-        for path, reason in found.skipped:
-            logger.warning("not resuming from %s: %s", path, reason)
-        # Unfinished checkpoints may be deleted only in the run's folder, because the run's lock protects only that folder.
-        if folder is not None and Path(self.folder).parent == folder:
-            self._abandoned = found.abandoned
-        good = [checkpoint for checkpoint in found.checkpoints if checkpoint.seal.info.get("is_finite", True)]
-        for checkpoint in found.checkpoints:
-            if checkpoint not in good:
-                logger.warning("not resuming from %s: it was saved with weights or a loss that are not finite", checkpoint.path)
-        return [os.fspath(checkpoint.path) for checkpoint in good]
-
-    def _target(self, path: str, name: str, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """Return the tensor into which the checkpoint's tensor `name` is read, or None to read it into a new tensor.
-
-        For a weight, this is the model's own tensor. For the optimizer's state of a sharded parameter, it is an empty tensor with
-        the same sharding.
-        """
-        part, _, rest = name.partition(".")
-        if part == "model":
-            if self._tensors is None:
-                self._tensors = self._ctx.model.state_dict()
-            if rest not in self._tensors:
-                raise CheckpointError(f"{path} does not fit: it holds the weight {rest!r}, which this model does not have")
-            if self._tensors[rest].shape != size:
-                there, here = list(size), list(self._tensors[rest].shape)
-                raise CheckpointError(
-                    f"{path} does not fit: its weight {rest!r} has the size {there}, and this model's has the size {here}"
-                )
-            return self._tensors[rest]
-        if match := _OPTIMIZER_STATE_PATTERN.match(name):
-            parameter = dict(enumerate(self._parameters())).get(int(match[1]))
-            if isinstance(parameter, DTensor) and parameter.shape == size:
-                return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        return None
-
-    def _parameters(self) -> list[Tensor]:
-        """Return the optimizer's parameters. A parameter's index in this list is its number in the optimizer's `state_dict`."""
-        optimizer = self.shared.get("optimizer")
-        groups = optimizer.part.param_groups if isinstance(optimizer, Typed) else []
-        return [parameter for group in groups for parameter in group["params"]]
-
-    def _restore(self, state: Mapping[str, Any], path: str) -> None:
-        if unclaimed := sorted(state.keys() - self.shared.keys() - self.local.keys()):
-            logger.warning("%s holds the state of parts that this run does not have: %s", path, ", ".join(unclaimed))
-        for name, part in (*self.shared.items(), *self.local.items()):
-            if name not in state:
-                if name in self.optional:
-                    continue
-                raise CheckpointError(f"{path} holds no {name}; was it saved by a trainer without one?")
-            try:
-                part.load_state_dict(state[name])
-            except (RuntimeError, ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(
-                    f"{path} does not fit: its {name} cannot be loaded into this run's: {type(error).__name__}: {error}"
-                ) from error
+        """Return the request that stopped the run before it was resumed with `"auto"`, or None if training may continue."""
+        return self._resumption.earlier_stop()
 
     def _plain(self, user_state: dict[str, Any]) -> dict[str, Any]:
         """Return the entries of `user_state` that a checkpoint can hold. Warn once about each entry that it cannot hold."""
@@ -597,12 +387,3 @@ def _tensors_in(tree: object) -> Iterator[Tensor]:
     elif isinstance(tree, list | tuple):
         for value in tree:
             yield from _tensors_in(value)
-
-
-def _info(path: str, found: Loaded) -> CheckpointInfo:
-    """Return the `CheckpointInfo` of a checkpoint that a Trainer wrote, from its manifest."""
-    record = found.info
-    names = ("step", "epoch", "kind", "train_loss", "val_losses", "best_metric_key", "is_finite", "requested_by")
-    if any(name not in record for name in names):
-        raise CheckpointError(f"{path} was not saved by a Trainer: its manifest lacks some of {', '.join(names)}")
-    return CheckpointInfo(path=path, size_bytes=found.seal.size_bytes, **{name: record[name] for name in names})

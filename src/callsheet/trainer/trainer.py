@@ -27,7 +27,6 @@ from callsheet.core.ranks import read_ranks
 from callsheet.core.run_state import CheckpointInfo, Outcome, TrainState
 from callsheet.core.time import Interval, Time
 from callsheet.errors import CallsheetError, ConfigError, RequestRejected, names_unknown
-from callsheet.run.checkpoints import Typed
 from callsheet.run.defaults import LOCK_TIMEOUT_SECONDS, LOG_INTERVAL, TIMEOUT_SECONDS
 from callsheet.run.failures import is_of_collective, is_out_of_memory, out_of_memory_note
 from callsheet.run.log_ranks import LogRanks, LogRanksChoice
@@ -35,6 +34,7 @@ from callsheet.run.parts import Stateful
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.run.run import Run, run_info
 from callsheet.run.signals import GRACE_SECONDS, SignalWatch
+from callsheet.run.typed_state import Typed
 from callsheet.trainer.arguments import (
     agreed_name_and_seed,
     check_arguments,

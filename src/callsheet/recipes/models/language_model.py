@@ -52,8 +52,6 @@ class LanguageModel:
         dtype: the type of the weights: `float32`, `bfloat16` or `float16`.
         attention: how attention is computed, such as `sdpa`, `eager` or `flash_attention_2`; None leaves the choice to transformers.
         freeze: patterns of the names of parameters that are not trained, such as `model.embed_tokens.*`.
-
-    The recipe's configuration calls `check`, which raises ConfigError if an argument is invalid.
     """
 
     path: str | None = None
@@ -73,7 +71,11 @@ class LanguageModel:
         """The recipe's key for this model, for messages: `model`, or `teacher` for the teacher of a distillation."""
 
     def check(self) -> None:
-        """Raise ConfigError if an argument is invalid."""
+        """Check the arguments. The configurations of recipes call this method.
+
+        Raises:
+            ConfigError: an argument is invalid.
+        """
         key = self.key
         if self.dtype not in _DTYPES:
             raise ConfigError(f"{key}.dtype={self.dtype!r}{did_you_mean(self.dtype, _DTYPES)}: give one of {', '.join(_DTYPES)}")
