@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from callsheet import Callback, Context, __version__
-from callsheet.cli.main import main
+from callsheet.cli.arguments import command_line_parser
+from callsheet.cli.main import _COMMANDS, main
 from callsheet.core import lifecycle
 from callsheet.loggers import read_metrics
 from callsheet.report import RunFolder
@@ -127,6 +128,10 @@ def test_training_from_the_saved_configuration_gives_the_same_losses(recipe: Pat
     losses = [[json.loads(line)["values"].get("train/loss") for line in lines if "values" in line] for lines in (first, second)]
     assert losses[0] == losses[1]
     assert any(losses[0])
+
+
+def test_each_command_has_arguments_and_a_function() -> None:
+    assert set(command_line_parser().get_default("commands")) == set(_COMMANDS)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,8 @@ from typing import Any
 import pytest
 import yaml
 
-from callsheet.cli.main import _parser, _without_a_key, main
+from callsheet.cli.arguments import command_line_parser
+from callsheet.cli.main import _without_a_key, main
 from callsheet.cli.recipe import values_of
 from callsheet.cli.shipped import recipe_path
 from callsheet.core.spec import import_path
@@ -302,7 +303,7 @@ def parse_callsheet(words: list[str]) -> None:
         script = next(number for number, word in enumerate(words) if word == "-m" or word.endswith(".py"))
         exec_parser().parse_args(words[1:script])
         return
-    parser = _parser()
+    parser = command_line_parser()
     given, rest = parser.parse_known_args(words)
     if words[0] in ("train", "show"):
         path = Path(given.recipe)
@@ -399,7 +400,7 @@ def test_a_misspelled_command_is_found(command: str, tmp_path: Path, monkeypatch
 def test_commands_within_sentences_exist(page: Path) -> None:
     """`callsheet compare --fail-if` in a sentence names a command and its options, but not all of its arguments."""
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
-    commands = next(action.choices for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
+    commands = next(action.choices for action in command_line_parser()._actions if isinstance(action, argparse._SubParsersAction))
     for span in re.findall(r"`callsheet ([a-z][^`]*)`", text):
         words = re.findall(r"[\w.-]+", span)
         if words[0] in ("train", "show"):
@@ -418,7 +419,7 @@ def test_every_command_and_option_is_on_the_page_of_commands() -> None:
     text_of = {name: text for names, text in sections for name in names.split(", ")}
     commands: dict[str, argparse.ArgumentParser] = {
         name: parser
-        for action in _parser()._actions
+        for action in command_line_parser()._actions
         if isinstance(action, argparse._SubParsersAction)
         for name, parser in action.choices.items()
     }
