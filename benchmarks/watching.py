@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from callsheet.report.page import Live
+from callsheet.report.run_page import Live
 from timing import machine
 
 RUNS, RECORDS = 21, 2_000

@@ -35,7 +35,7 @@ IMPORTED = [
     "callsheet.cli.main",
     "callsheet.exec.bare_loop",
     "callsheet.exec.default_observers",
-    "callsheet.report.page",
+    "callsheet.report.run_page",
     "callsheet.trainer",
 ]
 

@@ -16,8 +16,8 @@ from callsheet.report.compare.gate import Condition, Verdict, judge
 from callsheet.report.compare.page import write_comparison
 from callsheet.report.compare.tables import Format, written
 from callsheet.report.index import runs_in
-from callsheet.report.page import plain
 from callsheet.report.run_folder import RunFolder
+from callsheet.report.run_page import plain
 
 
 def compare(

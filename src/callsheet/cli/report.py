@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from callsheet.cli.named_run import run_folder
 from callsheet.errors import CallsheetError, ConfigError
-from callsheet.report.page import write_report
+from callsheet.report.run_page import write_report
 
 _RECORD_FILES = ("metrics.jsonl", "events.jsonl")
 """The files that JSONLLogger writes for every run."""

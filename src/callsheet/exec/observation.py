@@ -306,7 +306,7 @@ def _figures(folder: Path) -> list[str]:
 
 
 def _page(folder: Path) -> str:
-    from callsheet.report.page import write_report
+    from callsheet.report.run_page import write_report
 
     try:
         return f"report: {_short(write_report(folder))}"

@@ -2,8 +2,8 @@
 
 from callsheet.callbacks.support.trigger_file import leave_request, withdraw_request
 from callsheet.report.imports import Imported, import_runs
-from callsheet.report.page import Live, data, page, write_report
 from callsheet.report.run_folder import RunFolder, RunReader, image_bytes
+from callsheet.report.run_page import Live, data, page, write_report
 
 __all__ = [
     "Imported",

@@ -13,8 +13,8 @@ from callsheet.errors import ConfigError
 from callsheet.report.compare.comparison import Comparison
 from callsheet.report.compare.page import data, live_comparison_page
 from callsheet.report.live_run import LiveRun, ReadingBudget
-from callsheet.report.page import Live
 from callsheet.report.run_folder import RunFolder
+from callsheet.report.run_page import Live
 
 
 class LiveComparison:

@@ -16,8 +16,8 @@ from callsheet.callbacks.support.trigger_file import TRIGGER_WORDS, leave_reques
 from callsheet.core.callback import one_of
 from callsheet.errors import ConfigError, RequestRejected
 from callsheet.report.lines import text_of
-from callsheet.report.page import Live, data, page
 from callsheet.report.run_folder import ENDED, LOST, RUNNING, RunFolder, RunReader
+from callsheet.report.run_page import Live, data, page
 
 logger = logging.getLogger("callsheet")
 

@@ -23,8 +23,8 @@ from callsheet.report.curves import (
     splits_of,
     without_doubles,
 )
-from callsheet.report.page import Live, html_page, image_uris, json_in_html, plain, plotly_js, write_atomically
 from callsheet.report.run_folder import RunFolder, image_bytes
+from callsheet.report.run_page import Live, html_page, image_uris, json_in_html, plain, plotly_js, write_atomically
 
 _SCRIPTS = ("dom.js", "tables.js", "frame.js", "charts.js", "compared_curves.js", "compared_parts.js", "live.js", "compare.js")
 
