@@ -29,6 +29,13 @@ def named(node: ast.expr) -> str:
     return getattr(node, "id", "") or getattr(node, "attr", "")
 
 
+def root(node: ast.expr) -> str:
+    """`module` for the base class `module.Base`, and `Base` for `Base` and `Base[T]`."""
+    while isinstance(node, (ast.Subscript, ast.Attribute)):
+        node = node.value
+    return getattr(node, "id", "")
+
+
 COMMON = {"load_state_dict"}
 """Methods that mean the same in every class: this one loads what `state_dict` of the class returned."""
 
@@ -65,8 +72,14 @@ def of_constructor(name: str) -> str:
 
 def undocumented(tree: ast.Module) -> list[str]:
     missing = [] if ast.get_docstring(tree) else ["module"]
+    outer = {
+        alias.asname or alias.name.partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("callsheet"))
+        for alias in node.names
+    }
 
-    def look(body: list[ast.stmt], prefix: str, documented: set[str]) -> None:
+    def look(body: list[ast.stmt], prefix: str, documented: set[str], *, is_of_framework: bool = False) -> None:
         for node in body:
             if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) or node.name.startswith("_"):
                 continue
@@ -74,10 +87,13 @@ def undocumented(tree: ast.Module) -> list[str]:
             is_another = any(
                 getattr(mark, "id", "") == "overload" or getattr(mark, "attr", "") == "setter" for mark in node.decorator_list
             )
-            if not is_another and node.name not in documented and not ast.get_docstring(node):
+            # A framework's own docs describe the hooks that a class inherits from it.
+            is_hook = is_of_framework and node.name.startswith("on_")
+            if not is_another and not is_hook and node.name not in documented and not ast.get_docstring(node):
                 missing.append(prefix + node.name)
             if isinstance(node, ast.ClassDef):
-                look(node.body, f"{prefix}{node.name}.", COMMON | inherited(node.name))
+                has_outer_base = any(root(base) in outer for base in node.bases)
+                look(node.body, f"{prefix}{node.name}.", COMMON | inherited(node.name), is_of_framework=has_outer_base)
 
     look(tree.body, "", set())
     return missing

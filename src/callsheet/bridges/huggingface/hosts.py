@@ -405,7 +405,6 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
             run.ctx.log(rest, across="same")
 
     def on_prediction_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """End a step of an evaluation."""
         try:
             if self._run is not None:
                 self._run.eval.driver.end("eval_step")

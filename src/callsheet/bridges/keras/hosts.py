@@ -205,7 +205,6 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
 
     @in_a_run
     def on_epoch_begin(self, run: HostedRun, epoch: int, logs: Any = None) -> None:
-        """Fire the start of an epoch."""
         now, self._epochs = run.state.timestamp, epoch
         # If the first epoch's number is not the expected one, the user has called `fit(initial_epoch=...)`.
         if epoch != now.epoch and now.batch == run.state.baseline.batch:

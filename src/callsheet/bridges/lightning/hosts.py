@@ -224,7 +224,6 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
 
     @in_a_run
     def on_train_epoch_start(self, run: HostedRun, trainer: Any, pl_module: Any) -> None:
-        """Start an epoch."""
         self._start_epoch(run, trainer)
 
     def _start_epoch(self, run: HostedRun, trainer: Any) -> None:
@@ -416,7 +415,6 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
     def on_validation_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """End a step of the evaluation."""
         if not trainer.sanity_checking:
             self._end_batch("eval_step")
 
@@ -460,14 +458,12 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
 
     @observing
     def on_test_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
-        """Start a step of the test or the prediction."""
         if self._run is not None:
             self._run.eval.ctx.batch = batch
             self._run.eval.driver.start("test_step" if trainer.testing else "predict_step")
 
     @observing
     def on_test_batch_end(self, trainer: Any, *_: Any) -> None:
-        """End a step of the test or the prediction."""
         self._end_batch("test_step" if trainer.testing else "predict_step")
 
     on_predict_batch_start, on_predict_batch_end = on_test_batch_start, on_test_batch_end

@@ -194,7 +194,6 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
 
     @in_a_run
     def on_train_epoch_start(self, run: HostedRun, state: State, unit: Any) -> None:
-        """Fire the start of an epoch."""
         self._position.begin()
         self._is_exhausted = False
         run.driver.start("epoch")
@@ -435,7 +434,6 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
 
     @observing
     def on_predict_step_end(self, state: State, unit: Any) -> None:
-        """End a step of the prediction."""
         if self._run is not None:
             self._run.driver.end("predict_step")
 
