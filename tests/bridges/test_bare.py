@@ -234,6 +234,119 @@ def test_a_break_ends_the_epoch() -> None:
     assert run.ctx.run.outcome == "finished"
 
 
+def test_each_epoch_may_end_with_a_break_or_have_no_steps() -> None:
+    recorder = Recorder()
+    model, optimizer, data = parts()
+    epochs: list[int] = []
+    with attach(model=model, optimizer=optimizer, callbacks=[recorder]) as run:
+        for epoch in run.epochs(4):
+            epochs.append(epoch)
+            if epoch == 1:
+                continue
+            for number, (inputs, _) in enumerate(run.steps(data), 1):
+                model(inputs).sum().backward()
+                optimizer.step()
+                if number == 2:
+                    break
+    check_events(recorder.events)
+    assert epochs == [0, 1, 2, 3]
+    assert recorder.events.count("on_train_step_end") == 6
+    assert recorder.events.count("on_epoch_end") == 3
+    assert run.ctx.run.outcome == "finished"
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_batch_of_none_is_passed_on(listens: bool) -> None:
+    recorder = Recorder()
+    model, optimizer, _ = parts()
+    data, trained = [torch.ones(2, 3), None, torch.ones(2, 3)], 0
+    with attach(model=model, optimizer=optimizer, callbacks=[recorder] if listens else []) as run:
+        for _ in run.epochs(2):
+            for batch in run.steps(data):
+                if batch is None:
+                    continue
+                model(batch).sum().backward()
+                optimizer.step()
+                trained += 1
+    assert trained == 4
+    assert run.ctx.step == 6
+    if listens:
+        check_events(recorder.events)
+
+
+@pytest.mark.parametrize("callbacks", [[], [OptimizerMonitor()], [SpeedMonitor()]], ids=["none", "backward", "timing"])
+def test_the_loss_of_a_step_includes_each_backward_of_several_optimizer_steps(callbacks: list[Callback]) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with attach(model=model, optimizer=optimizer, callbacks=[*callbacks, history := History()], log_interval=1) as run:
+        for batch in run.steps([torch.ones(1, 1)] * 12):
+            for _ in range(3):
+                (model(batch).sum() * 0 + 1.5).backward()
+                optimizer.step()
+    assert history["train/loss"] == [4.5] * 12
+
+
+def test_an_optimizer_step_inside_the_batches_of_a_step_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, data = parts()
+    with attach(model=model, optimizer=optimizer, callbacks=[], gradient_accumulation_steps=2) as run:
+        for inputs, _ in run.steps(data):
+            model(inputs).sum().backward()
+            optimizer.step()
+    (warning,) = caplog.messages
+    assert warning.startswith("the loop has stepped the optimizer after batch 1 of 2.")
+
+
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [
+        (None, r"^evaluate= has returned None: give the results by dataset name"),
+        ({"loss": 1.0}, r"^evaluate= has returned \{'loss': 1\.0\}: give the results by dataset name"),
+        ({"test": {"loss": "low"}}, r"^evaluate= has returned test/loss = low: this is not a number"),
+    ],
+)
+def test_wrong_results_of_an_evaluation_are_rejected(results: Any, message: str) -> None:
+    class Asks(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            ctx.control.evaluate("to see")
+
+    with pytest.raises(ConfigError, match=message):
+        attached(1, [Asks()], evaluate=lambda: results)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"scheduler": len}, r"^scheduler= is a builtin_function_or_method without state_dict\(\)"),
+        ({"evaluate": 3}, r"^evaluate=3: give a function"),
+        ({"config": [1]}, r"^config= is a list; give the settings by name"),
+    ],
+)
+def test_wrong_arguments_are_rejected_at_once(option: dict[str, Any], message: str) -> None:
+    model, optimizer, _ = parts()
+    with pytest.raises(ConfigError, match=message):
+        attach(model=model, optimizer=optimizer, callbacks=[], **option)
+
+
+def test_a_run_that_has_ended_cannot_be_used_again() -> None:
+    recorder = Recorder()
+    model, optimizer, data = parts()
+    run = attach(model=model, optimizer=optimizer, callbacks=[recorder])
+
+    def train() -> None:
+        for inputs, _ in run.steps(data):
+            model(inputs).sum().backward()
+            optimizer.step()
+
+    with run:
+        train()
+    events = list(recorder.events)
+    with pytest.raises(RequestRejected, match=r"^steps\(\) after the run's end"):
+        train()
+    with pytest.raises(RequestRejected, match=r"^this run has ended; call callsheet\.attach again"), run:
+        train()
+    assert recorder.events == events
+
+
 def test_a_loop_that_leaves_its_epochs_with_break_ends_at_its_duration(caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder()
     model, optimizer, data = parts()

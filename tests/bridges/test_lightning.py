@@ -393,6 +393,22 @@ def test_with_manual_optimization_the_first_optimizer_is_observed(tmp_path: Path
     assert {rate for _, rate in recorder.values["learning_rate"]} == {0.02}
 
 
+@pytest.mark.parametrize(("skipped", "accumulate"), [({0}, 1), ({0, 1}, 1), ({1}, 2)])
+def test_batches_that_the_module_skips_at_first_are_no_error(skipped: set[int], accumulate: int, tmp_path: Path) -> None:
+    """`training_step` returns None before the forward pass, which is Lightning's way to skip a batch."""
+
+    class Skips(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx in skipped else super().training_step(batch, batch_idx)
+
+    trainer = quiet_trainer(
+        tmp_path, [host([SpeedMonitor(), recorder := Recorder()])], max_epochs=1, accumulate_grad_batches=accumulate
+    )
+    trainer.fit(Skips(POINTS), POINTS.batches())
+    check_events(recorder.events)
+    assert recorder.events.count("on_train_step_end") == len(POINTS.batches()) / accumulate
+
+
 def test_a_forward_that_cannot_be_observed_is_rejected(tmp_path: Path) -> None:
     class ByParts(Module):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:

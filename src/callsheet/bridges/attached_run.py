@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from callsheet.bridges.data_position import DataPosition
 from callsheet.bridges.giving_up import give_up
 from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.loop_arguments import check_results
 from callsheet.bridges.loop_warnings import LoopWarnings
 from callsheet.bridges.support_check import SupportCheck
 from callsheet.bridges.training_hooks import TrainingHooks
@@ -26,6 +27,9 @@ from callsheet.errors import ConfigError, RequestRejected, mark_as_users
 from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")
+
+NO_BATCH: Any = object()
+"""What takes the place of a batch at the end of the data. None could be a batch."""
 
 
 class LogOptions(TypedDict, total=False):
@@ -65,6 +69,7 @@ class AttachedRun:
         self._counts_epochs = False  # whether the loop iterates over `epochs()`
         self._is_iterating = False  # whether the loop is inside `steps`
         self._is_over = False
+        self._has_exited = False  # whether the `with` block has ended
         self._unobserved: UnobservedLoop | None = None  # set when an error in callsheet has ended the run
         run.fails_by(self._give_up)
         self._support.before_run((), run.control)
@@ -100,14 +105,7 @@ class AttachedRun:
 
         `results` are the metrics by dataset name: `{"validation": {"loss": 1.2}}`.
         """
-        if not isinstance(results, Mapping):
-            raise ConfigError(
-                f"evaluated({str(results)[:40]}): give the results by dataset name, such as {{'validation': {{'loss': 1.2}}}}"
-            )
-        if odd := next((name for name, found in results.items() if not isinstance(found, Mapping)), None):
-            raise ConfigError(
-                f"evaluated({{{odd!r}: ...}}): give the results by dataset name, such as {{'validation': {{'loss': 1.2}}}}"
-            )
+        check_results(results, "evaluated({})")
         if self._unobserved is not None:
             return
         if self._is_iterating:
@@ -135,15 +133,20 @@ class AttachedRun:
             self._warnings.warn_of_complete_run(
                 f"all {count} epochs of run.epochs({count}) are done", f"run.epochs a number above {count}"
             )
-        while not self.is_over and state.timestamp.epoch < count:
-            epoch = state.timestamp.epoch
+        epoch = state.timestamp.epoch
+        while not self.is_over and epoch < count:
             yield epoch
-            if state.timestamp.epoch == epoch:
-                if self._run.ctx.step == state.baseline.batch and self._unobserved is None:
+            if self._unobserved is None:
+                is_unchanged = state.timestamp.epoch == epoch and self._run.ctx.step == state.baseline.batch
+                if is_unchanged and not self.is_over:
                     raise RequestRejected(
                         "an epoch of run.epochs() has ended without a step: take its batches from run.steps(dataloader)"
                     )
-                return  # the epoch was left early, by `break` or because training is over, so no further epoch follows
+                try:
+                    self._close_epoch(continues=True)  # the loop may have left `steps` with `break`
+                except Exception as error:
+                    self._give_up(error)
+            epoch = max(epoch + 1, state.timestamp.epoch)  # an epoch without steps is not counted in the timestamp
 
     def steps(self, dataloader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of one epoch.
@@ -153,8 +156,9 @@ class AttachedRun:
         Raises:
             RequestRejected: `steps` is called inside another call of `steps`, or outside the `with` block.
         """
-        if self._hooks is None and self._unobserved is None:
-            raise RequestRejected("steps() before the run has begun: write `with callsheet.attach(...) as run:` around the loop")
+        if (self._hooks is None or self._has_exited) and self._unobserved is None:
+            when = "after the run's end" if self._has_exited else "before the run has begun"
+            raise RequestRejected(f"steps() {when}: write `with callsheet.attach(...) as run:` around the loop")
         if not self._begin_epoch():
             return
         run, driver, ctx, position, hooks = self._run, self._run.driver, self._run.ctx, self._position, self._hooks
@@ -195,6 +199,8 @@ class AttachedRun:
                     else:
                         given += 1
                         yield batch
+                    if given < len(group) and hooks.optimizer.has_stepped:
+                        self._warnings.warn_of_early_step(given, self._batches_per_step)
                     if self._unobserved is not None:
                         break  # type: ignore[unreachable]  # a hook may have called `_give_up` after an error
                 else:
@@ -237,19 +243,21 @@ class AttachedRun:
             if has_listeners:
                 driver.start("fetch")
             try:
-                ctx.batch = batch = next(batches, None)
+                batch = next(batches, NO_BATCH)
             except Exception as error:
                 # End training instead of only logging the error, because training cannot continue without data.
                 mark_as_users(error)
                 raise
-            if batch is not None:
+            is_batch = batch is not NO_BATCH
+            ctx.batch = batch if is_batch else None
+            if is_batch:
                 # Append the batch before `on_fetch_end`, so that the batch is not lost if a callback fails at that event.
                 group.append(batch)
             if has_listeners:
                 driver.end("fetch")
-                if batch is not None:
+                if is_batch:
                     group[-1] = ctx.batch
-            if batch is None:
+            if not is_batch:
                 self._position.is_exhausted = True
                 break
 
@@ -324,6 +332,10 @@ class AttachedRun:
     # --- the `with` block ---
 
     def __enter__(self) -> Self:
+        if self._has_exited:
+            raise RequestRejected(
+                "this run has ended; call callsheet.attach again for another run, with resume='auto' to continue"
+            )
         run = self._run
         run.is_busy = lambda: True  # no other run of this process may use the run's folder before the `with` block ends
         try:
@@ -361,6 +373,7 @@ class AttachedRun:
                     run.fail(raised)
                     raise
         finally:
+            self._has_exited = True
             self._release()
             self._position.release()
         is_interrupted = self._unobserved is not None and run.signals.received is Signals.SIGINT

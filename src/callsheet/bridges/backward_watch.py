@@ -148,8 +148,6 @@ class BackwardWatch:
                     if ctx.loss is not unscaled:
                         unscaled = ctx.loss
                         given = unscaled if scale is None else unscaled * scale
-                elif not self.is_in_closure:
-                    return False
             # The first case is the usual one; it does the same as `value_of`, but without a function call.
             value = unscaled.data.clone() if type(unscaled) is Tensor and not unscaled.ndim else value_of(unscaled)
             before = self.total

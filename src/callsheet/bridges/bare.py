@@ -18,7 +18,7 @@ from callsheet.bridges.attached_run import AttachedRun
 from callsheet.bridges.data_position import DataPosition
 from callsheet.bridges.host_parts import Evaluates
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.bridges.loop_arguments import check_accumulation, check_model, torch_optimizer, without_ddp
+from callsheet.bridges.loop_arguments import check_accumulation, check_model, check_others, torch_optimizer, without_ddp
 from callsheet.bridges.versions import check_versions
 from callsheet.core.callback import Callback
 from callsheet.core.callbacks_argument import manager_of
@@ -126,6 +126,7 @@ def attach(
     manager.add(loggers or ())
     check_model(model)
     optimizer = torch_optimizer(optimizer)
+    check_others(scheduler=scheduler, evaluate=evaluate, config=config)
     check_run_name(run_name, resume)
     check_versions()
     return AttachedRun(

@@ -96,7 +96,7 @@ class BoundaryOrder:
     def excuse(self, what: str) -> None:
         """Log a warning that a handler is not called because the framework has provided no value for a field that the handler reads."""
         self._driver.warn_once(
-            f"{what}, and {self._host} has not provided it there. The handler is not called at this event; training continues."
+            f"{what}, and {self._host} has not provided it there. The handler is skipped each time this happens; training continues."
         )
 
 

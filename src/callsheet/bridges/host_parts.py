@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from callsheet.bridges.loop_arguments import check_results
 from callsheet.core.context import Context
 from callsheet.core.control import Request
 from callsheet.core.run_state import CheckpointInfo
@@ -76,6 +77,7 @@ class HostEvaluation:
             # End training instead of only logging the error, because the framework's own evaluation has failed.
             mark_as_users(error)
             raise
+        check_results(found, "evaluate= has returned {}")
         self._fire(found)
         return self.results
 

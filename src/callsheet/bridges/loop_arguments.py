@@ -64,6 +64,39 @@ def torch_optimizer(optimizer: Any) -> Optimizer:
     )
 
 
+def check_others(*, scheduler: Any, evaluate: Any, config: Any) -> None:
+    """Raise ConfigError if `scheduler=`, `evaluate=` or `config=` is neither None nor what the run needs."""
+    if scheduler is not None and not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
+        raise ConfigError(
+            f"scheduler= is a {type(scheduler).__name__} without state_dict() and load_state_dict(), so that checkpoints cannot hold its "
+            "state. Give the scheduler that the loop steps, or leave scheduler= out"
+        )
+    if evaluate is not None and not callable(evaluate):
+        raise ConfigError(f"evaluate={evaluate!r}: give a function that evaluates, and returns the results by dataset name")
+    if config is not None and not isinstance(config, Mapping):
+        raise ConfigError(f"config= is a {type(config).__name__}; give the settings by name, such as {{'width': 64}}")
+
+
+def check_results(results: Any, source: str) -> None:
+    """Raise ConfigError if the results of an evaluation are not numbers by dataset name and metric name.
+
+    The message begins with `source`, which says where the results come from. `{}` in `source` is replaced by the wrong value.
+    """
+    hint = "give the results by dataset name, such as {'validation': {'loss': 1.2}}"
+    if not isinstance(results, Mapping):
+        raise ConfigError(f"{source.format(str(results)[:40])}: {hint}")
+    for name, found in results.items():
+        if not isinstance(found, Mapping):
+            raise ConfigError(f"{source.format(f'{{{name!r}: {str(found)[:40]}}}')}: {hint}")
+        for metric, value in found.items():
+            try:
+                float(value)
+            except (TypeError, ValueError, RuntimeError):
+                raise ConfigError(
+                    f"{source.format(f'{name}/{metric} = {str(value)[:40]}')}: this is not a number; {hint}"
+                ) from None
+
+
 def without_ddp(model: Any) -> Any:
     """Return the module inside a DistributedDataParallel wrapper, for callbacks. Return any other model unchanged."""
     return getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model

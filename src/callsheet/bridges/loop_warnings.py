@@ -58,6 +58,14 @@ class LoopWarnings:
                 "all datasets in one call: run.evaluated({'validation': {...}, 'test': {...}})"
             )
 
+    def warn_of_early_step(self, given: int, batches: int) -> None:
+        """Warn that the loop steps the optimizer more often than `gradient_accumulation_steps=` says."""
+        self._warn(
+            f"the loop has stepped the optimizer after batch {given} of {batches}. With gradient_accumulation_steps={batches}, callsheet counts "
+            f"{batches} batches of an epoch as one step, so its counts and losses differ from the loop's. Give the number of batches after "
+            "which the loop steps the optimizer, and begin each epoch with a new step"
+        )
+
     def _warn(self, message: str) -> None:
         if self._run.ctx.run.is_world_process_zero:
             self._run.driver.warn_once(message)

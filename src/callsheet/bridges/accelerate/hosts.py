@@ -18,12 +18,12 @@ from callsheet.bridges.accelerate.events import NOT_FIRED
 from callsheet.bridges.accelerate.internals import HOST, PACKAGE
 from callsheet.bridges.accelerate.position import AcceleratePosition
 from callsheet.bridges.accelerate.tracker import RecordTracker
-from callsheet.bridges.attached_run import AttachedRun
+from callsheet.bridges.attached_run import NO_BATCH, AttachedRun
 from callsheet.bridges.giving_up import weakly
 from callsheet.bridges.host_parts import Evaluates
 from callsheet.bridges.host_states import own_state, restore_states
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.bridges.loop_arguments import check_model, torch_optimizer
+from callsheet.bridges.loop_arguments import check_model, check_others, torch_optimizer
 from callsheet.bridges.versions import check_versions
 from callsheet.bridges.wrapped_methods import WrappedMethods
 from callsheet.core.callback import Callback
@@ -99,6 +99,7 @@ def host(
             "FSDP, or without callsheet"
         )
     check_model(model)
+    check_others(scheduler=scheduler, evaluate=evaluate, config=config)
     check_resume(resume)
     optimizer = torch_optimizer(getattr(optimizer, "optimizer", optimizer))
     accelerated = AcceleratedRun(
@@ -240,20 +241,20 @@ class AcceleratedRun(AttachedRun):
             if has_listeners := not driver.spans["fetch"].has_no_listeners:
                 driver.start("fetch")
         try:
-            batch = next(batches, None)
+            batch = next(batches, NO_BATCH)
         except Exception as error:
             mark_as_users(error)  # end training instead of only logging the error, because training cannot continue without data
             raise
-        if batch is None:
+        if batch is NO_BATCH:
             self._position.is_exhausted = True
         else:
             # Append the batch before further events are fired, so that the loop gets the batch even if an event's handler fails.
             group.append(batch)
         if is_first:
-            ctx.batch = batch
+            ctx.batch = batch if group else None
             if has_listeners:
                 driver.end("fetch")
-            if batch is not None:
+            if group:
                 group[0] = ctx.batch
                 run.counted = (0, 0)
                 self._hooks.optimizer.has_stepped, self._hooks.backward.total = False, None

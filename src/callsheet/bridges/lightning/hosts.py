@@ -197,6 +197,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         )
         run.evaluation.request = cadence.ask
         self._is_in_batch = self._listens_to_microbatch = False
+        self._skips_batch = False  # whether a batch of the current step was skipped; only known before the first step was checked
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._watch = watch = ClosureWatch(run.driver, run.ctx, scaler)
         run.losses = watch.reader
@@ -333,6 +334,10 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             if stepped.has_begun:
                 watch.keep_last()
                 watch.total = watch.last
+            if not self._is_checked:
+                # A `training_step` that returns None skips its batch. With manual optimization, it returns None anyway.
+                is_without_loss = watch.total is None and not stepped.has_begun
+                self._skips_batch |= not outputs if pl_module.automatic_optimization else is_without_loss
             if trainer.accumulate_grad_batches > 1 and pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
                 run.driver.end("microbatch")
                 return
@@ -342,7 +347,13 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
                 self._log(trainer)
             # With manual optimization, a step may need several batches, so a batch without a step is no error.
             if run.end_step():
-                self._after_step(run, trainer, may_skip_step=not stepped.has_begun)
+                if self._skips_batch:  # check a later step
+                    self._stop_if_asked(run, trainer)
+                else:
+                    self._after_step(run, trainer, may_skip_step=not stepped.has_begun)
+            if self._skips_batch:
+                self._skips_batch = False
+                run.driver.synthesized.clear()
         except Exception as error:
             self._leave(error)
 
