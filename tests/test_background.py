@@ -530,5 +530,5 @@ def test_messages_that_come_too_late_for_the_loggers_are_counted_and_logged(
     lifetime = Lifetime(manager, Context(RunInfo("by hand"), loggers=manager.notify_loggers))
     lifetime.start()
     lifetime.end()
-    assert "Messages from the lane of Late came after the run's end, too late for the loggers: log_file, 1 times" in caplog.text
+    assert "Messages from the lane of Late came at the run's end, too late for the loggers: log_file, 1 times" in caplog.text
     assert "log_table, 1 times" in caplog.text

@@ -21,7 +21,19 @@ import psutil
 import pytest
 import torch
 
-from callsheet import Background, Callback, CallbackManager, CallbackSpec, Context, Outcome, Process, RunInfo, Trainer, every
+from callsheet import (
+    Background,
+    Callback,
+    CallbackManager,
+    CallbackSpec,
+    Context,
+    Outcome,
+    Process,
+    RunInfo,
+    Trainer,
+    callbacks,
+    every,
+)
 from callsheet.core.lifecycle import EVENTS
 from callsheet.errors import ConfigError, NotACallbackError, RegistrationError, RequestRejected
 from callsheet.lanes.capture import copied
@@ -555,8 +567,8 @@ def test_a_lane_that_hangs_delays_the_end_by_its_deadline_and_no_more(tmp_path: 
         callback.name = f"hangs-{number}"
     well = RecordsThreads()
     trainer = small_trainer(tmp_path, *hanging, Background(well, deadline=1.0))
-    trainer.fit()
     began = time.monotonic()
+    trainer.fit()
     trainer.close()
     took = time.monotonic() - began
     release.set()
@@ -564,6 +576,22 @@ def test_a_lane_that_hangs_delays_the_end_by_its_deadline_and_no_more(tmp_path: 
     assert well.received[-1][0] == "on_run_end"
     for number in range(3):
         assert f"a lane has not delivered all events: hangs-{number}: {STEPS} waiting, and one has not returned" in caplog.text
+
+
+def test_the_last_record_has_what_a_slow_lane_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Counts(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            time.sleep(0.1)
+            ctx.log({"lane/steps": 1.0}, over="sum")
+
+    class LogsAtEnd(Callback):
+        def on_run_end(self, ctx: Context) -> None:
+            ctx.log({"lane/end": 1.0})
+
+    fit(tmp_path, Background(Counts()), Background(LogsAtEnd()), history := callbacks.History())
+    assert sum(history["lane/steps"]) == STEPS
+    assert "Messages from the lane of LogsAtEnd came at the run's end, too late for the loggers: log, 1 times" in caplog.text
+    assert "the lane of Counts" not in caplog.text
 
 
 @pytest.mark.parametrize("end", ["error", "interrupt"])

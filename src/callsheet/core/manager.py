@@ -374,7 +374,7 @@ class CallbackManager:
         ctx.control.look_again()
 
     def flush_lanes(self, ctx: Context) -> None:
-        """Wait a moment for callbacks in other threads, so that the next metrics record includes what they are logging.
+        """Wait for callbacks in other threads, so that the next metrics record includes what they are logging.
 
         The loop calls this before a metrics record that may be the last.
         """

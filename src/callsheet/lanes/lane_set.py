@@ -33,9 +33,9 @@ logger = logging.getLogger("callsheet")
 
 T = TypeVar("T")
 
+_SHARE_BEFORE_LAST_RECORD = 0.7  # the last metrics record waits for a lane for at most this fraction of the lane's deadline
 _SHARE_BEFORE_RUN_END = 0.8  # a lane may use this fraction of its deadline for the events before `on_run_end`
 _SHARE_BEFORE_LOGGERS_END = 0.9  # before loggers handle `on_run_end`, other lanes may use this fraction of their deadlines
-_FLUSH_SECONDS = 0.2  # how long the last metrics record waits for values that callbacks in lanes log
 _STATE_SECONDS = 1.0  # how long `state_dict` may take for a callback whose lane has hung before
 _MIN_STATE_SECONDS = 0.1  # `state_dict` is given at least this long, even if a preemption signal leaves no time
 _GRACE_SHARE = 1 / 3  # after a preemption signal, lanes may delay a checkpoint for this fraction of the time left
@@ -171,7 +171,7 @@ class LaneSet:
                 [each.lane for registration, each in self._lanes.items() if registration in registrations],
                 share=_SHARE_BEFORE_LOGGERS_END,
             )
-            self.process_messages(ctx)
+            self._inbox.empty(ctx, is_logging_over=True)
 
         ours = internal_entry(event, drain_lanes, "the wait for lanes", "lane_set.py")
         return compile_event([*before, (drain_lanes, ours), *after], event)
@@ -183,14 +183,17 @@ class LaneSet:
         self._inbox.empty(ctx)
 
     def flush(self) -> None:
-        """Wait a moment for callbacks in lanes (threads), so that the next metrics record includes what they are logging."""
+        """Wait for callbacks in lanes (threads), so that the run's last metrics record includes what they are logging."""
         moving = {
             registration: each.lane
             for registration, each in self._lanes.items()
             if self._slow.get(registration) != each.lane.done
         }
-        drain(moving.values(), min(_FLUSH_SECONDS, self._seconds_for_states))
+        drain(moving.values(), share=_SHARE_BEFORE_LAST_RECORD, at_most=self._seconds_for_states)
         self._slow |= {registration: lane.done for registration, lane in moving.items() if not lane.is_idle}
+        for lane in moving.values():
+            if lane.is_idle:
+                lane.waited = 0.0  # it does not hang, so after more training (a further `fit`) it has its whole deadline again
 
     def limit_waits(self, seconds: float) -> None:
         """Limit how long a checkpoint waits for callbacks in lanes, because this process will be killed in `seconds`."""

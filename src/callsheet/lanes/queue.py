@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from math import inf
 from typing import Any, NamedTuple
 
 from callsheet.core.lane_options import LaneOptions
@@ -364,7 +365,11 @@ if hasattr(os, "register_at_fork"):
 
 
 def drain(
-    lanes: Iterable[Lane], deadline: float | Callable[[Lane], float] | None = None, *, share: float = 1.0
+    lanes: Iterable[Lane],
+    deadline: float | Callable[[Lane], float] | None = None,
+    *,
+    share: float = 1.0,
+    at_most: float = inf,
 ) -> list[Undelivered]:
     """Wait until the lanes (queues with threads) have processed all items. Return the lanes with items left at their deadlines.
 
@@ -373,6 +378,7 @@ def drain(
         deadline: seconds for all lanes, or a function that returns the seconds of a lane. None: each lane's own deadline, less the time
             that earlier calls have waited for it.
         share: used if `deadline` is None: the share of its deadline that a lane may use up in this call and earlier ones.
+        at_most: the seconds after which this call returns in any case.
     """
     began = time.monotonic()
     seconds_of = deadline if callable(deadline) else lambda _: deadline
@@ -383,7 +389,7 @@ def drain(
         seconds = time.monotonic() - began
         for lane in busy[:]:
             own = seconds_of(lane)
-            is_late = seconds >= (share * lane.options.deadline - lane.waited if own is None else own)
+            is_late = seconds >= min(at_most, share * lane.options.deadline - lane.waited if own is None else own)
             if not lane.is_idle and not is_late:
                 lane.look()
                 continue

@@ -59,29 +59,36 @@ class Inbox:
 
     def __init__(self) -> None:
         self._messages: deque[LaneMessage] = deque()
+        self._lost: Counter[tuple[str, str]] = Counter()  # by callback and kind, the messages that came too late
 
     def put(self, message: LaneMessage) -> None:
         """Add a message. Any thread may call this method."""
         self._messages.append(message)
 
-    def empty(self, ctx: Context) -> None:
-        """Carry out all messages and remove them. Called on the training thread."""
+    def empty(self, ctx: Context, *, is_logging_over: bool = False) -> None:
+        """Carry out all messages and remove them. Called on the training thread.
+
+        With `is_logging_over`, no metrics record follows, so values for a record are lost; see `log_lost`.
+        """
         while self._messages:
             message = self._messages.popleft()
+            if is_logging_over and message.what == "log":
+                self._lost[message.by, message.what] += 1
+                continue
             try:
                 message.do(ctx)
             except Exception as error:  # an error of a callback in another thread or process must not stop training
                 logger.error("The message %r from the lane of %s failed: %s", message.what, message.by, text_of(error))
 
     def log_lost(self) -> None:
-        """Log, for each callback, how many of its messages to the training thread arrived after the run's end and had no effect.
+        """Log, for each callback, how many of its messages to the training thread arrived too late and had no effect.
 
         Requests are not counted, because after the run's end there is nothing left to request.
         """
-        lost = Counter((each.by, each.what) for each in self._messages.copy() if each.what not in ("ask", "switch off"))
-        for (by, what), times in lost.items():
+        self._lost.update((each.by, each.what) for each in self._messages.copy() if each.what not in ("ask", "switch off"))
+        for (by, what), times in self._lost.items():
             logger.error(
-                "Messages from the lane of %s came after the run's end, too late for the loggers: %s, %d times", by, what, times
+                "Messages from the lane of %s came at the run's end, too late for the loggers: %s, %d times", by, what, times
             )
 
 
